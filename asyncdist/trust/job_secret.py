@@ -1,9 +1,8 @@
-"""The shared secret by which the processes of a job authenticate each other.
+"""Authenticates the processes of a job to each other with a shared secret.
 
-A process proves that it knows the secret without showing it. It seals each value that it writes for other processes
-with a keyed digest (HMAC, RFC 2104) over the value's name and the value. It authenticates a connection with a digest
-over the connection's two ends. Without a secret the key is empty: seals then detect garbage, but not an attacker who
-knows this code.
+A process seals each value that it writes for other processes with a keyed digest (HMAC, RFC 2104), and authenticates a
+connection with a digest of the connection's two ends. Without a secret the key is empty, and seals only detect
+corrupted values, not attackers.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Final
 
-#: Shorter secrets can be guessed.
+#: Minimum number of characters, since shorter secrets can be guessed.
 LENGTH_MIN: Final = 16
 _DIGEST: Final = "sha256"
 SEAL_NBYTES: Final = hashlib.new(_DIGEST).digest_size
@@ -36,21 +35,18 @@ class JobSecret:
         return not self.key
 
     def seal(self, name: str, value: bytes) -> bytes:
-        """Return the value after its seal, which is valid only for this name."""
+        """Return the value preceded by its seal, which is valid only for this name."""
         return self._digest("value", name, value) + value
 
     def unseal(self, name: str, data: bytes) -> bytes | None:
-        """Return the value that was sealed for this name; None if its seal was not made with the secret."""
+        """Return the value that was sealed for this name; None if the seal is not valid."""
         seal, value = data[:SEAL_NBYTES], data[SEAL_NBYTES:]
         return value if hmac.compare_digest(seal, self._digest("value", name, value)) else None
 
     def proof(self, connection: str, sender: int, receiver: int) -> bytes:
         """Return the digest by which ``sender`` proves to ``receiver`` that it knows the secret.
 
-        Args:
-            connection: Name of the connection, unique among the connections of all jobs.
-            sender: Place of the process that proves its knowledge.
-            receiver: Place of the process that checks the proof.
+        The name ``connection`` must be unique among the connections of all jobs.
         """
         return self._digest("connection", connection, f"{sender} to {receiver}".encode())
 
@@ -60,20 +56,12 @@ class JobSecret:
 
 
 def draw() -> str:
-    """Return a new secret."""
+    """Return a new random secret."""
     return secrets.token_hex(32)
 
 
 def check(text: str, where: str) -> str:
-    """Return a user's secret without the white space around it.
-
-    Args:
-        text: The secret.
-        where: Name of the variable or file that contains it, for the error.
-
-    Raises:
-        ValueError: The secret is too short or not printable. The error does not show it.
-    """
+    """Return a secret without surrounding white space. Raise ValueError, with ``where``, if it is not valid."""
     text = text.strip()
     if not text.isprintable():
         raise ValueError(

@@ -1,11 +1,8 @@
 """Detects another process of this user on this host that runs as the same rank of the same job.
 
 While its world is open, a rank holds a kernel lock (fcntl(2), F_SETLK) on a file in its user's folder. The lock ends
-with the rank's process, and forked children do not inherit it. With flock(2), a child that outlives its rank would
-keep a later process of that rank out.
-
-The file of a killed rank stays until a later rank of this user removes it, under the same lock. A process that gets
-the lock therefore checks that the file still has its name.
+with the rank's process, and forked children do not inherit it. The file of a killed rank stays until a later rank of
+this user removes it, under the same lock.
 """
 
 from __future__ import annotations
@@ -28,22 +25,21 @@ _FLOCK: Final = struct.Struct("hhqqi4x")
 _PREFIX: Final = "rank-"
 #: File whose content differs between hosts, and is equal in all containers of one host.
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
-#: Age in seconds from which the file of another rank may be removed.
+#: Age in seconds after which the file of another rank may be removed.
 _STALE_S: Final = 3600.0
 
 
 class LivingRank:
-    """A process's claim to be a rank of a job.
+    """Registration of this process as a rank of a job on this host.
 
     Args:
-        job: Name that distinguishes the job from all others of this host.
-        rank: Rank of the process.
-        bases: Folders of this host, as for :func:`private_folders.candidates`.
+        job: Name that distinguishes the job from all other jobs on this host.
+        bases: Folders of this host; see :func:`private_folders.candidates`.
     """
 
     def __init__(self, job: str, rank: int, bases: Iterable[str]) -> None:
         place = ""
-        with contextlib.suppress(OSError):  # two namespaces, or hosts with a shared folder, may use equal ports
+        with contextlib.suppress(OSError):  # network namespaces, or hosts with a shared folder, may use equal ports
             place = f"{_BOOT.read_text()} {os.readlink('/proc/self/ns/net')}"
         digest = hashlib.sha256(f"{place} {job}".encode("utf-8", "surrogateescape")).hexdigest()[:16]
         self._name = f"{_PREFIX}{digest}.{rank}"
@@ -51,10 +47,7 @@ class LivingRank:
         self._descriptor: int | None = None
 
     def other(self) -> int | None:
-        """Return the pid of another process that runs as this rank; None if there is none, or the system is not Linux.
-
-        The pid is 0 if the process has none in this container.
-        """
+        """Return the pid of another process that runs as this rank; 0 if it is in another container."""
         if not sys.platform.startswith("linux") or self._descriptor is not None:
             return None
         for folder in private_folders.candidates(self._bases):
@@ -69,7 +62,7 @@ class LivingRank:
         return None
 
     def begin(self) -> None:
-        """Make this process detectable. Does nothing if no folder can hold the file."""
+        """Register this process. Does nothing if no folder is writable."""
         for folder in private_folders.candidates(self._bases) if self._descriptor is None else ():
             with contextlib.suppress(OSError), private_folders.opened(folder, makes=True) as parent:
                 self._remove_stale(parent)
@@ -79,7 +72,8 @@ class LivingRank:
     def _remove_stale(self, parent: int) -> None:
         """Remove the files of ranks that were killed."""
         for name in os.listdir(parent):
-            if not name.startswith(_PREFIX) or name == self._name:  # closing this rank's own file would drop its lock
+            # Closing this rank's own file would release its lock.
+            if not name.startswith(_PREFIX) or name == self._name:
                 continue
             with contextlib.suppress(OSError):
                 if time.time() - os.stat(name, dir_fd=parent, follow_symlinks=False).st_mtime < _STALE_S:
@@ -90,7 +84,7 @@ class LivingRank:
                     os.close(descriptor)
 
     def end(self) -> None:
-        """Make this process no longer detectable."""
+        """End the registration of this process."""
         if self._descriptor is None:
             return
         with contextlib.suppress(OSError), private_folders.opened(self._folder) as parent:
@@ -102,11 +96,7 @@ class LivingRank:
 
 
 def _locked(name: str, parent: int, flags: int = 0) -> int | None:
-    """Open and lock a file; return its descriptor, or None if another process holds the lock.
-
-    Raises:
-        OSError: The file cannot be opened.
-    """
+    """Open and lock a file; return its descriptor, or None if another process has locked it."""
     descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600, dir_fd=parent)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

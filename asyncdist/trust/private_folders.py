@@ -1,8 +1,7 @@
-"""Opens folders that only this user may enter, safely in shared folders such as ``/tmp``.
+"""Opens folders that only this user may enter, even inside shared folders such as ``/tmp``.
 
-In a shared folder any user can make a folder or a symbolic link with a predictable name. A folder is therefore opened
-first, without following links, and its owner and mode are read from the descriptor. Everything inside it is accessed
-through the descriptor, because the path may lead elsewhere by then.
+In a shared folder, any user can create a folder or a symbolic link with a predictable name. A folder is therefore
+opened first, without following links, and checked and used through the descriptor.
 """
 
 from __future__ import annotations
@@ -18,20 +17,16 @@ from typing import Final
 
 from asyncdist.validation import printable
 
-#: Errors of opening a link, a file, or a folder that this user may not enter.
+#: Error numbers of opening a link, a file, or a folder that this user may not enter.
 _NOT_OURS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EACCES)
 #: Number of names below a base that are tried if other users have taken the first ones.
 _COUNT: Final = 8
 
 
 def candidates(bases: Iterable[str]) -> list[Path]:
-    """Return the possible private folders of this user on this host, the preferred one first.
+    """Return the possible private folders of this user below ``bases``, the preferred one first.
 
-    The first name below each base is the usual one. The numbered names are used if another user has taken the first:
-    all processes of this user then choose the same next name without communicating.
-
-    Args:
-        bases: Folders of this user, or of all users.
+    If another user has taken a name, the next name is used, so that all processes of this user choose the same folder.
     """
     names = [f"asyncdist-{os.getuid()}", *(f"asyncdist-{os.getuid()}-{n}" for n in range(2, _COUNT + 1))]
     return [Path(base, name) for base in dict.fromkeys(bases) for name in names]
@@ -43,16 +38,15 @@ class NotPrivateError(PermissionError):
 
 @contextlib.contextmanager
 def opened(path: str | Path, *, parent: int | None = None, makes: bool = False) -> Iterator[int]:
-    """Open a private folder; the context value is its descriptor.
+    """Open a private folder during the body of ``with``, which gets its descriptor.
 
     Args:
-        path: The folder; relative to ``parent`` if that is given.
+        path: Path of the folder; relative to ``parent`` if ``parent`` is not None.
         parent: Descriptor of the folder that contains it.
         makes: Whether to make the folder if it does not exist.
 
     Raises:
         NotPrivateError: The path exists, but is not a folder that only this user may enter.
-        OSError: The folder is missing, or cannot be made.
     """
     if makes:
         with contextlib.suppress(FileExistsError):

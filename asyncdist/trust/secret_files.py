@@ -1,8 +1,4 @@
-"""Keeps secrets in files that only this user can read.
-
-asyncdist's own secrets are in this user's private folder (:func:`private_folders.candidates`). All processes of the
-user on this host find them there.
-"""
+"""Stores secrets in files that only this user can read, in the user's private folder or at a path of the user."""
 
 from __future__ import annotations
 
@@ -20,23 +16,20 @@ from typing import Final
 
 from asyncdist.trust import job_secret, private_folders
 
-#: File name of the secret that single-host jobs use if their launcher gives them none.
+#: File name of the secret of single-host jobs whose launcher sets none.
 SHARED: Final = "secret"
 _NBYTES_MAX: Final = 4096
-#: Number of attempts to read or make the shared secret. Before the second one, an unusable file has been removed.
+#: Number of attempts to read or create the shared secret; an unusable file is removed between attempts.
 _ATTEMPT_COUNT: Final = 2
-#: Seconds between two checks that the file of a kept secret still exists.
+#: Seconds between two checks that the file of a secret still exists.
 _RENEWAL_S: Final = 5.0
 
 
 def read(path: str) -> str:
-    """Return the secret in a user's file.
-
-    Raises:
-        ValueError: The file cannot be read, other users can read it, or it does not contain a valid secret.
-    """
+    """Return the secret in a user's file. Raise ValueError if it is not valid, or other users can read it."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a named pipe would block
+        # O_NONBLOCK, since opening a named pipe would block.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ValueError(f"the secret file {path!r} cannot be read: {error.strerror}") from error
     return job_secret.check(_read_open(descriptor, path), f"the file {path!r}")
@@ -57,13 +50,8 @@ def _read_open(descriptor: int, path: str) -> str:
 def why_not_secret(found: os.stat_result, reader: int) -> str:
     """Return why users other than root and the reader may know the content of a file; "" if they may not.
 
-    A file of root that a group may read is accepted, because root decides who is in the group. Files of a Kubernetes
-    Secret are of this kind: a reader other than root could not open them otherwise. A reader that is root may use a
-    file of any user, for example a file of the host in a container.
-
-    Args:
-        found: Owner and mode of the file.
-        reader: User id of the reading process.
+    A file of root that a group may read, such as a Kubernetes Secret, is accepted, because root decides who is in the
+    group. If the reader is root, a file of any user is accepted.
     """
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISREG(found.st_mode):
@@ -82,12 +70,7 @@ def name_of(port: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KeptSecret:
-    """A secret file that this process keeps for other processes.
-
-    Attributes:
-        path: The file.
-        lock: Descriptor with a lock on the file, by which other processes see that it is in use.
-    """
+    """A secret file for other processes, locked by the descriptor ``lock`` as long as this process uses it."""
 
     path: Path
     lock: int
@@ -100,20 +83,12 @@ class KeptSecret:
 
 
 def keep(port: int, text: str, bases: Iterable[str]) -> KeptSecret | None:
-    """Write the secret of the job that ranks join at this port, replacing an earlier one; return None if that fails.
-
-    Secrets of other ports whose launchers were killed are removed.
-
-    Args:
-        port: Port at which ranks join the job.
-        text: The secret.
-        bases: Folders to try.
-    """
+    """Write a job's secret to a file, replacing an earlier one; return None if no folder is writable."""
     for folder in private_folders.candidates(bases):
         with contextlib.suppress(OSError), private_folders.opened(folder, makes=True) as parent:
             _remove_left(parent)
             with _begun(parent, text) as (begun, descriptor):
-                with contextlib.suppress(OSError):  # a network drive may have no locks
+                with contextlib.suppress(OSError):  # a network drive may not support locks
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.rename(begun, name_of(port), src_dir_fd=parent, dst_dir_fd=parent)
                 return KeptSecret(folder / name_of(port), os.dup(descriptor))
@@ -121,16 +96,10 @@ def keep(port: int, text: str, bases: Iterable[str]) -> KeptSecret | None:
 
 
 class RenewedSecret:
-    """Keeps the secret of a job in a file, and rewrites the file if it disappears.
+    """Writes a job's secret to a file, and rewrites the file if it disappears.
 
-    ``/run/user/UID`` is removed with the user's last session on this host, and cleaners remove old files from
-    ``/tmp``. A thread therefore checks regularly that the file exists.
-
-    Args:
-        port: Port at which ranks join the job.
-        text: The secret.
-        bases: Returns the folders to try.
-        renewal_s: Seconds between two checks.
+    ``/run/user/UID`` is removed with the user's last session on this host, and cleaners remove old files from ``/tmp``.
+    A thread therefore checks regularly that the file exists.
     """
 
     def __init__(
@@ -162,12 +131,12 @@ class RenewedSecret:
 
 
 def _remove_left(parent: int) -> None:
-    """Remove the files that :func:`keep` wrote in processes that were killed: those files are no longer locked."""
+    """Remove unlocked files, which :func:`keep` wrote in processes that were killed."""
     for name in os.listdir(parent):
         port = name.removeprefix(f"{SHARED}-")
         if not port.isdecimal() or name != name_of(int(port)):
             continue
-        with contextlib.suppress(OSError):  # a living process keeps it, or has just removed it
+        with contextlib.suppress(OSError):  # a living process has locked the file, or has just removed it
             descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,16 +155,13 @@ def find(name: str, bases: Iterable[str]) -> str | None:
 
 
 def _read_in(parent: int, name: str) -> str:
-    """Return the secret with this name in a private folder. Raises OSError or ValueError if there is none."""
+    """Return the secret with this name in a private folder. Raise OSError or ValueError if there is none."""
     descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=parent)
     return job_secret.check(_read_open(descriptor, name), name)
 
 
 def shared(bases: Iterable[str]) -> str | None:
-    """Return the secret that all processes of this user on this host share; the first one draws it.
-
-    Returns None if no folder can hold it.
-    """
+    """Return the secret that all processes of this user on this host share; None if no folder is writable."""
     bases = tuple(bases)
     for _ in range(_ATTEMPT_COUNT):
         found = find(SHARED, bases)
@@ -208,14 +174,11 @@ def shared(bases: Iterable[str]) -> str | None:
 
 
 def _remove_unusable(name: str, bases: Iterable[str]) -> None:
-    """Remove the files with this name that contain no valid secret, for example after a power loss.
-
-    All ranks of a job may do this at the same moment. The lock keeps a rank from removing another rank's new file.
-    """
+    """Remove files with this name that contain no valid secret, for example after a power loss."""
     for folder in private_folders.candidates(bases):
         with contextlib.suppress(OSError), private_folders.opened(folder) as parent:
-            with contextlib.suppress(OSError):  # a network drive may have no locks
-                fcntl.flock(parent, fcntl.LOCK_EX)  # until the folder is closed
+            with contextlib.suppress(OSError):  # a network drive may not support locks
+                fcntl.flock(parent, fcntl.LOCK_EX)  # held until the folder is closed
             try:
                 _read_in(parent, name)
             except (ValueError, OSError) as error:
@@ -224,7 +187,7 @@ def _remove_unusable(name: str, bases: Iterable[str]) -> None:
 
 
 def _share(text: str, bases: Iterable[str]) -> bool:
-    """Write the shared secret unless there is one already; return whether a folder could hold it."""
+    """Write the shared secret unless it already exists; return False if no folder is writable."""
     for folder in private_folders.candidates(bases):
         with contextlib.suppress(OSError), private_folders.opened(folder, makes=True) as parent:
             with _begun(parent, text) as (begun, _), contextlib.suppress(FileExistsError):
@@ -235,21 +198,13 @@ def _share(text: str, bases: Iterable[str]) -> bool:
 
 @contextlib.contextmanager
 def _begun(parent: int, text: str) -> Iterator[tuple[str, int]]:
-    """Write a file under a temporary name; the body gives it its final name, so that no process reads a part of it.
-
-    Args:
-        parent: Descriptor of the folder.
-        text: Content of the file.
-
-    Yields:
-        The temporary name, and a descriptor of the file.
-    """
+    """Write a file under a temporary name, and yield the name and a descriptor; the body renames the file."""
     begun = f"{SHARED}.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(begun, flags, 0o600, dir_fd=parent)
     try:
         os.write(descriptor, text.encode())
-        os.fsync(descriptor)  # otherwise a power loss can leave an empty file with the final name
+        os.fsync(descriptor)  # otherwise a power loss could leave an empty file with the final name
         yield begun, descriptor
     finally:  # even if the disk is full
         with contextlib.suppress(FileNotFoundError):
