@@ -1,4 +1,4 @@
-"""Describes the computing times of user code, and checks the arguments of a simulation."""
+"""Describes how long user code computes in a simulation, and checks the arguments of :func:`asyncdist.simulate`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from asyncdist.simulation.distributions import Duration, LogNormal, check_durati
 from asyncdist.simulation.faults import Fault, check_plan
 from asyncdist.simulation.links import Network, check_ranks
 
-#: Upper bound of the factor by which a computation is lengthened to overrun a timer.
+#: Upper bound of a computation that is lengthened to overrun a timer, as a multiple of its normal duration.
 OVERRUN_STEP_COUNT: Final = 1000
-#: Seconds by which such a computation ends after the timer.
+#: Maximum number of seconds between a timer and the end of a computation that overruns it.
 OVERRUN_S: Final = 1e-5
 
 
@@ -24,14 +24,13 @@ class Compute:
 
     Attributes:
         step_s: Computing time before a safe point, in virtual seconds, on every rank.
-        factors: Maps a rank to its factor on ``step_s``. The factor also lengthens the rank's turns, as
-            :class:`SlowRank` does.
+        factors: Factors on ``step_s``, by rank. A factor also lengthens the rank's turns, as :class:`SlowRank` does.
         pause_probability: Probability of a pause at each safe point.
         pause_s: Duration of a pause, in virtual seconds.
         overrun_probability: Probability, at each safe point, that the computation lasts until just after one of the
-            rank's own timers. Messages and their deadline are then pending at the same time. Only timers due within
-            :data:`OVERRUN_STEP_COUNT` times the computing time are considered. None means 0 if ``step_s`` is a number;
-            otherwise 0.05 in one of eight simulations, drawn.
+            rank's own timers. The rank then finds messages and an expired deadline at the same time. Only timers that
+            are due within :data:`OVERRUN_STEP_COUNT` times the computing time are considered. If None: 0 if ``step_s``
+            is a number; otherwise 0.05 in one of eight simulations and 0 in the others.
     """
 
     step_s: Duration = LogNormal(1e-3, 0.2)
@@ -53,7 +52,7 @@ class Compute:
             check_number(f"the compute factor of rank {rank}", factor)
 
     def check_ranks(self, size: int) -> None:
-        """Refuse factors of ranks that do not exist."""
+        """Raise ValueError if ``factors`` names a rank that does not exist."""
         check_ranks("Compute.factors", list(self.factors), size)
 
     def draw_overrun_probability(self, rng: random.Random) -> float:
@@ -63,7 +62,7 @@ class Compute:
         return 0.05 if not isinstance(self.step_s, (float, int)) and rng.random() < 1 / 8 else 0.0
 
     def sampler(self, rank: int, rng: random.Random) -> Callable[[], float]:
-        """Return a function that draws the seconds before a safe point of ``rank``."""
+        """Return a function that draws the computing time of ``rank`` before a safe point, in seconds."""
         draw_step_s, draw_pause_s = sampler(self.step_s, rng), sampler(self.pause_s, rng)
         factor, probability = self.factors.get(rank, 1.0), self.pause_probability
         if not probability:
@@ -78,7 +77,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Holds the checked arguments of one run, with defaults filled in."""
+    """Stores the checked arguments of one simulation, with defaults filled in."""
 
     size: int
     seed: int
@@ -90,11 +89,7 @@ class Arguments:
     def checked(
         cls, ranks: int, seed: int, network: Network | None, compute: Compute | None, faults: Sequence[Fault]
     ) -> Arguments:
-        """Check the arguments of :func:`asyncdist.simulate`.
-
-        Raises:
-            TypeError, ValueError: an argument is of the wrong kind or out of range.
-        """
+        """Check the arguments of :func:`asyncdist.simulate`, and raise TypeError or ValueError if one is invalid."""
         ranks = validation.count("ranks", ranks)
         seed = validation.whole("seed", seed)
         for name, value, kind in (("network", network, Network), ("compute", compute, Compute)):

@@ -1,7 +1,4 @@
-"""Defines a simulated message, and queues messages that arrive before a receive is posted for them.
-
-The module is compiled if a C compiler is available; see :mod:`asyncdist.compiled`.
-"""
+"""Defines a simulated message, and queues messages that arrive before a receive is posted for them."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from asyncdist.transports.base import ANY_SOURCE
 
 
 class Message:
-    """A send request and the message that it sends."""
+    """A simulated message, which is also the request that its sender waits for."""
 
     __slots__ = (
         "data",
@@ -51,28 +48,28 @@ class Message:
         return self.done
 
     def cancel(self) -> None:
-        """Do nothing: a sent message cannot be taken back."""
+        """Do nothing, because a sent message cannot be withdrawn."""
 
 
 class ArrivalQueue:
-    """Queues the messages of one tag that arrived at one rank before a receive was posted."""
+    """Queues the messages of one tag that arrived at one rank before a receive was posted for them."""
 
     def __init__(self) -> None:
         self._by_source: dict[int, deque[Message]] = {}
-        self._sources: list[int] = []  # the sources of the messages, in any order
+        self._sources: list[int] = []  # the sources of the queued messages, in any order
 
     def is_empty(self) -> bool:
         return not self._sources
 
     def add(self, message: Message) -> None:
-        """Add a message behind the others of its source."""
+        """Append a message to the messages of its source."""
         of_source = self._by_source.setdefault(message.source, deque())
         if not of_source:
             self._sources.append(message.source)
         of_source.append(message)
 
     def of(self, source: int) -> Iterable[Message]:
-        """Return the messages of ``source``, oldest first."""
+        """Return the queued messages of ``source``, oldest first."""
         return self._by_source.get(source, ())
 
     def drop(self, source: int) -> Iterable[Message]:
@@ -83,7 +80,7 @@ class ArrivalQueue:
         return messages or ()
 
     def take(self, wanted: int, rng: random.Random) -> Message | None:
-        """Remove and return the oldest message of a source; for a wildcard the source is drawn."""
+        """Remove and return the oldest message of source ``wanted``; draw the source if ``wanted`` is a wildcard."""
         sources = self._sources
         if wanted != ANY_SOURCE:
             if not self._by_source.get(wanted):

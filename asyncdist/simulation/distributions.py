@@ -1,9 +1,4 @@
-"""Draws the durations of a simulation: the latency of every message on a link, and the time of every step.
-
-:class:`asyncdist.simulation.links.Link` names the distribution of a link's latency, and
-:mod:`asyncdist.simulation.fabric` draws from it for each message. The module is compiled if a C compiler is available;
-see :mod:`asyncdist.compiled`.
-"""
+"""Draws the durations of a simulation: the latency of every message on a link, and the time of every step."""
 
 from __future__ import annotations
 
@@ -19,22 +14,22 @@ from asyncdist import validation
 
 try:
     import cython
-except ImportError:  # needed to compile, not to run
+except ImportError:  # Cython is needed to compile the module, not to run it
     cython = SimpleNamespace(compiled=False)
 
-if not cython.compiled:  # compiled code uses C's functions, without a Python call for each
+if not cython.compiled:  # compiled code calls C's math functions instead of Python's
     from math import cos, exp, log, sin, sqrt
 
 
 def check_number(name: str, value: Any, *, above_zero: bool = False) -> None:
-    """Raise unless ``value`` is a finite number >= 0, or > 0 with ``above_zero``."""
+    """Raise unless ``value`` is a finite number >= 0, or > 0 if ``above_zero`` is true."""
     allowed = f"{'>' if above_zero else '>='} 0 and finite"
     validation.real(name, value, allowed, low=validation.SMALLEST if above_zero else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Draws uniformly between ``low`` and ``high`` seconds."""
+    """Draws uniformly distributed durations between ``low`` and ``high`` seconds."""
 
     low: float
     high: float
@@ -46,13 +41,13 @@ class Uniform:
             raise ValueError(f"Uniform({self.low}, {self.high}): high must not be below low")
 
     def draw(self, rng: random.Random) -> float:
-        """Draw one value, in seconds."""
+        """Draw one duration, in seconds."""
         return self.low + (self.high - self.low) * rng.random()
 
 
 @dataclass(frozen=True, slots=True)
 class Exponential:
-    """Draws from the exponential distribution with the given mean."""
+    """Draws exponentially distributed durations with the given mean, in seconds."""
 
     mean: float
 
@@ -66,7 +61,7 @@ class Exponential:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Draws log-normal values: mostly near the median, occasionally far above, like network latencies."""
+    """Draws log-normal durations: mostly near the median, occasionally far above it, like network latencies."""
 
     median: float
     sigma: float = 0.5
@@ -81,14 +76,10 @@ class LogNormal:
 
 
 class LogNormalSampler:
-    """Draws log-normal values with an inlined ``random.gauss``.
+    """Draws log-normal durations, with ``random.gauss`` inlined for speed.
 
-    The second number of each pair is stored in the generator's ``gauss_next``, as ``gauss`` itself does.
-
-    Args:
-        median: Median of the values, in seconds; > 0.
-        sigma: Standard deviation of their logarithm.
-        generator: Source of random numbers.
+    The second number of each pair is stored in the generator's ``gauss_next``, as ``gauss`` itself does. ``median`` is
+    in seconds; ``sigma`` is the standard deviation of the durations' logarithm.
     """
 
     def __init__(self, median: float, sigma: float, generator: random.Random) -> None:
@@ -98,7 +89,7 @@ class LogNormalSampler:
         self._uniform = generator.random
 
     def draw(self) -> float:
-        """Draw one value, in seconds."""
+        """Draw one duration, in seconds."""
         rng = self._rng
         waiting = rng.gauss_next
         if waiting is None:
@@ -122,15 +113,15 @@ def check_duration(name: str, value: Any) -> None:
 
 
 def draw(duration: Duration, rng: random.Random) -> float:
-    """Draw one value, in seconds."""
+    """Draw one duration, in seconds."""
     return float(duration) if isinstance(duration, (float, int)) else duration.draw(rng)
 
 
 def sampler(duration: Duration, rng: random.Random) -> Callable[[], float]:
-    """Return a function that draws values, in seconds."""
+    """Return a function that draws durations, in seconds."""
     if isinstance(duration, (float, int)):
         seconds = float(duration)
         return lambda: seconds
-    if isinstance(duration, LogNormal) and duration.median:  # the usual case
+    if isinstance(duration, LogNormal) and duration.median:  # inlined, because most links use this distribution
         return LogNormalSampler(duration.median, duration.sigma, rng).draw
     return functools.partial(duration.draw, rng)

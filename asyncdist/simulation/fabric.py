@@ -1,13 +1,9 @@
-"""Simulates the network: obeys the transport contract, and uses every freedom that the contract leaves.
+"""Simulates the network: obeys the contract of transports, and uses all the freedom that the contract leaves.
 
-The fabric may delay messages, reorder them across sources and tags, complete requests late, choose among the senders
-that a wildcard receive could match, and make a send eager or rendezvous. It never lets a message overtake an earlier
-one of the same (source, tag), and never loses or duplicates a message between live ranks. All choices are drawn from
-the seed, in the order of virtual time, so a run is a function of its arguments.
-
-:mod:`asyncdist.simulation.links` describes the links, :mod:`asyncdist.simulation.message_faults` carries out faults of
-messages and links, and :mod:`asyncdist.simulation.transport` is one rank's end of the network. The module is compiled
-if a C compiler is available; see :mod:`asyncdist.compiled`.
+The network may delay messages, reorder messages of different sources or tags, complete requests late, choose among the
+senders that a wildcard receive could match, and send a message eagerly or by rendezvous. It never lets a message
+overtake an earlier message with the same source and tag, and never loses or duplicates a message between live ranks.
+All choices are drawn from the seed in the order of virtual time, so a run is a function of its arguments.
 """
 
 from __future__ import annotations
@@ -30,12 +26,12 @@ from asyncdist.simulation.scheduler import Scheduler
 from asyncdist.simulation.trace import Trace
 from asyncdist.transports.base import ANY_SOURCE, Buffer, as_bytes
 
-#: Largest size, in bytes, that is always sent eagerly, as all known transports do and programs rely on.
+#: Choices for the largest size that is sent eagerly, in bytes. Programs rely on small messages being sent eagerly.
 _EAGER_CHOICES: Final = (256, 4096, 65536)
 
 
 class Receive:
-    """A receive request; :meth:`start` posts it, and may be called again after it has completed."""
+    """A receive request. :meth:`start` posts the request, and may be called again after the request has completed."""
 
     __slots__ = (
         "_fabric",
@@ -74,7 +70,7 @@ class Receive:
         if self.done:
             return self.source, self.nbytes
         if self.error is not None:
-            self.test()  # raises the error
+            self.test()  # raises the request's error
         return None
 
     def start(self) -> None:
@@ -87,11 +83,7 @@ class Receive:
 
 
 class _Path:
-    """Holds the state of the link from one rank to another.
-
-    Attributes:
-        is_shared: Whether the link passes through the network interfaces of two hosts.
-    """
+    """State of the simulated link from one rank to another; ``is_shared`` if the link crosses hosts' interfaces."""
 
     __slots__ = ("bandwidth", "draw_latency_s", "free_at", "is_shared", "last_arrival")
 
@@ -104,12 +96,10 @@ class _Path:
 
 
 class Fabric:
-    """Carries the messages of all simulated transports of one run.
+    """The simulated network, which carries the messages of all ranks and applies faults to messages and links.
 
-    Args:
-        faults: The fault plan; its faults of messages and links are carried out here.
-        on_fired: Called with the plan index of each fault that fires.
-        on_kill: Called with the rank to kill and the plan index of the fault.
+    It calls ``on_fired`` with the plan index of each fault that fires, and ``on_kill`` with a rank to kill and the
+    index.
     """
 
     def __init__(
@@ -132,7 +122,7 @@ class Fabric:
         self._eager_nbytes = rng.choice(_EAGER_CHOICES) if network.eager_nbytes is None else network.eager_nbytes
         self._is_pushed = (
             rng.random() < 0.5
-        )  # whether an idle sender pushes large messages; otherwise the receiver fetches them
+        )  # if true, an idle sender pushes large messages; otherwise the receiver fetches them
         self._paths: list[dict[int, _Path]] = [{} for _ in range(size)]
         self._posted: list[dict[int, deque[Receive]]] = [{} for _ in range(size)]
         self._unexpected: list[dict[int, ArrivalQueue]] = [{} for _ in range(size)]
@@ -153,14 +143,14 @@ class Fabric:
         self._turns: list[Turns] = []
         self._has_interfaces = network.host_bandwidth_nbytes_per_s is not None
         self._interfaces = Interfaces(network, size)
-        self._take_in = self._arrive  # one bound method for all messages
+        self._take_in = self._arrive  # methods are bound once, because binding them for each message would be slower
         self._take_whole = self._arrive_whole
         self._begin = self._rendezvous
         self._travel = self._transfer
         self._finish = self._complete
 
     def connect(self, turns: Sequence[Turns]) -> None:
-        """Set the ranks' turns, through which the fabric defers work that needs a busy rank."""
+        """Set the ranks' turns, which let the network delay work until a busy rank is idle."""
         self._turns = list(turns)
 
     # -- sending ----------------------------------------------------------------------------------------------------
@@ -178,7 +168,7 @@ class Fabric:
         if self.has_restarts:
             message.source_incarnation, message.dest_incarnation = self.liveness.connection(source, dest)
         if nbytes <= self._eager_nbytes:
-            message.data = bytes(data)  # no copy if data is bytes already
+            message.data = bytes(data)  # no copy if data is bytes
             message.eager = message.done = True
         if self._muted:
             return message
@@ -186,7 +176,7 @@ class Fabric:
         if self._has_message_faults and source not in self._dead:
             message.data, delay = self._faults.apply(source, dest, tag, message.data)
         if source in self._dead:
-            message.done = False  # the rank is dead: no task of it may continue after this send
+            message.done = False  # the sender was killed during this send, so no task of it may continue afterwards
             return message
         arrival = self._arrival(message, delay)
         scheduler = self._scheduler
@@ -208,9 +198,9 @@ class Fabric:
         return path
 
     def _sent_at(self, path: _Path, source: int, nbytes: int, transfer: float) -> float:
-        """Queue bytes behind earlier ones on the link, and return when the last byte leaves.
+        """Queue bytes behind earlier bytes on the link, and return the time at which the last byte leaves.
 
-        If the link passes through interfaces, return when the first byte leaves; :meth:`_enter` does the rest.
+        If the link passes through network interfaces, return when the first byte leaves; :meth:`_enter` adds the rest.
         """
         now = self._scheduler.time()
         begins_at = path.free_at if path.free_at > now else now
@@ -220,7 +210,7 @@ class Fabric:
         return begins_at if path.is_shared else path.free_at
 
     def _enter(self, take_in: Callable[..., object], dest: int, nbytes: int, arguments: tuple[object, ...]) -> None:
-        """Deliver bytes from another host after the receiving interface has carried all earlier ones."""
+        """Deliver bytes from another host after the receiving interface has carried all earlier bytes."""
         done_at = self._interfaces.enter(dest, self._scheduler.time(), nbytes)
         self._scheduler.at(done_at, take_in, arguments)
 
@@ -239,7 +229,7 @@ class Fabric:
         if self._has_link_faults:
             arrival = self._faults.after_partitions((source, dest), now, arrival)
         last = path.last_arrival.get(message.tag, -1.0)
-        if arrival <= last:  # never overtake within one (source, tag)
+        if arrival <= last:  # messages of one (source, tag) never overtake each other
             arrival = math.nextafter(last, math.inf)
         path.last_arrival[message.tag] = arrival
         return arrival
@@ -264,10 +254,10 @@ class Fabric:
                         self._turns[message.dest].attend(self._begin, (receive, message))
                     return
         self._keep(message)
-        self._ring(message.dest)  # a demultiplexer posts its receive at the next poll
+        self._ring(message.dest)  # the receiver's next poll may post a receive for this message
 
     def _is_held(self, message: Message) -> bool:
-        """Return whether the message is dropped (earlier connection) or held (connection not accepted yet)."""
+        """Drop a message if a process has ended, or hold it until its receiver accepts the sender; return if so."""
         if self.liveness.is_stale(message):
             self.fail_send(message)
             return True
@@ -280,7 +270,7 @@ class Fabric:
         return False
 
     def _refuse(self, message: Message) -> None:
-        """Fail a send to a process that has ended, unless the sender was restarted meanwhile."""
+        """Fail a send to a process that has ended, unless the send has already completed."""
         if not message.done:
             message.error = RankLostError(f"rank {message.dest} is gone", rank=message.dest)
             self._ring(message.source)
@@ -315,7 +305,7 @@ class Fabric:
         posted.append(receive)
 
     def _rendezvous(self, receive: Receive, message: Message) -> None:
-        """Answer the sender of a large message that has matched a receive."""
+        """Ask the sender of a large message, which a receive has matched, for the message's bytes."""
         if message.dest in self._dead:
             self.fail_send(message)
         elif self._is_pushed:
@@ -324,7 +314,7 @@ class Fabric:
             self._transfer(receive, message)
 
     def _transfer(self, receive: Receive, message: Message) -> None:
-        """Send the bytes of a large message, behind earlier ones on the link."""
+        """Send the bytes of a large message, behind earlier bytes on the link."""
         if self.has_restarts and self.liveness.is_stale(message):
             self._complete(receive, message)
             return
@@ -347,11 +337,11 @@ class Fabric:
             self._scheduler.at(complete_at, self._take_whole, (receive, message))
 
     def _arrive_whole(self, receive: Receive, message: Message) -> None:
-        """Complete a large message when its receiver is not busy: only the receiver can take the last bytes."""
+        """Complete a large message when its receiver is not busy, because only the receiver can copy the last bytes."""
         self._turns[message.dest].attend(self._finish, (receive, message))
 
     def fail_send(self, message: Message) -> None:
-        """Fail a send that no receive will match: now, or when the sender learns that ``dest`` is lost."""
+        """Fail a send that no receive will match: now, or when the sender detects the loss of ``dest``."""
         source, dest = message.source, message.dest
         is_stale = self.has_restarts and self.liveness.is_stale(message)
         if is_stale:
@@ -365,11 +355,7 @@ class Fabric:
             self._keep(message)
 
     def _complete(self, receive: Receive, message: Message, is_running: bool = False) -> None:
-        """Complete a receive whose bytes have arrived.
-
-        Args:
-            is_running: Whether the receiver is posting the receive right now, so that no doorbell is needed.
-        """
+        """Complete a receive whose bytes have arrived; ``is_running`` if the receiver is just posting the receive."""
         is_stale = self.has_restarts and self.liveness.is_stale(message)
         if message.dest in self._dead or (is_stale and self.liveness.is_for_earlier(message)):
             self.fail_send(message)
@@ -402,14 +388,14 @@ class Fabric:
     # -- lost and restarted ranks -----------------------------------------------------------------------------------
 
     def kill(self, rank: int) -> None:
-        """Kill the process of ``rank``; each peer detects the loss at a time of its own."""
+        """Kill the process of ``rank``; each peer detects the loss at a different time."""
         self._doorbells[rank] = None
         self._posted[rank].clear()
         for message in self.liveness.kill(rank):
             self.fail_send(message)
 
     def fail_sends(self, observer: int, lost: int) -> None:
-        """Fail the pending sends of ``observer`` to ``lost``, and its receives from ``lost`` only."""
+        """Fail the pending sends of ``observer`` to ``lost``, and its pending receives from ``lost`` alone."""
         error = RankLostError(f"rank {lost} is gone", rank=lost)
         for posted in self._posted[observer].values():
             for receive in [receive for receive in posted if receive.wanted == lost]:
@@ -422,7 +408,7 @@ class Fabric:
         self._ring(observer)
 
     def restart(self, rank: int) -> None:
-        """Start a new process in the place of the dead ``rank``; it connects to each peer separately."""
+        """Start a new process for the dead ``rank``; each peer connects to this process separately."""
         unheard = self._unexpected[rank]
         self._paths[rank], self._posted[rank], self._unexpected[rank] = {}, {}, {}
         for paths in self._paths:
@@ -434,20 +420,20 @@ class Fabric:
                     self.fail_send(message)
 
     def accept(self, observer: int, other: int, incarnation: int) -> bool:
-        """Connect ``observer`` to a new process of ``other``; return whether that process lives and was unknown."""
+        """Connect ``observer`` to a new process of ``other``; return whether this process is alive and was unknown."""
         if not self.liveness.accept(observer, other, incarnation):
             return False
-        for queue in self._unexpected[observer].values():  # messages of the previous process
+        for queue in self._unexpected[observer].values():  # drop messages of the previous process
             for message in queue.drop(other):
                 self.fail_send(message)
         arrival = self._scheduler.now
         for message in self.liveness.take_held(other, observer):
             self._scheduler.at(arrival, self._take_in, (message,))
-            arrival = math.nextafter(arrival, math.inf)  # keep their order
+            arrival = math.nextafter(arrival, math.inf)  # keeps the held messages in order
         return True
 
     def mute(self) -> None:
-        """Stop sending messages: the remaining tasks are only being cleaned up."""
+        """Stop sending messages, because the remaining tasks are only being cleaned up."""
         self._muted = True
 
     # -- the ends ---------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Describes faults as data. A plan is a list of them, and each is counted when it fires.
+"""Describes the faults of a simulation: killed, slow and restarted ranks, and delayed or corrupted messages.
 
-A plan in which some fault did not fire fails its check: a test that meant to kill a donor and never did has tested
-nothing.
+A fault plan is a list of faults. The report of the simulation says how often each fault fired, so that a test can
+detect that a fault of its plan did not happen.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from asyncdist.simulation.links import check_ranks
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The process of ``rank`` dies at ``at_s``, at its ``at_turn``-th turn, or at its ``at_message``-th send.
+    """Kills the process of ``rank`` at ``at_s``, at its ``at_turn``-th turn, or at its ``at_message``-th send.
 
-    That message is not sent, and a task that awaits it never resumes.
+    That message is not sent, and a task that awaits the send never resumes.
     """
 
     rank: int
@@ -36,7 +36,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """The process of ``rank`` stops at ``at_s`` for ``duration_s``, whether it computes or waits."""
+    """Stops the process of ``rank`` at ``at_s`` for ``duration_s``, whether the rank computes or waits."""
 
     rank: int
     at_s: float
@@ -48,10 +48,10 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class SlowRank:
-    """From ``at_s`` on, ``rank`` takes ``factor`` times as long for computations and for its turns.
+    """Makes computations and turns of ``rank`` take ``factor`` times as long from ``at_s`` on.
 
-    A computation in progress ends unchanged. A turn, in which a rank receives messages and answers them, takes up to
-    2 microseconds. A rank that only serves others is therefore slowed noticeably by factors of a few hundred.
+    A computation in progress is not lengthened. A turn, in which a rank receives messages and answers them, takes up to
+    2 microseconds. A rank that only answers messages is therefore slowed noticeably only by a factor of a few hundred.
     """
 
     rank: int
@@ -64,7 +64,7 @@ class SlowRank:
 
 @dataclass(frozen=True, slots=True)
 class SlowLink:
-    """From ``at_s`` on, messages from ``source`` to ``dest`` take ``factor`` times as long."""
+    """Makes messages from ``source`` to ``dest`` take ``factor`` times as long from ``at_s`` on."""
 
     source: int
     dest: int
@@ -77,7 +77,7 @@ class SlowLink:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """From ``at_s`` to ``until_s``, messages between ``ranks`` and all others are held back; they arrive afterwards."""
+    """Holds back messages between ``ranks`` and all other ranks from ``at_s`` to ``until_s``, when they arrive."""
 
     ranks: tuple[int, ...]
     at_s: float
@@ -94,9 +94,9 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """Delays the ``number``-th message (from 1) from ``source`` to ``dest``, and later messages of its tag.
+    """Delays the ``number``-th message (from 1) from ``source`` to ``dest``, and later messages with the same tag.
 
-    ``source`` and ``dest`` may be the same rank: a coordinator's reports to itself are messages, too.
+    ``source`` and ``dest`` may be equal, because a coordinator also sends its reports to itself as messages.
     """
 
     source: int
@@ -125,11 +125,11 @@ class Corrupt:
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """At ``at_s``, ``rank`` receives a signal: SIGTERM, as from a batch scheduler, or SIGINT, as from Ctrl-C.
+    """Sends a signal to ``rank`` at ``at_s``: SIGTERM, as a batch scheduler does, or SIGINT, as Ctrl-C does.
 
-    The first signal asks the rank to stop. Its current await is cancelled, its peers are notified, and the job ends as
-    :func:`asyncdist.run` describes: the rank with ``SystemExit(143)`` or KeyboardInterrupt, the others with
-    RankLostError. A second signal ends the process at once, like :class:`Kill`.
+    The first signal cancels the rank's current await and notifies its peers. The job ends as :func:`asyncdist.run`
+    describes: the rank with ``SystemExit(143)`` or KeyboardInterrupt, the other ranks with RankLostError. A second
+    signal ends the process at once, like :class:`Kill`.
     """
 
     rank: int
@@ -144,10 +144,10 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """At ``at_s``, a new process takes the place of the killed ``rank`` and runs ``main`` from its beginning.
+    """Starts a new process of the killed ``rank`` at ``at_s``, which runs ``main`` from its beginning.
 
-    The fault fires only if the rank has died by then and some other rank has not ended. The new process has the next
-    ``world.incarnation``; each peer learns of it at a time of its own. Its result is the rank's result.
+    The fault fires only if the rank is dead and some other rank has not ended. The new process has the next
+    ``world.incarnation``, and each peer detects it at a different time. Its result is the rank's result.
     """
 
     rank: int
@@ -159,11 +159,11 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The place of ``rank`` is empty when the world begins; its first process joins at ``at_s``.
+    """Leaves ``rank`` without a process at first; its first process joins the job at ``at_s``.
 
-    The other ranks regard the empty place as a lost rank. The process joins like a restarted one, with
-    ``world.incarnation`` 1. It joins only if some other rank has not ended by then. :class:`Kill` and :class:`Restart`
-    may follow.
+    Until then, the other ranks regard the rank as lost. Its process joins like a restarted one, with
+    ``world.incarnation`` 1, if some other rank has not ended by ``at_s``. :class:`Kill` and :class:`Restart` may
+    follow.
     """
 
     rank: int
@@ -177,7 +177,7 @@ Fault: TypeAlias = Kill | Restart | Join | Interrupt | Stall | SlowRank | SlowLi
 
 
 def _check(fault: Fault, *names: str) -> None:
-    """Raise for numbers out of range, and convert integers of other types to int so that the plan can be printed."""
+    """Raise for numbers out of range, and convert numbers such as numpy's to int, so that the plan can be printed."""
     for name in names:
         value, what = getattr(fault, name), f"{fault!r}: {name}"
         if name in ("at_turn", "at_message", "number"):
@@ -187,7 +187,7 @@ def _check(fault: Fault, *names: str) -> None:
 
 
 def check_plan(faults: Sequence[Fault], size: int) -> None:
-    """Raise if a plan cannot be carried out on ``size`` ranks.
+    """Raise if a fault plan cannot be carried out on ``size`` ranks.
 
     Raises:
         TypeError: An entry is not a fault.

@@ -1,9 +1,8 @@
-"""Describes a simulated network as plain data: the latency and the bandwidth of every message.
+"""Describes a simulated network: the latency and the bandwidth of every link.
 
-A :class:`Link` holds the latency and the bandwidth between two ranks; a :class:`Network` holds all links. Times are
-virtual seconds, sizes are bytes, and rates are bytes per second. A duration is a number, which is constant, or a
-:class:`Uniform`, :class:`Exponential` or :class:`LogNormal`, from which every value is drawn with the simulation's seed
-(see :mod:`asyncdist.simulation.distributions`).
+A :class:`Link` describes the connection between two ranks, and a :class:`Network` all links. Times are virtual seconds,
+sizes are bytes, and rates are bytes per second. A duration is a constant number, or a distribution (:class:`Uniform`,
+:class:`Exponential`, :class:`LogNormal`) from which every value is drawn with the simulation's seed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from asyncdist.simulation.distributions import Duration, LogNormal, Uniform, che
 
 
 def check_ranks(what: str, ranks: Sequence[int], size: int) -> None:
-    """Raise ValueError if ``ranks`` has a rank outside of 0 to ``size`` - 1."""
+    """Raise ValueError if ``ranks`` contains a rank outside of 0 to ``size`` - 1."""
     for rank in ranks:
         if type(rank) is not int or not 0 <= rank < size:
             raise ValueError(f"{what} names rank {rank!r}; ranks go from 0 to {size - 1}")
@@ -31,7 +30,7 @@ class Link:
 
     Attributes:
         latency_s: Seconds from the send to the arrival of the first byte.
-        bandwidth_nbytes_per_s: Bytes per second. All messages of one link queue behind each other.
+        bandwidth_nbytes_per_s: Bytes per second. The messages of a link are sent one after another.
     """
 
     latency_s: Duration = LogNormal(2e-6, 1.0)
@@ -55,11 +54,11 @@ class Network:
         cross_link: Link between ranks on different hosts.
         ranks_per_host: Number of consecutive ranks that share a host. By default all ranks share one.
         host_bandwidth_nbytes_per_s: Bandwidth of a host's network interface, per direction, shared by all traffic
-            between its ranks and other hosts. By default only the links limit the bandwidth, so a rank that receives
-            from many ranks is as fast as a rank that receives from one.
-        links: Exceptions: maps (source, dest) to a Link.
+            between its ranks and other hosts. By default only the links limit the bandwidth, so a rank receives from
+            many ranks as fast as from one.
+        links: Links that differ from the above, keyed by (source, dest).
         eager_nbytes: Largest size of a send that completes at once. A larger send waits for its receive, then for the
-            receiver to be idle (in half of the simulations, for the sender, too), and for the transfer. None draws the
+            receiver to be idle (in half of the simulations also for the sender), and for the transfer. None draws the
             size for each simulation, from 256 bytes to 64 KiB.
         loss_detection_s: Seconds from a rank's death until its peers detect it.
     """
@@ -96,7 +95,7 @@ class Network:
                 raise TypeError(f"Network: {name} must be a Link, got {link!r}")
 
     def check_ranks(self, size: int) -> None:
-        """Raise ValueError for links of ranks that do not exist."""
+        """Raise ValueError if ``links`` names a rank that does not exist."""
         for pair in self.links:
             check_ranks(f"the link {pair}", pair, size)
 
@@ -117,11 +116,10 @@ class Network:
 
 
 class Interfaces:
-    """Shares the bandwidth of each host's network interface among the messages of its ranks.
+    """Shares the bandwidth of each host's network interface among the messages of the host's ranks.
 
     An interface sends and receives at the same time, each at its full rate. Messages leave a host in the order of their
-    sends, and enter a host in the order of their arrival. Ten ranks that send to one host therefore take ten times as
-    long as one rank.
+    sends, and enter a host in the order of their arrival.
     """
 
     def __init__(self, network: Network, size: int) -> None:
@@ -131,14 +129,14 @@ class Interfaces:
         self._in_free_at = [0.0] * (self._host_of[-1] + 1)
 
     def leave(self, rank: int, ready_at: float, nbytes: int) -> float:
-        """Return when the first of ``nbytes`` bytes leaves the host of ``rank``; not before ``ready_at``."""
+        """Return when the first of ``nbytes`` bytes leaves the host of ``rank``; ``ready_at`` or later."""
         host = self._host_of[rank]
         begins_at = max(ready_at, self._out_free_at[host])
         self._out_free_at[host] = begins_at + nbytes / self.bandwidth
         return begins_at
 
     def enter(self, rank: int, now: float, nbytes: int) -> float:
-        """Return when the last of ``nbytes`` bytes has entered the host of ``rank``; the first arrives at ``now``."""
+        """Return when all of ``nbytes`` bytes, whose first arrives at ``now``, have entered the host of ``rank``."""
         host = self._host_of[rank]
         begins_at = max(now, self._in_free_at[host])
         done_at = max(begins_at + nbytes / self.bandwidth, math.nextafter(self._in_free_at[host], math.inf))

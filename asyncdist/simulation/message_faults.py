@@ -1,9 +1,4 @@
-"""Carries out the faults of a plan that concern messages and links.
-
-A fault identifies its message by a number. :class:`Kill` counts all messages of a sender; the other faults count the
-messages from one sender to one receiver. The module is compiled if a C compiler is available; see
-:mod:`asyncdist.compiled`.
-"""
+"""Applies the faults of a plan that concern messages and links."""
 
 from __future__ import annotations
 
@@ -14,12 +9,11 @@ from asyncdist.tags import BULK_FIRST, BULK_LAST, COLLECTIVE_FIRST, COLLECTIVE_L
 
 
 class MessageFaults:
-    """Counts the messages of each rank, and applies the faults that concern them.
+    """Counts the messages of each rank, and applies the faults that concern messages and links.
 
-    Args:
-        faults: The fault plan; its faults of ranks are ignored here.
-        on_fired: Called with the plan index of each fault that fires.
-        on_kill: Called with the rank to kill and the plan index of the fault.
+    :class:`Kill` counts all messages of a sender; the other faults count the messages from one sender to one receiver.
+    ``on_fired`` is called with the plan index of each fault that fires, and ``on_kill`` with a rank to kill and the
+    index.
 
     Attributes:
         has_message_faults: Whether :meth:`apply` must be called for every message.
@@ -46,7 +40,8 @@ class MessageFaults:
         for index, fault in enumerate(faults):
             match fault:
                 case Kill(rank, at_message=int(number)):
-                    self._kills.setdefault((rank, number), index)  # a rank dies once
+                    # Only the first of two faults counts, because a rank dies once
+                    self._kills.setdefault((rank, number), index)
                 case Delay(source, dest, number):
                     self._delays.setdefault((source, dest, number), []).append((index, fault))
                 case Corrupt(source, dest, number):
@@ -61,11 +56,7 @@ class MessageFaults:
     def apply(
         self, source: int, dest: int, tag: int, data: bytes | bytearray | memoryview
     ) -> tuple[bytes | bytearray | memoryview, float]:
-        """Apply the faults that name the next message of ``source``.
-
-        Returns:
-            The message's data, possibly changed, and its extra delay in seconds.
-        """
+        """Apply the faults of the next message of ``source``; return its data and its extra delay in seconds."""
         pair = (source, dest)
         self._sent_counts[source] += 1
         kill = self._kills.get((source, self._sent_counts[source]))
@@ -80,7 +71,8 @@ class MessageFaults:
                 changed = bytearray(data)
                 for index, corruption in corruptions:
                     place = corruption.byte % len(changed)
-                    changed[place] = (changed[place] + 0x55) % 256  # changes the byte even if two faults name it
+                    # Adding a number, unlike XOR, still changes the byte if two faults corrupt it
+                    changed[place] = (changed[place] + 0x55) % 256
                     self._on_fired(index)
                 data = bytes(changed)
         delay_s = 0.0
@@ -90,7 +82,7 @@ class MessageFaults:
         return data, delay_s
 
     def link_factor(self, pair: tuple[int, int], now: float) -> float:
-        """Return the factor of slowed links on the travel time of a message sent at ``now``."""
+        """Return the factor by which slow links lengthen the travel time of a message sent at ``now``."""
         factor = 1.0
         for index, fault in self._slow_links:
             if (fault.source, fault.dest) == pair and now >= fault.at_s:
@@ -99,10 +91,7 @@ class MessageFaults:
         return factor
 
     def after_partitions(self, pair: tuple[int, int], now: float, arrival: float) -> float:
-        """Return the arrival time of a message after partitions, given its travel from ``now`` to ``arrival``.
-
-        A message held back by one partition may run into the next; their order in the plan does not matter.
-        """
+        """Return when a message, which would arrive at ``arrival`` without partitions, arrives."""
         between = [
             (index, fault)
             for index, fault in self._partitions
@@ -116,5 +105,5 @@ class MessageFaults:
 
 
 def _is_raw(tag: int) -> bool:
-    """Return whether messages of ``tag`` are unframed, and therefore have no CRC."""
+    """Return whether messages with this tag are unframed, and therefore have no CRC."""
     return BULK_FIRST <= tag <= BULK_LAST or COLLECTIVE_FIRST <= tag <= COLLECTIVE_LAST

@@ -1,17 +1,11 @@
-"""Decides when each rank of a simulation has its turn.
+"""Decides when each simulated rank runs, and for how long it is busy.
 
-Every rank has an event loop of its own, with ready callbacks and timers. In a *turn* the rank runs its ready callbacks,
-as one iteration of asyncio's loop does. The :class:`~asyncdist.simulation.scheduler.Scheduler` decides when turns
-happen.
+Every rank has an event loop with ready callbacks and timers. In a *turn* the rank runs its ready callbacks, as one
+iteration of asyncio's loop does. The :class:`~asyncdist.simulation.scheduler.Scheduler` decides when turns happen.
 
-A rank that computes is *busy*: it gets no turn until the computing time has passed. None of its tasks, timers or
-callbacks run meanwhile, even if messages arrive. A callback that blocks (``time.sleep``) runs to its end at one instant
-of the scheduler. Its own time, and the times of its messages, are later than that instant by the blocked time, and its
-rank is busy until then.
-
-This module knows nothing of messages or of asyncdist's protocols. It is compiled if a C compiler is available (see
-:mod:`asyncdist.compiled`). The rest of asyncio's loop interface is in
-:mod:`asyncdist.simulation.processes.event_loop`.
+A rank that computes is *busy*: none of its tasks, timers or callbacks run until the computing time has passed, even if
+messages arrive. A callback that blocks (``time.sleep``) runs to its end at one instant of the scheduler. Its own clock
+and the times of its messages are later than that instant by the blocked time, and its rank is busy until then.
 """
 
 from __future__ import annotations
@@ -31,26 +25,26 @@ from asyncdist.simulation.scheduler import EndlessLoopError, Handle, Scheduler, 
 
 logger = logging.getLogger("asyncdist.simulation")
 
-#: Consecutive turns of a rank, without an outside event, after which it is assumed to be in an endless loop.
+#: Consecutive turns of a rank, without an outside event, after which the rank is assumed to be in an endless loop.
 TURN_COUNT_MAX: Final = 1_000_000
-#: The same limit for all ranks together if no other event is left.
+#: Consecutive turns of all ranks, if no other event is left, after which they are assumed to be in an endless loop.
 IDLE_TURN_COUNT_MAX: Final = 100_000
-#: With many ranks, that limit is this number per rank.
+#: With many ranks, the limit on idle turns is this number per rank.
 _IDLE_TURN_COUNT_OF_A_RANK: Final = 100
 #: Number of clock reads in one callback that take no time.
 _FREE_READ_COUNT: Final = 1000
-#: Seconds that each of the next reads takes; the duration doubles after each further batch of reads.
+#: Seconds that each further clock read takes at first. The duration grows with every 1000 reads.
 _READ_S: Final = 1e-5
-#: Clock reads and sleeps in one callback after which it is assumed to be in an endless loop; the reads take 450 s.
+#: Clock reads and sleeps in one callback after which it is assumed to loop forever; the reads take 450 s.
 READ_COUNT_MAX: Final = 300_000
-#: Modules through which user code reads a clock.
+#: Prefixes of modules that read clocks on behalf of user code.
 _READERS: Final = ("asyncdist.", "asyncio.")
-#: Upper bound of the drawn seconds between consecutive turns: turns take time, and messages arrive meanwhile.
+#: Upper bound of the time between consecutive turns, in seconds. The time is drawn; messages may arrive within it.
 TURN_S: Final = 2e-6
 
 
 def _new_handle(callback: Any, args: tuple[Any, ...], context: contextvars.Context | None) -> Handle:
-    """Make a handle without ``__init__``, which would double the cost."""
+    """Return a new handle without calling ``__init__``, which would double the cost."""
     handle = Handle.__new__(Handle)
     handle.callback = callback
     handle.args = args
@@ -71,19 +65,18 @@ def _new_timer(when_s: float, callback: Any, args: tuple[Any, ...], context: con
 
 
 class Turns:
-    """Holds the ready callbacks of one rank, and runs them in the rank's turns.
+    """Stores the ready callbacks of one rank, and runs them in the rank's turns.
 
     Args:
-        scheduler: The scheduler, shared by all ranks.
         before_turn: Called with the rank before each turn; or None.
         enter: Called with the rank before a callback that may run user code, if another rank's user code ran last.
         background: Function whose bound methods run no user code.
 
     Attributes:
-        dead: Whether the rank has been killed, so that it gets no more turns.
+        dead: Whether the rank has been killed and takes no more turns.
         busy_s: Virtual seconds for which the rank has computed, blocked or stalled, including the current period.
-        slowness: Factor on the duration of the rank's turns. If it is above 1, the first turn after a wake-up is late,
-            too.
+        slowness: Factor on the duration of the rank's turns. If it is above 1, the first turn after a wake-up is also
+            late.
     """
 
     def __init__(
@@ -105,17 +98,17 @@ class Turns:
         self._background = background
         self._ready: list[Handle] = []
         self._put_off: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
-        self._sleeper: Handle | None = None  # the step that runs first after the computation
+        self._sleeper: Handle | None = None  # the step of a task that runs first when the computation ends
         self._has_sleeper = False
         self._debug = False
         self._busy = False
-        self._stalled_s = 0.0  # seconds to add to the current busy period
+        self._stalled_s = 0.0  # seconds by which the current busy period is to be extended
         self._ready_count_before = 0  # number of ready callbacks when the rank became busy
         self._has_turn = False
         self._running = False
         self._turns_in_a_row = 0
-        self._read_count = 0  # clock reads and sleeps in the running callback
-        self._take_turn = self._turn  # one bound method for all turns
+        self._read_count = 0  # number of clock reads and sleeps in the running callback
+        self._take_turn = self._turn  # methods are bound once, because binding them for each turn would be slower
         self._take_up = self._resume
         self._take_timer = self._fire
 
@@ -173,7 +166,7 @@ class Turns:
         return self._busy or self.dead
 
     def _run_ready(self) -> None:
-        """Run the callbacks that are ready now; callbacks added meanwhile run in the next turn."""
+        """Run the callbacks that are ready now; callbacks that they add run in the next turn."""
         if self._before_turn is not None:
             self._before_turn(self.rank)
         if self.dead:
@@ -196,7 +189,7 @@ class Turns:
                 self._has_sleeper = False
                 self._sleeper = self._ready.pop()
         except SystemExit:
-            logger.debug("rank %d: a task raised SystemExit; it is raised where the task is awaited", self.rank)
+            logger.debug("rank %d: a task raised SystemExit, which is raised again when the task is awaited", self.rank)
         finally:
             self._running = False
             if done_count < len(ready):
@@ -227,36 +220,33 @@ class Turns:
                 self._become_busy(0.0)
 
     def is_next_turn(self, action: Any) -> bool:
-        """Return whether ``action`` of the scheduler is this rank's next turn."""
+        """Return whether the scheduler's ``action`` is this rank's next turn."""
         return action is self._take_turn
 
     def become_busy(self, seconds: float) -> None:
-        """Make the rank busy for ``seconds``; then the running task continues first.
-
-        Its turn comes exactly at that instant: a safe point without messages takes no time.
-        """
+        """Make the rank busy for ``seconds``, after which the running task continues before all other tasks."""
         self._has_sleeper = True
         self._become_busy(seconds)
 
     def block(self, seconds: float) -> None:
-        """Advance the running callback's own time by ``seconds``, as if it blocked."""
+        """Advance the running callback's own clock by ``seconds``, as if the callback blocked."""
         self._scheduler.ahead_s += seconds
 
     def sleep(self, seconds: float) -> None:
-        """Block as ``time.sleep`` does; raise for code that sleeps in an endless loop."""
+        """Block the rank as ``time.sleep`` does; raise if the callback sleeps in an endless loop."""
         self._read_count += 1
         if self._read_count > READ_COUNT_MAX and self._running:
             self._refuse_endless_reads()
         self.block(seconds)
 
     def unblock(self) -> float:
-        """Reset and return the blocked time of the running callback, which does not count for the loop."""
+        """Reset and return the running callback's blocked time, so that the rank does not become busy for it."""
         seconds = self._scheduler.ahead_s
         self._scheduler.ahead_s = 0.0
         return seconds
 
     def _become_busy(self, seconds: float) -> None:
-        """Get no turn for ``seconds``, counted from the running callback's own time."""
+        """Prevent turns for ``seconds``, counted from the running callback's own clock."""
         scheduler = self._scheduler
         seconds += scheduler.ahead_s
         scheduler.ahead_s = 0.0
@@ -265,7 +255,7 @@ class Turns:
         scheduler.at(scheduler.now + seconds, self._take_up)
 
     def stall(self, seconds: float) -> None:
-        """Extend the current busy period, or start one, by ``seconds``."""
+        """Extend the current busy period, or start a new one, by ``seconds``."""
         if self._busy:
             self._stalled_s += seconds
             self.busy_s += seconds
@@ -290,7 +280,7 @@ class Turns:
             self._ready = self._ready + others if comes_first else others + self._ready
 
     def _resume(self) -> None:
-        """End the busy period, unless the rank was stalled meanwhile, and run a turn."""
+        """End the busy period, unless the rank was stalled during it, and run a turn."""
         if self._stalled_s:
             self._scheduler.at(self._scheduler.now + self._stalled_s, self._take_up)
             self._stalled_s = 0.0
@@ -298,7 +288,7 @@ class Turns:
         self._busy = False
         if self._put_off:
             self._do_what_was_put_off()
-        self._has_turn = True  # this one
+        self._has_turn = True  # prevents callbacks from scheduling another turn
         if len(self._ready) > self._ready_count_before + 1 and self._scheduler.random() < 0.5:
             self._put_timers_first()
         if self._sleeper is not None:
@@ -309,13 +299,13 @@ class Turns:
         self._turn()
 
     def _put_timers_first(self) -> None:
-        """Put due timers before messages that arrived during a busy period, as a real loop may do."""
+        """Move due timers before messages that arrived during a busy period, as a real event loop may do."""
         late = self._ready[self._ready_count_before :]
         timers = [handle for handle in late if isinstance(handle, Timer)]
         self._ready[self._ready_count_before :] = timers + [handle for handle in late if not isinstance(handle, Timer)]
 
     def has_computed(self) -> None:
-        """Note that user code reached a safe point, so that this turn does not count as idle."""
+        """Record that user code reached a safe point, so that this turn does not count as idle."""
         self._scheduler.idle_turn_count = 0
 
     def _do_what_was_put_off(self) -> None:
@@ -324,12 +314,12 @@ class Turns:
             action(*args)
 
     def die(self) -> None:
-        """Stop taking turns. Ready callbacks stay: a task whose wake-up is dropped could not be cancelled."""
+        """Stop taking turns. Ready callbacks stay, because a task whose wake-up is dropped could not be cancelled."""
         self.dead = True
         self._do_what_was_put_off()
 
     def revive(self) -> None:
-        """Take turns again."""
+        """Take turns again after :meth:`die`, to clean up the rank's tasks."""
         self.dead = False
         if self._ready and not self._running:
             self._schedule()
@@ -337,10 +327,7 @@ class Turns:
     # -- what asyncio needs on each turn ----------------------------------------------------------------------------
 
     def time(self) -> float:
-        """Return virtual seconds since the start.
-
-        A callback that reads the clock very often is waiting for time to pass, so time advances with the reads.
-        """
+        """Return virtual seconds since the start; many reads in one callback also advance the time."""
         self._read_count += 1
         if self._read_count > _FREE_READ_COUNT and self._running:
             if self._read_count > READ_COUNT_MAX:
@@ -349,7 +336,7 @@ class Turns:
         return self._scheduler.time()
 
     def _refuse_endless_reads(self) -> None:
-        self._read_count = 0  # handling the error reads clocks, too
+        self._read_count = 0  # handling the error also reads clocks
         frame = sys._getframe()
         while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_READERS):
             frame = frame.f_back
@@ -360,19 +347,19 @@ class Turns:
         )
 
     def get_debug(self) -> bool:
-        """As asyncio's method; called by every future and task."""
+        """Return whether asyncio's debug mode is on."""
         return self._debug
 
     def set_debug(self, enabled: bool) -> None:
-        """As asyncio's method: futures and tasks remember where they were created. Slow callbacks are not logged."""
+        """Set asyncio's debug mode: futures and tasks store where they were created. Slow callbacks are not logged."""
         self._debug = enabled
 
     def create_future(self) -> Future[Any]:
-        """See asyncio's method of the same name."""
+        """Create a future of this loop."""
         return Future(loop=self)  # type: ignore[arg-type]
 
     def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Handle:
-        """See asyncio's method of the same name."""
+        """Schedule a callback for the rank's next turn."""
         handle = _new_handle(callback, args, context)
         self._ready.append(handle)
         if not self._running and not self.dead:
@@ -380,7 +367,7 @@ class Turns:
         return handle
 
     def call_later(self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Handle:
-        """See asyncio's method of the same name."""
+        """Schedule a callback in ``delay`` virtual seconds."""
         return self.call_at(self._scheduler.time() + delay, callback, *args, context=context)
 
     def timers_due(self, after_s: float, until_s: float) -> list[float]:
@@ -393,7 +380,7 @@ class Turns:
         return sorted(due)
 
     def call_at(self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Handle:
-        """See asyncio's method of the same name."""
+        """Schedule a callback at the virtual time ``when``, in seconds."""
         timer = _new_timer(when, callback, args, context)
         if when < math.inf:
             self._scheduler.add_timer(when, self._take_timer, timer)
@@ -411,16 +398,16 @@ class Turns:
             self._turn()
 
     def is_running(self) -> bool:
-        """See asyncio's method of the same name."""
+        """Return whether a callback of this rank is running."""
         return self._running
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Log the exception, as asyncio's method does."""
+        """Log an exception that no task of this rank retrieves, unless the rank was killed."""
         if not self.dead:
             logger.error("rank %d: %s", self.rank, context.get("message"), exc_info=context.get("exception"))
 
 
 def _is_next_turn(action: Callable[..., object]) -> bool:
-    """Return whether ``action`` of the scheduler is the next turn of some rank."""
+    """Return whether the scheduler's ``action`` is the next turn of a rank."""
     owner = getattr(action, "__self__", None)
     return isinstance(owner, Turns) and owner.is_next_turn(action)

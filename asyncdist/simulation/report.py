@@ -1,4 +1,4 @@
-"""Reports on a simulation: the ranks' results, the messages and the faults."""
+"""Defines the report of a simulation: the ranks' results, the number of messages, and the faults that fired."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class SimReport(Generic[T_co]):
     """Reports how a simulation ended.
 
     Attributes:
-        results: For each rank the return value of main, or the exception that ended it. None for a rank that was
-            killed, or had not ended when the simulation stopped.
-        seed: Seed of the run.
-        packed_trace: The last events, packed; see :attr:`trace`.
+        results: For each rank the return value of main, or the exception that ended it. None for a rank that was killed
+            or had not ended when the simulation stopped.
+        seed: Seed of the simulation.
+        packed_trace: The last events in a packed form; :attr:`trace` unpacks them.
         trace_digest: Hexadecimal digest of all events and message contents; equal for equal arguments.
         virtual_time_s: Virtual seconds until the last rank ended.
         message_count: Number of messages sent, framed or not.
@@ -33,7 +33,7 @@ class SimReport(Generic[T_co]):
         killed_ranks: Ranks whose last process was killed.
     """
 
-    # Other entries are exceptions or None. As in typeshed, Any spares users a type check of every value.
+    # Any instead of BaseException and None, so that users need not check the type of every value.
     results: tuple[T_co | Any, ...]
     seed: int
     packed_trace: bytes = field(repr=False)
@@ -49,14 +49,14 @@ class SimReport(Generic[T_co]):
 
     @property
     def trace(self) -> tuple[TraceEvent, ...]:
-        """Return the last events, oldest first."""
+        """The last events, oldest first."""
         return unpack(self.packed_trace)
 
     def value(self) -> T_co | Any:
         """Return rank 0's value, or raise the first failure of any rank, causes before consequences.
 
-        An exit by a signal of the fault plan ranks behind all other failures. A rank that calls ``sys.exit(0)`` has
-        returned None.
+        The exit of a rank by a signal of the fault plan is raised only if there is no other failure. ``sys.exit(0)``
+        counts as returning None.
         """
         failures = {
             rank: result

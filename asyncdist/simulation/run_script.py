@@ -1,8 +1,8 @@
-"""Runs a script in the simulator: ``asyncdist sim``.
+"""Runs a script in the simulator: the command ``asyncdist sim``.
 
-The script runs as ``__main__``, as under ``python script.py``; its ``asyncdist.run`` simulates all ranks and returns
-rank 0's value. The random states of Python, numpy and torch and the system's random bytes follow from the seed, and
-PYTHONHASHSEED is 0 unless it is set. A run is therefore a function of script, arguments, ranks, seed and faults.
+The script runs as ``__main__``, as under ``python script.py``; its call of ``asyncdist.run`` simulates all ranks and
+returns rank 0's value. The random states of Python, numpy and torch and the system's random bytes follow from the seed,
+and PYTHONHASHSEED is 0 unless it is set. A run is therefore a function of script, arguments, ranks, seed and faults.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from asyncdist.simulation.faults import Fault
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.simulate import STOPPED, simulate
 
-#: Maximum number of printed lines for the results of all ranks.
+#: Maximum number of lines that print the results of all ranks.
 _RESULT_LINE_COUNT: Final = 10
 _PROGRESS_LINE_EVERY_S: Final = 5.0
-#: Upper bound of the lag of file times behind the clock, in nanoseconds.
+#: Maximum delay of a file's time of modification compared to the clock, in nanoseconds.
 _FILE_CLOCK_NS: Final = 20_000_000
-#: tqdm's bar format, but always with seeds per second instead of seconds per seed.
+#: tqdm's format of a progress bar, but always with seeds per second instead of seconds per seed.
 _BAR: Final = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
 
 
@@ -64,11 +64,8 @@ class Script:
     """Describes a run of ``asyncdist sim``. An instance is also a scenario for :func:`explore`.
 
     Attributes:
-        path: Path of the script.
-        arguments: Arguments of the script.
-        ranks: Number of ranks to simulate.
         faults: Fault plan of every seed.
-        until_s: See :func:`simulate`.
+        until_s: Virtual time, in seconds, by which all ranks must have ended; None for no limit.
         record: Absolute path of the folder for recordings; None for no recording.
     """
 
@@ -117,11 +114,11 @@ class Script:
 
     @property
     def is_local(self) -> bool:
-        """Whether ``asyncdist.run_local`` is simulated, too; otherwise it runs unchanged."""
+        """Whether calls of ``asyncdist.run_local`` are simulated, too; otherwise they run unchanged."""
         return False
 
     def begin_process(self, rank: int) -> None:
-        """Do nothing: a script needs no preparation besides its random states."""
+        """Do nothing, because a script needs no preparation except its random states."""
 
     def on_world_opened(self, rank: int) -> None:
         """Do nothing when a script without a main opens its world."""
@@ -148,13 +145,7 @@ def _command() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """Describes how a script ended.
-
-    Attributes:
-        error: Exception that ended the script; None if it ended well.
-        report: Report of its simulation, complete or not.
-        has_run: Whether it called ``asyncdist.run``. A script that only prints its usage does not.
-    """
+    """Describes how a script ended; ``has_run`` is false if the script did not call ``asyncdist.run``."""
 
     error: BaseException | None
     report: SimReport[Any] | None
@@ -162,7 +153,7 @@ class _Ended:
 
 
 class _Host:
-    """Replaces ``asyncdist.run`` for one call."""
+    """Replaces ``asyncdist.run`` while a script runs in the simulator."""
 
     def __init__(self, script: Script, seed: int, faults: tuple[Fault, ...]) -> None:
         self._script = script
@@ -189,13 +180,13 @@ class _Host:
         return value
 
     def run_local(self, main: Callable[..., Any], args: tuple[Any, ...], strict: bool) -> list[Any]:
-        """Replace ``asyncdist.run_local``: return the values of all ranks."""
+        """Simulate a call of ``asyncdist.run_local``: return the values of all ranks."""
         self(main, args, strict)
         assert self.report is not None, "it has run"
         return list(self.report.results)
 
     def remember_random(self) -> None:
-        """Remember the random states at the script's beginning."""
+        """Store the random states at the beginning of the script."""
         self._states = _random_states()
 
     def _seeded(self) -> list[str]:
@@ -205,7 +196,7 @@ class _Host:
 
 
 def _random_states() -> dict[str, str]:
-    """Return the process's random states, in a form that can be compared."""
+    """Return the process's random states as strings that can be compared."""
     with np.printoptions(threshold=sys.maxsize):
         numpy_state = repr(np.random.get_state(legacy=False))
     torch_state = torch.get_rng_state().numpy().tobytes().hex()
@@ -213,7 +204,7 @@ def _random_states() -> dict[str, str]:
 
 
 def execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
-    """Run the script. Raises ScriptError, and KeyboardInterrupt even if the script has caught it."""
+    """Run the script. Raise ScriptError, and KeyboardInterrupt even if the script caught it."""
     host = _Host(script, seed, faults)
     error: BaseException | None = None
     token, token_of_local = (
@@ -222,7 +213,7 @@ def execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
     )
     try:
         with _program(script), entropy_from(random.Random(f"{seed} entropy").randbytes):
-            number = random.Random(f"{seed} script").getrandbits(63)  # unlike any seed that a script would use itself
+            number = random.Random(f"{seed} script").getrandbits(63)  # differs from any seed that the script would use
             random.seed(number)
             np.random.seed(number % 2**32)
             torch.manual_seed(number)
@@ -255,7 +246,7 @@ def _run_main(script: Script, host: _Host) -> None:
     """Run the script as ``__main__``.
 
     A script that opens its world without a main is rank 0 from its beginning. The other ranks run the script, too, each
-    on a stack of its own, before they open their world.
+    on a separate stack, until they open their world.
     """
 
     def run() -> None:
@@ -301,7 +292,7 @@ def _is_end_by_signal(error: BaseException, report: SimReport[Any] | None) -> bo
 
 @contextlib.contextmanager
 def _program(script: Script) -> Iterator[None]:
-    """Set ``sys`` as for a program that is started with these arguments."""
+    """Set ``sys.argv`` and ``sys.path`` as for a program that is started with this script's arguments."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [script.path, *script.arguments]
     if not sys.flags.safe_path:
@@ -309,7 +300,7 @@ def _program(script: Script) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        rank_program.explain_import(error)  # now, while the script's folder is still on sys.path
+        rank_program.explain_import(error)  # the script's folder must still be on sys.path
         raise
     finally:
         sys.argv, sys.path[:] = argv, path
@@ -327,14 +318,10 @@ def _ran_twice(script: Script) -> ScriptError:
 
 
 def run_once(script: Script, seed: int) -> int:
-    """``asyncdist sim``: run the script, and print how it ended.
+    """Run ``asyncdist sim``: run the script once, print how it ended, and return the exit code.
 
-    Returns:
-        The exit code: 0, or 1 if the script or a rank failed, or a fault did not fire.
-
-    Raises:
-        ScriptError: The script does not call ``asyncdist.run`` exactly once.
-        KeyboardInterrupt: SIGINT.
+    The code is 1 if the script or a rank failed or a fault did not fire, otherwise 0. Raise ScriptError if the script
+    does not call ``asyncdist.run`` exactly once.
     """
     torch.set_num_threads(1)
     began_ns = time.time_ns()
@@ -354,13 +341,13 @@ def run_once(script: Script, seed: int) -> int:
         print_out(*results, *_summary(report))
         idle = [fault for fault, count in zip(report.faults, report.faults_fired, strict=True) if not count]
     if idle:
-        print(f"asyncdist sim: did not fire: {', '.join(map(expression_of, idle))}", file=sys.stderr)
+        print(f"asyncdist sim: these faults did not fire: {', '.join(map(expression_of, idle))}", file=sys.stderr)
     print_out(f"repeat it: {script.repeat_line(seed)}", *_how_to_see(script, began_ns))
     return 1 if failed or idle else 0
 
 
 def _how_to_see(script: Script, began_ns: int) -> list[str]:
-    """Return the command line that makes a report of the recordings written since then, if there are any."""
+    """Return the command line that makes a report of the recordings written since ``began_ns``, if there are any."""
     if script.record is None:
         return []
     found = {path: path.stat() for path in Path(script.record).glob(f"*{SUFFIX}")}
@@ -374,19 +361,15 @@ def _how_to_see(script: Script, began_ns: int) -> list[str]:
 
 
 def print_out(*lines: str) -> None:
-    """Print lines and flush standard output. After a broken pipe, output is dropped.
-
-    Raises:
-        ScriptError: Standard output cannot be written, for example because the disk is full.
-    """
+    """Print lines and flush standard output; raise ScriptError if this fails. A broken pipe is ignored."""
     try:
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         sys.stdout.flush()
     except OSError as error:
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)  # else Python's flush at exit would fail again
+        os.dup2(null, 1)  # prevents a second error when Python flushes the output at exit
         os.close(null)
-        if not isinstance(error, BrokenPipeError):  # a broken pipe is not an error: ``head`` has read enough
+        if not isinstance(error, BrokenPipeError):  # a reader such as ``head`` may close the pipe before the end
             raise ScriptError(f"standard output cannot be written: {error.strerror}") from error
 
 
@@ -470,16 +453,10 @@ def _abbreviated(lines: list[str]) -> list[str]:
 
 
 def run_many(script: Script, seeds: range, processes: int | None) -> int:
-    """``asyncdist sim --explore``: run the script once for each seed until one fails, with a progress bar.
+    """Run ``asyncdist sim --explore``: run the script with each seed until one fails, with a progress bar.
 
-    Only the failing seed is recorded: it runs once more, with the minimal fault plan.
-
-    Returns:
-        The exit code: 0, or 1 if a seed failed.
-
-    Raises:
-        ScriptError: The script does not call ``asyncdist.run`` exactly once.
-        KeyboardInterrupt: SIGINT.
+    Only the failing seed is recorded: it runs once more, with the minimal fault plan. Return the exit code, 1 if a seed
+    failed and 0 otherwise. Raise ScriptError if the script does not call ``asyncdist.run`` exactly once.
     """
     torch.set_num_threads(1)
     is_terminal = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
@@ -495,7 +472,7 @@ def run_many(script: Script, seeds: range, processes: int | None) -> int:
             quick = replace(script, record=None)
             report = explore(quick, seeds, processes=processes, on_progress=on_progress, quiet=True)
     except KeyboardInterrupt:
-        print_out(*map(str, so_far))  # the exploration may have taken hours
+        print_out(*map(str, so_far))  # prints the summary so far, because the exploration may have taken hours
         raise
     if report.failure is not None and report.failure.kind == ScriptError.__qualname__:
         raise ScriptError(report.failure.message)
@@ -518,7 +495,7 @@ def _bar(count: int) -> Iterator[Callable[[ExploreReport], None]]:
     with tqdm(total=count, file=sys.stderr, dynamic_ncols=True, bar_format=_BAR, unit=" seeds") as bar:
 
         def show(report: ExploreReport) -> None:
-            bar.start_t = time.time() - report.seconds  # the start-up of processes does not count for the rate
+            bar.start_t = time.time() - report.seconds  # excludes the time in which the processes start from the rate
             bar.last_print_t = max(bar.last_print_t, bar.start_t)
             bar.set_postfix_str(report.in_short, refresh=False)
             bar.update(report.seed_count - bar.n)

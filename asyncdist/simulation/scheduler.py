@@ -1,10 +1,7 @@
-"""Keeps virtual time: the clock of a simulation, and its future events.
+"""Implements virtual time: the clock of a simulation, and its queue of future events.
 
-The scheduler owns the clock and one heap of future events: a rank's *turn* (:mod:`asyncdist.simulation.rank_turns`), a
-timer, an event of the network. Events of the same time happen in an order drawn from the seed.
-
-This module knows nothing of messages or of asyncdist's protocols. It is compiled if a C compiler is available; see
-:mod:`asyncdist.compiled`.
+A future event is a rank's *turn* (:mod:`asyncdist.simulation.rank_turns`), a timer, or an event of the network. Events
+at the same time happen in an order drawn from the seed.
 """
 
 from __future__ import annotations
@@ -21,43 +18,41 @@ from asyncdist.errors import LocalProtocolError
 
 #: Number of events at one instant after which the simulation is assumed to be in an endless loop.
 EVENT_COUNT_MAX: Final = 1_000_000
-#: Number of events between two garbage collections. Python's own collections would depend on the process's history.
+#: Number of events between two garbage collections. Python's automatic collections would not be deterministic.
 _COLLECT_EVERY: Final = 10_000
-#: Number of collections of the youngest generation before one of the middle generation.
+#: Number of collections of the youngest generation for each collection of the middle generation.
 _MIDDLE_EVERY: Final = 16
-#: With many ranks only every eighth collection is made, because most young objects are still alive.
+#: With many ranks, one in this many collections is carried out, because most young objects are still alive.
 _MANY_RANKS_EVERY: Final = 8
-#: Number of collections after which a simulation counts as a long one.
+#: Number of collections from which a simulation is considered long.
 _MANY_COLLECTIONS: Final = 4
-#: Cancelled timers are removed from the heap if they are more than this number and more than half of it, as in asyncio.
+#: Minimum number of cancelled timers in the heap before they are removed, as in asyncio.
 _CANCELLED_COUNT_MIN: Final = 100
 
 
 class EndlessLoopError(LocalProtocolError):
-    """Tasks run in an endless loop without waiting; ``rank`` is set if only one rank's tasks do.
+    """Tasks run in an endless loop without waiting; ``rank`` is set if they belong to only one rank.
 
-    The error raised by :func:`asyncdist.simulate` lists the tasks. Its ``report`` is the SimReport up to then.
+    The error raised by :func:`asyncdist.simulate` lists the tasks, and its ``report`` is the SimReport so far.
     """
 
     report: Any = None
 
 
 class Scheduler:
-    """Keeps the virtual clock, and runs events in the order of their time.
+    """The virtual clock and the event queue of a simulation.
 
     Args:
-        rng: Draws the order of events of the same time.
+        rng: Draws the order of events at the same time.
         on_many: Called in a long simulation of many ranks, each time the number of events has doubled; or None.
 
     Attributes:
         now: Virtual seconds since the start.
-        ahead_s: Virtual seconds for which the running callback has blocked; its time is ``now + ahead_s``.
-        event_count: Number of events so far.
+        ahead_s: Virtual seconds for which the running callback has blocked; its own time is ``now + ahead_s``.
         task_count: Number of tasks created on all loops.
-        idle_turn_count: Number of consecutive turns, of any ranks, that no outside event has caused.
+        idle_turn_count: Number of consecutive turns, of any ranks, that were not caused by an outside event.
         user_rank: Rank whose user code ran last; -1 at the beginning.
         stopped: Set to make :meth:`run` return.
-        random: Draws a number from 0 to 1.
     """
 
     def __init__(self, rng: random.Random, on_many: Callable[[], object] | None = None) -> None:
@@ -73,7 +68,7 @@ class Scheduler:
         self._now: list[Callable[[], object]] = []
         self._pushed_count = 0
         self._collect_at = _COLLECT_EVERY
-        self._cancelled_count = 0  # cancelled timers in the heap
+        self._cancelled_count = 0  # number of cancelled timers in the heap
         self._count_at_now = 0
         self._until_s = math.inf
         self._after_event: Callable[[], object] | None = None
@@ -92,11 +87,11 @@ class Scheduler:
         self.at(when, fire, (timer,))
 
     def forget_timer(self) -> None:
-        """Count one more cancelled timer in the heap, and remove all of them if there are many."""
+        """Count a cancelled timer that is in the heap, and remove all cancelled timers if there are many."""
         self._cancelled_count += 1
         if self._cancelled_count > _CANCELLED_COUNT_MIN and 2 * self._cancelled_count > len(self._heap):
             self._heap[:] = [entry for entry in self._heap if not _is_cancelled(entry[4])]
-            heapify(self._heap)  # the order is total, so the remaining entries keep it
+            heapify(self._heap)  # the order is total, so it does not change
             self._cancelled_count = 0
 
     def _next_when(self) -> float:
@@ -165,10 +160,7 @@ class Scheduler:
         return True
 
     def _collect(self) -> None:
-        """Collect garbage, outside of all ranks' turns because finalisers may run code.
-
-        Full collections become rarer over time, since millions of objects may live to the end.
-        """
+        """Collect garbage outside of all ranks' turns, because finalisers may run code."""
         number = self._collect_at // _COLLECT_EVERY
         while self._collect_at <= self.event_count:
             self._collect_at += _COLLECT_EVERY
@@ -189,17 +181,13 @@ class Scheduler:
         return bool(self._after_event())
 
     def switch_loop(self, loop: object) -> None:
-        """Set asyncio's running loop to a rank's loop, or None.
-
-        This is not done after every turn: asyncio makes a system call each time, and the next turn is often one of the
-        same rank.
-        """
+        """Set asyncio's running loop; it stays set after a turn, because each change costs a system call."""
         if loop is not self._running_loop:
             self._running_loop = loop
             set_running_loop(loop)  # type: ignore[arg-type]
 
     def go_on_until(self, when: float) -> bool:
-        """Advance to ``when`` and count one event if no other event comes first; return whether it did."""
+        """Advance to ``when`` and count one event, unless another event comes first; return whether time advanced."""
         if self._now or self._next_when() <= when or when > self._until_s or self.stopped:
             return False
         if self._is_enough():
@@ -220,12 +208,12 @@ class Scheduler:
 
     @property
     def pending_count(self) -> int:
-        """Return the number of entries in the heap, cancelled timers included."""
+        """Number of entries in the heap, including cancelled timers."""
         return len(self._heap)
 
 
 def _is_cancelled(args: tuple[Any, ...]) -> bool:
-    """Return whether these are the arguments of a cancelled timer."""
+    """Return whether ``args`` are the arguments of a cancelled timer."""
     if args and isinstance(args[0], Timer):
         timer = args[0]
         return timer.is_cancelled
@@ -255,11 +243,7 @@ class Handle:
 
 
 class Timer(Handle):
-    """Replaces the timer handle that asyncio's ``call_at`` returns.
-
-    Attributes:
-        scheduler: Scheduler whose heap holds the timer; None before and after.
-    """
+    """Replaces asyncio's timer handle; ``scheduler`` is the scheduler whose heap contains the timer, if any."""
 
     when_s: float
     scheduler: Scheduler | None

@@ -1,7 +1,7 @@
-"""Runs the unmodified ``async def train(world)`` on many ranks in this process, in virtual time.
+"""Runs the unmodified ``async def train(world)`` on many simulated ranks in this process, in virtual time.
 
-A run is a function of its arguments: links, compute, completion, ties and the network's choices are all drawn from the
-seed. The ranks share the process: module globals are the same objects for all of them.
+A simulation is a function of its arguments: latencies, computing times and the order of simultaneous events are all
+drawn from the seed. The ranks share the process, so module globals are the same objects for all of them.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ logger = logging.getLogger("asyncdist.simulation")
 
 T = TypeVar("T")
 
-#: Exceptions of a simulation that did not reach its end. Each carries the report up to then.
+#: Exceptions of a simulation that stopped before its end. Each contains the report up to then.
 STOPPED: Final = (DeadlockError, TimeLimitError, EndlessLoopError)
 
-#: Called with the fault plan, the trace and the ranks' results when a simulation begins, for one that will raise.
+#: If set, called with the fault plan, the trace and the ranks' results when a simulation begins; used by explore.
 observer: ContextVar[Callable[[tuple[Fault, ...], Trace, Mapping[int, RankResult]], None] | None] = ContextVar(
     "observer", default=None
 )
-#: Makes the replacement of a rank's recording from its transport and loop; set by replays.
+#: If set, returns the object that replaces a rank's recording, given its transport and loop; used by replays.
 instrument: ContextVar[Callable[[Transport, Any], Any] | None] = ContextVar("instrument", default=None)
 
 
@@ -85,33 +85,33 @@ def simulate(
 ) -> SimReport[T]:
     """Run ``main(world, *args)`` on ``ranks`` simulated ranks.
 
-    The result is a function of the arguments and of PYTHONHASHSEED, which decides the order of sets of strings
-    (``asyncdist sim`` sets it to 0). Simulations in several threads run in turn. If a loop is already running, as in a
-    notebook, the simulation runs in a thread of its own, and that loop waits.
+    The result is a function of the arguments and of PYTHONHASHSEED, which determines the order of sets of strings
+    (``asyncdist sim`` sets it to 0). Simulations in several threads run in turn. If an event loop is already running,
+    as in a notebook, the simulation runs in another thread while that loop waits.
 
     Args:
         main: Coroutine function, as for :func:`asyncdist.run`.
-        args: Its other arguments; the same objects for every rank.
+        args: Further arguments of ``main``; the same objects for every rank.
         ranks: Number of ranks.
         seed: Seed of all random choices, including the ranks' initial random states.
         network: Latency, bandwidth and hosts; :class:`Network` by default.
         compute: Computing time of user code; :class:`Compute` by default.
         faults: Fault plan. A killed rank ends without running another line. Its ``finally`` blocks run when the
             simulation is over, but the messages that they send are dropped.
-        strict, record, record_limit_nbytes: As for :func:`asyncdist.run`.
-        until_s: Virtual time, in seconds, by which all ranks must have ended; ``after_event`` can stop earlier.
+        strict, record, record_limit_nbytes: The parameters of :func:`asyncdist.run`.
+        until_s: Virtual time, in seconds, by which all ranks must have ended; None for no limit.
         after_event: Called after every event, to check invariants. Its exception is raised here. If it returns a true
             value, the simulation stops, even if ranks are still running.
         inherited_random: Names among ``"random"``, ``"numpy"`` and ``"torch"``. Each rank begins with the caller's
             state of these generators. Its other generators begin with states that follow from seed and rank.
 
     Raises:
-        DeadlockError: No event was left, and some main had not returned; the message lists who waits for what.
-        TimeLimitError: ``until_s`` was reached before all ranks had ended; the message lists where each of them is.
-        KeyboardInterrupt: SIGINT, between two events; with the same list.
+        DeadlockError: No event was left, and some main had not returned. The message lists what each task waits for.
+        TimeLimitError: ``until_s`` was reached before all ranks had ended. The message lists what each task waits for.
+        KeyboardInterrupt: SIGINT, between two events. The message lists what each task waits for.
         LocalProtocolError: ``simulate`` was called inside a world or a simulation, or a task loops without waiting. On
-            a rank: use of a thread, a process, a socket or anything else that does not follow from the seed.
-        TypeError, ValueError: An argument is of the wrong kind or out of range.
+            a rank: the program used a thread, a process, a socket or anything else that does not follow from the seed.
+        TypeError, ValueError: An argument is of the wrong type or out of range.
     """
     validation.main_function(main, args)
     arguments = Arguments.checked(ranks, seed, network, compute, faults)
@@ -129,7 +129,8 @@ def simulate(
             "inherited_random", inherited, f"a list of names out of {', '.join(map(repr, sorted(INHERITABLE)))}"
         )
     run = functools.partial(_Simulation.run, options=options, until_s=until_s, after_event=after_event)
-    with one_at_a_time(), collecting_at_fixed_points(arguments.size):  # ends after the simulation's objects are freed
+    # Must end after the simulation's objects are freed
+    with one_at_a_time(), collecting_at_fixed_points(arguments.size):
         return _run_alone(arguments, inherited_random, lambda simulation: run(simulation, main, args))
 
 
@@ -160,7 +161,7 @@ def _no_time() -> Generator[None, None, None]:
 
 
 class _Clock:
-    """Charges a simulated rank's world the virtual time of its computations."""
+    """The virtual clock of a simulated rank's world, which charges the rank for its computations."""
 
     def __init__(self, simulation: _Simulation, loop: RankLoop) -> None:
         self._simulation = simulation
@@ -183,17 +184,17 @@ class _Clock:
                 over.cancel()
                 return
             result = call()
-            # The blocked time belongs to the thread, not to the loop.
+            # The blocked time delays only the simulated thread, not the rank's event loop.
             loop.call_later(seconds - before_s + loop.unblock(), over.set_result, result)
 
         loop.call_later(
             before_s, run, context=contextvars.Context()
-        )  # a thread does not inherit its caller's variables
+        )  # a thread does not inherit its caller's context variables
         return over
 
 
 class _Simulation:
-    """Runs one simulation."""
+    """One simulation: its ranks, network, scheduler and faults."""
 
     def __init__(self, arguments: Arguments, states: RandomStates) -> None:
         self._size = size = arguments.size
@@ -201,7 +202,7 @@ class _Simulation:
         self._faults = faults = arguments.faults
         compute = arguments.compute
         self._fired = [0] * len(faults)
-        # Generators of their own, so that one more message does not change every later compute time.
+        # Each rank draws from its own generator, so that one more message does not change all later computing times.
         self._compute_samplers = [compute.sampler(r, random.Random(f"{seed} compute {r}")) for r in range(size)]
         self._slowdowns = [1.0] * size
         self._overruns = random.Random(f"{seed} overruns")
@@ -228,7 +229,7 @@ class _Simulation:
         }
         self._compute = compute
         self._loops = [self._new_loop(rank) for rank in range(size)]
-        self._earlier_loops: list[RankLoop] = []  # loops of killed processes that were replaced by new ones
+        self._earlier_loops: list[RankLoop] = []  # loops of dead processes that were replaced
         self._fabric.connect(self._loops)
         self._interrupts = [Interrupts() for _ in range(size)]
         self._hosts: dict[int, asyncio.Task[None]] = {}
@@ -265,7 +266,7 @@ class _Simulation:
             observe(self._faults, self._trace, self._outcomes)
         for index, fault in enumerate(self._faults):
             if isinstance(fault, (Stall, SlowRank)) and not fault.at_s:
-                self._strike(index, fault)  # now, before the rank begins
+                self._strike(index, fault)  # applies before the rank begins
             elif isinstance(fault, (Kill, Restart, Join, Interrupt, Stall, SlowRank)) and fault.at_s is not None:
                 self._scheduler.at(fault.at_s, self._strike, (index, fault))
         self._start = functools.partial(self._start_rank, main=main, args=args, options=options)
@@ -304,7 +305,7 @@ class _Simulation:
         finally:
             try:
                 self._clear()
-            finally:  # even if a task that was being cleaned up raised KeyboardInterrupt
+            finally:  # even if a task raised KeyboardInterrupt during the clean-up
                 self._states.restore()
 
     def _let_happen(self, until_s: float | None, after_event: Callable[[], object] | None) -> bool:
@@ -320,10 +321,7 @@ class _Simulation:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let SIGINT end the simulation between two events, so that no rank takes it for an error of its own.
-
-        Python handles a second SIGINT. If SIGINT already has another handler, this does nothing.
-        """
+        """Make SIGINT end the simulation between two events, so that no rank reports it as its own error."""
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             yield
@@ -359,14 +357,14 @@ class _Simulation:
             error = interrupts.error(rank)
             if error is None:
                 raise
-            outcome = RankResult(error=error)  # a signal ends the rank although its main has returned
+            outcome = RankResult(error=error)  # a signal ends the rank even if its main has returned
         if not self.has_died(loop) and not self._scheduler.stopped:
             self._outcomes[rank] = outcome
             self._trace.add(self._scheduler.now, "end", rank, 0, 0, 0)
             self._stop_if_over()
 
     def draw_busy_s(self, loop: RankLoop) -> float:
-        """Draw a rank's computing time before a safe point, possibly lengthened until one of its timers is overdue."""
+        """Draw a rank's computing time before a safe point, which may last until one of its timers is overdue."""
         seconds = self.draw_compute_s(loop.rank)
         if self._overrun_probability and self._overruns.random() < self._overrun_probability:
             now = loop.time()
@@ -395,7 +393,7 @@ class _Simulation:
     # -- faults of ranks --------------------------------------------------------------------------------------------
 
     def _strike(self, index: int, fault: Kill | Restart | Join | Interrupt | Stall | SlowRank) -> None:
-        """Carry out a fault whose time has come, unless the rank has died or ended."""
+        """Apply a fault whose time has come, unless the rank has died or ended."""
         rank, loop = fault.rank, self._loops[fault.rank]
         if isinstance(fault, (Restart, Join)):
             is_its_turn = isinstance(fault, Join) == (rank in self._absent)
@@ -413,7 +411,7 @@ class _Simulation:
             case Interrupt() if self._interrupts[rank].received is None:
                 self._interrupts[rank].received = getattr(signal, fault.signal)
                 loop.call_soon(self._hosts[rank].cancel)
-            case _:  # a second signal ends the process
+            case _:  # an Interrupt after the first ends the process
                 self._kill(rank, index)
                 return
         self._fire(index)
@@ -458,7 +456,7 @@ class _Simulation:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _whereabouts(self, what: str, of_whom: str) -> str:
-        """Describe the event, and the wait of each task of each rank."""
+        """Describe the event ``what``, and what each task of each rank waits for."""
         lines = [f"{what} at {self._scheduler.now:.9f} s of virtual time, {of_whom}:"]
         for rank in self._unended_ranks():
             lines += self._waiting(rank)
@@ -468,7 +466,7 @@ class _Simulation:
         return [rank for rank in range(self._size) if rank not in self._outcomes and rank not in self._killed]
 
     def _waiting(self, rank: int) -> list[str]:
-        """Describe the wait of each task of ``rank``, one line each."""
+        """Describe what each task of ``rank`` waits for, one line each."""
         world = self._worlds.get(rank)
         tasks = self._loops[rank].unfinished_tasks()
         texts = [f", {task.get_name()}: {what_awaits(task, world)}" for task in tasks]
@@ -476,7 +474,7 @@ class _Simulation:
         return [f"  rank {rank}{text}" for text in texts]
 
     def _clear(self) -> None:
-        """Cancel the unfinished tasks of killed ranks, or of all ranks after a deadlock or an early end, silently."""
+        """Cancel the unfinished tasks of dead ranks or, if the simulation stopped early, of all ranks."""
         for rank in self._unended_ranks():
             end_recording(self._worlds.get(rank), self._hosts[rank])
         self._fabric.mute()
@@ -484,7 +482,7 @@ class _Simulation:
         loops = [*self._earlier_loops, *self._loops]
         if any(loop.unfinished_tasks() for loop in loops):
             self._is_being_cleared = True
-            self._killed.update(range(self._size))  # no rank dies from now on
+            self._killed.update(range(self._size))  # no rank can be killed from now on
             clear_away(loops, self._scheduler)
 
     def _report(self) -> SimReport[Any]:

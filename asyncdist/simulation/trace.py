@@ -1,7 +1,4 @@
-"""Records the events of a simulation: a digest of all of them, and the last ones in full.
-
-The digest also covers the contents of messages. An event holds only a message's size.
-"""
+"""Records the events of a simulation: a digest of all events and message contents, and the last events in full."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Final, NamedTuple
 
 try:
     import cython
-except ImportError:  # needed to compile, not to run
+except ImportError:  # Cython is needed to compile the module, not to run it
     cython = SimpleNamespace(compiled=False)
 
 _EVENT: Final = struct.Struct("<dBiiiq")
@@ -26,7 +23,10 @@ _CODES: Final = {kind: code for code, kind in enumerate(_KINDS)}
 
 
 class TraceEvent(NamedTuple):
-    """Describes one event; its kind gives ``a``, ``b``, ``tag`` and ``nbytes`` their meaning (sends: source, dest)."""
+    """One event of a simulation; the meaning of ``a``, ``b``, ``tag`` and ``nbytes`` depends on the event's kind.
+
+    For a send or a receive, ``a`` is the source and ``b`` is the destination; otherwise ``a`` is usually a rank.
+    """
 
     time_s: float
     kind: str
@@ -44,14 +44,14 @@ class TraceEvent(NamedTuple):
 
 
 class Trace:
-    """Collects events. The digest covers all of them; the events kept are the last ``KEPT_EVENT_COUNT``."""
+    """Computes a digest of all events, and stores the last ``KEPT_EVENT_COUNT`` events."""
 
     def __init__(self) -> None:
         self._has_ended = False
         self._hash = hashlib.blake2b(digest_size=16)
         self._pending = bytearray()
         self._contents_hash = hashlib.blake2b(digest_size=16)
-        self._contents = bytearray()  # contents that are not yet in the hash
+        self._contents = bytearray()  # contents that are not in the hash yet
         self._flushed: deque[bytes] = deque(maxlen=1 + KEPT_EVENT_COUNT * _EVENT.size // _FLUSH_NBYTES)
 
     def add(self, time_s: float, kind: str, a: int, b: int, tag: int, nbytes: int) -> None:
@@ -85,7 +85,7 @@ class Trace:
 
     @property
     def digest(self) -> str:
-        """Return the hexadecimal digest of all events and message contents so far."""
+        """Hexadecimal digest of all events and message contents so far."""
         copy = self._hash.copy()
         copy.update(self._pending)
         contents = self._contents_hash.copy()
@@ -94,7 +94,7 @@ class Trace:
         return copy.hexdigest()
 
     def tail(self) -> bytes:
-        """Return the last events, packed; :func:`unpack` unpacks them."""
+        """Return the last events in packed form, for :func:`unpack`."""
         data = b"".join((*self._flushed, self._pending))
         return data[-KEPT_EVENT_COUNT * _EVENT.size :]
 
@@ -104,5 +104,5 @@ class Trace:
 
 
 def unpack(data: bytes) -> tuple[TraceEvent, ...]:
-    """Return the events of a :meth:`Trace.tail`, oldest first."""
+    """Return the events that :meth:`Trace.tail` has packed, oldest first."""
     return tuple(TraceEvent(time_s, _KINDS[code], *rest) for time_s, code, *rest in _EVENT.iter_unpack(data))

@@ -1,7 +1,4 @@
-"""Connects one rank to the simulated network: the transport of a simulated rank.
-
-The module is compiled if a C compiler is available; see :mod:`asyncdist.compiled`.
-"""
+"""Connects one rank to the simulated network: the transport of a simulated rank."""
 
 from __future__ import annotations
 
@@ -22,12 +19,7 @@ from asyncdist.transports.base import (
 
 
 class SimTransport(Transport):
-    """Carries one rank's messages over the :class:`~asyncdist.simulation.fabric.Fabric`.
-
-    Args:
-        fabric: The network, shared by all ranks.
-        call_soon: Schedules a function for a turn of the rank's loop, in the context of its main.
-    """
+    """Sends and receives one rank's messages over the simulated network, which all ranks share."""
 
     name = "sim"
 
@@ -83,20 +75,20 @@ class SimTransport(Transport):
         return self._fabric.missed_ranks(self.rank)
 
     def abort(self, exit_code: int) -> None:
-        """Do nothing: the simulation ends when every rank has ended."""
+        """Do nothing, because the simulation ends when every rank has ended."""
 
     def close(self) -> None:
         self._fabric.close(self.rank)
 
     def close_failed(self) -> None:
-        if self.incarnation:  # the others may continue
+        if self.incarnation:  # the other ranks may continue without a restarted rank
             self._fabric.kill(self.rank)
 
     def set_doorbell(self, ring: Callable[[], None]) -> None:
         self._fabric.set_doorbell(self.rank, ring)
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
-        # Called in one of the rank's own turns, as from a poll: a computing rank notices nothing.
+        # The listener is called in one of the rank's own turns, because a rank that computes detects nothing.
         self._fabric.liveness.set_loss_listener(self.rank, partial(self._call_soon, listen))
 
     def set_return_listener(self, listen: Callable[[int, int], None]) -> None:

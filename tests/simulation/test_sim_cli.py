@@ -376,7 +376,7 @@ def test_faults_fire_and_are_repeated(sim: Sim, script: str) -> None:
 def test_a_fault_that_did_not_fire_fails_the_run(sim: Sim, script: str) -> None:
     result = sim(script, "--ranks", 3, "--faults", format_faults([SlowRank(2, 0.0, 5.0), Stall(1, 9.0, 0.5)]))
     assert result.code == 1
-    assert result.err == "asyncdist sim: did not fire: Stall(rank=1, at_s=9.0, duration_s=0.5)\n"
+    assert result.err == "asyncdist sim: these faults did not fire: Stall(rank=1, at_s=9.0, duration_s=0.5)\n"
 
 
 @pytest.mark.parametrize("signal", ["SIGTERM", "SIGINT"])

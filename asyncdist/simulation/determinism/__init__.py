@@ -1,1 +1,1 @@
-"""Keeps a simulated program deterministic: clocks, randomness, sets, generators, and access to the outside world."""
+"""Makes a simulated program deterministic: its clocks, random numbers, sets, generators and access to the system."""

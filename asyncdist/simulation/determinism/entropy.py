@@ -1,9 +1,10 @@
-"""Draws the operating system's random bytes from the seed.
+"""Replaces the operating system's random bytes by bytes that follow from the simulation's seed.
 
 ``os.urandom``, ``secrets``, ``uuid.uuid4``, ``random.Random()``, ``random.SystemRandom``, ``random.seed()``,
-``numpy.random.default_rng()``, ``numpy.random.seed()`` and ``torch.seed()`` give other values in each run of a program.
-During a simulation they draw from a generator that follows from the seed and the rank. A name imported from ``os``
-earlier (``from os import urandom``) stays the original, and so does ``torch.Generator().seed()``.
+``numpy.random.default_rng()``, ``numpy.random.seed()`` and ``torch.seed()`` return different values in each run of a
+program. In a simulation they use a generator that is seeded with the simulation's seed and the rank. Two cases still
+use real random bytes: a function that was imported by name before the simulation (``from os import urandom``), and
+``torch.Generator().seed()``.
 """
 
 from __future__ import annotations
@@ -19,23 +20,19 @@ from typing import Any, Final
 
 import torch
 
-#: The replaced functions, by owner and name. ``random`` has its own ``urandom``, which ``secrets`` and numpy use.
+#: Owner and name of each replaced function. ``secrets`` and numpy use ``random._urandom``, so it is replaced, too.
 _NAMES: Final[tuple[tuple[Any, str], ...]] = (
     (os, "urandom"),
     (random, "_urandom"),
     *([(os, "getrandom")] if hasattr(os, "getrandom") else []),
 )
-#: The value that ``torch.seed()`` returns here, if it is known, as in a replay.
+#: Value for ``torch.seed()`` to return if it is known, as in a replay; None otherwise.
 known_torch_seed: ContextVar[int | None] = ContextVar("asyncdist_known_torch_seed", default=None)
 
 
 @contextlib.contextmanager
 def entropy_from(source: Callable[[int], bytes | None]) -> Iterator[None]:
-    """Take this thread's random bytes from ``source`` until the context ends.
-
-    Args:
-        source: Returns the given number of bytes, or None to call the original function.
-    """
+    """Draw this thread's system random bytes from ``source``, or from the system if it returns None."""
     thread = threading.get_ident()
     process = os.getpid()
 
@@ -83,7 +80,7 @@ def _torch_seeding(original: Callable[[], int], drawn: Callable[[int], bytes | N
         found = drawn(8)
         if found is None:
             return original()
-        number = int.from_bytes(found, "little") >> 1  # torch's seeds are signed
+        number = int.from_bytes(found, "little") >> 1  # torch's seeds are signed 64-bit integers
         torch.manual_seed(number)
         return number
 

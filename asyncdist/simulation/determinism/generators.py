@@ -1,9 +1,8 @@
-"""Tracks the asynchronous generators of all ranks, each with the rank that started it.
+"""Records which rank started each asynchronous generator, so that an abandoned generator is closed on that rank.
 
-When Python finalises an abandoned generator, asyncio closes it in a task on the loop that started it. If the generator
-is part of a reference cycle, the garbage collector finalises it. In a simulation the collector runs at fixed points
-(see :mod:`asyncdist.simulation.processes.memory`), possibly during another rank's turn. Therefore the owner of each
-generator is recorded.
+When Python finalises an abandoned generator, asyncio closes it in a task on the loop that started it. In a simulation,
+the garbage collector may finalise the generator during another rank's turn, so the running loop is not always the right
+one.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from asyncdist.simulation.processes.event_loop import RankLoop
 
 
 class Generators:
-    """Maps each asynchronous generator to the rank that started it."""
+    """Maps each asynchronous generator to the event loop of the rank that started it."""
 
     def __init__(self) -> None:
-        # Keyed by address: when the collector finalises a generator, weak references to it are already dead.
+        # The key is the generator's address, because weak references to a generator are dead when it is finalised.
         self._owners: dict[int, RankLoop] = {}
         self._begun: dict[RankLoop, dict[int, weakref.ref[AsyncGenerator[Any, Any]]]] = {}
         self._swept_count = 0
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Track the generators that this thread starts, and close abandoned ones, until the context ends."""
+        """Record the generators that this thread starts, and close abandoned generators, until the context ends."""
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(firstiter=self._on_first, finalizer=self._on_last)
         try:
@@ -48,7 +47,7 @@ class Generators:
         loop = asyncio._get_running_loop()
         if not isinstance(loop, RankLoop):
             return
-        self._forget(id(generator))  # a finished generator that had the same address
+        self._forget(id(generator))  # forget a finished generator that had the same address
         self._owners[id(generator)] = loop
         self._begun.setdefault(loop, {})[id(generator)] = weakref.ref(generator)
         if len(self._owners) > 2 * self._swept_count + 100:

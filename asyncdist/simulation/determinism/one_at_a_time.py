@@ -1,4 +1,4 @@
-"""Allows one simulation at a time in a process, because it replaces functions and swaps states of the process."""
+"""Allows one simulation at a time in a process, because a simulation replaces functions of the whole process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ _is_inside: Final[ContextVar[bool]] = ContextVar("asyncdist_is_simulating", defa
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Wait until no other thread simulates, and keep other simulations waiting until the context ends.
-
-    Raises:
-        LocalProtocolError: The caller is inside a simulation, which would wait for itself.
-    """
+    """Wait until no other thread runs a simulation; raise LocalProtocolError if the caller is inside a simulation."""
     if _is_inside.get():
         raise LocalProtocolError("a simulation is already running in this thread, and simulations cannot be nested")
     with _lock:

@@ -1,13 +1,13 @@
-"""Gives each simulated rank random states of its own, as if it were a process.
+"""Gives each simulated rank its own random states, as if the rank were a process.
 
-At each switch between ranks, the state of torch's global generator and numpy's global bit generator are swapped. The
-functions of ``random`` and ``numpy.random`` are replaced once per simulation by functions that use the generator of the
-running rank; replacing them at each switch would be three times as slow. A name imported from ``random`` before the
-simulation (``from random import random``) stays the original and is shared by all ranks. A name imported from
-``numpy.random`` does draw the rank's own numbers, except for the second half of a pair of normal numbers, which numpy
-stores elsewhere.
+At each switch between ranks, the states of torch's global generator and of numpy's global bit generator are swapped,
+together with torch's modes (:mod:`asyncdist.tensors.torch_modes`). The functions of ``random`` and ``numpy.random`` are
+replaced once per simulation by functions that use the running rank's generator, because replacing them at each switch
+would take three times as long.
 
-torch's modes are swapped at the same time (:mod:`asyncdist.tensors.torch_modes`).
+A function that was imported from ``random`` before the simulation (``from random import random``) is not replaced and
+is shared by all ranks. A function imported from ``numpy.random`` does draw the rank's own numbers, except for the
+second half of a pair of normal numbers, which numpy stores elsewhere.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from numpy.random.bit_generator import ISeedSequence
 from asyncdist.simulation.determinism.entropy import entropy_from
 from asyncdist.tensors.torch_modes import FRESH, RankModes
 
-#: Names of the generators that may begin with the caller's state.
+#: Generators whose initial state on each rank can be copied from the caller.
 INHERITABLE: Final = frozenset({"random", "numpy", "torch"})
 _RANDOM_NAMES: Final = [
     name for name in dir(random) if getattr(getattr(random, name), "__self__", None) is random._inst
 ]
-#: Maps functions of ``numpy.random`` to the methods of ``RandomState`` that they call.
+#: Functions of ``numpy.random``, with the methods of ``RandomState`` that they call.
 _NUMPY_NAMES: Final = {
     **{
         name: name
@@ -46,19 +46,19 @@ _set_torch_state: Final = torch.default_generator.set_state
 
 
 class _Seed(ISeedSequence):
-    """Generates the seed words of a numpy generator; numpy's own ``SeedSequence`` takes 50 us per rank."""
+    """Generates the seed words of a numpy generator, because numpy's own ``SeedSequence`` takes 50 us per rank."""
 
     def __init__(self, text: str) -> None:
         self._rng = random.Random(text)
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:
-        """Return ``n_words`` words."""
+        """Return ``n_words`` seed words."""
         words = np.frombuffer(self._rng.randbytes(n_words * np.dtype(dtype).itemsize), dtype=dtype)
-        return words.tolist()  # MT19937 reads a list in 5 us, and an array in 35 us
+        return words.tolist()  # MT19937 reads a list in 5 us, but an array in 35 us
 
 
 class _States(NamedTuple):
-    """Holds the random states of one process; ``numpy`` draws from ``generator``."""
+    """Random states of one process; ``numpy`` is a ``RandomState`` that draws from ``generator``."""
 
     torch: torch.Tensor
     generator: Any
@@ -67,14 +67,10 @@ class _States(NamedTuple):
 
 
 class RandomStates:
-    """Holds the random states of all ranks; those of one rank, or of the outside code, are active in the process.
+    """Stores the random states of all ranks and of the code outside, and activates one of them in the process.
 
-    Args:
-        size: Number of ranks.
-        seed: Seed of the simulation. The initial states follow from the seed and the rank. The caller's draws and seeds
-            have no effect: a program that needs certain numbers seeds inside main.
-        inherited: Names among ``"random"``, ``"numpy"`` and ``"torch"``. Every rank begins with the caller's state of
-            these generators, for a script that seeded them before it called ``run``.
+    The initial states follow from the seed and the rank; the caller's draws and seeds have no effect. A script may seed
+    generators before it calls ``run``, so every rank begins with the caller's state of the ``inherited`` generators.
     """
 
     def __init__(self, size: int, seed: int, inherited: Collection[str] = ()) -> None:
@@ -90,11 +86,11 @@ class RandomStates:
         self._generators = [states.generator for states in fresh]
         self._numpy = [states.numpy for states in fresh]
         self._random = [states.python for states in fresh]
-        # The last entries belong to the outside code.
+        # The last entry of each list is the state of the code outside all ranks.
         self._torch.append(torch.get_rng_state())
         self._modes = RankModes(size, FRESH)
         self._generators.append(np.random.get_bit_generator())
-        # The process's own instance draws from the generator of the running rank, even for other threads.
+        # Even calls by other threads to numpy's global instance draw from the running rank's generator.
         numpy_outside = np.random.RandomState(self._generators[-1])
         numpy_outside.set_state(
             np.random.mtrand._rand.get_state(legacy=False)
@@ -102,14 +98,15 @@ class RandomStates:
         self._numpy.append(numpy_outside)
         self._random.append(random._inst)
         self._entropy: dict[int, random.Random] = {}
-        self._processes = [str(rank) for rank in range(size)]  # the name of each rank's process in seeds
+        # Names of the ranks' processes, which are part of their seeds
+        self._processes = [str(rank) for rank in range(size)]
         self._thread = get_ident()
         self._names_outside: tuple[dict[str, Any], ...] = ()
         self._outside = size
         self.current = size
 
     def _fresh(self, process: str) -> _States:
-        """Return the initial states of a process."""
+        """Return the initial random states of the process with this name."""
         inherited = self._inherited
         number = random.Random(f"{self._seed} random state {process}").getrandbits(63)
         seed: Any = _Seed(f"{self._seed} numpy's random state {process}")
@@ -127,7 +124,7 @@ class RandomStates:
         return states
 
     def restart(self, rank: int, incarnation: int) -> None:
-        """Give a new process of ``rank`` initial states that differ from those of the previous process."""
+        """Give a new process of ``rank`` initial states that differ from those of the rank's previous processes."""
         current = self.current
         if rank == current:
             self.switch(self._outside)
@@ -141,13 +138,13 @@ class RandomStates:
 
     @contextmanager
     def of_this_thread(self) -> Iterator[None]:
-        """Give the ranks on this thread their own random bytes of the system, until the context ends."""
+        """Let each rank on this thread draw its own system random bytes until the context ends."""
         self._thread = get_ident()
         with entropy_from(self._entropy_bytes):
             yield
 
     def _entropy_bytes(self, count: int) -> bytes | None:
-        """Draw bytes for the running rank; return None outside of all turns."""
+        """Draw random bytes for the running rank; return None if no rank is running."""
         rank = self.current
         if rank == self._outside:
             return None
@@ -181,7 +178,7 @@ class RandomStates:
         """Return a function that calls the method ``name`` of the running rank's instance."""
 
         def ask(*args: Any, **kwargs: Any) -> Any:
-            is_ours = get_ident() == self._thread  # another thread draws as without a simulation
+            is_ours = get_ident() == self._thread  # other threads use the process's own instance
             return getattr(instances[self.current if is_ours else self._outside], name)(*args, **kwargs)
 
         ask.__name__ = ask.__qualname__ = name
@@ -189,7 +186,7 @@ class RandomStates:
         return ask
 
     def restore(self) -> None:
-        """Restore the process's own random states, and the functions that were replaced."""
+        """Restore the process's own random states and the replaced functions."""
         if self.current != self._outside:
             self.switch(self._outside)
             np.random.mtrand._rand.set_state(self._numpy[-1].get_state(legacy=False))

@@ -1,9 +1,9 @@
-"""Refuses threads, processes, sockets and the like in a simulated rank: their results would not follow from the seed.
+"""Prevents simulated ranks from using threads, processes and sockets, whose results would not follow from the seed.
 
-The event loop refuses such calls of its own methods. All other calls, which :data:`_ENTRIES` lists, are refused on the
-simulation's thread before they create anything. Some libraries may use threads and processes, because their results
+The event loop refuses its own methods of this kind. All other calls, listed in :data:`_ENTRIES`, raise on the
+simulation's thread before they create anything. Some libraries may start threads and processes, because their results
 follow from the seed (a compiler, the workers of a ``DataLoader``) or do not reach the program (progress bars,
-TensorBoard). They are recognised by the first calling module outside the standard library.
+TensorBoard). Such a library is recognised by the first calling module outside the standard library.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, Final, NoReturn
 
 from asyncdist.errors import LocalProtocolError
 
-#: Owner, name and purpose of each refused call. Process pools and event loops are refused as a whole: a pool forks
-#: before it starts a thread, and half-made ones log errors when they are destroyed.
+#: Owner, name and description of each refused call. The constructors of process pools and event loops are refused,
+#: because a pool forks before it starts a thread, and a half-constructed pool or loop logs errors when it is destroyed.
 _ENTRIES: Final[tuple[tuple[Any, str, str], ...]] = (
     (threading.Thread, "start", "starting a thread"),
     (socket.socket, "__init__", "a socket"),
@@ -34,11 +34,11 @@ _ENTRIES: Final[tuple[tuple[Any, str, str], ...]] = (
     (asyncio.BaseEventLoop, "__init__", "another event loop"),
     *((os, name, f"os.{name}") for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system")),
 )
-#: Top-level packages that may make these calls, and whose clock is the real one.
+#: Top-level packages that may start threads and processes in a simulation, and that read the real clock.
 TRUSTED: Final = frozenset({"numpy", "torch", "tqdm"})
-#: Other packages that may make these calls: their threads draw bars, or write logs and checkpoints.
+#: Other packages that may start threads, which only draw progress bars or write logs and checkpoints.
 _TELLING_NOTHING: Final = frozenset({"lightning", "pytorch_lightning", "rich", "tensorboard"})
-#: Modules that start processes or threads only for their caller, including this one.
+#: Modules that start processes or threads on behalf of their caller, so the caller decides.
 _SERVANTS: Final = ("torch.multiprocessing", "torch.distributed", "tqdm.contrib", __name__)
 
 
@@ -56,13 +56,13 @@ def refused_outside() -> Iterator[None]:
     simulating = os.getpid(), threading.get_ident()
 
     def is_refused() -> bool:
-        """Return whether the caller's caller is refused; in a forked process it never is."""
+        """Return whether the caller's caller is on a simulated rank and not trusted; False in a forked process."""
         return (os.getpid(), threading.get_ident()) == simulating and not _is_trusted(sys._getframe(2))
 
     with contextlib.ExitStack() as stack:
         for owner, name, what in _ENTRIES:
             original = getattr(owner, name, None)
-            if original is not None:  # some systems lack some of the functions
+            if original is not None:  # some operating systems lack some of the functions
                 setattr(owner, name, _guarded(original, what, is_refused))
                 stack.callback(setattr, owner, name, original)
         yield

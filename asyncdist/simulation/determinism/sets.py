@@ -1,10 +1,10 @@
-"""Gives the sets of asyncio an order that follows from the program.
+"""Makes asyncio's sets of tasks iterate in an order that follows from the program, so that runs can be repeated.
 
-The order of a set depends on the hashes of its members, and the default hash is an address, which differs in each run.
-Tasks and futures of a simulated rank are hashed by a number instead. Two cases remain: ``asyncio.as_completed`` puts
-coroutines into a set before it makes tasks of them, and ``asyncio.wait`` returns sets with futures made by
-``asyncio.Future()``. Therefore asyncio's functions use sets in insertion order during a simulation. A program's own
-sets of coroutines, or of other objects without a hash, have no deterministic order.
+The order of a set depends on the hashes of its members. The default hash is an address, which differs in each run, so
+tasks and futures of a simulated rank are hashed by a number. ``asyncio.as_completed`` also puts coroutines into sets,
+and ``asyncio.wait`` futures made by ``asyncio.Future()``. During a simulation, asyncio's functions therefore use sets
+that iterate in insertion order. A program's own sets of coroutines, or of other objects without ``__hash__``, have no
+deterministic order.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class _InOrder(set[Any]):
 
 @contextlib.contextmanager
 def ordered_sets() -> Iterator[None]:
-    """Make asyncio use ordered sets until the context ends (in all threads, which is harmless)."""
+    """Make asyncio use ordered sets in all threads until the context ends."""
     all_tasks = asyncio.all_tasks
 
     def all_tasks_in_order(loop: asyncio.AbstractEventLoop | None = None) -> set[asyncio.Task[Any]]:
-        """Return the tasks, as asyncio's function does, but without those of earlier simulations."""
+        """Return the unfinished tasks, as ``asyncio.all_tasks`` does, without the tasks of earlier simulations."""
         found = asyncio.get_running_loop() if loop is None else loop
         return _InOrder(found.unfinished_tasks()) if isinstance(found, RankLoop) else all_tasks(loop)
 
     names: Any = tasks.__dict__
-    names["set"] = _InOrder  # shadows the builtin
+    names["set"] = _InOrder  # shadows the builtin in the copied functions
     modules: tuple[Any, Any] = (asyncio, tasks)
     for module in modules:
         module.all_tasks = all_tasks_in_order
@@ -68,6 +68,6 @@ def ordered_sets() -> Iterator[None]:
 
 
 def _hash_of_gathered(future: Any) -> int:
-    """Return the hash of ``asyncio.gather``'s future: its number, if it belongs to a rank's loop."""
+    """Return the hash of a future of ``asyncio.gather``: its number if it is on a rank's loop, else its address."""
     loop = future.get_loop()
     return loop.number_of(future) if isinstance(loop, RankLoop) else object.__hash__(future)

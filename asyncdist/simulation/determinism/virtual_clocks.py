@@ -1,18 +1,18 @@
 """Makes ``time.sleep`` and the clocks of the module ``time`` use virtual time on simulated ranks.
 
-``time.sleep(1)`` advances the rank's time by one second, during which none of its tasks, timers or callbacks run. The
-callback then continues at the later time: its messages are sent then, and it sees messages that have arrived only after
-its next await. A loop that polls a clock, the event loop's included, also advances time. More than some hundred
-thousand reads or sleeps in one callback raise an error. Other blocking calls (``threading.Event.wait``,
-``queue.Queue.get``, ``select.select``) wait in real time, and take no virtual time.
+``time.sleep(1)`` advances the rank's time by one second, during which none of its tasks, timers or callbacks run.
+Messages sent by the callback afterwards carry the later time; messages that arrived during the sleep are received at
+the next await. A loop that polls a clock, including the event loop's, also advances time. More than
+:data:`~asyncdist.simulation.rank_turns.READ_COUNT_MAX` reads and sleeps in one callback raise an error. Other blocking
+calls (``threading.Event.wait``, ``queue.Queue.get``, ``select.select``) block in real time and take no virtual time.
 
 ``time.localtime``, ``gmtime``, ``ctime``, ``asctime`` and ``strftime`` use virtual time by default, in the machine's
 time zone.
 
-The functions are replaced for the duration of the simulation. They call the originals outside of the ranks' turns, in
-other threads, in forked processes, and for the standard library and torch, which wait for real processes and files. A
-name imported from ``time`` before the simulation (``from time import sleep``) stays the original, and ``datetime.now``
-returns real time.
+The functions are replaced for the duration of the simulation. Outside of the ranks' turns, in other threads and in
+forked processes, they call the originals. They also do so for the standard library and torch, which wait for real
+processes and files. A function that was imported by name before the simulation (``from time import sleep``) is not
+replaced, and ``datetime.now`` returns real time.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from typing import Any, Final
 from asyncdist.simulation.determinism.sandbox import TRUSTED
 from asyncdist.simulation.processes.event_loop import RankLoop
 
-#: The value of ``time.time`` when a simulation begins: 1 January 2020.
+#: Value of ``time.time`` at the beginning of a simulation: 1 January 2020.
 EPOCH_S: Final = 1_577_836_800.0
-#: Maps each clock to its initial value.
+#: Initial value of each clock, in seconds.
 _CLOCKS: Final = {"time": EPOCH_S, "monotonic": 0.0, "perf_counter": 0.0, "process_time": 0.0, "thread_time": 0.0}
 _CLOCKS_BY_ID: Final = ("clock_gettime", "clock_gettime_ns")
-#: Functions that use the current time if their argument is missing or None.
+#: Functions of ``time`` that use the current time if their argument is missing or None.
 _OF_A_MOMENT: Final = ("localtime", "gmtime", "ctime")
-#: Functions that use the current date if an argument is missing, and the index of that argument.
+#: Functions of ``time`` that use the current date if an argument is missing, with the index of this argument.
 _OF_A_DATE: Final = {"asctime": 0, "strftime": 1}
 
 
@@ -65,7 +65,8 @@ def _sleeping(original: Callable[[float], None]) -> Callable[[float], None]:
     @functools.wraps(original)
     def sleep(seconds: float, /) -> None:
         loop = _calling_rank()
-        if loop is None or not 0 <= seconds < math.inf:  # the original raises the error
+        # The original function raises the error for a negative or infinite duration
+        if loop is None or not 0 <= seconds < math.inf:
             original(seconds)
         else:
             loop.sleep(seconds)
@@ -121,8 +122,8 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _calling_rank() -> RankLoop | None:
-    """Return the loop of the running rank; None if the caller's caller is a library."""
-    loop = asyncio._get_running_loop()  # None in another thread, and in a forked process
+    """Return the loop of the running rank; None if no rank runs, or if the caller's caller is a trusted library."""
+    loop = asyncio._get_running_loop()  # None in other threads and in forked processes
     if not isinstance(loop, RankLoop) or not loop.is_running():
         return None
     package = str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0]

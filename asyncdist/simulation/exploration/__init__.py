@@ -1,1 +1,1 @@
-"""Runs a scenario on many seeds, and finds a minimal fault plan that fails."""
+"""Runs a scenario with many seeds, and finds a minimal fault plan for a failure."""

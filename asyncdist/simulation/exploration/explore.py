@@ -1,11 +1,11 @@
-"""Runs a scenario on many seeds until one fails; finds a minimal failing plan and a command line that repeats it.
+"""Runs a scenario with many seeds until one fails, then shrinks its fault plan and prints a command that repeats it.
 
-A scenario is a function of a module, ``scenario(seed, faults=None) -> SimReport``, which runs a simulation and raises
-if its result is wrong. ``faults`` replaces the plan that the scenario would draw from the seed, so that the plan can be
-shrunk.
+A scenario is a function of a module, ``scenario(seed, faults=None) -> SimReport``, that runs a simulation and raises if
+the result is wrong. ``faults`` replaces the fault plan that the scenario would draw from the seed, which makes it
+possible to shrink the plan.
 
-The report does not depend on the number of processes: results are taken in the order of the seeds, up to the first
-failure.
+The report does not depend on the number of processes, because results are processed in the order of the seeds, up to
+the first failure.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ from asyncdist.simulation.simulate import observer
 from asyncdist.simulation.trace import Trace
 from asyncdist.wording import plural
 
-#: Number of trace events that a failure shows.
+#: Number of trace events that are shown with a failure.
 TAIL_EVENT_COUNT: Final = 20
-#: Maximum number of runs to shrink a plan.
+#: Maximum number of runs that shrink a plan.
 _SHRINK_RUN_COUNT: Final = 300
-#: Seconds of work that a process receives at a time: short enough for a progress bar, long enough to be cheap.
+#: Seconds of work that a process receives at a time: short enough for a progress bar, long enough to be efficient.
 _CHUNK_S: Final = 0.5
 _CHUNK_SEED_COUNT_MAX: Final = 64
-#: Two assertion failures are the same if this many first characters of their messages are equal, ignoring numbers.
+#: Number of leading characters of an assertion's message, ignoring numbers, that decide whether two failures are the
+#: same.
 _PREFIX_LENGTH: Final = 40
 
 
 class Scenario(Protocol):
-    """A function that can be explored. If it takes only the seed, its fault plan cannot be shrunk."""
+    """A function that :func:`explore` can run. If it has no parameter ``faults``, its fault plan cannot be shrunk."""
 
     def __call__(self, seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
         """Run a simulation, and raise if its result is wrong.
@@ -67,11 +68,11 @@ class Failure:
         kind: Class name of the exception.
         message: Message of the exception.
         traceback: Traceback, beginning with the scenario's first frame.
-        trace: The last events of the seed's last simulation.
+        trace: Last events of the seed's last simulation.
         faults: Fault plan of that simulation.
-        minimal_faults: Minimal plan with simple numbers that fails in the same way; None if it could not be found, with
-            the reason in ``note``.
-        shrink_run_count: Number of runs for shrinking.
+        minimal_faults: Minimal plan, with simple numbers, that fails in the same way; None if none was found, with the
+            reason in ``note``.
+        shrink_run_count: Number of runs that shrank the plan.
         repeat: Shell command that repeats the failure, with the minimal plan if there is one.
         note: Further remarks; may be empty.
     """
@@ -103,15 +104,15 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class ExploreReport:
-    """Reports the progress of an exploration.
+    """Reports the progress or the result of an exploration.
 
     Attributes:
         seed_count: Number of seeds that ran, including the failing one.
-        digests: Distinct trace digests of the passed seeds.
-        faults_fired: Number of fired faults by class name.
-        events: Number of events on all ranks by kind, as in :attr:`asyncdist.WorldStatistics.events`.
-        seconds: Seconds since the first seed, without shrinking.
-        failure: First failure in the order of the seeds; or None.
+        digests: Distinct trace digests of the seeds that passed.
+        faults_fired: Number of fired faults, by class name.
+        events: Number of events on all ranks, by kind, as in :attr:`asyncdist.WorldStatistics.events`.
+        seconds: Seconds since the first seed began, without shrinking.
+        failure: First failure in the order of the seeds; None if all seeds passed.
     """
 
     seed_count: int
@@ -128,7 +129,7 @@ class ExploreReport:
 
     @property
     def in_short(self) -> str:
-        """Summary of the covered events, for a progress bar."""
+        """Summary of the fired faults and covered events, for a progress bar."""
         roles = sum(kind.startswith("role ") for kind in self.events)
         faults, rounds = sum(self.faults_fired.values()), self.events.get("decided", 0)
         counts = {"different": len(self.digests), "faults": faults, "rounds": rounds, "kinds of roles": roles}
@@ -150,7 +151,7 @@ class ExploreReport:
 
 
 def _covered(events: Mapping[str, int]) -> str:
-    """Return a summary of the events in rounds; empty if there were none."""
+    """Return a summary of the events that occurred in averaging rounds; empty if there were none."""
     words = {"decided": "rounds", "applied": "applied", "abandoned": "abandoned", "coordinator": "failovers"}
     found = [f"{text} {events[kind]}" for kind, text in words.items() if events.get(kind)]
     roles = [f"{kind.removeprefix('role ')} {count}" for kind, count in sorted(events.items()) if kind[:5] == "role "]
@@ -165,24 +166,24 @@ def explore(
     on_progress: Callable[[ExploreReport], None] | None = None,
     quiet: bool = False,
 ) -> ExploreReport:
-    """Run ``scenario(seed)`` for each seed until one fails; then shrink its fault plan.
+    """Run ``scenario(seed)`` for each seed until one fails, then shrink its fault plan.
 
     A seed fails if the scenario raises, or returns a report in which a rank ended with an exception. Three exceptions
     are allowed: RankLostError (peers of a killed rank), ``sys.exit(0)``, and the exception of an :class:`Interrupt`.
 
     Args:
-        scenario: See :class:`Scenario`; a function at the top level of a module, or an object that pickles.
-        seeds: Seeds in the order of their trial. An iterator is consumed gradually.
+        scenario: A :class:`Scenario`: a function at the top level of a module, or an object that can be pickled.
+        seeds: Seeds in the order in which they are tried. An iterator is consumed gradually.
         processes: Number of processes, each with one torch thread; by default the number of cores. With 1, seeds run in
             this process.
         on_progress: Called with the report so far, about every half second and at the end.
-        quiet: Whether not to print the failure on standard error.
+        quiet: Whether not to print the failure to standard error.
 
     **Cancellation**: KeyboardInterrupt ends the processes at once, even while they run a seed.
 
     Raises:
         TypeError: The scenario cannot be sent to another process, or a seed is not an integer.
-        ValueError: There are no seeds, or ``processes`` is below 1.
+        ValueError: ``seeds`` is empty, or ``processes`` is below 1.
         RuntimeError: A process died, for example in native code or for lack of memory.
     """
     payload = pack(scenario)
@@ -200,7 +201,7 @@ def explore(
 
 
 def _checked(seeds: Iterable[int]) -> Iterator[int]:
-    """Check the seeds: all at once for a list, one by one for an iterator."""
+    """Check that all seeds are integers: at once for a list, one by one for an iterator."""
     if not isinstance(seeds, Iterable):
         raise TypeError(f"seeds must be integers, as in range(1000), got {seeds!r}")
     iterator = map(_seed, seeds if isinstance(seeds, (range, Iterator)) else [_seed(seed) for seed in seeds])
@@ -226,7 +227,7 @@ class _Passed:
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """Holds a failure as text, because exceptions of users may not pickle."""
+    """Describes a failure as text, because a user's exception may not be picklable."""
 
     seed: int
     kind: str
@@ -243,10 +244,10 @@ def _attempt(scenario: Callable[..., Any], seed: int, faults: Sequence[Fault] | 
     try:
         report = scenario(seed) if faults is None else scenario(seed, faults=tuple(faults))
         check_ranks_ended_well(report)
-    except BaseException as error:  # also SystemExit, and pytest.fail
+    except BaseException as error:  # includes SystemExit and pytest.fail
         plan, trace, outcomes = seen[-1] if seen else ((), None, {})
         if isinstance(error, KeyboardInterrupt) and all(error is not outcome.error for outcome in outcomes.values()):
-            raise  # ends this process, not a simulated rank
+            raise  # KeyboardInterrupt for this process, not for a simulated rank
         tail = () if trace is None else tuple(map(str, trace.events()[-TAIL_EVENT_COUNT:]))
         kind = type(error).__qualname__
         return _Failed(seed, kind, str(error), signature_of(error), format_error(error), tail, plan)
@@ -262,7 +263,7 @@ def _attempt(scenario: Callable[..., Any], seed: int, faults: Sequence[Fault] | 
 
 
 def check_ranks_ended_well(report: SimReport[Any]) -> None:
-    """Raise the exception that ended a rank, except for allowed ones (see :func:`explore`)."""
+    """Raise the exception that ended a rank, except for the exceptions that :func:`explore` allows."""
     if not isinstance(report, SimReport):
         raise TypeError(f"the scenario must return the SimReport of its simulation, got {report!r}")
     for rank, result in enumerate(report.results):
@@ -272,9 +273,9 @@ def check_ranks_ended_well(report: SimReport[Any]) -> None:
 
 
 def is_end_by_signal(report: SimReport[Any], rank: int) -> bool:
-    """Return whether a signal of the fault plan ended ``rank``, directly or through the loss of the signalled rank.
+    """Return whether a signal of the fault plan ended ``rank``, directly or because the rank that received it was lost.
 
-    A program cannot prevent that a signal ends the whole job. By contrast, it may survive a killed rank.
+    A program cannot prevent a signal from ending the whole job. By contrast, it may survive a killed rank.
     """
     result, interrupted = report.results[rank], report.interrupted_ranks()
     if isinstance(result, RankLostError) and interrupted:
@@ -283,7 +284,7 @@ def is_end_by_signal(report: SimReport[Any], rank: int) -> bool:
 
 
 def is_good_end(error: BaseException) -> bool:
-    """Return whether a rank may end with this exception without a failure of the seed."""
+    """Return whether a rank may end with this exception without making its seed fail."""
     return isinstance(error, RankLostError) or (isinstance(error, SystemExit) and not error.code)
 
 
@@ -300,7 +301,7 @@ def signature_of(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Holds the results of consecutive seeds, up to the first failure."""
+    """Results of consecutive seeds, up to the first failure."""
 
     results: list[_Passed | _Failed]
     seconds: float
@@ -336,7 +337,7 @@ class _Progress:
 
     def add(self, chunk: _Chunk) -> None:
         now = time.perf_counter()
-        if self._began_at is None:  # the start-up of processes does not count
+        if self._began_at is None:  # excludes the time in which the processes start
             self._began_at = now - chunk.seconds
         self._seconds = now - self._began_at
         self._seed_count += len(chunk.results)
@@ -354,7 +355,7 @@ class _Progress:
 
 
 def _search(runner: Inline | Pool, seeds: Iterator[int], progress: _Progress) -> _Failed | None:
-    """Return the first failure in the order of the seeds; None if all pass."""
+    """Return the first failure in the order of the seeds; None if all seeds pass."""
     pending: deque[tuple[list[int], Future[_Chunk]]] = deque()
     size = 1
     while True:
@@ -381,7 +382,7 @@ def _search(runner: Inline | Pool, seeds: Iterator[int], progress: _Progress) ->
 
 
 def _investigate(runner: Inline | Pool, scenario: Any, failed: _Failed) -> Failure:
-    """Shrink the plan, and describe the failure."""
+    """Shrink the failing fault plan, and describe the failure."""
     attempts = _Attempts(runner, failed)
     try:
         minimal, note = _shrink(attempts, failed.faults, is_possible=takes_faults(scenario))
@@ -404,7 +405,7 @@ def _investigate(runner: Inline | Pool, scenario: Any, failed: _Failed) -> Failu
 def _shrink(
     attempts: _Attempts, faults: tuple[Fault, ...], *, is_possible: bool
 ) -> tuple[tuple[Fault, ...] | None, str]:
-    """Return the minimal plan, or None, and a note."""
+    """Return the minimal plan, or None if none was found, and a note that explains the result."""
     if not faults:
         if attempts.fails_again():
             return (), ""
@@ -424,7 +425,7 @@ def _shrink(
 
 
 class _Attempts:
-    """Tests whether plans fail as the first one did. Each plan runs once, and the number of runs is limited."""
+    """Tests whether fault plans fail as the first one did. Each plan runs once, and the number of runs is limited."""
 
     def __init__(self, runner: Inline | Pool, failed: _Failed) -> None:
         self._runner = runner
@@ -455,7 +456,7 @@ class _Attempts:
 
 
 def takes_faults(scenario: Any) -> bool:
-    """Return whether the scenario takes the argument ``faults``."""
+    """Return whether the scenario has a parameter ``faults``."""
     try:
         inspect.signature(scenario).bind(0, faults=())
     except (TypeError, ValueError):

@@ -17,18 +17,14 @@ _KINDS: Final = {kind.__name__: kind for kind in get_args(Fault)}
 
 
 class ScriptError(Exception):
-    """``asyncdist sim`` cannot run; the message is one line for the user."""
+    """``asyncdist sim`` cannot run the script; the message is one line for the user."""
 
 
 def read_faults(given: str, ranks: int) -> tuple[Fault, ...]:
-    """Read the fault plan of ``--faults``.
+    """Read the fault plan of the option ``--faults``; raise ScriptError if it cannot be read or is invalid.
 
-    Args:
-        given: A JSON list of objects such as ``{"kind": "Kill", "rank": 1, "at_s": 0.5}``, or the path of such a file.
-        ranks: Number of ranks.
-
-    Raises:
-        ScriptError: The file cannot be read, or an entry of the plan is invalid; the message says which.
+    ``given`` is a JSON list of objects such as ``{"kind": "Kill", "rank": 1, "at_s": 0.5}``, or the path of such a
+    file.
     """
     text, source = given, "the fault plan"
     if not given.lstrip().startswith("["):
@@ -71,5 +67,5 @@ def _fault(item: Any, where: str) -> Fault:
 
 
 def format_faults(faults: Sequence[Fault]) -> str:
-    """Format a plan as ``--faults`` accepts it."""
+    """Format a fault plan as JSON for ``--faults``."""
     return json.dumps([{"kind": type(fault).__name__, **fields_of(fault)} for fault in faults])

@@ -1,7 +1,4 @@
-"""Runs scenarios in processes that never outlive the process that started them.
-
-The processes are spawned, because a fork would copy torch's threads in the middle of their work.
-"""
+"""Runs scenarios in spawned processes, which never outlive the process that started them."""
 
 from __future__ import annotations
 
@@ -23,15 +20,15 @@ import torch
 
 from asyncdist import environment
 
-#: Logger that gets a handler, so that Python does not print the warnings of a thousand seeds on standard error.
+#: Root logger, which gets a handler so that Python does not print the warnings of a thousand seeds to standard error.
 _log = logging.getLogger()
 
-#: Seconds that an abandoned call may take before its process is killed.
+#: Seconds that a dropped call may still run before its process is killed.
 _PATIENCE_S: Final = 2.0
 
 
 def pack(scenario: Any) -> bytes:
-    """Pack a scenario to be sent to a process. Raise TypeError if it cannot be sent."""
+    """Pickle a scenario for another process. Raise TypeError if it cannot be pickled."""
     if not callable(scenario):
         raise TypeError(f"the scenario must be a function of the seed, got {scenario!r}")
     try:
@@ -44,7 +41,7 @@ def pack(scenario: Any) -> bytes:
 
 
 def unpack(payload: bytes) -> Any:
-    """Unpack a scenario. Raise TypeError if its module is not found."""
+    """Unpickle a scenario. Raise TypeError if its module cannot be imported."""
     try:
         return ForkingPickler.loads(payload)
     except Exception as error:
@@ -55,9 +52,9 @@ def unpack(payload: bytes) -> Any:
 
 
 class Inline:
-    """Runs seeds in this process."""
+    """Runs seeds in this process; has the same methods as :class:`Pool`."""
 
-    #: Number of chunks in progress at a time.
+    #: Number of chunks of seeds that are in progress at a time.
     window = 1
 
     def __init__(self, payload: bytes) -> None:
@@ -67,28 +64,25 @@ class Inline:
         _log.addHandler(self._no_log)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Call ``function(payload, *args)``; return a future of its result."""
+        """Call ``function(payload, *args)``, and return a future that has its result."""
         future: Future[Any] = Future()
         future.set_result(function(self._payload, *args))
         return future
 
     def end(self) -> None:
-        """Remove the handler of log records."""
+        """Remove the log handler."""
         _log.removeHandler(self._no_log)
 
     def drop_the_rest(self) -> None:
-        """Do nothing: every call has returned."""
+        """Do nothing, because every call has already returned."""
 
 
 class Pool:
-    """Runs seeds in processes of its own.
+    """Runs seeds in worker processes.
 
-    No process is left behind. Processes that still run a seed at the end are killed. All of them also end with their
-    *lifeline*, a pipe that closes when this process ends for any reason. SIGINT is blocked in them from the start: a
-    terminal sends it to all processes, and only this process must react.
-
-    Attributes:
-        hash_seed: PYTHONHASHSEED of all processes, so that sets of strings have the same order in each.
+    No worker is left behind: workers that still run a seed at the end are killed. Each worker also exits when its
+    *lifeline* closes, a pipe whose other end is held by this process. SIGINT is blocked in the workers from the start,
+    because a terminal sends the signal to all processes, but only this process must react.
     """
 
     def __init__(self, payload: bytes, process_count: int) -> None:
@@ -108,8 +102,8 @@ class Pool:
         )
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Schedule ``function(payload, *args)`` in one of the processes; return a future of its result."""
-        if len(self._processes) < self._process_count:  # they are started one by one, here
+        """Schedule ``function(payload, *args)`` in one of the workers, and return a future of its result."""
+        if len(self._processes) < self._process_count:  # workers are started one by one, when they are needed
             others = set(multiprocessing.active_children())
             with _sigint_blocked(), environment.variable_set(environment.HASH_SEED_VARIABLE, self.hash_seed):
                 future = self._executor.submit(function, self._payload, *args)
@@ -121,7 +115,7 @@ class Pool:
         return future
 
     def drop_the_rest(self) -> None:
-        """Drop the calls that are under way. A seed that never ends does not keep its process alive."""
+        """Drop the calls in progress. A worker whose seed never ends is killed."""
         for future in list(self._futures):
             future.cancel()
         if wait(set(self._futures), timeout=_PATIENCE_S).not_done:
@@ -129,7 +123,7 @@ class Pool:
             self._start(1)
 
     def end(self) -> None:
-        """Return when no process is left."""
+        """End all workers, and return when none is left."""
         if self._futures:
             for process in self._processes:
                 process.kill()
@@ -140,9 +134,9 @@ class Pool:
 
 @contextlib.contextmanager
 def open_runner(payload: bytes, process_count: int) -> Iterator[Inline | Pool]:
-    """Open what runs the seeds; it is ended with the context."""
+    """Open a runner of seeds, a :class:`Pool` or an :class:`Inline`, which ends with the context."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        sys.exit(1)  # this process imports a script without a __main__ guard; its parent says so, once for all of them
+        sys.exit(1)  # a script without a __main__ guard was imported by this worker; its parent reports the error once
     runner = Inline(payload) if process_count == 1 else Pool(payload, process_count)
     try:
         yield runner

@@ -1,4 +1,4 @@
-"""Writes the line for the shell that repeats a run: a scenario, a seed and a fault plan."""
+"""Formats the shell command that repeats a run from its scenario, seed and fault plan."""
 
 from __future__ import annotations
 
@@ -16,18 +16,15 @@ from typing import Any, Final
 from asyncdist import environment
 from asyncdist.simulation.faults import Fault
 
-#: Folders in which any Python finds modules, and the one of its programs.
+#: Names of ``sysconfig`` paths that are on ``sys.path`` of any Python, and of the scripts' folder.
 _OWN_PATHS: Final = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
 
 
 def repeat_line(scenario: Any, seed: int, faults: Sequence[Fault] | None = None, hash_seed: str | None = None) -> str:
-    """Return a line for the shell that runs one seed of a scenario, and fails if it does.
+    """Return a shell command that runs one seed of a scenario, and fails if the seed fails.
 
-    Args:
-        scenario: one with a method of this name is asked itself.
-        seed: the seed.
-        faults: the plan, or None for the seed's own.
-        hash_seed: the PYTHONHASHSEED of the process that ran it, if it had one.
+    A scenario may provide a method ``repeat_line`` that returns the command. ``faults`` is None for the fault plan that
+    belongs to the seed. ``hash_seed`` is the PYTHONHASHSEED of the process that ran the seed.
     """
     own = getattr(scenario, "repeat_line", None)
     if own is not None:
@@ -46,18 +43,18 @@ def repeat_line(scenario: Any, seed: int, faults: Sequence[Fault] | None = None,
 
 
 def hash_seed_prefix(default: str | None = None) -> str:
-    """Return a shell prefix that sets PYTHONHASHSEED to this process's value, unless it is ``default`` or unset."""
+    """Return a shell prefix that sets PYTHONHASHSEED to this process's value; empty if this is unset or ``default``."""
     number = environment.hash_seed()
     return "" if number in (None, default) else f"{environment.HASH_SEED_VARIABLE}={number} "
 
 
 def expression_of(fault: Fault) -> str:
-    """Return the fault as a Python expression, without fields that are None or have their defaults."""
+    """Return the fault as a Python expression, without fields that have their default values."""
     return f"{type(fault).__name__}({', '.join(f'{name}={value!r}' for name, value in fields_of(fault).items())})"
 
 
 def fields_of(fault: Fault) -> dict[str, Any]:
-    """Return the fault's fields, without those that have their defaults."""
+    """Return the fault's fields that differ from their default values."""
     values = ((f, getattr(fault, f.name)) for f in dataclasses.fields(fault))
     return {f.name: value for f, value in values if value != f.default}
 
@@ -68,17 +65,17 @@ def _reference(scenario: Any) -> tuple[list[str], str]:
         imports, inner = _reference(scenario.func)
         given = [*map(repr, scenario.args), *(f"{name}={value!r}" for name, value in scenario.keywords.items())]
         return ["import functools", *imports], f"functools.partial({', '.join([inner, *given])})"
-    if not hasattr(scenario, "__qualname__"):  # a callable object
+    if not hasattr(scenario, "__qualname__"):  # an instance that has ``__call__``
         imports, _ = _reference(type(scenario))
         return imports, repr(scenario)
     module = scenario.__module__
-    if module == "__main__":  # the started script can also be imported by name
+    if module == "__main__":  # the script that was started can also be imported by its name
         module = Path(getattr(sys.modules["__main__"], "__file__", "")).stem or module
     return [f"from {module} import {scenario.__qualname__.partition('.')[0]}"], scenario.__qualname__
 
 
 def _import_paths() -> list[str]:
-    """Return the entries of sys.path that a Python started in this folder would not have."""
+    """Return the entries of ``sys.path`` that a Python started in the current folder would not have."""
     here = Path.cwd()
     own = [Path(sysconfig.get_path(name)).resolve() for name in _OWN_PATHS]
     found: dict[str, None] = {}

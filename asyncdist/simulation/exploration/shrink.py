@@ -1,7 +1,4 @@
-"""Shrinks a fault plan to the fewest faults, with the simplest numbers, that still fail.
-
-The functions take a predicate that runs a plan and returns whether it fails.
-"""
+"""Shrinks a failing fault plan to the fewest faults, with the simplest numbers, that still fail."""
 
 from __future__ import annotations
 
@@ -16,14 +13,10 @@ from asyncdist.simulation.faults import Fault, check_plan
 
 
 def shrink(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) -> tuple[Fault, ...]:
-    """Return a minimal part of ``plan`` that fails, with numbers as simple as possible.
+    """Return a minimal subset of ``plan`` that fails, with numbers that are as simple as possible.
 
-    Removing faults and simplifying numbers alternate until nothing changes, because a simpler number may make another
-    fault unnecessary.
-
-    Args:
-        plan: A plan that fails.
-        fails: Returns whether a plan fails.
+    ``fails`` runs a plan and returns whether it fails; ``plan`` must fail. Removing faults and simplifying numbers
+    alternate until nothing changes, because a simpler number may make another fault unnecessary.
     """
     plan = tuple(plan)
     while (smaller := simplify(minimize(plan, fails), fails)) != plan:
@@ -32,13 +25,10 @@ def shrink(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) -> t
 
 
 def minimize(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) -> tuple[Fault, ...]:
-    """Return a part of ``plan`` that fails, but passes if any one of its faults is removed.
+    """Return a subset of ``plan`` that fails, but passes if any one of its faults is removed.
 
-    Delta debugging: Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002.
-
-    Args:
-        plan: A plan that fails.
-        fails: Returns whether a part of the plan fails.
+    The algorithm is delta debugging (Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002).
+    ``fails`` runs a plan and returns whether it fails; ``plan`` must fail.
     """
     plan = tuple(plan)
     part_count = 2
@@ -58,7 +48,7 @@ def minimize(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) ->
 
 
 def simplify(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) -> tuple[Fault, ...]:
-    """Return ``plan`` with simpler numbers that still fails: zero, one for counts, fewer digits. Ranks stay."""
+    """Return ``plan`` with simpler numbers (0, 1 for counts, fewer digits) that still fails. Ranks do not change."""
     plan = tuple(plan)
     for index, name in [(i, f.name) for i, fault in enumerate(plan) for f in dataclasses.fields(fault)]:
         value = getattr(plan[index], name)

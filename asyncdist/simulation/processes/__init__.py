@@ -1,1 +1,1 @@
-"""Models the processes of simulated ranks: their event loops, losses and restarts, and the clean-up of killed ones."""
+"""Models the processes of simulated ranks: event loops, deaths and restarts, and the clean-up of killed processes."""

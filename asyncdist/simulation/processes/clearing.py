@@ -1,4 +1,4 @@
-"""Cleans up the unfinished tasks of killed ranks: runs their ``finally`` blocks, as far as possible, unrecorded."""
+"""Cleans up the unfinished tasks of killed ranks by running their ``finally`` blocks, as far as possible."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.scheduler import Scheduler
 from asyncdist.waits import WaitId, WaitKind
 
-#: Number of events, in total, after which the remaining tasks are dropped unfinished.
+#: Total number of events after which the remaining tasks are dropped unfinished.
 _EVENT_COUNT: Final = 100_000
 _CANCEL_COUNT: Final = 10
 
 
 def clear_away(loops: Sequence[RankLoop], scheduler: Scheduler) -> None:
-    """Cancel all tasks of these loops silently, after the end of the simulation."""
+    """Cancel all tasks of these loops after the end of the simulation, without logging."""
     left = [(loop, task) for loop in loops for task in loop.unfinished_tasks()]
     scheduler.stopped = False
     logging_was = logging.root.manager.disable
@@ -39,7 +39,7 @@ def clear_away(loops: Sequence[RankLoop], scheduler: Scheduler) -> None:
                 waiting.pop()
             return not waiting or scheduler.event_count >= end
 
-        for _ in range(_CANCEL_COUNT):  # awaits inside finally blocks never complete, so these are cancelled, too
+        for _ in range(_CANCEL_COUNT):  # awaits in finally blocks never complete, so they are cancelled, too
             for task in waiting:
                 task.cancel()
             with contextlib.suppress(Exception):
@@ -54,22 +54,20 @@ def clear_away(loops: Sequence[RankLoop], scheduler: Scheduler) -> None:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             work = task.get_coro()
             if inspect.iscoroutine(work) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
-                work.close()  # created during cancellation, never started
+                work.close()  # the coroutine was created during cancellation and never started
 
 
 def forget_earlier(world: World, options: RecordOptions | None) -> None:
-    """Remove the recording of an earlier simulation with the same seed; ``world`` already writes to a new file."""
+    """Remove the recording of an earlier simulation with the same seed, except the new file of ``world``."""
     if options is not None:
         job = job_name(world)
         remove_earlier(options.folder, job, file_name(job, world.rank, world.incarnation))
 
 
 def end_recording(world: World | None, main: asyncio.Task[None] | None = None) -> None:
-    """End the recording of a rank that stops, so that its clean-up is not recorded.
+    """End the recording of a rank, so that the clean-up of its tasks is not recorded.
 
-    Args:
-        world: The rank's world; None if it has none yet.
-        main: Main task of a rank that the simulation abandons; its wait is recorded.
+    If ``main``, the rank's main task, has not ended, the recording notes what this task waits for.
     """
     if world is None or world.services.end_recording is None:
         return

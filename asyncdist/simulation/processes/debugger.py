@@ -1,4 +1,4 @@
-"""A debugger that stops in a single rank of a simulation."""
+"""Extends pdb to debug a single rank of a simulation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RankDebugger(pdb.Pdb):
         self._rank = rank
 
     def watch(self, main: Callable[..., Any], rank: int) -> None:
-        """Stop on the first line of ``main``, if ``rank`` is the debugged rank."""
+        """Stop on the first line of ``main`` if ``rank`` is the debugged rank."""
         if rank != self._rank:
             return
         sys.breakpointhook = self._on_breakpoint
@@ -38,11 +38,11 @@ class RankDebugger(pdb.Pdb):
         sys.breakpointhook = sys.__breakpointhook__
 
     def stop_here(self, frame: types.FrameType) -> bool:
-        """Return whether to stop, as pdb does; False in other ranks."""
+        """Return whether to stop, as pdb does; always False while another rank runs."""
         return self._is_running() and bool(super().stop_here(frame))
 
     def break_here(self, frame: types.FrameType) -> bool:
-        """Return whether a breakpoint applies, as pdb does; False in other ranks."""
+        """Return whether a breakpoint applies, as pdb does; always False while another rank runs."""
         return self._is_running() and bool(super().break_here(frame))
 
     def _on_breakpoint(self, *_: Any, **__: Any) -> None:

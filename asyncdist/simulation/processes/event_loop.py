@@ -1,7 +1,4 @@
-"""Makes an event loop for a simulated rank: asyncio's interface on :mod:`asyncdist.simulation.rank_turns`.
-
-Methods that would reach outside the simulation, for example for threads and sockets, are refused by name.
-"""
+"""Provides the event loop of a simulated rank: asyncio's interface on top of :mod:`asyncdist.simulation.rank_turns`."""
 
 from __future__ import annotations
 
@@ -25,16 +22,12 @@ T = TypeVar("T")
 
 @types.coroutine
 def _fall_asleep() -> Generator[None, None, None]:
-    """Yield once, so that the task's next step runs after all callbacks that are ready now."""
+    """Yield once, so that the task continues after all callbacks that are ready now."""
     yield
 
 
 class SimTask(asyncio.Task[Any]):
-    """A task hashed by a number instead of its address, since asyncio cancels and returns tasks in the order of sets.
-
-    Attributes:
-        number: Tasks are numbered in the order of their creation.
-    """
+    """A task hashed by a counter, because asyncio cancels and returns tasks in the order of sets."""
 
     def __init__(self, coro: Coroutine[Any, Any, Any], number: int, **options: Any) -> None:
         self.number = number
@@ -45,7 +38,7 @@ class SimTask(asyncio.Task[Any]):
 
 
 class SimFuture(asyncio.Future[Any]):
-    """A future hashed by a number, which is assigned when the hash is first needed."""
+    """A future with a deterministic hash: a number, which is assigned when the hash is first needed."""
 
     def __hash__(self) -> int:
         loop: Any = self.get_loop()
@@ -54,12 +47,7 @@ class SimFuture(asyncio.Future[Any]):
 
 
 class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its handles are not asyncio.Handle
-    """Runs the tasks of one rank. The arguments are those of :class:`Turns`.
-
-    Attributes:
-        context: Context of the rank's main, which holds its world.
-        generators: Returns the existing asynchronous generators that the rank has started.
-    """
+    """The event loop that runs the tasks of one simulated rank; ``context`` is the context of the rank's main."""
 
     context: contextvars.Context
     generators: Callable[[RankLoop], list[AsyncGenerator[Any, Any]]]
@@ -79,7 +67,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         self._exception_handler: Callable[[RankLoop, dict[str, Any]], object] | None = None
 
     def be_busy(self, seconds: float) -> Awaitable[None]:
-        """Make the rank busy for ``seconds``. The result must be awaited at once; then the caller continues first."""
+        """Make the rank busy for ``seconds``. The caller must await the result at once, and then continues first."""
         self.become_busy(seconds)
         return _fall_asleep()  # a future would double the cost
 
@@ -87,7 +75,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         return SimFuture(loop=self)
 
     def number_of(self, future: Any) -> int:
-        """Return the number of a future of this loop."""
+        """Return the number that serves as the hash of a future of this loop."""
         number: int | None = getattr(future, "number", None)
         if number is None:
             self._numbered_count += 1
@@ -111,21 +99,21 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         return False
 
     def get_exception_handler(self) -> Callable[[RankLoop, dict[str, Any]], object] | None:  # type: ignore[override]
-        """See asyncio's method of the same name."""
+        """Return the exception handler that the program has set; None if there is none."""
         return self._exception_handler
 
     def set_exception_handler(self, handler: Callable[[RankLoop, dict[str, Any]], object] | None) -> None:
-        """As asyncio's method, for this rank."""
+        """Set the function that is called with exceptions that no task of this rank retrieves; None for the default."""
         if handler is not None and not callable(handler):
             raise TypeError(f"the exception handler must be a function or None, got {handler!r}")
         self._exception_handler = handler
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
-        """Log the exception, with the rank."""
+        """Log the exception with the rank's number."""
         super().call_exception_handler(context)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """See asyncio's method of the same name. Exceptions of a killed rank are dropped."""
+        """Call the exception handler, or drop the exception if the rank was killed."""
         if self._exception_handler is None or self.dead:
             super().call_exception_handler(context)
             return
@@ -137,7 +125,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
             logger.exception("rank %d: the exception handler failed; its context was: %s", self.rank, context)
 
     def get_task_factory(self) -> None:
-        """Return None: a simulation has no task factory."""
+        """Return None, because simulations have no task factories."""
 
     def set_task_factory(self, factory: Callable[..., Any] | None) -> None:
         """Raise unless ``factory`` is None."""
@@ -161,7 +149,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
                 self.call_exception_handler({"message": message, "exception": result, "asyncgen": generator})
 
     async def shutdown_default_executor(self) -> None:
-        """Do nothing: a simulation has no executor."""
+        """Do nothing, because a simulation has no executor."""
 
     def call_soon_threadsafe(  # type: ignore[override]
         self, *args: Any, **kwargs: Any
@@ -192,7 +180,7 @@ def _not_for_ranks(name: str) -> Any:
     return method
 
 
-#: Methods that reach outside the simulation. asyncio's own NotImplementedError would not say why they fail.
+#: Methods that are refused, because they reach outside the simulation. asyncio's NotImplementedError gives no reason.
 _OUTSIDE: Final = (
     "add_reader",
     "add_signal_handler",

@@ -1,11 +1,10 @@
-"""Tracks losses and restarts: which process of a rank each other rank is connected to.
+"""Tracks the deaths and restarts of simulated ranks: which process of a rank each other rank is connected to.
 
-A restarted rank is a new process with the same number; its *incarnation* grows by one. As with TCP connections, a
-message belongs to the two processes between which it was sent, and never reaches a later process. A rank learns of a
-new process in one of its own turns, after it has learned of the loss of the previous process. Until then, messages of
-the new process are held. The new process learns of a rank after that rank has learned of it. If one end of a connection
-closes before it has accepted the connection, the other end sees a loss. A rank that joins late counts as dead from the
-beginning, which all ranks know.
+A restarted rank is a new process with the same rank number, and its *incarnation* is higher by one. As with TCP
+connections, a message belongs to the two processes between which it was sent, and never reaches a later process. A rank
+detects a new process in one of its own turns, after it has detected the death of the previous process; messages of the
+new process are held until then. The new process is connected to a rank after that rank has detected it. If one process
+ends before it has accepted a connection, the other process detects a loss.
 """
 
 from __future__ import annotations
@@ -21,11 +20,7 @@ from asyncdist.simulation.trace import Trace
 
 
 class Liveness:
-    """Tracks which ranks are dead, and which ranks know of each loss.
-
-    Args:
-        network: The network, whose ``loss_detection_s`` is the delay of detection.
-        on_lost: Called with an observer and the rank that it has found lost, before the observer's loss listener.
+    """Tracks which simulated ranks are dead, and which ranks have detected each death.
 
     Attributes:
         dead: Ranks without a process.
@@ -55,11 +50,11 @@ class Liveness:
         self.known_lost: list[set[int]] = [set() for _ in range(size)]
         self.stale_count = 0
         self._incarnations = [0] * size
-        self._met: dict[tuple[int, int], int] = {}  # incarnation by (observer, other); missing means 0
+        self._met: dict[tuple[int, int], int] = {}  # connected incarnation by (observer, other); 0 if missing
         self._held: dict[tuple[int, int], list[Any]] = {}
         self._introduced: list[dict[int, int]] = [
             {} for _ in range(size)
-        ]  # for each rank, processes that it knows of and has not accepted yet
+        ]  # for each rank, the new processes that it has detected and not accepted yet
         self.closed: set[int] = set()
         self._loss_listeners: list[Callable[[int], object] | None] = [None] * size
         self._return_listeners: list[Callable[[int, int], object] | None] = [None] * size
@@ -67,19 +62,19 @@ class Liveness:
     # -- listeners --------------------------------------------------------------------------------------------------
 
     def set_loss_listener(self, rank: int, listen: Callable[[int], object]) -> None:
-        """Call ``listen(lost)`` for each rank that ``rank`` finds lost, including earlier losses."""
+        """Call ``listen(lost)`` for each rank whose loss ``rank`` detects, including earlier losses."""
         self._loss_listeners[rank] = listen
         for lost in sorted(self.known_lost[rank]):
             listen(lost)
 
     def set_return_listener(self, rank: int, listen: Callable[[int, int], object]) -> None:
-        """Call ``listen(other, incarnation)`` for each new process, including earlier ones; ``listen`` accepts it."""
+        """Call ``listen(other, incarnation)`` for each new process that ``rank`` detects, including earlier ones."""
         self._return_listeners[rank] = listen
         for other, incarnation in self._introduced[rank].items():
             listen(other, incarnation)
 
     def close(self, rank: int) -> None:
-        """Note that the process of ``rank`` has ended, and notify ranks that wait for it to accept a connection."""
+        """Record that the process of ``rank`` has ended, and report a loss to ranks that it has not accepted yet."""
         self.closed.add(rank)
         self._loss_listeners[rank] = self._return_listeners[rank] = None
         incarnation = self._incarnations[rank]
@@ -90,7 +85,7 @@ class Liveness:
     # -- losses -----------------------------------------------------------------------------------------------------
 
     def kill(self, rank: int) -> list[Any]:
-        """Kill the process of ``rank``; each peer detects the loss separately. Return the messages held for it."""
+        """Kill the process of ``rank``; return the messages held for it. Each peer detects the loss separately."""
         self.dead.add(rank)
         self.died_at[rank] = self._scheduler.now
         held = self._drop_held(rank)
@@ -100,7 +95,7 @@ class Liveness:
         return held
 
     def empty(self, rank: int) -> None:
-        """Mark the place of ``rank`` as empty from the beginning, which all ranks know."""
+        """Mark ``rank`` as lost from the beginning, because its first process joins later. All ranks know this."""
         self.dead.add(rank)
         self.died_at[rank] = 0.0
         for observer in range(self._size):
@@ -119,7 +114,7 @@ class Liveness:
         if observer in self.dead or lost in self.known_lost[observer]:
             return
         if self.connection(observer, lost)[1] != incarnation:
-            return  # the rank was restarted, and the observer has already learned of both events
+            return  # the rank was restarted, and the observer has already been notified of both events
         self.known_lost[observer].add(lost)
         self._trace.add(self._scheduler.now, "lost", lost, observer, 0, 0)
         listen = self._loss_listeners[observer]
@@ -138,12 +133,12 @@ class Liveness:
         return frozenset(self.known_lost[rank] & self.closed) if self._incarnations[rank] else frozenset()
 
     def connection(self, source: int, dest: int) -> tuple[int, int]:
-        """Return the incarnations of ``source`` and of the process of ``dest`` to which it is connected."""
+        """Return the incarnation of ``source``, and the incarnation of ``dest`` to which ``source`` is connected."""
         mine = self._incarnations[source]
         return mine, mine if source == dest else self._met.get((source, dest), 0)
 
     def is_stale(self, message: Any) -> bool:
-        """Return whether one end of the message's connection has been restarted since the send."""
+        """Return whether the sender or the receiver has been restarted since the message was sent."""
         return self._incarnations[message.source] != message.source_incarnation or self.is_for_earlier(message)
 
     def is_for_earlier(self, message: Any) -> bool:
@@ -151,7 +146,7 @@ class Liveness:
         return bool(self._incarnations[message.dest] != message.dest_incarnation)
 
     def restart(self, rank: int) -> None:
-        """Start a new process in the place of the dead ``rank``, without any connection."""
+        """Start a new process for the dead ``rank``, without any connection."""
         self._incarnations[rank] += 1
         self.dead.discard(rank)
         self.died_at.pop(rank)
@@ -165,28 +160,28 @@ class Liveness:
                 self._find_out(self._meet, other, rank, self._incarnations[rank])
 
     def _meet(self, observer: int, other: int, incarnation: int) -> None:
-        """Tell ``observer`` of a new process of ``other``, after the loss of the previous one."""
+        """Notify ``observer`` of a new process of ``other``, after the loss of the previous process."""
         known = self.connection(observer, other)[1]
         if known == incarnation and other not in self.known_lost[observer]:
-            return  # the observer already knows the new process
+            return  # the observer is already connected to the new process
         if self._is_there(observer, other, incarnation):
             self._detect(observer, other, known)
             self._introduce(observer, other, incarnation)
 
     def _introduce(self, observer: int, other: int, incarnation: int) -> None:
-        """Tell ``observer`` that there is a new process of ``other``."""
+        """Notify ``observer`` that there is a new process of ``other``."""
         self._introduced[observer][other] = incarnation
         listen = self._return_listeners[observer]
         if listen is not None:
             listen(other, incarnation)
 
     def _is_there(self, observer: int, other: int, incarnation: int) -> bool:
-        """Return whether both processes exist; one that has ended may have sent messages before."""
+        """Return whether both processes exist. An ended process of ``other`` counts while its messages are held."""
         has_ended = observer in self.closed or (other in self.closed and (other, observer) not in self._held)
         return not (has_ended or {observer, other} & self.dead or self._incarnations[other] != incarnation)
 
     def accept(self, observer: int, other: int, incarnation: int) -> bool:
-        """Connect ``observer`` to a process of ``other``; return whether that process exists and was unknown."""
+        """Connect ``observer`` to a process of ``other``; return whether this process exists and was unknown."""
         self._introduced[observer].pop(other, None)
         if other not in self.known_lost[observer] or not self._is_there(observer, other, incarnation):
             return False
@@ -202,5 +197,5 @@ class Liveness:
         self._held.setdefault((message.source, message.dest), []).append(message)
 
     def take_held(self, source: int, dest: int) -> list[Any]:
-        """Return the messages that ``source`` sent to ``dest`` before ``dest`` accepted the connection."""
+        """Remove and return the messages that ``source`` sent to ``dest`` before ``dest`` accepted the connection."""
         return self._held.pop((source, dest), [])

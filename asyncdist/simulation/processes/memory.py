@@ -1,10 +1,9 @@
-"""Controls garbage collection and memory pages in simulations of many ranks.
+"""Controls garbage collection and huge memory pages in simulations of many ranks.
 
-Thousands of ranks are millions of Python objects that live to the end. Python's garbage collector would take half of
-the time, so it runs only at fixed points (see :class:`asyncdist.simulation.scheduler.Scheduler`), and once at the end,
-because Python itself might never collect the remains of such a simulation. Each message touches more pages than a
-processor's translation buffer holds: with pages of 2 MiB instead of 4 KiB, 1,000 ranks exchange messages nearly twice
-as fast.
+Garbage is collected only at fixed points (see :class:`asyncdist.simulation.scheduler.Scheduler`) and once at the end,
+because Python's automatic collections would take half of the time. With pages of 2 MiB instead of 4 KiB, 1,000 ranks
+exchange messages nearly twice as fast, because each message accesses more memory pages than a processor's translation
+buffer holds.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import sys
 from collections.abc import Iterator
 from typing import Final
 
-#: Number of new objects after which Python collects even between fixed points, to bound memory.
+#: Number of new objects after which Python collects garbage even between fixed points, to bound memory.
 _OBJECT_COUNT_MAX: Final = 2_000_000
 #: Number of ranks from which huge pages save more time than their set-up takes.
 MANY_RANKS: Final = 256
-#: Arguments of ``madvise``: allow huge pages for a range, and move its contents into huge pages now.
+#: Argument of ``madvise``, which allows huge pages in a range of addresses.
 _MADV_HUGEPAGE: Final = 14
 _MADV_COLLAPSE: Final = 25
 _HUGE_PAGE_NBYTES: Final = 2 << 20
@@ -30,7 +29,7 @@ _HUGE_PAGE_NBYTES: Final = 2 << 20
 def collecting_at_fixed_points(rank_count: int) -> Iterator[None]:
     """Disable automatic garbage collection until the context ends, except after very many new objects."""
     before = gc.get_threshold()
-    gc.collect(0)  # count new objects from here on
+    gc.collect(0)  # resets the count of new objects
     gc.set_threshold(_OBJECT_COUNT_MAX, 50, 1000)
     try:
         yield
@@ -41,10 +40,7 @@ def collecting_at_fixed_points(rank_count: int) -> Iterator[None]:
 
 
 def use_huge_pages() -> int:
-    """Ask Linux to move this process's heap into huge pages; return the number of bytes asked for.
-
-    If that is not possible or not allowed, nothing happens: it only affects speed.
-    """
+    """Ask Linux to move this process's heap into huge pages; return the number of bytes requested, 0 if refused."""
     if not sys.platform.startswith("linux"):
         return 0
     madvise = ctypes.CDLL(None, use_errno=True).madvise

@@ -1,4 +1,4 @@
-"""Decides which message a replayed rank's receive may take now."""
+"""Decides which message a receive of a replayed rank may return now."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ from asyncdist.transports.base import ANY_SOURCE
 
 
 class Admission:
-    """Lets receives take the messages that the rank was shown, or that a task took without a polling pass.
+    """Admits messages to a replayed rank's receives in the recorded order.
 
-    Args:
-        log: The rank's record.
-        mailbox: The rank's messages that it has not received yet.
-        agenda: The rank's remaining observations.
-        on_late: Called if a task tries to take a message that has not arrived yet.
-        on_taken: Called when a message is taken.
-        see_losses: Shows the rank its next losses.
+    A receive may return a message that a recorded polling pass received up to now, or that a recorded task received
+    without a polling pass. ``on_late`` is called if a task tries to receive a message that has not arrived yet, and
+    ``on_taken`` when a message is received.
     """
 
     def __init__(
@@ -46,25 +42,25 @@ class Admission:
         self._engine: ObservedEngine
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin; main starts next."""
+        """Begin the replay of observations, just before main starts."""
         self._engine = engine
-        self._early.clear()  # the simulated start may need fewer messages than the recorded one
+        self._early.clear()  # drops messages recorded before main, because a simulated start may need fewer
 
     @property
     def has_permitted(self) -> bool:
-        """Whether some messages were shown to the rank and not taken yet."""
+        """Whether some admitted messages have not been received yet."""
         return bool(self._permitted)
 
     def permit(self, keys: Iterable[Key]) -> None:
-        """Let receives take these messages."""
+        """Admit these messages."""
         self._permitted.extend(keys)
 
     def clear(self) -> None:
-        """Forget the permitted messages, because nothing is held back from now on."""
+        """Forget the admitted messages, because all messages are admitted from now on."""
         self._permitted.clear()
 
     def next_key(self, source: int, tag: int) -> Key | None:
-        """Return the key of the message that a receive may take now; None if there is none."""
+        """Return the key of the message that a receive may return now; None if there is none."""
         for key in self._permitted:
             if fits(key, source, tag):
                 return key if self._mailbox.count(key) else None
@@ -78,22 +74,23 @@ class Admission:
         return self._key_of_task(source, tag)
 
     def _key_of_task(self, source: int, tag: int) -> Key | None:
-        """Return the key of the message that a task may take without a polling pass now; None if there is none."""
+        """Return the key of a message that a task may receive without a polling pass now; None if there is none."""
         if isinstance(self._agenda.next(), Lost):
             first = next((sight for sight in self._agenda.sights() if not isinstance(sight, Lost)), None)
             if isinstance(first, TakenByTask) and fits(first.keys[0], source, tag):
-                self._see_losses()  # the rank saw them when the task looked for this message
+                # In the recorded run, the rank detected these losses when the task tested for this message
+                self._see_losses()
         late: list[TakenByTask] = []
         for sight in self._agenda.sights():
             if tag not in COLLECTIVE_TAGS and self._agenda.is_seen_at_point(sight):
-                continue  # user code takes its messages before that safe point first
+                continue  # the user's task first receives the messages of its next safe point
             if not isinstance(sight, TakenByTask) or (late and not sight.is_beside(late[0])):
                 break
             (key,) = sight.keys
             if fits(key, source, tag):
                 if not late and self._mailbox.count(key):
                     return key
-                late.append(sight)  # the task took all late messages in turn, and waits for them now
+                late.append(sight)  # the task received these late messages in turn, and now waits for them
         for sight in late:
             sight.late_for = asyncio.current_task(self._engine.loop)
         if late:
@@ -101,7 +98,7 @@ class Admission:
         return None
 
     def take(self, key: Key) -> bytes:
-        """Remove and return the data of a message."""
+        """Receive a message: remove it, and return its data."""
         if key in self._permitted:
             self._permitted.remove(key)
         elif self._early[key]:
@@ -112,7 +109,7 @@ class Admission:
         return self._mailbox.pop(key)
 
     def _leave_no_more_to_task(self, taken: TakenByTask) -> None:
-        """Deliver the messages that the task took right after this one: in a replay, it tests its tag less often."""
+        """Deliver the messages that the task received right after this one, because it tests less often in a replay."""
         for sight in itertools.takewhile(taken.is_beside, self._agenda.sights()):
             if not isinstance(sight, TakenByTask) or sight.keys[0][1] != taken.keys[0][1]:
                 break
@@ -121,5 +118,5 @@ class Admission:
 
 
 def fits(key: Key, source: int, tag: int) -> bool:
-    """Return whether a receive with this source and tag takes a message with this key."""
+    """Return whether a receive with this source and tag matches a message with this key."""
     return key[1] == tag and source in (ANY_SOURCE, key[0])

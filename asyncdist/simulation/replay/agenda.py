@@ -1,4 +1,9 @@
-"""Keeps the remaining observations of a replayed rank, and tells when the rank has reached their positions."""
+"""Stores the remaining observations of a replayed rank, and decides which of them are due.
+
+An observation is a message, the end of a timer or deadline, or a loss that the rank noticed in the recorded run. It is
+due when the replayed rank has reached the recorded *position*: the same turn of the same safe point, or, between two
+safe points, the same numbers of begun waits, ended waits and sent messages.
+"""
 
 from __future__ import annotations
 
@@ -32,24 +37,15 @@ COLLECTIVE_TAGS: Final = range(tags.COLLECTIVE_FIRST, tags.COLLECTIVE_LAST + 1)
 
 
 class Agenda:
-    """Owns a rank's position in its record.
-
-    A position is a turn of a safe point, or the interval between two safe points. Within these, it consists of the
-    numbers of waits that have begun and ended and of messages that were sent.
-
-    Args:
-        log: The rank's record.
-        mailbox: The rank's messages that it has not received yet.
-        timers, deadlines: Those of the rank.
-        now: Returns the virtual time in seconds.
+    """The remaining observations in a replayed rank's record, and the rank's current position in the record.
 
     Attributes:
-        is_open: Whether the rank's world is open. Before that, the rank sees no observation.
-        progress_count: Number of observations made and safe points begun.
-        progressed_at_s: Virtual time of the last of them.
-        catch_up: Shows the rank all observations whose positions it has reached. Its argument is the number of
-            observations that the rank must have made afterwards; up to it, none is put off.
-        seen_count: Number of observations made, of the kinds that clock readings count.
+        is_open: Whether the rank's world is open. Before that, no observation is delivered.
+        progress_count: Number of observations delivered and safe points begun.
+        progressed_at_s: Virtual time at which ``progress_count`` last grew.
+        catch_up: Delivers all due observations. The first n observations of the record, where n is its argument, are
+            not deferred.
+        seen_count: Number of observations delivered, of the kinds that are counted between clock readings.
     """
 
     def __init__(
@@ -70,10 +66,10 @@ class Agenda:
         self._sent_count = 0
         self._time_s = 0.0
         self._named = Counter(sight.what for sight in _all_of(log) if isinstance(sight, (Fired, Left)))
-        self._engine: ObservedEngine  # which counts the waits that have ended
+        self._engine: ObservedEngine  # counts the waits that have ended
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin; main starts next."""
+        """Begin the replay of observations, just before main starts."""
         self._engine = engine
         self._sent_count = engine.woken_count = engine.begun_count = 0
         self.is_open = True
@@ -96,7 +92,7 @@ class Agenda:
         return self._point is not None
 
     def next(self) -> Sight | None:
-        """Return the next observation; None if user code has to begin or end a safe point first."""
+        """Return the next observation; None if user code must begin or end a safe point first."""
         return next(self.sights(), None)
 
     def next_entry(self) -> Entry | None:
@@ -104,7 +100,7 @@ class Agenda:
         return self.next() or next(iter(self._log.entries), None)
 
     def sights(self) -> Iterator[Sight]:
-        """Yield the observations before user code begins its next safe point, or ends the current one."""
+        """Yield the observations up to the beginning of the next safe point, or up to the end of the current one."""
         for sight in self._all_sights():
             if isinstance(sight, SafePoint) or (self._point is not None and sight.turn > self._turn):
                 return
@@ -114,11 +110,11 @@ class Agenda:
         return self._log.entries if self._point is None else self._point.sights
 
     def is_to_come(self, what: WaitId) -> bool:
-        """Return whether the rest of the record has a timer, or the end of a collective, with this identity."""
+        """Return whether a timer, or the end of a collective, with this identity is still in the record."""
         return self._named[what] > 0
 
     def remove(self, sight: Sight) -> None:
-        """Remove an observation that the rank makes now."""
+        """Remove an observation that is being delivered."""
         self._all_sights().remove(sight)
         if isinstance(sight, (Fired, Left)):
             self._named[sight.what] -= 1
@@ -126,7 +122,7 @@ class Agenda:
         self._note_progress()
 
     def remove_taken(self, key: Key) -> TakenByTask | None:
-        """Remove and return the first observation that a task took a message with this key; None if there is none."""
+        """Remove and return the first message with this key that a task received in the record, or None."""
         for sight in self._all_sights():
             if isinstance(sight, TakenByTask) and sight.keys == [key]:
                 self.remove(sight)
@@ -152,33 +148,29 @@ class Agenda:
         )
 
     def is_seen_at_point(self, sight: Sight) -> bool:
-        """Return whether main reaches its next safe point before this observation makes a task continue.
-
-        That is the case if no wait ended between the two: main was already running, for example after a sleep.
-        """
+        """Return whether main reaches its next safe point before a task that this message wakes continues."""
         if self._point is not None or type(sight) is not Taken:
             return False
         point = next((entry for entry in self._log.entries if isinstance(entry, SafePoint)), None)
         return point is not None and point.woken_count <= self._engine.woken_count
 
     def first_late(self) -> TakenByTask | None:
-        """Return the first message after those that are seen at the next safe point, if a task waits for it."""
+        """Return the first message received after the next safe point if a task already waits for it, else None."""
         first = next((sight for sight in self.sights() if not self.is_seen_at_point(sight)), None)
         return first if isinstance(first, TakenByTask) and first.late_for is not None else None
 
     def wakes_one_before_point(self, sight: Taken) -> bool:
-        """Return whether exactly one wait ended between this observation, which comes now, and the next safe point."""
+        """Return whether exactly one wait ended between this observation, which is next, and the next safe point."""
         if self._point is not None or len(sight.keys) == 1:
             return False
         entry = next(iter(self._log.entries), None)
         return isinstance(entry, SafePoint) and entry.woken_count == self._engine.woken_count + 1
 
     def exit_after(self, sight: Sight) -> tuple[Left, bool] | None:
-        """Return the end of a collective after which a task continued before this observation made a task continue.
+        """Return a collective's end after which a task continued before the task that this observation woke.
 
-        Returns:
-            The end of the collective, and whether the rank has reached its position and all observations before it
-            are possible now; None if there is no such collective.
+        The second item of the result says whether that end is due, and all observations before it are possible now.
+        Return None if there is no such collective.
         """
         if type(sight) not in (Taken, Fired):
             return None
@@ -193,7 +185,7 @@ class Agenda:
         return None
 
     def has_late_timer_after(self, sight: Sight) -> bool:
-        """Return whether a timer that is not set yet fired before this observation made a task continue."""
+        """Return whether a timer that is not set yet fired before a task that this message wakes continued."""
         if type(sight) is not Taken:
             return False
         beside = itertools.takewhile(sight.is_beside, self.sights())
@@ -224,16 +216,9 @@ class Agenda:
         self._sent_count += not (self._log.is_native and tag in COLLECTIVE_TAGS)
 
     def is_due(self, sight: Sight, ending_count: int = 0) -> bool:
-        """Return whether the rank has reached an observation's position.
-
-        That is, it has begun and ended as many waits, and sent as many messages, as before the recorded observation.
-
-        Args:
-            sight: One of the next observations.
-            ending_count: Number of waits that end now and are not counted yet.
-        """
+        """Return whether the rank has reached an observation's position; ``ending_count`` more waits end now."""
         if not isinstance(sight, Taken) and not self.is_possible(sight):
-            return False  # this rank itself, not another rank, has to do something for it
+            return False  # needs a timer or wait of this rank itself
         return (
             sight.woken_count <= self._engine.woken_count + ending_count
             and sight.begun_count <= self._engine.begun_count
@@ -241,7 +226,7 @@ class Agenda:
         )
 
     def is_before_next_begin(self, sight: Sight) -> bool:
-        """Return whether the observation's position is before the beginning of the next wait."""
+        """Return whether the rank made this observation before it began its next wait."""
         engine = self._engine
         return (
             type(sight) in (Taken, Fired)
@@ -250,11 +235,11 @@ class Agenda:
         )
 
     def must_be_there(self, sight: Sight, ending_count: int = 0) -> bool:
-        """Return whether the observation has to be possible, without this rank's help, before the rank's next step."""
+        """Return whether an observation must become possible, without this rank's help, before the rank's next step."""
         return self.is_due(sight, ending_count + isinstance(sight, TakenByTask))
 
     def is_possible(self, sight: Sight) -> bool:
-        """Return whether the rank can make an observation now: its messages have arrived, or its timer is set."""
+        """Return whether an observation can be delivered now: its messages have arrived, or its timer is set."""
         match sight:
             case Taken():
                 return not self.missing_sources(sight)
@@ -272,7 +257,7 @@ class Agenda:
         return {key[0] for key, count in self._keys_with(sight).items() if self._mailbox.count(key) < count}
 
     def _keys_with(self, first: Taken) -> Counter[Key]:
-        """Count by key the messages of an observation, and those that tasks took in the step after it."""
+        """Count, by key, the messages of this observation and those that tasks received in the step after it."""
         keys = Counter(first.keys)
         for sight in self.sights():
             if isinstance(sight, TakenByTask) and sight is not first:
@@ -289,7 +274,7 @@ class Agenda:
     # -- the clock --------------------------------------------------------------------------------------------------
 
     def seen_before_reading(self) -> int:
-        """Return the number of observations before the next recorded reading of the clock."""
+        """Return the number of observations before the next recorded clock reading."""
         firsts = (readings[0] for readings in self._log.clock.values() if readings)
         reading = min(firsts, key=lambda reading: reading.number, default=None)
         return 0 if reading is None else reading.seen_count
@@ -300,17 +285,18 @@ class Agenda:
             return self._now()
         readings = self._log.clock[sys._getframe(1).f_lineno]
         if readings and readings[0].seen_count > self.seen_count and not self._engine._in_pass:
-            # In the recorded run, the rank had made more observations by then, and the line's task depends on them.
+            # In the recorded run, the rank had made more observations before this reading, and the calling task depends
+            # on them.
             self.catch_up(readings[0].seen_count)
         while len(readings) > 1 and readings[0].seen_count < self.seen_count >= readings[1].seen_count:
-            readings.popleft()  # read by a task that continues only in the recorded run, where it had nothing to do
+            readings.popleft()  # was read by a task that runs only in the recorded run, where it had nothing to do
         if readings and readings[0].seen_count <= self.seen_count:
             self._time_s = readings.popleft().seconds
         return self._time_s
 
 
 def _may_bring(sight: Taken, left: Left) -> bool:
-    """Return whether the messages of an observation may end a collective, or make it fail."""
+    """Return whether the messages of an observation may complete a collective, or make it fail."""
     tags_of = [tag for _, tag in sight.keys if tag in COLLECTIVE_TAGS]
     return bool(tags_of) if left.what == FAILED else any(left.what == end_of_collective(tag) for tag in tags_of)
 

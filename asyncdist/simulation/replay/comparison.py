@@ -1,4 +1,4 @@
-"""Compares a replayed rank's decisions with the recorded ones, and describes the differences."""
+"""Compares a replayed rank's decisions with the recorded decisions, and describes differences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncdist.errors import AsyncdistError, RankLostError
 from asyncdist.recording.events import KINDS, Event, Field, whole
 from asyncdist.simulation.replay.log import DECISIONS, FAILED, Fired, Left, Lost, Passed, RankLog, Sight, Taken
 
-#: Fields of a decision that a replay need not repeat.
+#: Fields of a recorded decision that may differ in a replay.
 _NOT_REPEATED = frozenset({"seconds", "turn", "woken"})
 _TAGS = {tags.METRIC: "metric", tags.CONTROL: "control", tags.REPLAY: "replay", tags.PARAM: "stream control"}
 
@@ -20,12 +20,7 @@ class DivergenceError(AsyncdistError):
 
 
 class Comparison:
-    """Compares a rank's decisions with its record.
-
-    Args:
-        rank: The rank.
-        log: The rank's record. Compared decisions are removed from it.
-        found: Receives the differences.
+    """Compares a replayed rank's decisions with its record, and removes each compared decision from the record.
 
     Attributes:
         iteration: Last iteration in which a policy's step ended; -1 before the first.
@@ -39,14 +34,14 @@ class Comparison:
         self._other_order = ""
 
     def note_other_order(self, nbytes: int) -> None:
-        """Note that later numbers may differ, because MPI reduced ``nbytes`` in an order that is not repeated."""
+        """Record that later numbers may differ, because MPI reduced ``nbytes`` in an order that is not repeated."""
         self._other_order = (
             f"; before that, MPI reduced {nbytes} bytes of floating-point numbers in an order that a replay cannot"
             " repeat"
         )
 
     def on_event(self, time_s: float, kind: str, fields: tuple[Field, ...], has_stopped: bool) -> None:
-        """Compare one event; ``has_stopped`` tells whether main has ended. Raises DivergenceError."""
+        """Compare one event with the record; raise DivergenceError if it differs. ``has_stopped``: main has ended."""
         if kind == "step":
             self.iteration = whole(fields[1])
         if kind not in DECISIONS or self._found:
@@ -54,7 +49,7 @@ class Comparison:
         event = Event(time_s, kind, fields)
         decisions = self._log.decisions[kind]
         if not decisions:
-            if self._log.is_over and not has_stopped:  # events after main's end decide nothing, and may differ
+            if self._log.is_over and not has_stopped:  # events after the end of main are not decisions and may differ
                 raise self.divergence(f"the recording has no further {kind}, but the replay has [{event}]")
             return
         expected = decisions.popleft()
@@ -62,11 +57,12 @@ class Comparison:
             raise self.divergence(f"the recording has [{expected}], but the replay has [{event}]")
 
     def on_end(self, error: BaseException | None) -> None:
-        """Compare the end of main with the recorded one."""
+        """Compare the end of main with the recorded end."""
         if isinstance(error, asyncio.CancelledError):
             return
         now, recorded = "" if error is None else type(error).__name__, self._log.error.partition(":")[0]
-        came_late = recorded == RankLostError.__name__ and not now  # the job failed elsewhere as this main returned
+        # The job failed on another rank while this main returned
+        came_late = recorded == RankLostError.__name__ and not now
         if self._log.is_over and not self._found and now != recorded and not came_late:
             told = now if error is None else f"{now}: {error}".partition("\n")[0]
             self.divergence(f"main ended with [{self._log.error}] in the recording, but with [{told[:300]}] now")
@@ -76,14 +72,14 @@ class Comparison:
         return f"after iteration {self.iteration}" if self.iteration >= 0 else "before its first step"
 
     def divergence(self, what: str) -> DivergenceError:
-        """Return an error with the rank and its iteration, and add it to the differences found."""
+        """Return an error with the rank and its iteration, and append it to the list of differences."""
         error = DivergenceError(f"rank {self._rank}, {self.where()}: {what}{self._other_order}", rank=self._rank)
         self._found.append(error)
         return error
 
 
 def in_words(sight: Sight | None) -> str:
-    """Describe a recorded observation that the replay lacks. None means a safe point."""
+    """Describe a recorded observation that does not happen in the replay. None means a safe point."""
     match sight:
         case Taken(keys=keys):
             ranks = sorted({rank for rank, _ in keys})
@@ -109,7 +105,7 @@ def _name_of(tag: int) -> str:
 
 
 def _essence(event: Event) -> tuple[str, list[Any]]:
-    """Return an event's kind, and its fields except position and duration. NaN equals NaN."""
+    """Return an event's kind, and its fields without position and duration. NaN equals NaN."""
     named = zip(KINDS[event.kind], event.fields, strict=False)
     plain = ((name, list(field) if isinstance(field, (tuple, list)) else field) for name, field in named)
     return event.kind, [field if field == field else "nan" for name, field in plain if name not in _NOT_REPEATED]

@@ -16,16 +16,12 @@ from typing import Final
 from asyncdist.recording.events import Event
 from asyncdist.simulation.replay.log import Key
 
-#: The errors with which a signal ends a main.
+#: Errors of a main that was ended by a signal.
 _SIGNALS: Final = (f"SystemExit: {128 + signal.SIGTERM}", "KeyboardInterrupt")
 
 
 def cut_at_signals(records: Mapping[int, Sequence[Event]]) -> dict[int, Sequence[Event]]:
-    """Return each rank's events before its signal, and before any message sent after the end of another rank's record.
-
-    Args:
-        records: All events of each rank.
-    """
+    """Return each rank's events, cut before a signal that ended the rank and before messages whose send is cut off."""
     ends = {rank: _end(events) for rank, events in records.items()}
     if any(ends[rank] < len(events) for rank, events in records.items()):
         _make_consistent(ends, {rank: _Messages.of(events) for rank, events in records.items()})
@@ -47,12 +43,10 @@ def _end(events: Sequence[Event]) -> int:
 
 @dataclass(slots=True)
 class _Messages:
-    """Indices of the message events in a rank's record.
+    """Indices of the sends and receives in a rank's record.
 
-    Attributes:
-        end: Number of events. The rank's last sends may be missing, because its process was ended.
-        sent: Indices of sends, by receiver and tag.
-        received: Indices of receives, with source and tag.
+    ``sent`` is keyed by receiver and tag. ``end`` is the number of events; the last sends of a killed rank may be
+    missing.
     """
 
     end: int

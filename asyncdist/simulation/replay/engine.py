@@ -1,4 +1,4 @@
-"""The engine of a replayed rank: its waits, timers and sends end at their recorded positions."""
+"""Implements the engine of a replayed rank, which ends waits, timers and sends at their recorded positions."""
 
 from __future__ import annotations
 
@@ -21,15 +21,7 @@ T = TypeVar("T")
 
 
 class ReplayedEngine(ObservedEngine):
-    """Polls the requests of a replayed rank, and ends its coroutines' waits at their recorded positions.
-
-    Before the world is open, it behaves like any other engine.
-
-    Args:
-        transport: The rank's transport.
-        loop: The rank's event loop.
-        gate: Decides when the rank makes an observation.
-    """
+    """Polls the requests of a replayed rank, and ends its coroutines' waits at their recorded positions."""
 
     def __init__(self, transport: Transport, loop: RankLoop, gate: Gate) -> None:
         super().__init__(transport, loop)
@@ -37,7 +29,7 @@ class ReplayedEngine(ObservedEngine):
         self.clock = gate.agenda.read_clock
 
     def begin(self) -> None:
-        """Begin to show the rank its recorded observations; main starts next."""
+        """Begin to deliver the recorded observations, just before main starts."""
         super().begin()
         self._gate.open(self)
 
@@ -116,7 +108,7 @@ class ReplayedEngine(ObservedEngine):
                 await waiter
                 return
         if task is tasks.main and not waiter.done():
-            tasks.main = None  # observations during this wait are not made at a safe point
+            tasks.main = None  # main is no longer about to reach a safe point
         tasks.waiters[task] = waiter
         tasks.counted |= set() if is_of_request else {task}
         try:
@@ -160,7 +152,7 @@ class ReplayedEngine(ObservedEngine):
         await yield_to_loop()
 
     async def repeat_sent(self, what: WaitId, dest: int) -> bool:
-        """Wait until the sending task continued in the recorded run; in a replay, a message leaves immediately."""
+        """Wait until the recorded point at which the sending task continued, because a replayed send takes no time."""
         if not self._gate.agenda.is_to_come(what):
             return False
         waiter: asyncio.Future[None] = self.loop.create_future()
@@ -169,7 +161,7 @@ class ReplayedEngine(ObservedEngine):
             resolve_waiter(waiter, gone(dest) if dest in self.transport.lost_ranks() else None)
 
         self._gate.wakings.wake_by(what, wake)
-        if is_end_of_stream(what):  # the task waited for a condition
+        if is_end_of_stream(what):  # the task waited for a condition, not for a request
             await super().until(waiter.done, what, is_of_request=True)
         else:
             await self.park(waiter, what, is_of_request=True)
@@ -188,7 +180,7 @@ class ReplayedEngine(ObservedEngine):
         if self.failure is None or self._gate.agenda.is_to_come(what):
             await self._leave(what)
         elif self._gate.log.tells_collectives:
-            raise self.failure  # the failure came before the end of this collective
+            raise self.failure  # the job failed before the end of this collective
 
     async def _leave(self, what: WaitId) -> None:
         """Wait until the task continued after the collective in the recorded run."""

@@ -1,4 +1,4 @@
-"""Shows a replayed rank its recorded observations, in the recorded order."""
+"""Delivers the recorded observations (messages, timers and losses) to a replayed rank, in the recorded order."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.timers import Deadlines, Timers, Wakings
 from asyncdist.waits import WaitId, WaitKind
 
-#: Virtual seconds for which a message waits for the safe point that came after it in the recorded run.
+#: Virtual seconds for which a message is deferred until a safe point that followed it in the recorded run.
 _DEFERRAL_S: Final = 1.0
-#: Virtual seconds for which a message waits for the end of work in a thread, which takes virtual time if it sleeps.
+#: Virtual seconds for which a message is deferred until work in a thread ends, which may sleep in virtual time.
 _WORK_S: Final = 100.0
-#: Number of times that the rank's other tasks are run to let them reach the position of an observation.
+#: Number of times that the rank's other tasks run so that they reach the position of an observation.
 _TRY_COUNT: Final = 20
 
 
 @dataclass(slots=True)
 class Tasks:
-    """Waits of a replayed rank's tasks.
+    """The tasks of a replayed rank that wait for something.
 
     Attributes:
         waiters: Future for which each task waits.
-        counted: Tasks among these whose waits count for positions.
-        woken_late: Tasks woken by a message that they took without a wait in the recorded run.
+        counted: Tasks whose waits are counted in positions.
+        woken_late: Tasks that wait for a message in the replay, but did not wait for it in the recorded run.
         user: Task that reached the last safe point.
-        main: The task ``user``; None while it waits for something other than a safe point.
+        main: The task ``user``; None while this task waits for something other than a safe point.
     """
 
     waiters: dict[asyncio.Task[Any] | None, asyncio.Future[None]] = field(default_factory=dict)
@@ -53,25 +53,14 @@ class Tasks:
 
 
 class Gate:
-    """Holds back a rank's messages, timers and losses until their recorded positions.
+    """Delays the messages, timers and losses of a replayed rank until their recorded positions.
 
     Args:
-        rank: The rank.
-        log: The rank's record.
-        mailbox: The rank's messages that it has not received yet.
-        loop: The rank's event loop.
-        found: Receives the differences.
-        is_cut_off: Returns whether a rank has stopped at the end of a record, its own or that of a rank that it needs.
-            If its second argument is true, ranks that wait at the end of their record count as stopped.
+        found: List to which differences from the record are appended.
+        is_cut_off: Returns whether a rank has stopped at the end of its record, or of the record of a rank that it
+            needs. If its second argument is true, ranks that wait at the end of their record count as stopped.
 
     Attributes:
-        agenda: The rank's remaining observations.
-        admission: The messages that its receives may take.
-        comparison: Compares its decisions with the record.
-        log: The rank's record.
-        tasks: Waits of its tasks.
-        timers, deadlines, wakings: Everything it waits for except messages.
-        lookout, hold: Show it observations, or stop it, outside its safe points.
         has_stopped: Whether the rank has reached the end of its record or of its main.
     """
 
@@ -111,7 +100,7 @@ class Gate:
         mailbox.ring = self._on_arrival
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin; main starts next."""
+        """Begin the replay of observations, just before main starts."""
         self._engine = engine
         for part in (self.agenda, self.admission, self.hold, self.lookout, self.wakings):
             part.open(engine)
@@ -122,7 +111,7 @@ class Gate:
 
     @property
     def has_stopped_at_cut(self) -> bool:
-        """Whether the rank has stopped at the end of a record: its own, or that of a rank that it needs."""
+        """Whether the rank has stopped at the end of its record, or of the record of a rank that it needs."""
         return self._goes_no_further or (self.has_stopped and not self.log.is_over)
 
     @property
@@ -131,10 +120,7 @@ class Gate:
         return self.has_stopped_at_cut or (self.agenda.is_done and not self.log.is_over)
 
     def awaited_ranks(self) -> set[int]:
-        """Return the ranks that have to send a message before this rank continues.
-
-        They include the peers of collectives that the backend carried out, whose messages the record does not contain.
-        """
+        """Return the ranks that must send a message before this rank continues, including peers in MPI collectives."""
         sight = self.agenda.next()
         missing = self.agenda.missing_sources(sight)
         if not self.agenda.is_open or (sight is not None and missing and self.agenda.is_due(sight)):
@@ -148,7 +134,7 @@ class Gate:
         return missing.union(unrecorded)
 
     def missing(self) -> tuple[float, str]:
-        """Return the recorded time of the next observation, on the rank's clock, and a description of it."""
+        """Return the recorded time of the next observation, on the rank's clock, and its description."""
         entry = self.agenda.next_entry()
         time_s = math.inf if entry is None else entry.time_s
         return time_s, f"rank {self.rank}, {self.comparison.where()}: {in_words(self.agenda.next())}"
@@ -165,12 +151,12 @@ class Gate:
             self._ring()
 
     def see_losses(self) -> None:
-        """Show the rank the losses that it saw before the current operation, such as a send that fails by them."""
+        """Deliver the losses that preceded the current operation in the recorded run, such as a send that fails."""
         while isinstance(sight := self.agenda.next(), Lost) and self.agenda.is_open and self.agenda.is_due(sight):
             self._show(sight)
 
     def note_sent(self, tag: int) -> None:
-        """Count a sent message: the rank may have reached the position of its next observation."""
+        """Count a sent message, and deliver the observations that are due after it."""
         self.agenda.note_sent(tag)
         self.hold.begin_if_late()
         self.lookout.look_soon()
@@ -178,7 +164,7 @@ class Gate:
     # -- showing ----------------------------------------------------------------------------------------------------
 
     def _show(self, sight: Sight) -> None:
-        """Show the rank an observation, and wake the tasks that wait for it."""
+        """Deliver an observation to the rank, and wake the tasks that wait for it."""
         self.agenda.remove(sight)
         match sight:
             case Taken(keys=keys):
@@ -193,7 +179,7 @@ class Gate:
                     self._loop.do_first(functools.partial(self._bring_late, late_for))
             case Lost(rank=rank):
                 self._mailbox.lose(rank)
-                self._engine.poll()  # receives from that rank fail
+                self._engine.poll()  # receives from the lost rank fail
             case Fired(what=what):
                 self.timers.fire(what)
                 self._engine.recheck()
@@ -201,11 +187,7 @@ class Gate:
                 self.deadlines.expire(what)
 
     def _bring_late(self, task: asyncio.Task[Any]) -> bool:
-        """Deliver a message to the task that waits for it, but did not wait for it in the recorded run.
-
-        Returns:
-            Whether the message ends the task's wait.
-        """
+        """Deliver a message for which ``task`` did not wait in the recorded run; return whether its wait ends."""
         self._engine.poll()
         if task in self.tasks.woken_late or (waiter := self.tasks.waiters.get(task)) is None or not waiter.done():
             return False
@@ -214,7 +196,7 @@ class Gate:
         return True
 
     def _end_streams(self, taken: Taken) -> None:
-        """End the streams whose last part left in the same pass, so that tasks continue in the order of their waits."""
+        """End the streams whose last part was sent in the same pass, so that tasks continue in order of their waits."""
         for sight in list(itertools.takewhile(taken.is_beside, self.agenda.sights())):
             if not isinstance(sight, Fired) or not is_end_of_stream(sight.what) or not self.timers.has(sight.what):
                 return
@@ -222,10 +204,7 @@ class Gate:
             self.timers.fire(sight.what)
 
     def _wake_user(self, keys: Collection[Key]) -> None:
-        """Wake the user's task before other tasks that these messages wake, if it waits for one of them.
-
-        In the recorded run, a timeout had woken it before they arrived.
-        """
+        """Wake the user's task first if it waits for one of these messages, because a recorded timeout had woken it."""
         if (waiter := self.tasks.waiters.get(self.tasks.user)) is None:
             return
         what, peers = self._engine.awaited(waiter), frozenset(self._engine.awaited_peers(waiter))
@@ -233,10 +212,7 @@ class Gate:
             resolve_waiter(waiter, None)
 
     def _catch_up(self, seen_count: int = 0) -> None:
-        """Show the rank all possible observations whose positions it has reached.
-
-        Observations up to the number ``seen_count`` are shown even if they could be put off.
-        """
+        """Deliver all observations that are due and possible; those up to number ``seen_count`` are not deferred."""
         while (sight := self.agenda.next()) is not None and self.agenda.is_due(sight):
             if self.admission.has_permitted and self._engine.poll() == 0 and self.admission.has_permitted:
                 return
@@ -245,29 +221,26 @@ class Gate:
             if self.agenda.seen_count >= seen_count and self._is_deferred(sight):
                 if (late := self.agenda.first_late()) is None or not self.agenda.is_possible(late):
                     return
-                sight = late  # a message for which a task already waits comes first
+                sight = late  # a task already waits for this message
             left = self.agenda.exit_after(sight)
             if left is not None and self.agenda.is_due(left[0]):
                 self._show(left[0])
-                sight.woken_count += 1  # the tasks that it wakes continued after this one
+                sight.woken_count += 1  # the tasks that this observation wakes continued after the collective's end
                 continue
             self._show(sight)
 
     def _is_waited_for(self, sight: Sight) -> bool:
-        """Return whether a task waits for a message that it took without a wait in the recorded run.
-
-        The task reaches this receive sooner in the replay, for example because its sends take no time.
-        """
+        """Return whether a task already waits for a message that it received without waiting in the recorded run."""
         assert isinstance(sight, TakenByTask), f"{sight} was not taken by a task"
         requests: Iterator[Any] = (operation.request for operation in self._engine._operations)
         return any(request.is_for(sight.keys[0]) for request in requests if hasattr(request, "is_for"))
 
     def _is_deferred(self, sight: Sight) -> bool:
-        """Return whether to put off an observation, because a task continued before those that the observation wakes.
+        """Return whether to defer an observation, because another task continued before the tasks that it wakes.
 
-        This is user code that reaches a safe point, or a task that continues after a collective, a sleep or work in a
-        thread. In the recorded run, that task was ready when a pass received the message. An observation is put off for
-        a limited time only, in case user code does wait for it.
+        The other task reaches a safe point, or continues after a collective, a sleep or work in a thread. In the
+        recorded run, that task was ready when a polling pass received the message. The time is limited, in case user
+        code does wait for the observation.
         """
         left = self.agenda.exit_after(sight)
         is_late = self.agenda.has_late_timer_after(sight)
@@ -282,16 +255,13 @@ class Gate:
         return True
 
     def on_wait_begun(self) -> None:
-        """Look at the next observation: its position may be after the beginning of this wait."""
+        """Check the next observation, which may be due after the beginning of this wait."""
         self.hold.begin_if_late()
         self.lookout.look_soon()
 
     async def before_wait_ends(self) -> None:
-        """Show the rank all observations before the end of this wait, none of which ended a wait.
-
-        Other tasks may have to run first, which takes no virtual time, and other ranks may still have to send messages.
-        """
-        if asyncio.current_task(self._loop) in self.tasks.woken_late:  # it did not wait in the recorded run
+        """Deliver all observations that preceded the end of this wait and did not end a wait themselves."""
+        if asyncio.current_task(self._loop) in self.tasks.woken_late:  # the task did not wait in the recorded run
             return
         for _ in range(_TRY_COUNT):
             self._catch_up()
@@ -301,10 +271,10 @@ class Gate:
             if not self.agenda.is_due(sight):
                 await yield_to_loop()
             elif self.agenda.is_possible(sight) or not await self._until_possible(sight):
-                return  # the observation is put off, or never becomes possible
+                return  # the observation is deferred or never becomes possible
 
     async def see_all_before_begin(self, is_ready: Callable[[], bool]) -> None:
-        """Show the rank all messages and timers before the wait that begins next, until ``is_ready`` returns True."""
+        """Deliver all messages and timers that preceded the next wait, until ``is_ready`` returns True."""
         for _ in range(_TRY_COUNT):
             sight = self.agenda.next()
             if is_ready() or sight is None or not self.agenda.is_before_next_begin(sight):
@@ -320,7 +290,7 @@ class Gate:
                 self._show(sight)
 
     def on_wait_ended(self, counts: bool) -> None:
-        """Show the rank the observations before the current task continues."""
+        """Deliver the observations that preceded the next step of the current task."""
         if self.agenda.is_done and not self.admission.has_permitted:
             return
         self._catch_up()
@@ -329,10 +299,10 @@ class Gate:
             self.tasks.woken_late.remove(task)
             self._engine.woken_count -= counts
         self.hold.begin_if_late(counts)
-        self.lookout.look_soon()  # the position of the next observation may be after this wait
+        self.lookout.look_soon()  # the next observation may be due after this wait
 
     def _is_main_running(self) -> bool:
-        """Return whether the current task is main: its next safe point waits for the observations before it anyway."""
+        """Return whether the current task is main, whose next safe point waits for earlier observations anyway."""
         return self.tasks.main is not None and asyncio.current_task(self._loop) is self.tasks.main
 
     # -- safe points ------------------------------------------------------------------------------------------------
@@ -355,7 +325,7 @@ class Gate:
                 self._engine.poll()
                 self.agenda.set_turn(turn + 1)
                 await self._wait_for_next()
-                self._loop.call_soon(self._on_turn)  # tasks that it wakes continue after this one
+                self._loop.call_soon(self._on_turn)  # the tasks that this call wakes must continue after this one
                 await yield_to_loop()
                 await self._see_turn(turn + 1)
         finally:
@@ -368,7 +338,7 @@ class Gate:
             self._catch_up()
 
     async def _see_all_before(self) -> None:
-        """Show the rank the remaining observations before this safe point."""
+        """Deliver the remaining observations before this safe point."""
         while (sight := self.agenda.next()) is not None or self.admission.has_permitted:
             if sight is not None and self.agenda.is_due(sight) and not _is_left_to_task(sight):
                 await self._see(sight)
@@ -382,7 +352,7 @@ class Gate:
             await yield_to_loop()
 
     async def _until_changed(self, sight: Sight | None) -> bool:
-        """Let other tasks run until the next observation is another one, or is possible; return False if that fails."""
+        """Let other tasks run until the next observation changes or becomes possible; return False if this fails."""
         for try_count in range(_TRY_COUNT):
             self._engine.poll()
             self._engine.recheck()
@@ -398,7 +368,7 @@ class Gate:
         return False
 
     async def _see_turn(self, turn: int) -> None:
-        """Show the rank the observations up to a turn of this safe point."""
+        """Deliver the observations up to a turn of this safe point."""
         self.agenda.set_turn(turn)
         while (sight := self.agenda.next()) is not None:
             is_due = self.agenda.is_due(sight) and not _is_left_to_task(sight)
@@ -406,16 +376,16 @@ class Gate:
                 await self._see(sight)
 
     async def _wait_for_next(self) -> None:
-        """Let nothing run until the next observation is possible, if the rank has reached its position."""
+        """Pause the rank until the next observation is possible, if this observation is due."""
         while (sight := self.agenda.next()) is not None and self.agenda.must_be_there(sight):
             await self._until_possible(sight)
             if not isinstance(sight, Passed):
                 return
-            self._show(sight)  # the task that continues in this turn recorded it
+            self._show(sight)  # was recorded by the task that continues in this turn
             self._engine.recheck()
 
     async def _see(self, sight: Sight) -> None:
-        """Show the rank an observation as soon as it is possible; nothing else runs on the rank meanwhile."""
+        """Pause the rank until an observation is possible, and deliver the observation."""
         while not await self._until_possible(sight):
             is_late = self.agenda.progressed_at_s < self._loop.time() - _TRY_COUNT * PATIENCE_S
             if any(self._is_cut_off(rank, is_late) for rank in self.agenda.missing_sources(sight)):
@@ -436,12 +406,12 @@ class Gate:
         return True
 
     async def _stop(self) -> None:
-        """Stop, because the record of this rank or of a rank that it needs has ended."""
+        """Wait forever, because the record of this rank or of a rank that it needs has ended."""
         self.has_stopped = self._goes_no_further = True
         await self._loop.create_future()
 
     async def see_without_wait(self, waiter: asyncio.Future[None]) -> None:
-        """Show user code, before it waits, the messages for which it did not wait in the recorded run."""
+        """Deliver, before user code waits, the messages for which it did not wait in the recorded run."""
         while not waiter.done() and (sight := self.agenda.next()) is not None:
             is_there = self.agenda.is_seen_at_point(sight) and self.agenda.is_due(sight)
             if not is_there or not await self._until_possible(sight):
@@ -450,7 +420,7 @@ class Gate:
                 self._show(sight)
 
     async def see_all_before_reading(self) -> None:
-        """Show the rank the observations before the task that begins now read the clock."""
+        """Deliver the observations that preceded the next clock reading, because the task that begins now makes it."""
         seen_count = self.agenda.seen_before_reading()
         while self.agenda.seen_count < seen_count and (sight := self.agenda.next()) and self.agenda.is_due(sight):
             await self._see(sight)
@@ -458,12 +428,12 @@ class Gate:
     # -- what it does -----------------------------------------------------------------------------------------------
 
     def on_event(self, time_s: float, kind: str, fields: tuple[Field, ...]) -> None:
-        """Compare an event of the rank with the recorded one."""
+        """Compare an event of the rank with its record."""
         if not self._engine.failure:
             self.comparison.on_event(time_s, kind, fields, self.has_stopped)
 
     def repeat_reduction(self, tag: int, result: memoryview) -> None:
-        """Overwrite the result of a reduction with the recorded one, because MPI reduces in its own order."""
+        """Overwrite the result of a reduction with the recorded result, because MPI's order of additions may differ."""
         results = self.log.results.get(tag)
         if not results:
             return
@@ -477,18 +447,18 @@ class Gate:
             self.comparison.note_other_order(nbytes)
 
     def note_end(self, error: BaseException | None) -> None:
-        """Compare the end of main with the recorded one."""
-        if not isinstance(error, asyncio.CancelledError):  # cancelled because the simulation is over
+        """Compare the end of main with the recorded end."""
+        if not isinstance(error, asyncio.CancelledError):  # tasks are cancelled when the simulation is over
             self.has_stopped = True
             self.lookout.note_end()
         self.comparison.on_end(error)
 
 
 def is_end_of_stream(what: WaitId) -> bool:
-    """Return whether this identifies the wait until the end of a stream has left."""
+    """Return whether a wait with this identity ends when the last part of a stream has been sent."""
     return what.kind == WaitKind.STREAM_LEFT
 
 
 def _is_left_to_task(sight: Sight) -> bool:
-    """Return whether a task has to take this message without a polling pass, and has not tried to yet."""
+    """Return whether a task must receive this message without a polling pass, and has not tried to yet."""
     return isinstance(sight, TakenByTask) and sight.late_for is None

@@ -1,4 +1,4 @@
-"""Holds the ranks of a replay, and judges how far they have come."""
+"""Tracks the progress of a replay: which ranks follow their record, have stopped, or differ from it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,14 @@ from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.transport import ReplayTransport
 from asyncdist.transports.base import Transport
 
-#: Number of events in a row without progress of any rank after which the replay ends: a rank waits forever.
+#: Number of consecutive events without progress of any rank after which the replay ends.
 _IDLE_EVENT_COUNT: Final = 200_000
 #: Number of events between two checks for progress.
 _LOOK_EVERY: Final = 64
 
 
 class ReplayedJob:
-    """Holds the records of a replay's ranks, and tracks how far the ranks have come.
-
-    Args:
-        recording: Recording of the job.
-        on_open: Called with the world of each rank before its main begins.
+    """Stores the records of a replay's ranks, and tracks the ranks' progress.
 
     Attributes:
         decision_count: Number of recorded decisions.
@@ -58,7 +54,7 @@ class ReplayedJob:
         self.cut_ranks = tuple(rank for rank, log in sorted(self._logs.items()) if not log.is_over)
 
     def open_rank(self, transport: Transport, loop: RankLoop) -> ReplayedRank:
-        """Return the replay of a rank, which replaces the rank's recording."""
+        """Return an object that replays a rank; it replaces the rank's recording."""
         rank = transport.rank
         gate = Gate(rank, self._logs[rank], self._mailboxes[rank], loop, self._found, self._is_cut_off)
         self._gates[rank] = gate
@@ -83,7 +79,7 @@ class ReplayedJob:
             raise self._difference
 
     def _judge(self) -> None:
-        """Judge once how far the ranks have come, before they are cancelled, since ending ranks make decisions too."""
+        """Find the first difference from the records once, before ranks are cancelled and make further decisions."""
         if self._is_judged:
             return
         self._is_judged = True
@@ -100,10 +96,7 @@ class ReplayedJob:
         return None
 
     def _is_cut_off(self, rank: int, or_waits: bool) -> bool:
-        """Return whether a rank has stopped at the end of a record: its own, or that of a rank that it needs.
-
-        With ``or_waits``, ranks that still wait at the end of their record count as stopped.
-        """
+        """Return whether a rank has stopped, or if ``or_waits`` is true waits, at the end of a record that it needs."""
         return rank in self._cut_off(
             {each for each, gate in self._gates.items() if gate.has_stopped_at_cut or (or_waits and gate.is_at_cut)}
         )
@@ -132,11 +125,7 @@ class ReplayedJob:
 
 
 class _Watch:
-    """Ends a replay in which no rank makes progress.
-
-    Args:
-        gates: All ranks' gates, keyed by rank; may change during the replay.
-    """
+    """Detects that no rank of a replay makes progress; ``gates``, keyed by rank, may change during the replay."""
 
     def __init__(self, gates: Mapping[int, Gate]) -> None:
         self._gates = gates
@@ -174,7 +163,7 @@ class ReplayedRank:
         self.engine = ReplayedEngine(self.transport, loop, gate)
 
     def begin(self, world: World) -> None:
-        """Restore the rank's random states, and begin to show it its recorded observations."""
+        """Restore the rank's random states, and begin to deliver its recorded observations."""
         draw_as(self._conditions)
         world.services.reports_in_turn = not self._conditions.capabilities.shares_process
         world.services.events.sink = self._gate.on_event
@@ -183,15 +172,15 @@ class ReplayedRank:
             self._on_open(world)
 
     def note_end(self, error: BaseException | None) -> None:
-        """Compare the end of main with the recorded one."""
+        """Compare the end of main with the recorded end."""
         self._gate.note_end(error)
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, because a replay has no file to close."""
 
 
 def draw_as(conditions: Conditions) -> None:
-    """Set this thread's random states to those of a rank that has just opened its world."""
+    """Set this thread's random states to those that a rank had when it opened its world."""
     states = conditions.random
     version, numbers, gauss = states.python
     random.setstate((version, tuple(numbers), gauss))
@@ -201,7 +190,7 @@ def draw_as(conditions: Conditions) -> None:
 
 
 def torch_state_of(conditions: Conditions) -> torch.Tensor:
-    """Return the state of torch's generator with which a rank opened its world."""
+    """Return the state that torch's generator had when a rank opened its world."""
     return torch.frombuffer(bytearray(conditions.random.torch), dtype=torch.uint8)
 
 

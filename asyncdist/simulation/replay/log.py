@@ -1,4 +1,4 @@
-"""Record of one rank: its observations, in the order in which a replay shows them to the rank again."""
+"""Reads one rank's recorded events into the observations that a replay delivers and the decisions that it compares."""
 
 from __future__ import annotations
 
@@ -26,16 +26,11 @@ Key: TypeAlias = tuple[int, int]
 
 @dataclass(slots=True)
 class Sight:
-    """One observation of a rank: an arrived message, the end of a timeout or timer, or a loss.
+    """One recorded observation of a rank: a message arrived, a timer or deadline expired, or a rank was lost.
 
-    Its position counts waits and messages since the last safe point began.
-
-    Attributes:
-        turn: Turn of the safe point in which the rank made the observation; 0 outside safe points.
-        woken_count: Number of waits that had ended.
-        sent_count: Number of messages that the rank had sent.
-        time_s: Time of the observation in seconds, on the rank's clock.
-        begun_count: Number of waits that had begun; 0 if the record does not say.
+    ``woken_count``, ``begun_count`` and ``sent_count`` are the numbers of waits ended, waits begun and messages sent
+    since the last safe point began. ``turn`` is the turn of the safe point, or 0 outside safe points. ``time_s`` is on
+    the rank's clock.
     """
 
     turn: int
@@ -43,31 +38,23 @@ class Sight:
     sent_count: int
     time_s: float
     begun_count: int = field(default=0, kw_only=True)
-    counts: ClassVar[bool] = True  #: Whether the positions of clock readings count it.
+    counts: ClassVar[bool] = True  #: Whether ``Reading.seen_count`` counts this kind of observation.
 
     def is_beside(self, other: Sight) -> bool:
-        """Whether no wait ended and no message was sent between this observation and the other."""
+        """Return whether no wait ended and no message was sent between the two observations."""
         return (self.woken_count, self.sent_count) == (other.woken_count, other.sent_count)
 
 
 @dataclass(slots=True)
 class Taken(Sight):
-    """One polling pass received these messages, without a send in between.
-
-    Attributes:
-        keys: Sources and tags of the messages.
-    """
+    """Messages that one polling pass received, without a send in between; ``keys`` are their sources and tags."""
 
     keys: list[Key]
 
 
 @dataclass(slots=True)
 class TakenByTask(Taken):
-    """A task received a message without a polling pass, between two awaits. In a replay it may do so slightly earlier.
-
-    Attributes:
-        late_for: Task that has tried to take the message in the replay before it arrived; None if no task has.
-    """
+    """A message that a task received without a polling pass; in the replay, task ``late_for`` waits for it."""
 
     late_for: asyncio.Task[Any] | None = None
     counts: ClassVar[bool] = False
@@ -75,7 +62,7 @@ class TakenByTask(Taken):
 
 @dataclass(slots=True)
 class Passed(Sight):
-    """The deadline of a task's wait passed."""
+    """The deadline of a task's wait expired."""
 
     what: WaitId
 
@@ -94,17 +81,13 @@ class Lost(Sight):
     rank: int
 
 
-#: The wait of a task that continues after a collective that has failed.
+#: Identity of the wait of a task for the failure of a collective.
 FAILED: Final = WaitId(WaitKind.COLLECTIVE_FAILURE)
 
 
 @dataclass(slots=True)
 class Left(Sight):
-    """A task continued after a collective that had failed or that MPI had carried out.
-
-    Attributes:
-        what: :data:`FAILED`, or a result of :func:`end_of_collective`.
-    """
+    """A task continued after a collective that failed (``what`` is :data:`FAILED`) or that MPI had carried out."""
 
     what: WaitId
 
@@ -116,13 +99,7 @@ def end_of_collective(tag: int) -> WaitId:
 
 @dataclass(slots=True)
 class Reading:
-    """A reading of the clock.
-
-    Attributes:
-        seconds: Time that the clock returned.
-        seen_count: Number of earlier observations, of the kinds that count.
-        number: Number of earlier readings.
-    """
+    """A recorded reading of the clock, after ``seen_count`` counted observations and ``number`` earlier readings."""
 
     seconds: float
     seen_count: int
@@ -131,14 +108,13 @@ class Reading:
 
 @dataclass(slots=True)
 class SafePoint:
-    """A safe point of the user's code.
+    """A recorded safe point of the user's code.
 
     Attributes:
         woken_count, sent_count: Numbers of waits ended and messages sent between the previous safe point and this one.
         sights: The rank's observations in the safe point.
-        turn_count: Number of its polling passes and yields.
-        has_ended: Whether its end is recorded.
-        time_s: Time in seconds when it began, on the rank's clock.
+        turn_count: Number of polling passes and yields in the safe point.
+        has_ended: Whether the end of the safe point is recorded.
     """
 
     woken_count: int = 0
@@ -161,10 +137,8 @@ class RankLog:
         early: Messages received before the rank's world was open, with their numbers.
         clock: Readings of the clock, by the line of code that read it.
         decisions: Decisions by kind, because the order between kinds depends on the order of tasks.
-        tags: Tags of the received messages.
         is_over: Whether the end of main is recorded.
-        error: Error with which main ended; "" if it returned.
-        is_native: As for :func:`log_of`.
+        is_native: Whether MPI carried out collectives.
         results: Results of MPI's reductions, by the group's tag: the number of bytes, and the bytes, or b"" if they
             were too many to record.
         measured: Numbers that depend on timing alone, by their identity.
@@ -186,7 +160,7 @@ class RankLog:
     measured: defaultdict[WaitId, deque[int]] = field(default_factory=lambda: defaultdict(deque))
 
     def is_without_messages(self, tag: int | None) -> bool:
-        """Whether MPI carried out the collectives with this tag, so that the record has none of their messages."""
+        """Return whether MPI carried out the collectives with this tag, so that their messages are not recorded."""
         return tag is not None and _is_of_collectives(tag) and tag not in self.tags
 
     @property
@@ -203,13 +177,9 @@ def log_of(
     tells_sleeps: bool = False,
     tells_collectives: bool = False,
 ) -> RankLog:
-    """Return the record that a rank's events make up.
+    """Return the record that consists of a rank's events; the flags are described at :class:`RankLog`.
 
-    Args:
-        events: Recorded events, up to a signal that ended the rank.
-        sent_before_count: Number of messages that the rank sent before its world was open.
-        is_native: Whether the backend carried out collectives. The messages that a replay sends for them do not count.
-        tells_sleeps, tells_collectives: As for :class:`RankLog`.
+    ``events`` ends at a signal that ended the rank. ``sent_before_count`` messages were sent before its world was open.
     """
     events = list(events)
     log = RankLog(is_native=is_native, tells_sleeps=tells_sleeps, tells_collectives=tells_collectives)
@@ -221,18 +191,12 @@ def log_of(
 
 
 class _Reader:
-    """Fills a RankLog, event by event.
-
-    Args:
-        log: The RankLog.
-        sent_before_count: Number of messages that the rank sent before its world was open.
-        tells_ends: Whether the record contains the ends of collectives, so that their messages do not count.
-    """
+    """Fills a RankLog event by event; ``tells_ends`` if collectives' ends are recorded instead of their messages."""
 
     def __init__(self, log: RankLog, sent_before_count: int, *, tells_ends: bool) -> None:
         self._log = log
         self._tells_ends = tells_ends
-        self._sights: deque[Any] = log.entries  # or those of the safe point in progress
+        self._sights: deque[Any] = log.entries  # or the observations of the safe point in progress
         self._point: SafePoint | None = None
         self._last_pass = -1
         self._sent_count = -sent_before_count
@@ -245,10 +209,10 @@ class _Reader:
             case "safe_point", (bool(has_ended), int(turn_count), *_):
                 self._read_safe_point(event, has_ended, turn_count)
             case "received", (int(source), int(tag), int(), int(number), *_):
-                if not (self._tells_ends and _is_of_collectives(tag)):  # a replay may send other messages
+                if not (self._tells_ends and _is_of_collectives(tag)):  # a replay may send different messages
                     self._read_message(event, number, (source, tag))
             case "sent", (int(), int(tag), *_):
-                self._last_pass = -1  # a message that the pass receives later may be a reply to this one
+                self._last_pass = -1  # a later message of the pass may be a reply to this one
                 self._sent_count += not (log.is_native and _is_of_collectives(tag))
             case "deadline" | "timer" | "failed" | "collective" | "lost", _:
                 self._sights.append(_seen(event, self._sent_count))
@@ -270,7 +234,7 @@ class _Reader:
 
     def _read_safe_point(self, event: Event, has_ended: bool, turn_count: int) -> None:
         point = self._point
-        if point is None or not has_ended:  # without observations, its beginning is not recorded
+        if point is None or not has_ended:  # the beginning of a safe point without observations is not recorded
             point = SafePoint(event.get("woken") or 0, self._sent_count, time_s=event.time_s)
             self._log.entries.append(point)
             self._sent_count = 0
@@ -280,7 +244,7 @@ class _Reader:
         self._sights = self._log.entries if has_ended else point.sights
 
     def _read_message(self, event: Event, number: int, key: Key) -> None:
-        """Add a message. ``number`` is that of the pass that received it; negative if no pass did."""
+        """Add a message, received by the polling pass ``number``; negative if a task received it."""
         self._log.tags.add(key[1])
         if number == BEFORE_WORLD:
             self._log.early[key] += 1

@@ -1,4 +1,4 @@
-"""Shows a replayed rank its next observation while it waits outside its safe points, and stops a rank that is early."""
+"""Delivers observations to a replayed rank that waits outside its safe points, and pauses a rank that is early."""
 
 from __future__ import annotations
 
@@ -15,24 +15,18 @@ from asyncdist.simulation.replay.log import Sight
 from asyncdist.simulation.replay.timers import Deadlines, Timers
 from asyncdist.simulation.scheduler import Handle
 
-#: Virtual seconds between two looks at the next observation. Other ranks need no virtual time to make it possible.
+#: Virtual seconds between two checks of the next observation. Other ranks need no virtual time to make it possible.
 PAUSE_S: Final = 1e-5
-#: The longest pause between two such looks.
+#: Longest pause between two checks of the next observation, in virtual seconds.
 PAUSE_MAX_S: Final = 0.1
-#: Virtual seconds for which a rank waits for its next observation. After that, the run is considered to differ.
+#: Virtual seconds after which a replay without the expected observation is considered to differ from the record.
 PATIENCE_S: Final = 300.0
 
 
 class Lookout:
-    """Checks, shortly after each event, whether the rank has reached the position of its next observation.
+    """Checks, shortly after each event, whether the next observation of a replayed rank is due.
 
-    Args:
-        agenda: The rank's remaining observations.
-        admission: The messages that its receives may take.
-        timers, deadlines: Those of the rank.
-        loop: The rank's event loop.
-        show: Shows the rank one observation.
-        catch_up: Shows the rank all observations whose positions it has reached.
+    ``show`` delivers one observation, and ``catch_up`` all due observations.
     """
 
     def __init__(
@@ -59,17 +53,17 @@ class Lookout:
         self._engine: ObservedEngine
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin; main starts next."""
+        """Begin the replay of observations, just before main starts."""
         self._engine = engine
         self.look_soon()
 
     def note_end(self) -> None:
-        """Note that main has ended: from now on, observations are held back only briefly."""
+        """Record that main has ended; observations are delayed only briefly from now on."""
         self._has_main_ended = True
         self.look_soon()
 
     def look_soon(self, after_s: float = PAUSE_S) -> None:
-        """Schedule a look in at most ``after_s`` virtual seconds."""
+        """Schedule a check in at most ``after_s`` virtual seconds."""
         at_s = self._loop.time() + after_s
         if not self._agenda.is_open or (self._timer is not None and self._look_at_s <= at_s):
             return
@@ -78,7 +72,7 @@ class Lookout:
         self._timer, self._look_at_s = self._loop.call_later(after_s, self._look), at_s
 
     def _look(self) -> None:
-        """Show the next observation, unless user code has to reach a safe point first."""
+        """Deliver the next observation, unless user code must reach a safe point first."""
         self._timer = None
         if self._agenda.is_done:
             if not self._agenda.is_cut_short:  # a rank whose record is cut short stops here
@@ -92,7 +86,7 @@ class Lookout:
             if self._has_main_ended:
                 self._show_all()
         elif self._agenda.is_possible(sight) and not self._admission.has_permitted:
-            # The rank waits before the position of its next observation: its tasks ran in another order.
+            # The rank waits before this observation is due, because its tasks ran in a different order.
             if sight is not self._put_off:
                 self._put_off = sight
                 self.look_soon(PATIENCE_S)
@@ -103,7 +97,7 @@ class Lookout:
             self._show_all()
 
     def _has_no_patience(self) -> bool:
-        """Whether the rank has seen nothing for PATIENCE_S. If it has seen something, look again when they are over."""
+        """Return whether no observation was delivered for PATIENCE_S; if False, schedule the next check."""
         ends_at_s = self._agenda.progressed_at_s + PATIENCE_S
         if self._loop.time() >= ends_at_s:
             return True
@@ -111,7 +105,7 @@ class Lookout:
         return False
 
     def _show_all(self) -> None:
-        """Hold nothing back from now on: ranks may end in another order than in the recorded run."""
+        """Delay nothing from now on, because ranks may end in a different order than in the recorded run."""
         self._agenda.clear()
         self._admission.clear()
         self._release()
@@ -123,18 +117,11 @@ class Lookout:
 
 
 class Hold:
-    """Stops a rank after its current step until the message that it observes next has arrived.
+    """Pauses a replayed rank after its current step until its next recorded message has arrived.
 
     This cannot deadlock: in the recorded run, the sender needed nothing more from this rank before it sent the message.
-
-    Args:
-        agenda: The rank's remaining observations.
-        loop: The rank's event loop.
-        may_begin: Returns whether the rank may be stopped in this step.
-        on_end: Called when the message has arrived, before anything else runs.
-
-    Attributes:
-        is_on: Whether the rank is stopped.
+    ``may_begin`` returns whether the rank may be paused in this step. ``on_end`` is called when the message has
+    arrived, before anything else runs.
     """
 
     def __init__(
@@ -150,12 +137,12 @@ class Hold:
         self._context: contextvars.Context
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin; main starts next, in this context."""
+        """Begin the replay of observations, just before main starts in this context."""
         self._engine = engine
         self._context = contextvars.copy_context()
 
     def begin_if_late(self, ending_count: int = 0) -> None:
-        """Stop the rank if its next message is late; ``ending_count`` is as for :meth:`Agenda.is_due`."""
+        """Pause the rank if its next message is late; ``ending_count`` waits end now and are not counted yet."""
         if self.is_on or not self._agenda.is_open or not self._may_begin():
             return
         sight = self._agenda.next()
@@ -166,7 +153,7 @@ class Hold:
         self.is_on = True
         self._until_s = self._loop.time() + PATIENCE_S
         self._go_on(PAUSE_S)
-        self._loop.attend(self._end, ())  # as soon as the rank is no longer busy, before anything else
+        self._loop.attend(self._end, ())  # called when the rank is no longer busy, before anything else
 
     def _go_on(self, pause_s: float) -> None:
         sight = self._agenda.next()

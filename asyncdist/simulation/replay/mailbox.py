@@ -1,4 +1,4 @@
-"""Keeps the messages of a replay until their receiver may take them."""
+"""Stores the messages of a replay until their receiver may receive them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from asyncdist.transports.base import ANY_SOURCE
 
 
 class Mailbox:
-    """Keeps a rank's arrived messages until the rank may take them.
+    """Stores messages that have arrived at a replayed rank until the rank may receive them.
 
-    Attributes:
-        ring: Called with the tag of each arriving message.
-        listen: Called with each lost rank.
+    ``ring`` is called with the tag of each arriving message, and ``listen`` with each lost rank.
     """
 
     def __init__(self) -> None:
@@ -41,14 +39,14 @@ class Mailbox:
         return len(self._messages[key])
 
     def first(self, source: int, tag: int) -> Key | None:
-        """Return the key of the oldest message for a receive; None if there is none."""
+        """Return the key of the oldest message that matches a receive; None if there is none."""
         if source != ANY_SOURCE:
             return (source, tag) if self._messages[source, tag] else None
         waiting = ((queue[0][0], key) for key, queue in self._messages.items() if key[1] == tag and queue)
         return min(waiting, default=(0, None))[1]
 
     def lose(self, rank: int) -> None:
-        """Note that a rank is lost."""
+        """Record that ``rank`` is lost, and call ``listen``."""
         self.lost.add(rank)
         if self.listen is not None:
             self.listen(rank)

@@ -1,10 +1,10 @@
-"""Replays a recorded run in the simulator: each rank observes and does the same as in the recorded run.
+"""Replays a recorded run in the simulator: each rank receives the recorded inputs and repeats its computations.
 
 Recording and replaying a process's external inputs is an established method to debug parallel programs (T. J. LeBlanc
-and J. M. Mellor-Crummey, Debugging Parallel Programs with Instant Replay, IEEE Transactions on Computers C-36, 1987).
-A rank of asyncdist has three external inputs: messages, the clock, and losses. It observes them at its safe points or
-while it waits. A rank's *record* holds these *observations* in order, and the rank's initial random states. The replay
-computes everything else again, and compares each decision and the weights with the record.
+and J. M. Mellor-Crummey, Debugging Parallel Programs with Instant Replay, IEEE Transactions on Computers C-36, 1987). A
+rank of asyncdist has three external inputs: messages, the clock, and losses. A rank's *record* contains these
+*observations* in order, and the rank's initial random states. The replay computes everything else again, and compares
+each decision and the weights with the record.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def replay(
     recording: Recording,
     on_open: Callable[[World], object] | None = None,
 ) -> Replayed:
-    """Run ``main(world, *args)`` on the ranks of a recorded run. Each rank sees the recorded messages and clock times.
+    """Run ``main(world, *args)`` on the ranks of a recorded run, with the recorded messages and clock times.
 
     torch uses the recorded number of threads, because sums depend on it.
 
     Args:
         main: Coroutine function that was recorded.
-        args: Its arguments after the world.
+        args: Further arguments of ``main``.
         recording: Recording of one job, with a file of each rank.
         on_open: Called with the world of each rank before its main begins.
 

@@ -1,4 +1,4 @@
-"""Replays a script, for ``asyncdist replay`` and for the tests that it writes."""
+"""Replays a recorded script: the command ``asyncdist replay`` and the tests that it writes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("asyncdist.simulation.replay")
 
-#: Only Python literals, and a name that :func:`_write_test` has made, are put into it.
+#: Template of a test. :func:`_write_test` inserts only Python literals and a valid name.
 _TEST = '''"""Replays a recorded job; written by asyncdist replay --to-test."""
 
 from pathlib import Path
@@ -52,13 +52,7 @@ def test_replay_of_job_{name}() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _ReplayedScript(Script):
-    """A script that replays a recorded run.
-
-    Attributes:
-        recording: Recording of the run.
-        debugger: Debugger of one rank; None for none.
-        ended: List that receives the result.
-    """
+    """A script that replays a recorded run instead of simulating a new one; the result is appended to ``ended``."""
 
     recording: Recording | None = None
     debugger: RankDebugger | None = None
@@ -81,7 +75,7 @@ class _ReplayedScript(Script):
             if self.debugger is not None:
                 self.debugger.watch(main, world.rank)
 
-        known_torch_seed.set(None)  # from now on each rank sets its own
+        known_torch_seed.set(None)  # each rank sets its own value from now on
         replayed = replay(main, *args, recording=self.recording, on_open=on_open)
         self.ended.append(replayed)
         return replayed.report
@@ -96,7 +90,8 @@ class _ReplayedScript(Script):
         """Seed torch so that it draws the recorded numbers before the world is open.
 
         ``torch.manual_seed`` gets the first seed of the recorded process. ``torch.seed()`` returns the seed of the
-        generator with which the rank opened its world, which is the recorded one if no other seed was set in between.
+        generator with which the rank opened its world, which is the recorded seed unless another seed was set in
+        between.
         """
         assert self.recording is not None
         conditions = self.recording.ranks[rank].conditions()
@@ -106,7 +101,7 @@ class _ReplayedScript(Script):
         known_torch_seed.set(opened.initial_seed())
 
     def on_world_opened(self, rank: int) -> None:
-        """Continue with the random states that this rank had when it opened its world."""
+        """Restore the random states that this rank had when it opened its world."""
         assert self.recording is not None
         known_torch_seed.set(None)
         draw_as(self.recording.ranks[rank].conditions())
@@ -115,11 +110,7 @@ class _ReplayedScript(Script):
 def _script_of(
     recording: Recording, path: str | os.PathLike[str] | None, arguments: Sequence[str], debugger: RankDebugger | None
 ) -> _ReplayedScript:
-    """Return the script to replay: ``path`` with ``arguments``, by default those that were recorded.
-
-    Raises:
-        RecordingError: The script does not exist, or the recorded script is not in the current folder.
-    """
+    """Return the script to replay; raise RecordingError if it does not exist or is not in the current folder."""
     header = recording.ranks[0].header
     name = os.fspath(path or header.script)
     if not name:
@@ -145,19 +136,19 @@ def replay_script(
     *arguments: str,
     job: str | None = None,
 ) -> Replayed | None:
-    """Replay the recorded run of a script in the simulator; for tests.
+    """Replay the recorded run of a script in the simulator, for use in tests.
 
     If the recorded run succeeded, the replay must not differ from it. If it failed, the replay may differ, because the
-    fault may have been fixed since; but no rank may fail.
+    defect may have been fixed since, but no rank may fail.
 
     Args:
-        folder: Folder of the recording, as given to ``record=``.
+        folder: Folder of the recording, as passed to ``record=``.
         script: Path of the script; by default the recorded path, which must be in or below the current folder.
-        arguments: Arguments of the script; by default the recorded ones.
-        job: Name of the job, if the folder has recordings of several.
+        arguments: Arguments of the script; by default the recorded arguments.
+        job: Name of the job, if the folder has recordings of several jobs.
 
     Returns:
-        Result of the replay; None if it differs from a run that failed.
+        Result of the replay; None if the replay differs from a run that failed.
 
     Raises:
         DivergenceError: The replay differs from a run that succeeded.
@@ -192,15 +183,10 @@ def run_command(
     rank: int | None,
     to_test: str | None,
 ) -> int:
-    """Run ``asyncdist replay``: replay a recording, and print the result.
+    """Run ``asyncdist replay``: replay a recording, print the result, and return the exit code.
 
-    Args:
-        folder, script, arguments, job: As for :func:`replay_script`.
-        rank: Rank in which pdb stops; None for none.
-        to_test: Path for a test that replays the recording, which is written instead of a replay; None for no test.
-
-    Returns:
-        Exit code: 0; 1 if the replay differs or a rank fails as recorded; 2 for wrong input.
+    The code is 0 if the replay equals the recording, 1 if it differs or a rank fails as recorded, and 2 for wrong
+    input. ``rank`` is the rank in which pdb stops. ``to_test`` is the path of a test to write instead of a replay.
     """
     try:
         recording = read_recording(folder, job)
@@ -241,7 +227,7 @@ def _replay_once(recording: Recording, ran: _ReplayedScript) -> int:
         return 1
     replayed = ran.ended[0]
     failed = print_failures(replayed.report, ended.error, "replay")
-    without = "no result" if replayed.cut_ranks else "None"  # for a rank that has not ended
+    without = "no result" if replayed.cut_ranks else "None"  # shown for a rank that has not ended
     print_out(*results_of(replayed.report, without), *_summary(replayed))
     return 1 if failed else 0
 
@@ -266,7 +252,7 @@ def _write_test(recording: Recording, ran: Script, path: Path) -> list[str]:
     folder = path.with_name(f"{path.stem}_recording")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()  # fails if a link is there, which another user may have made
+        folder.mkdir()  # fails if the path is a link, which another user may have made
         for each in recording.ranks:
             shutil.copy(each.path, folder)
         text = _TEST.format(

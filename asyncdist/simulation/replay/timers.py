@@ -1,4 +1,4 @@
-"""Keeps the timers, sleeps and deadlines of a replayed rank, which end at their recorded positions."""
+"""Stores the timers, sleeps and deadlines of a replayed rank, which end at their recorded positions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,7 @@ from asyncdist.waits import WaitId
 
 
 class _Timer:
-    """One scheduled call.
-
-    Attributes:
-        what: Identity of the timer.
-        when_s: Virtual time of the call in seconds; used only after the end of the record.
-    """
+    """One scheduled call; ``when_s`` is its virtual time, which is used only after the end of the record."""
 
     __slots__ = ("_args", "_call", "_context", "_is_cancelled", "is_over", "what", "when_s")
 
@@ -40,7 +35,7 @@ class _Timer:
         self._context = context or contextvars.copy_context()
 
     def cancel(self) -> None:
-        """Never make the call."""
+        """Cancel the call."""
         self.is_over = self._is_cancelled = True
 
     def cancelled(self) -> bool:
@@ -52,14 +47,14 @@ class _Timer:
         return self.when_s
 
     def fire(self) -> None:
-        """Make the call, unless it was made or cancelled."""
+        """Make the call, unless it was already made or cancelled."""
         if not self.is_over:
             self.is_over = True
             self._context.run(self._call, *self._args)
 
 
 class Timers:
-    """Replaces :meth:`asyncdist.messaging.engine.Engine.call_later` during a replay."""
+    """The timers of a replayed rank, which fire at their recorded positions instead of by the clock."""
 
     def __init__(self, loop: RankLoop) -> None:
         self._loop = loop
@@ -67,7 +62,7 @@ class Timers:
         self._is_released = False
 
     def call_later(self, delay_s: float, what: WaitId, call: Callable[..., object], *args: Any) -> _Timer:
-        """Schedule a call, made by :meth:`fire`, or, after :meth:`release`, at its virtual time."""
+        """Schedule a call, which :meth:`fire` makes; after :meth:`release`, the call is made at its virtual time."""
         return self._keep(_Timer(what, self._loop.time() + delay_s, call, args))
 
     def call_at(
@@ -77,7 +72,7 @@ class Timers:
         call: Callable[..., object],
         context: contextvars.Context | None,
     ) -> _Timer:
-        """Schedule a call as ``call_later`` does, for a time on the loop's clock."""
+        """Schedule a call for a time on the loop's clock, which :meth:`fire` makes."""
         return self._keep(_Timer(what, when_s, call, (), context))
 
     def _keep(self, timer: _Timer) -> _Timer:
@@ -93,7 +88,7 @@ class Timers:
         return self._first(what) is not None
 
     def fire(self, what: WaitId) -> None:
-        """Make the call of the timer with this identity that is due first."""
+        """Make the call of the earliest timer with this identity."""
         timer = self._first(what)
         assert timer is not None, f"no timer {what}"
         timer.fire()
@@ -111,16 +106,7 @@ class Timers:
 
 
 class Wakings:
-    """Wakes tasks after sleeps and after work in threads, at the recorded positions.
-
-    It replaces :meth:`Engine.wake_by` and asyncio's timers.
-
-    Args:
-        loop: The rank's event loop.
-        timers: The rank's timers.
-        is_to_come: Returns whether the rest of the record has a waking with this identity.
-        look_soon: Schedules a look at the rank's next observation.
-    """
+    """Wakes tasks after sleeps and after work in threads, at the recorded positions."""
 
     def __init__(
         self, loop: RankLoop, timers: Timers, is_to_come: Callable[[WaitId], bool], look_soon: Callable[[], None]
@@ -132,11 +118,11 @@ class Wakings:
         self._engine: ObservedEngine
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin; main starts next."""
+        """Begin the replay of observations, just before main starts."""
         self._engine = engine
 
     def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
-        """Call ``wake`` at its recorded position; immediately if the record does not have it."""
+        """Call ``wake`` at its recorded position, or immediately if it is not recorded."""
         if self._is_to_come(what):
             self._keep(self._loop.time(), what, wake, None)
         else:
@@ -166,14 +152,7 @@ class Wakings:
 
 @dataclass(slots=True, eq=False)
 class Deadline:
-    """Deadline of one task's wait.
-
-    Attributes:
-        what: Identity of the wait.
-        when_s: Virtual time of the deadline in seconds; used only after the end of the record.
-        on_passed: Wakes the task.
-        has_passed: Whether the deadline has passed.
-    """
+    """Deadline of one task's wait; its virtual time ``when_s`` is used only after the end of the record."""
 
     what: WaitId
     when_s: float
@@ -182,7 +161,7 @@ class Deadline:
 
 
 class Deadlines:
-    """Keeps the deadlines of a rank's tasks."""
+    """The deadlines of a replayed rank's tasks, which expire at their recorded positions."""
 
     def __init__(self, loop: RankLoop) -> None:
         self._loop = loop
@@ -190,7 +169,7 @@ class Deadlines:
 
     @contextlib.contextmanager
     def waiting(self, what: WaitId, when_s: float, on_passed: Callable[[], object]) -> Iterator[Deadline]:
-        """Keep a deadline during the body of the ``with`` statement; ``on_passed`` wakes the task."""
+        """Store a deadline during the body of the ``with`` statement; ``on_passed`` wakes the task."""
         deadline = Deadline(what, when_s, on_passed)
         self._waiting.append(deadline)
         try:
@@ -204,11 +183,11 @@ class Deadlines:
         return any(each.what == what for each in self._waiting)
 
     def expire(self, what: WaitId) -> None:
-        """Let the earliest deadline of the waits with this identity pass."""
+        """Let the earliest deadline of the waits with this identity expire."""
         self._expire(min((each for each in self._waiting if each.what == what), key=lambda each: each.when_s))
 
     def release(self) -> None:
-        """Let the pending deadlines pass by the virtual clock, because the record has ended."""
+        """Let the pending deadlines expire by the virtual clock, because the record has ended."""
         for deadline in self._waiting:
             self._loop.call_at(deadline.when_s, self._expire, deadline)
 

@@ -1,4 +1,4 @@
-"""Delivers the messages of a replay immediately; each rank's gate decides when the rank receives them."""
+"""Transports the messages of a replay, which arrive at once; each rank's gate decides when they are received."""
 
 from __future__ import annotations
 
@@ -23,14 +23,7 @@ from asyncdist.transports.base import (
 
 
 class ReplayTransport(Transport):
-    """Transport of one rank of a replay.
-
-    Args:
-        inner: Simulated transport, used for everything but messages.
-        gate: Gate of this rank.
-        mailboxes: All ranks' mailboxes, by rank.
-        header, conditions: Those of the rank's recording.
-    """
+    """Transport of one rank of a replay; only messages bypass the simulated transport ``inner``."""
 
     def __init__(
         self, inner: Transport, gate: Gate, mailboxes: Sequence[Mailbox], header: Header, conditions: Conditions
@@ -46,7 +39,7 @@ class ReplayTransport(Transport):
         self.job_nonce = conditions.nonce
         self.hosts = conditions.hosts
         self.capabilities = Capabilities(
-            native_collectives=capabilities.native_collectives,  # group members agree on it first
+            native_collectives=capabilities.native_collectives,  # the members of a group must agree on this
             survives_rank_loss=capabilities.survives_rank_loss,
             wakes=True,
             misses_wakes=False,
@@ -111,7 +104,7 @@ class ReplayTransport(Transport):
 
 
 class _Sent:
-    """A send that has completed: its message is already in the mailbox."""
+    """A send that has completed, because its message is already in the receiver's mailbox."""
 
     cancelled = False
     source = -1
@@ -128,7 +121,7 @@ _SENT = _Sent()
 
 
 class _SentToLost(_Sent):
-    """A send that fails because the sender has been notified of the receiver's loss."""
+    """A send that fails, because the sender has been notified of the receiver's loss."""
 
     def __init__(self, dest: int) -> None:
         self._dest = dest
@@ -138,7 +131,7 @@ class _SentToLost(_Sent):
 
 
 class _Receive:
-    """A receive that completes when its message is admitted, or fails when the rank sees the sender's loss."""
+    """A receive that completes when its message is admitted, or fails when its rank is notified of a loss."""
 
     def __init__(self, admission: Admission, lost: Collection[int], buffer: memoryview, source: int, tag: int) -> None:
         self._admission = admission
