@@ -1,4 +1,4 @@
-"""Events of each rank: kept in memory for reports, written to files, and read back."""
+"""Records the events of each rank: keeps the latest in memory, writes all to a file, and reads the file back."""
 
 from asyncdist import compiled
 

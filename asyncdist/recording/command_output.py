@@ -1,4 +1,4 @@
-"""Prints the output of commands, whose reader may close it early, as ``head`` does."""
+"""Prints the output of commands, and copes with readers that close it early, as ``head`` does."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ from asyncdist.validation import printable
 
 
 def print_to(command: str, write: Callable[[], None]) -> int:
-    """Call ``write``, and return the exit code. Output is dropped after its reader has closed it.
+    """Call ``write``, which prints to standard output, and return the exit code of ``command``.
 
-    Characters that the encoding of standard output lacks are printed as backslash escapes.
-
-    Args:
-        command: Name of the command, for an error message.
-        write: Prints to standard output.
+    Output is dropped after its reader has closed it. Characters that the encoding lacks become backslash escapes.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -26,7 +22,7 @@ def print_to(command: str, write: Callable[[], None]) -> int:
         sys.stdout.flush()
     except OSError as error:
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)  # Python flushes the rest when it ends, and would fail again
+        os.dup2(null, 1)  # prevents a second error when Python flushes the output at exit
         os.close(null)
         if not isinstance(error, BrokenPipeError):
             return refuse(command, f"standard output cannot be written: {error.strerror}")

@@ -1,7 +1,7 @@
-"""Keeps the latest events of a rank, and passes events to a recording.
+"""Defines the events of a rank, keeps the latest of them in memory, and passes all of them to a recording.
 
-An event has a time, a kind and fields. :data:`KINDS` lists all kinds. :mod:`asyncdist.recording.writer` writes events
-to a file, in which a kind is its index in this list. New kinds and new fields are therefore added at the end.
+An event has a time, a kind and fields. In a file, a kind is represented by its index in :data:`KINDS`, so new kinds and
+new fields are appended (see :mod:`asyncdist.recording.writer`).
 """
 
 from __future__ import annotations
@@ -12,90 +12,88 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from asyncdist.waits import WaitId
 
-#: A field of an event.
+#: Value of one field of an event.
 Field: TypeAlias = int | float | str | WaitId | Sequence[int] | Sequence[float] | None
 
 
 def whole(field: Field) -> int:
-    """Return a field that is known to be an integer."""
+    """Return a field that is known to be an integer, for the type checker."""
     assert isinstance(field, int), f"the field must be an integer, got {field!r}"
     return field
 
 
-#: The kinds of events, each with the names of its fields. The field ``seconds`` is a duration that ends at the event.
+#: Kinds of events, each with the names of its fields. The field ``seconds`` is a duration that ends at the event.
 KINDS: Final[dict[str, tuple[str, ...]]] = {
-    # A policy has started on this rank. Its number identifies it in the events below.
+    # A policy started on this rank; its number identifies it in other events.
     "policy": ("policy", "class_name", "name", "average_every", "model_nbytes", "ranks"),
-    # A call of ``policy.step`` has ended.
+    # A call of ``policy.step`` ended.
     "step": ("policy", "iteration", "seconds"),
     # The user's code returned a metric.
     "metric": ("policy", "iteration", "value"),
-    # This rank's new state in a round: a state of protocols.selective.member, in lower case.
+    # This rank entered a new state of a round; the states are defined by protocols.selective.member.
     "role": ("policy", "round", "state"),
-    # This rank has applied new weights.
+    # This rank applied new weights.
     "applied": (
         *("policy", "round", "iteration", "donors", "weights"),
         *("staleness_steps", "seconds", "nbytes", "coordinator", "route"),
     ),
     # A round whose average this rank should have applied was abandoned.
     "abandoned": ("policy", "round", "iteration", "reason"),
-    # On the coordinator: a report has arrived; a round was decided; its donors were fixed; the round has ended.
+    # On the coordinator: a rank's report arrived, a round was decided, its donors were fixed, or the round ended.
     "heard": ("policy", "source", "iteration", "value"),
     "decided": ("policy", "round", "donors", "replacers", "route"),
     "frozen": ("policy", "round", "donors"),
     "ended": ("policy", "round", "reason"),
-    # Another rank has become the coordinator.
+    # Another rank became the coordinator.
     "coordinator": ("policy", "epoch", "rank"),
-    # A policy has ended on this rank.
+    # A policy ended on this rank.
     "closed": ("policy", "iteration"),
-    # A message was passed to the transport, or received from it. The k-th message sent to a rank on a tag is the k-th
-    # message that the rank receives from the sender on that tag.
+    # A message was passed to the transport. The k-th message sent to a rank on a tag is the k-th that it receives
+    # there.
     "sent": ("dest", "tag", "nbytes"),
-    # ``pass`` is the number of the polling pass, modulo 65536: a pass receives its messages together. It is -1 if a
-    # task received the message without a pass, and -2 before the world was open. ``turn`` counts the passes and yields
-    # of the safe point. ``woken`` and ``begun`` count the waits that have ended and begun since the last safe point
-    # began.
+    # A message was received. ``pass`` is the number of the polling pass modulo 65536: all messages of a pass are
+    # received together. It is -1 if a task received the message without a pass, and -2 before the world was open.
+    # ``turn`` counts the passes and yields of the safe point. ``woken`` and ``begun`` count the waits that have ended
+    # and begun since the last safe point began. These fields have the same meaning in all kinds.
     "received": ("source", "tag", "nbytes", "pass", "turn", "woken", "begun"),
-    # A wait of a task has ended; see :data:`asyncdist.recording.writer.WAIT_S_MIN`.
+    # A task's wait of at least :data:`asyncdist.recording.writer.WAIT_S_MIN` seconds ended.
     "waited": ("what", "seconds"),
-    # Another rank was lost, or has returned as a new process. ``turn`` and ``woken`` are as for "received".
+    # Another rank was lost, or returned as a new process.
     "lost": ("rank", "turn", "woken"),
     "returned": ("rank", "incarnation"),
-    # Main has ended with this error; "" if it returned.
+    # Main ended with this error; "" if it returned.
     "over": ("error",),
-    # For replays: a safe point has begun or ended; a line of code has read the clock; a deadline has passed. The
-    # beginning of a safe point without events is not recorded. ``woken`` of a safe point counts the waits that ended
-    # between the previous safe point and this one.
+    # For replays: a safe point began or ended, a line of code read the clock, or a deadline expired. A safe point
+    # without events has one event at its end. Its ``woken`` counts the waits that ended since the previous safe point.
     "safe_point": ("has_ended", "turns", "woken"),
     "clock": ("seconds", "line"),
     "deadline": ("what", "turn", "woken"),
-    # CRC-32 of a policy's final weights, if they are not too large.
+    # A policy ended with final weights that have this CRC-32; None if they are too large to compute it.
     "weights": ("policy", "checksum"),
-    # A timer of the runtime or of asyncio has fired, or work in a thread has ended. Counts are as for "received".
+    # A timer of the runtime or of asyncio fired, or work in a thread ended.
     "timer": ("what", "turn", "woken", "begun"),
-    # A task continues after a failed collective. ``turn`` and ``woken`` are as for "received".
+    # A task continued after a failed collective.
     "failed": ("turn", "woken"),
-    # A signal has cancelled main. ``waited_for`` names main's wait and its line of code; "" if main was not waiting.
+    # A signal cancelled main. ``waited_for`` names main's wait and its line of code; "" if main was not waiting.
     "interrupted": ("waited_for",),
-    # A task continues after a collective that MPI has carried out. ``turn`` and ``woken`` are as for "received".
+    # A task continued after a collective that MPI carried out.
     "collective": ("tag", "turn", "woken"),
-    # MPI has reduced floating-point numbers in its own order. ``result`` has the bytes of the result as
-    # hexadecimal digits; "" if they are too many.
+    # MPI reduced floating-point numbers in its own order. ``result`` is hexadecimal; "" if the result is too large.
     "reduced": ("tag", "nbytes", "result"),
-    # A number that depends on timing alone, such as the part of a tensor that was written to another rank's memory.
+    # A number was measured that depends on timing alone, such as the part of a tensor that another rank has written.
     "measured": ("what", "value"),
-    # The file ends before its rank: it has reached its size limit, or can no longer be written.
+    # The file ends before its rank, because it has reached its size limit or can no longer be written.
     "cut": ("why",),
-    # A rank that was restarted or joined late has started with the state of a member, including its weights.
+    # A rank that was restarted or joined late started with the state of another rank, including its weights.
     "joined": ("policy", "round", "iteration", "donor"),
-    # The ranks of a host have logged their story, because the job made no progress or is aborted. The rank that logs it
-    # and a few others record it.
+    # The ranks of a host logged an explanation (a "story") of why the job made no progress or was aborted. The rank
+    # that logs the story and a few others record it.
     "told": ("story",),
 }
 _PLACES: Final = {kind: {name: place for place, name in enumerate(names)} for kind, names in KINDS.items()}
-#: The ``pass`` of a message that was received before the rank's world was open.
+#: Value of ``pass`` for a message that was received before the rank's world was open.
 BEFORE_WORLD: Final = -2
-#: Number of events that a rank keeps in memory. Steps, messages and arriving reports are not kept: they are too many.
+#: Number of events that a rank keeps in memory. Frequent events (steps, messages, reports) are not kept.
 CAPACITY: Final = 256
 
 
@@ -104,7 +102,7 @@ class Event(NamedTuple):
 
     Attributes:
         time_s: Time in seconds, on the clock of the rank's loop, which starts at an arbitrary moment.
-        kind: One of :data:`KINDS`.
+        kind: A key of :data:`KINDS`.
         fields: Values of the fields that :data:`KINDS` lists for the kind.
     """
 
@@ -119,7 +117,7 @@ class Event(NamedTuple):
 
     @property
     def wait(self) -> WaitId:
-        """Identity of the event's wait, timer or number, from its field ``what``."""
+        """Identity of the wait, timer or number that the event's field ``what`` describes."""
         return WaitId(*self.get("what"))
 
     def __str__(self) -> str:
@@ -128,13 +126,10 @@ class Event(NamedTuple):
 
 
 class EventLog:
-    """Keeps the latest events of one rank, and passes each to a sink if there is one.
-
-    Args:
-        clock: Returns the time in seconds.
+    """Keeps the latest events of one rank, and passes every event to a sink if there is one.
 
     Attributes:
-        now: The clock.
+        now: Returns the time in seconds.
         sink: Called with each event; None if nothing is recorded.
         counts: Number of events of each kind. Roles are counted by state, for example as ``"role giving"``.
     """
@@ -155,12 +150,12 @@ class EventLog:
             self.sink(time_s, kind, fields)
 
     def record(self, kind: str, *fields: Field) -> None:
-        """Pass an event to the sink without keeping it; for events that are too many to keep."""
+        """Pass an event to the sink without keeping it in memory, because such events are too frequent."""
         if self.sink is not None:
             self.sink(self.now(), kind, fields)
 
     def latest(self) -> tuple[Event, ...]:
-        """Return the events kept, oldest first."""
+        """Return the kept events, oldest first."""
         return tuple(self._latest)
 
     def number_policy(self) -> int:

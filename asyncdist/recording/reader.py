@@ -1,6 +1,6 @@
-"""Reads recordings in the format of :mod:`asyncdist.recording.writer`, including damaged ones.
+"""Reads recordings in the format of :mod:`asyncdist.recording.writer`, up to the first damage.
 
-Callers get only headers and events that :mod:`asyncdist.recording.schema` has checked.
+All headers and events are checked by :mod:`asyncdist.recording.schema`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from asyncdist.validation import printable
 
 logger = logging.getLogger("asyncdist.recording.reader")
 
-#: Number of jobs, the latest ones, that an error names if a folder has several.
+#: Maximum number of jobs that an error names if a folder has recordings of several; the latest jobs are named.
 _JOB_COUNT_MAX: Final = 8
-#: Number of bytes that are read from a file at once, and that are checked at once.
+#: Number of bytes that are read, and checked, at a time.
 _READ_NBYTES: Final = 1 << 16
 _CHECK_NBYTES: Final = 1 << 16
 
@@ -46,8 +46,8 @@ class RankRecording:
         header: Header of the file.
         schema: Checks the events.
         header_nbytes: Size of the header in bytes.
-        nbytes: Size of the file in bytes when it was opened. A running rank writes more, which is not read.
-        damage: Description of the damage at the end of the file; "" if it is intact.
+        nbytes: Size of the file in bytes when it was opened. Later events of a running rank are not read.
+        damage: Description of the damage at the end of the file; "" if the file is intact.
     """
 
     path: Path
@@ -72,11 +72,7 @@ class RankRecording:
         return self.header.unix_s + time_s - self.header.clock_s
 
     def conditions(self) -> Conditions:
-        """Read the conditions in which a replay starts from the header.
-
-        Raises:
-            RecordingError: The header does not contain valid conditions.
-        """
+        """Read the initial conditions of a replay from the header; raise RecordingError if they are invalid."""
         with self.path.open("rb") as file:
             data = file.read(self.header_nbytes)
         try:
@@ -86,21 +82,14 @@ class RankRecording:
             raise RecordingError(f"{why}; record the run anew") from error
 
     def events(self) -> Iterator[Event]:
-        """Iterate over the events, oldest first, up to the first damage; a file may have millions.
-
-        Each call yields the same events, even if the rank is still writing. :func:`read_recording` has checked them.
-        """
+        """Iterate over the events, oldest first, up to the first damage. Each call yields the same events."""
         read = self.schema.reader()
         for block in self.blocks():
             if not isinstance(block, str):
                 yield from read(block.content, block.time_s)
 
     def check(self) -> str:
-        """Check the whole file; return a description of the damage at its end, or "".
-
-        Raises:
-            RecordingError: The file has content that no rank writes.
-        """
+        """Check the whole file; return a description of the damage at its end, or "". Raise if its content is invalid."""
         damage, waiting, nbytes = "", list[_Block](), 0
         for block in self.blocks():
             if isinstance(block, str):
@@ -115,7 +104,7 @@ class RankRecording:
         return damage
 
     def _check(self, blocks: Sequence[_Block]) -> None:
-        """Check blocks together, which is faster, and one by one if that fails."""
+        """Check several blocks at once, which is faster; if that fails, check each block to find the invalid one."""
         try:
             self.schema.check(b"".join([block.content for block in blocks]))
         except EventError:
@@ -128,7 +117,7 @@ class RankRecording:
             raise AssertionError("blocks were refused together, but each is valid alone") from None
 
     def blocks(self) -> Iterator[_Block | str]:
-        """Yield the blocks, and at the end a description of the damage if there is any."""
+        """Yield the blocks, and finally a description of the damage if there is any."""
         with self.path.open("rb") as file:
             file.seek(self.header_nbytes)
             yield from _blocks(_Part(file, self.nbytes - self.header_nbytes), self.header_nbytes, self.nbytes)
@@ -136,14 +125,7 @@ class RankRecording:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Recording of a job: the files of all its ranks.
-
-    Attributes:
-        job: Name of the job.
-        size: Number of ranks.
-        ranks: Files, ordered by rank and incarnation.
-        missing: Ranks without a file.
-    """
+    """Recording of a job: the files of all its ranks, ordered by rank and incarnation."""
 
     job: str
     size: int
@@ -159,12 +141,12 @@ class Recording:
 def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Recording:
     """Open the recording of one job, and check each event.
 
-    Truncated or damaged files are read up to the damage, and files that are not recordings are ignored; a warning is
-    logged for both.
+    Truncated or damaged files are read up to the damage, and files that are not recordings are ignored. A warning is
+    logged in both cases.
 
     Args:
-        folder: Folder of the recording, as given to ``record=``.
-        job: Name of the job, if the folder has recordings of several.
+        folder: Folder of the recording, as passed to ``record=``.
+        job: Name of the job, if the folder has recordings of several jobs.
 
     Raises:
         RecordingError: No recording can be read, the folder has several jobs and ``job`` is None, a rank has two files,
@@ -207,7 +189,7 @@ def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Re
 
 
 def told_of_other_version(recording: Recording) -> str | None:
-    """Return a sentence that names both versions if another version of asyncdist made the recording; else None."""
+    """Return a sentence that names both versions if a different version of asyncdist made the recording; else None."""
     for each in recording.ranks:
         if each.header.asyncdist != __version__:
             return f"{each.path} was written by asyncdist {each.header.asyncdist}, but this is asyncdist {__version__}"
@@ -215,7 +197,7 @@ def told_of_other_version(recording: Recording) -> str | None:
 
 
 def _chosen_job(root: Path, found: Sequence[RankRecording], job: str | None) -> str:
-    """Return the job to read. Raises RecordingError if it is not in the folder, or if several jobs could be meant."""
+    """Return the job to read. Raise RecordingError if it is not in the folder, or if several jobs could be meant."""
     jobs = sorted({each.header.job: each.header.unix_s for each in found}.items(), key=lambda item: item[1])
     names = [name for name, _ in jobs]
     known = ", ".join(names[-_JOB_COUNT_MAX:])
@@ -231,7 +213,7 @@ def _chosen_job(root: Path, found: Sequence[RankRecording], job: str | None) -> 
 
 
 def _open_all(paths: Sequence[Path]) -> tuple[list[RankRecording], list[RecordingError]]:
-    """Return the readable files that are not empty, and an error for each unreadable one."""
+    """Return the readable files that are not empty, and an error for each unreadable file."""
     found, refused, schemas = [], [], dict[Any, EventSchema]()
     for path in paths:
         try:
@@ -262,12 +244,7 @@ class _Part:
 
 
 def _open(path: Path, schemas: dict[Any, EventSchema]) -> RankRecording | None:
-    """Read a file's header; return None if the file is empty.
-
-    Args:
-        path: Path of the file.
-        schemas: Cache of schemas, since making one takes a millisecond and all ranks of a job have the same.
-    """
+    """Read a file's header; return None if the file is empty. ``schemas`` caches the schemas of all files."""
     if not path.is_file():
         raise RecordingError(f"{path} is not a file")
     try:
@@ -297,7 +274,7 @@ def _open(path: Path, schemas: dict[Any, EventSchema]) -> RankRecording | None:
 
 
 def _looked_at(each: RankRecording) -> RankRecording:
-    """Check a file's blocks. This reads the whole file, so it is done only for files of the chosen job."""
+    """Check a file's blocks, which reads the whole file; used only for the files of the chosen job."""
     try:
         each = replace(each, nbytes=each.path.stat().st_size)
         return replace(each, damage=each.check())
@@ -306,7 +283,7 @@ def _looked_at(each: RankRecording) -> RankRecording:
 
 
 def _checked(path: Path, data: bytes) -> Header:
-    """Decode and check a header. Raises RecordingError."""
+    """Decode and check a header. Raise RecordingError if it is invalid."""
     try:
         preamble = schema.read_preamble(data)
     except (ValueError, RecursionError):
@@ -325,7 +302,7 @@ def _checked(path: Path, data: bytes) -> Header:
 
 
 class _Block(NamedTuple):
-    """A block of a file: its offset in bytes, its time, and its events, not decoded yet."""
+    """A block of a file: its offset in bytes, its time, and its undecoded events."""
 
     place: int
     time_s: float
@@ -333,7 +310,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(file: _Part, begin: int, end: int) -> Iterator[_Block | str]:
-    """Yield the blocks from byte ``begin`` to ``end``, and at the end a description of the damage if there is any."""
+    """Yield the blocks from byte ``begin`` to ``end``, and finally a description of the damage if there is any."""
     limits = {"max_bin_len": OBJECT_NBYTES_MAX, "max_array_len": 3, **dict.fromkeys(_NONE, 0)}
     unpacker = msgpack.Unpacker(file, read_size=_READ_NBYTES, max_buffer_size=4 * OBJECT_NBYTES_MAX, **limits)
     for count in itertools.count():
@@ -358,5 +335,5 @@ def _blocks(file: _Part, begin: int, end: int) -> Iterator[_Block | str]:
                 return
 
 
-#: Limits of msgpack types that blocks do not contain; all are set to 0.
+#: All limits are 0 for msgpack types that blocks do not contain.
 _NONE: Final = ("max_str_len", "max_map_len", "max_ext_len")

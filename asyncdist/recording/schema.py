@@ -1,9 +1,8 @@
-"""Defines the valid content of a recording: each header and each event is checked when it is read.
+"""Defines the valid content of a recording; each header and each event is checked when it is read.
 
-A recording is untrusted input: it may come from another version, a damaged disk or an attacker. msgspec decodes the
-bytes directly into the types below. It refuses a wrong type, a number outside its bounds, and a missing or unknown
-field. It builds only objects of these types, so a few bytes cannot claim gigabytes. (pydantic 2 checks Python objects,
-which something else has to build first: 670 ns for an event, while msgspec takes 70 ns from the bytes.)
+A recording is untrusted input, from a different version, a damaged disk or an attacker. msgspec decodes the bytes
+directly into the types below and refuses wrong types, numbers outside their bounds, and missing or unknown fields. It
+builds only objects of these types, so a few bytes cannot allocate gigabytes.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from asyncdist.validation import printable
 
 #: Maximum number of ranks of a job.
 SIZE_MAX: Final = 1 << 16
-#: Maximum size of a header or a block. Writers make blocks of 32 KiB, or larger for a longer event.
+#: Maximum size of a header or a block, in bytes. Writers make blocks of 32 KiB, or larger for a longer event.
 OBJECT_NBYTES_MAX: Final = 1 << 22
-#: Maximum time of a monotonic clock, some 300 years, and of the wall clock, the year 9999; in seconds.
+#: Maximum of a monotonic clock (some 300 years) and of the wall clock (the year 9999), in seconds.
 CLOCK_S_MAX: Final = 1e10
 _UNIX_S_MAX: Final = 253402300799.0
 
@@ -34,9 +33,9 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 53)]
 Text: TypeAlias = Annotated[str, Meta(max_length=1 << 20)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=CLOCK_S_MAX)]
 Clock: TypeAlias = Annotated[float, Meta(ge=-CLOCK_S_MAX, le=CLOCK_S_MAX)]
-#: A number that all formats of tables can hold. NaN and infinities are allowed, for metrics of a run that diverged.
+#: A number that all formats of tables can represent, including NaN and infinity, because a run may diverge.
 Number: TypeAlias = Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)] | float
-#: The fields of a :class:`asyncdist.waits.WaitId`. Another version may have other kinds.
+#: Fields of a :class:`asyncdist.waits.WaitId`; a recording of a different version may contain other kinds.
 _Wait: TypeAlias = tuple[
     Annotated[str, Meta(pattern=r"^[a-z][a-z_]{0,63}\Z")],
     Count | None,
@@ -44,7 +43,7 @@ _Wait: TypeAlias = tuple[
     Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)] | None,
     Text,
 ]
-#: Fields that this version does not know.
+#: Value of a field that this version does not know.
 _Other: TypeAlias = bool | int | float | Text | list[int | float] | None
 #: Name of a job, with which the names of its files begin.
 _Job: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9A-Za-z_][0-9A-Za-z_.-]{0,63}\Z")]
@@ -52,7 +51,7 @@ _Name: TypeAlias = Annotated[str, Meta(pattern=r"^[a-z][a-z_]{0,31}\Z")]
 
 
 class RecordedCapabilities(Struct, frozen=True):
-    """Capabilities of a recorded rank's transport: see :class:`asyncdist.transports.base.Capabilities`."""
+    """Capabilities of a recorded rank's transport (:class:`asyncdist.transports.base.Capabilities`)."""
 
     native_collectives: bool
     survives_rank_loss: bool
@@ -64,13 +63,7 @@ class RecordedCapabilities(Struct, frozen=True):
 
 
 class RandomStates(Struct, frozen=True):
-    """Initial states of a rank's random generators.
-
-    Attributes:
-        python: Version, numbers and cached Gaussian of ``random.getstate()``.
-        numpy: Name, words, position and cached Gaussian of ``numpy.random.get_state()``.
-        torch: Bytes of ``torch.get_rng_state()``.
-    """
+    """Initial states of a rank's random generators, as Python, numpy and torch return them."""
 
     python: tuple[
         Literal[3],
@@ -92,13 +85,11 @@ class RandomStates(Struct, frozen=True):
 
 
 class Header(Struct, frozen=True, kw_only=True):
-    """Header of a rank's file: see :func:`asyncdist.recording.writer.header_of`.
+    """Header of a rank's file, as :func:`asyncdist.recording.writer.header_of` writes it.
 
     Attributes:
         job: Name of the job, the same on all of its ranks.
-        rank, size, incarnation: Those of the world.
         transport: Description of the transport, for users.
-        hostname, pid: Those of the process.
         asyncdist: Version of asyncdist.
         script, script_digest, arguments: Path of the program, its SHA-256 and its arguments.
         clock_s, unix_s: Clock of events and wall clock at the same moment, in seconds.
@@ -126,19 +117,17 @@ class Header(Struct, frozen=True, kw_only=True):
 
 
 class Conditions(Struct, frozen=True, kw_only=True):
-    """Conditions, from the header, in which a rank began; a replay starts in the same conditions.
+    """Initial conditions of a rank, from the header; a replay starts in the same conditions.
 
     Attributes:
         torch: Version of torch.
         nonce: Random number of the job.
-        capabilities: Capabilities of the transport.
         thread_count: Number of torch's threads.
-        random: States of the random generators.
-        size: Number of ranks.
-        hosts: For each rank, the first rank on its host; None if all are on one host.
-        first_seed: Seed of torch when it was imported; None if the header does not have it.
+        hosts: For each rank, the first rank on its host; None if all ranks are on one host.
+        first_seed: Seed of torch when it was imported; None if not recorded.
         sent_before_count: Number of messages sent before the world was open.
-        tells_sleeps, tells_collectives: As for :class:`asyncdist.simulation.replay.log.RankLog`.
+        tells_sleeps: Whether the file contains the firing of asyncio's timers.
+        tells_collectives: Whether the file contains all ends of collectives after which a task continued.
     """
 
     torch: Text
@@ -176,7 +165,7 @@ _OFFSET: Final = Annotated[int, Meta(ge=-(10**16), le=10**16)]
 
 
 def _types_of_fields(size: int) -> Mapping[str, Any]:
-    """Return the types of event fields for ``size`` ranks, by the field's name or by ``kind.name``."""
+    """Return the types of event fields for ``size`` ranks, keyed by the field's name or by ``kind.name``."""
     rank = Annotated[int, Meta(ge=0, lt=size)]
     rank_or_none = Annotated[int, Meta(ge=-1, lt=size)]
     ranks = Annotated[list[rank], Meta(max_length=size)]
@@ -205,7 +194,7 @@ def _types_of_fields(size: int) -> Mapping[str, Any]:
     }
 
 
-#: Makes an event from a tuple, in half the time of its constructor: there are millions of events.
+#: Makes an event from a tuple, in half the time of its constructor, because there are millions of events.
 _new_event: Final = functools.partial(tuple.__new__, Event)
 
 
@@ -217,8 +206,8 @@ class EventSchema:
     """Decodes the blocks of one file into checked events.
 
     Args:
-        kinds: Kinds of events in the file, with the names of their fields. A file of another version may have kinds and
-            fields that this version does not know.
+        kinds: Kinds of events in the file, with the names of their fields. A file of a different version may have kinds
+            and fields that this version does not know.
         size: Number of ranks.
 
     Attributes:
@@ -253,18 +242,15 @@ class EventSchema:
         return msgspec.defstruct(name, fields, **options)
 
     def check(self, content: bytes) -> None:
-        """Check all events in the content of one or several blocks. Raises EventError."""
+        """Check all events in the content of one or several blocks. Raise EventError if one is invalid."""
         try:
             self._check(b"\xdd" + self._count(content).to_bytes(4) + content)
         except (ValueError, RecursionError) as error:
-            self._counter = _unpacker()  # the old one may have stopped inside the content
+            self._counter = _unpacker()  # the previous unpacker may have stopped inside the content
             self._refuse(content, error)
 
     def reader(self) -> Callable[[bytes, float], list[Event]]:
-        """Return a function that decodes the blocks of one file, which :meth:`check` has accepted.
-
-        It takes the content of a block and its time, and returns the events of known kinds.
-        """
+        """Return a function that decodes the content of a block, given its time, into the events of known kinds."""
         unpacker, names = _unpacker(), self._names
 
         def read(content: bytes, time_s: float) -> list[Event]:
@@ -278,7 +264,7 @@ class EventSchema:
         return read
 
     def _count(self, content: bytes) -> int:
-        """Return the number of complete objects, which the decoder needs; it reports any incomplete one."""
+        """Return the number of complete objects, which the decoder needs; the decoder reports an incomplete object."""
         self._counter.feed(content)
         count = 0
         try:
@@ -304,7 +290,7 @@ class EventSchema:
         raise EventError(f"{event}: {_in_words(found['what'])}") from error
 
     def _name_of(self, content: bytes, number: int) -> str:
-        """Return the kind of the event with this number; "" if it has none."""
+        """Return the kind of the event with this number; "" if its kind is unknown."""
         unpacker = _unpacker()
         unpacker.feed(content)
         try:
@@ -323,12 +309,12 @@ def _unpacker() -> msgpack.Unpacker:
 
 
 def _is_known(name: str, fields: Sequence[str]) -> bool:
-    """Return whether this version knows a kind with these fields; the file may have more or fewer of them."""
+    """Return whether this version knows a kind with these fields, even if the file has more or fewer of them."""
     return name in KINDS and all(theirs == ours for theirs, ours in zip(fields, KINDS[name], strict=False))
 
 
 def why_refused(error: Exception) -> str:
-    """Return msgspec's description of an invalid header: the field, the expected value and the actual one."""
+    """Return msgspec's description of an invalid header: the field, the expected value and the actual value."""
     found = re.match(r"(?P<what>.*) - at `\$\.(?P<where>[^`]*)`$", str(error), re.DOTALL)
     if found is None:
         return _in_words(str(error))

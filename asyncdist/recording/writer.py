@@ -1,16 +1,15 @@
 """Writes the events of a rank to a file that can be read after a crash.
 
-The file of a rank is a stream of MessagePack objects (https://github.com/msgpack/msgpack/blob/master/spec.md):
+The file is a stream of MessagePack objects (https://github.com/msgpack/msgpack/blob/master/spec.md):
 
-1. The header, a map: see :func:`header_of`.
+1. The header, a map (see :func:`header_of`).
 2. Blocks, arrays of three elements: the time of the block in seconds (float 64), the CRC-32 of its content (zlib's),
-   and its content (bin). The content is a stream of events. An event is an array: the index of the kind in
-   :data:`~asyncdist.recording.events.KINDS`, the microseconds since the block's time, and the fields.
+and its content (bin). The content is a stream of events. An event is an array: the index of the kind in
+:data:`~asyncdist.recording.events.KINDS`, the microseconds since the block's time, and the fields.
 
-A block is written with one system call, when it is large or old, and when the rank fails or ends. A killed process thus
-loses about the last second, and a file that ends within a block loses only that block.
-
-Recording never ends or delays a run: if the file cannot be written, one warning is logged and training continues.
+A block is written with one system call when it is large or old, and when the rank fails or ends. A killed process
+therefore loses about the last second, and a file that ends within a block loses only that block. If the file cannot be
+written, one warning is logged and training continues.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ VERSION: Final = 2
 #: Suffix of the files of a recording.
 SUFFIX: Final = ".record"
 LIMIT_NBYTES: Final = 1 << 28
-#: Seconds of the shortest wait that is recorded.
+#: Minimum duration of a recorded wait, in seconds.
 WAIT_S_MIN: Final = 0.001
 
 _BLOCK_NBYTES: Final = 1 << 15
-#: Number of bytes reserved for the block that records that the limit is reached.
+#: Number of bytes reserved for the block that records that the size limit is reached.
 _CUT_NBYTES: Final = 160
 _BLOCK_AGE_S: Final = 1.0
 _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
@@ -96,7 +95,7 @@ def file_name(job: str, rank: int, incarnation: int) -> str:
 
 
 def remove_earlier(folder: Path, job: str, kept: str) -> None:
-    """Remove the files of earlier runs of this job except ``kept``. Simulations with the same seed share a name."""
+    """Remove the files of earlier runs of this job except ``kept``; simulations with equal seeds share a job name."""
     with contextlib.suppress(OSError):
         for path in folder.glob(f"{job}-rank*{SUFFIX}"):
             if path.name != kept:
@@ -104,14 +103,7 @@ def remove_earlier(folder: Path, job: str, kept: str) -> None:
 
 
 def header_of(*, job: str, rank: int, size: int, incarnation: int, transport: str, hostname: str) -> dict[str, Any]:
-    """Return the header of a rank's file; the runtime adds the conditions for replays.
-
-    Args:
-        job: Name of the job, the same on all of its ranks.
-        rank, size, incarnation: Those of the world.
-        transport: Description of the transport.
-        hostname: Name of the rank's host.
-    """
+    """Return the header of a rank's file; the runtime adds the conditions for replays."""
     script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
     return {
         "format": FORMAT,
@@ -131,7 +123,7 @@ def header_of(*, job: str, rank: int, size: int, incarnation: int, transport: st
         "script_digest": _digest_of(script),
         "arguments": [readable(word) for word in sys.argv[1:]]
         if script
-        else [],  # in a notebook, they are the kernel's
+        else [],  # a notebook's arguments are those of its kernel
     }
 
 
@@ -158,13 +150,7 @@ def _digest_of(path: str) -> str:
 
 
 class RecordWriter:
-    """Writes the events of one rank. Events before :meth:`open` are kept until then.
-
-    Args:
-        options: Folder and size limit.
-        clock: Returns the time of events in seconds.
-        rank: This rank.
-    """
+    """Writes the events of one rank to its file; events before :meth:`open` are kept until then."""
 
     def __init__(self, options: RecordOptions, clock: Callable[[], float], rank: int) -> None:
         self._options = options
@@ -176,9 +162,9 @@ class RecordWriter:
         self._block = bytearray()
         self._process_id = os.getpid()
         self._block_began_at = clock()
-        self._is_at_safe_point = False  # a safe point has begun that is not recorded yet
+        self._is_at_safe_point = False  # whether a safe point has begun and is not recorded yet
         self._woken_count = 0
-        self._turn_count = -1  # of a safe point whose end is not recorded yet; -1 for none
+        self._turn_count = -1  # turns of a safe point whose end is not recorded yet; -1 if there is none
         self._has_sent = False
 
     @property
@@ -187,7 +173,7 @@ class RecordWriter:
         return not self._is_over
 
     def open(self, header: dict[str, Any]) -> None:
-        """Create the file, and write the header, with the current time on the clock of events and on the wall clock."""
+        """Create the file, and write the header with the current time on the clock of events and on the wall clock."""
         name = file_name(header["job"], header["rank"], header["incarnation"])
         clocks = {"clock_s": self._clock(), "unix_s": time.time()}
         try:
@@ -214,10 +200,10 @@ class RecordWriter:
         begin = len(block)
         try:
             _encode_into((code, int((time_s - self._block_began_at) * 1e6), *fields), block, -1)
-        except UnicodeEncodeError:  # from the name of a file in an error message, for example
-            del block[begin:]  # the part of the event that was encoded
+        except UnicodeEncodeError:  # for example from the name of a file in an error message
+            del block[begin:]  # removes the part of the event that was encoded
             _encode_into((code, int((time_s - self._block_began_at) * 1e6), *_readable_fields(fields)), block, -1)
-        # A story is written at once, because the process may be killed next.
+        # A story is written at once, because the process may be killed soon after it.
         if self._is_block_due(time_s) or (self._has_sent and code in (_STEP, _POLICY)) or code == _TOLD:
             self.flush()
 
@@ -229,10 +215,10 @@ class RecordWriter:
         self.add(self._clock(), kind, fields)
 
     def begin_safe_point(self, woken_count: int) -> None:
-        """Note that a safe point begins, and how many waits have ended. Both are recorded with the next event."""
+        """Record, together with the next event, that a safe point begins and how many waits have ended."""
         if self._is_over:
             return
-        if self._turn_count >= 0:  # no other event since the last safe point
+        if self._turn_count >= 0:  # no event since the last safe point
             time_s = self._clock()
             self._add_safe_point(time_s)
             if self._is_block_due(time_s):
@@ -240,10 +226,7 @@ class RecordWriter:
         self._is_at_safe_point, self._woken_count = True, woken_count
 
     def end_safe_point(self, turn_count: int) -> None:
-        """Note that a safe point has ended, and its number of passes and yields. It is recorded with the next event.
-
-        If the rank has sent messages, they are written: a replay needs them even if this process is killed now.
-        """
+        """Record that a safe point has ended, together with the next event, or now if the rank has sent messages."""
         if self._is_over:
             return
         self._turn_count = turn_count
@@ -265,7 +248,7 @@ class RecordWriter:
         self._is_at_safe_point, self._turn_count = False, -1
 
     def note_wait(self, what: WaitId, seconds: float) -> None:
-        """Record a task's wait, unless it was very short."""
+        """Record a task's wait, unless it is shorter than :data:`WAIT_S_MIN`."""
         if seconds >= WAIT_S_MIN:
             self.note("waited", what, seconds)
 
@@ -279,7 +262,7 @@ class RecordWriter:
             self._write(_encode((self._block_began_at, zlib.crc32(block), block)))
 
     def close(self) -> None:
-        """End the file."""
+        """Write the remaining events, and close the file."""
         self.flush()
         self._end()
 
@@ -312,7 +295,7 @@ class RecordWriter:
         self._end()
 
     def _write_cut(self, why: str) -> None:
-        """Record why the file ends, if there is room. Without that, it looks like the file of a killed rank."""
+        """Record why the file ends, if there is room; otherwise it looks like the file of a killed rank."""
         if self._file is None:
             return
         content = _encode((_CODES["cut"], 0, why))

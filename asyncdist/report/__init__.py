@@ -1,1 +1,1 @@
-"""Converts recordings to pages, traces and tables, and answers queries on them."""
+"""Converts recordings to pages, traces and tables, and answers SQL queries on them."""

@@ -1,10 +1,10 @@
 """Aligns the clocks of a recording's hosts.
 
-The ranks of a host share its monotonic clock, which times their events. They therefore have one offset, taken from the
-rank that began first. Hosts are compared by their wall clocks, which may differ by milliseconds. If a message would
-then arrive before it was sent, the receiving host is moved forward by the least time that corrects this (the longest
-paths in the graph of such constraints, as in Duda et al., "Estimating global time in distributed systems", ICDCS 1987).
-If no offsets can correct all messages, because one clock runs faster than another, the offsets are not changed.
+The ranks of a host share its monotonic clock, so they have one offset, taken from the rank that began first. Hosts are
+compared by their wall clocks, which may differ by milliseconds. If a message would then arrive before it was sent, the
+receiving host is moved forward by the least time that corrects this (the longest paths in the graph of such
+constraints, as in Duda et al., "Estimating global time in distributed systems", ICDCS 1987). If no offsets can correct
+all messages, because one clock runs faster than another, the offsets are not changed.
 """
 
 from __future__ import annotations
@@ -18,17 +18,14 @@ from typing import Final, TypeAlias
 from asyncdist.recording.events import whole
 from asyncdist.recording.reader import RankRecording, Recording
 
-#: Source, dest and tag.
+#: Source, destination and tag of a sequence of messages.
 Line: TypeAlias = tuple[int, int, int]
 #: Maximum number of rounds of corrections. More rounds than hosts mean that the constraints contradict each other.
 _ROUND_COUNT_MAX: Final = 64
 
 
 class Clocks:
-    """Converts the times of events to seconds since the job began.
-
-    Args:
-        recording: Recording of the job.
+    """Converts the times of a recording's events to seconds since the job began.
 
     Attributes:
         shifts: Seconds added to the clock of each moved host so that no message arrives before it was sent.
@@ -50,7 +47,7 @@ class Clocks:
             self._set_zero(recording)
 
     def _set_zero(self, recording: Recording) -> None:
-        for _ in range(2):  # the first pass has seconds since 1970, which are exact only to a quarter of a microsecond
+        for _ in range(2):  # seconds since 1970, used in the first pass, are exact only to a quarter of a microsecond
             zero = min(self.offset(each) + self._first_s[each.path] for each in recording.ranks)
             self.began_at_s += zero
             self._offsets = {host: offset - zero for host, offset in self._offsets.items()}
@@ -92,7 +89,7 @@ class Clocks:
 
 
 def _first_time_of(each: RankRecording) -> float:
-    """Return the time of a file's first event, if earlier than its header: ranks exchange messages before that."""
+    """Return the time of a file's header or first event, whichever is earlier; ranks may send before the header."""
     return min([each.header.clock_s, *(event.time_s for event in itertools.islice(each.events(), 1))])
 
 
@@ -103,15 +100,10 @@ def _host_of(each: RankRecording) -> str:
 def messages(
     recording: Recording, clocks: Clocks, wanted: Callable[[Line], bool] | None = None
 ) -> tuple[dict[Line, array[float]], dict[Line, array[float]]]:
-    """Return the times of sends and of receives, in order, by line.
+    """Return the times of sends and of receives, in order, by line (source, destination and tag).
 
-    The k-th send of a line belongs to its k-th receive. Lines of restarted ranks are left out, because messages to the
-    earlier process may be lost.
-
-    Args:
-        recording: Recording of the job.
-        clocks: Aligned clocks of the recording.
-        wanted: Returns whether a line is wanted; None for all lines.
+    The k-th send of a line belongs to its k-th receive. Lines of restarted ranks are left out, because messages to an
+    earlier process may be lost. ``wanted`` returns whether a line is wanted; by default all are.
     """
     counts: dict[int, int] = defaultdict(int)
     for each in recording.ranks:

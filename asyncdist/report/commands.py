@@ -1,4 +1,4 @@
-"""``asyncdist report``, ``asyncdist trace``, ``asyncdist export`` and ``asyncdist query``."""
+"""Implements ``asyncdist report``, ``asyncdist trace``, ``asyncdist export`` and ``asyncdist query``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _WriteError(Exception):
 
 @contextlib.contextmanager
 def _writing(what: str, allowed: str) -> Iterator[None]:
-    """Convert an OSError in the block to an error that says why ``what`` cannot be written, and what -o takes."""
+    """Convert an OSError in the block to an error that says why ``what`` cannot be written and what -o accepts."""
     try:
         yield
     except OSError as error:
@@ -81,7 +81,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run one of these commands; return the exit code."""
+    """Run the command that was chosen; return the exit code."""
     try:
         return int(options.call(options))
     except KeyboardInterrupt:
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_report(folder: str, job: str | None, out: str | None) -> int:
-    """Write the page; return the exit code."""
+    """Write the HTML page of a recording; return the exit code."""
     from asyncdist.recording.reader import RecordingError, read_recording
 
     try:
@@ -109,7 +109,7 @@ def run_report(folder: str, job: str | None, out: str | None) -> int:
 
 
 def run_trace(folder: str, job: str | None, out: str | None, profiles: Sequence[str]) -> int:
-    """Write the trace; return the exit code."""
+    """Write the trace of a recording; return the exit code."""
     from asyncdist.recording.reader import RecordingError, read_recording
     from asyncdist.report.trace import TraceError, write_trace
 
@@ -126,7 +126,7 @@ def run_trace(folder: str, job: str | None, out: str | None, profiles: Sequence[
 
 
 def run_export(folder: str, job: str | None, out: str | None, kind: str) -> int:
-    """Write the tables; return the exit code."""
+    """Write the tables of a recording; return the exit code."""
     from asyncdist.recording.reader import RecordingError, read_recording
     from asyncdist.report import tables
 
@@ -144,7 +144,7 @@ def run_export(folder: str, job: str | None, out: str | None, kind: str) -> int:
 
 
 def run_query(folder: str, job: str | None, statement: str) -> int:
-    """Print the result as a table on a terminal, otherwise as CSV; return the exit code."""
+    """Print the result of an SQL query as a table on a terminal, otherwise as CSV; return the exit code."""
     from asyncdist.recording.reader import RecordingError, read_recording
     from asyncdist.report import tables
 

@@ -1,4 +1,4 @@
-"""Writes the sentences with which a report begins, from a summary of the job."""
+"""Writes the sentences at the beginning of a report from a summary of the job."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from asyncdist.wording import plural, ranks_in_words, seconds_in_words
 
 #: A rank is slow if its median step takes longer than this factor times the median over all ranks.
 SLOW_FACTOR: Final = 1.25
-#: The start is mentioned if the first step ends later than this number of median steps after the beginning of the job.
+#: The start-up is mentioned if the first step ends later than this number of median steps after the job began.
 _LATE_START_STEPS: Final = 3.0
-#: Maximum numbers of ranks or pairs of ranks, and of reasons, that are named.
+#: Maximum number of ranks, or of pairs of ranks, that a sentence names.
 _COUNT_MAX: Final = 8
 _REASON_COUNT_MAX: Final = 3
 
 
 def conclusions(summary: Summary) -> list[str]:
-    """Return the sentences, by subject: ends, steps, metrics, rounds, lineage, messages."""
+    """Return sentences on the ends of ranks, steps, metrics, rounds, the descent of weights, and messages."""
     return [
         *_ends(summary),
         *_steps(summary),

@@ -1,4 +1,4 @@
-"""Renders the report of a job: one HTML page that needs no network."""
+"""Renders the report of a job as one HTML page that needs no network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncdist.wording import ranks_in_words, size_in_words
 
 #: Maximum number of ranks that are drawn as one line each; for more ranks, quantiles are drawn.
 LINE_COUNT_MAX: Final = 64
-#: Maximum numbers of rounds that are drawn and of replacements that are marked, evenly chosen among all.
+#: Maximum numbers of rounds and of replacements that are drawn, chosen evenly from all of them.
 ROUND_COUNT_MAX: Final = 400
 MARK_COUNT_MAX: Final = 1500
 #: Number of columns of the heat maps over time.
@@ -32,7 +32,7 @@ _SCALE_QUANTILES: Final = (0.02, 0.25, 0.75, 0.98)
 _SCALE_SPREADS: Final = 8.0
 _SCALE_FACTOR: Final = 2.0
 _QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
-#: Fraction of a step time by which ranks always differ; scales of colours span at least as much.
+#: Minimum range of a colour scale, as a fraction of the step time, because ranks always differ slightly.
 _NOISE: Final = 0.05
 #: Maximum number of losses, failovers and errors that are listed.
 _NEWS_COUNT_MAX: Final = 200
@@ -53,7 +53,7 @@ th {{ white-space: nowrap; }} .conclusions {{ padding-left: 1.2em; }} .conclusio
 {body}
 <script>{drawing}</script></body></html>
 """
-#: A figure is drawn when the reader scrolls near it, because drawing all at once takes seconds.
+#: Script that draws a figure when the reader scrolls near it, because drawing all figures at once takes seconds.
 _DRAWING: Final = """
 const figures = new Set(document.querySelectorAll(".figure"));
 const draw = (place) => {
@@ -74,7 +74,7 @@ if ("IntersectionObserver" in window) {
 
 
 def render(recording: Recording) -> str:
-    """Return the page of a recording."""
+    """Return the HTML page of a recording."""
     summary = summarise(recording)
     sections = []
     for title, note, figure in _sections(summary, recording.ranks[0].header.transport.startswith("sim")):
@@ -121,7 +121,7 @@ def _name_ranks(figure: go.Figure, size: int, axes: str) -> None:
 
 
 def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, go.Figure | None]]:
-    """Yield titles, notes and figures. A figure without data is None: plotly would invent numbers on its axes."""
+    """Yield titles, notes and figures. The figure is None if there is no data, because plotly would invent axes."""
     yield from _of_populations(summary)
     yield "Rounds", *_rounds(summary)
     yield "Step times", *_step_times(summary, is_simulated)
@@ -136,7 +136,7 @@ def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, 
 
 
 def _of_populations(summary: Summary) -> Iterator[tuple[str, str, go.Figure | None]]:
-    """Yield the metric and the lineage of each population; weights never move between populations."""
+    """Yield the metric and the lineage of each population; weights are never exchanged between populations."""
     if len(summary.populations) < 2:
         whose = [(0, "")]
     else:
@@ -164,7 +164,7 @@ def _figure(height: int, x: str, y: str) -> go.Figure:
 
 
 def _scale(title: str, **more: Any) -> dict[str, Any]:
-    """Return the colour scale of a heat map, placed below it because a narrow window has no room at its side."""
+    """Return the colour scale of a heat map, placed below the map because a narrow window has no room at its side."""
     place = {"orientation": "h", "x": 0.5, "y": -0.22, "yanchor": "top", "thickness": 12, "len": 0.9}
     return {"title": {"text": title, "side": "bottom"}, **place, **more}
 
@@ -225,7 +225,7 @@ def _metric(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
 def _set_metric_range(figure: go.Figure, series: Sequence[Any], summary: Summary) -> str:
     """Limit the metric's scale so that rare, distant values are left out; return a sentence that says so, or "".
 
-    Values are weighted by the time for which they hold, so ranks that report often count no more than others.
+    Each value is weighted by the time until the next value, so ranks that report often do not count more than others.
     """
     if math.isfinite(summary.first_step_s) and summary.first_step_s > 0.03 * summary.duration_s:
         figure.add_vrect(x0=0, x1=summary.first_step_s, fillcolor="#eee", line_width=0, layer="below")
@@ -254,7 +254,7 @@ def _set_metric_range(figure: go.Figure, series: Sequence[Any], summary: Summary
 
 def _spread(values: Any) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # warnings of columns before the first value of any rank
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns of columns before the first value of any rank
         return np.nanquantile(values, (0.0, 0.25, 0.5, 0.75, 1.0), axis=0)
 
 

@@ -1,4 +1,4 @@
-"""Summaries of long series in bounded memory, filled one value at a time."""
+"""Summarises long series in bounded memory, one value at a time."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-#: Bins of the logarithmic histogram: values from 100 ns to 10^6 s, each bin 5.9 % wider than the previous one.
+#: Histogram bins are logarithmic, from 100 ns to 10^6 s; each bin is 5.9 % wider than the previous one.
 _PER_DECADE: Final = 40
 _LOWEST_DECADE: Final = -7
 _BIN_COUNT: Final = 13 * _PER_DECADE
 
 
 class LogHistogram:
-    """Counts positive values in bins of equal ratio; quantiles are exact within 6 %, and mostly within 1 %.
-
-    Attributes:
-        count: Number of values.
-    """
+    """Counts positive values in bins of equal ratio; quantiles are exact within 6 %, and mostly within 1 %."""
 
     __slots__ = ("_counts", "_largest", "_sums", "count")
 
@@ -51,15 +47,13 @@ class LogHistogram:
             return math.nan
         wanted, up_to = max(fraction * self.count, 1), np.cumsum(self._counts)
         place = int(np.searchsorted(up_to, wanted))
-        within = 1 - (up_to[place] - wanted) / self._counts[place]  # as if a bin's values were spread over it evenly
+        # Assumes that a bin's values are spread over it evenly
+        within = 1 - (up_to[place] - wanted) / self._counts[place]
         return min(float(10 ** (_LOWEST_DECADE + (place + within) / _PER_DECADE)), self._largest)
 
 
 class TimeBins:
-    """Averages values over time, in at most ``capacity`` bins, which double their width when more time has passed.
-
-    The first bin begins at the first value, so a long start of the job costs no resolution.
-    """
+    """Averages values over time, in at most ``capacity`` bins, which double their width when more time has passed."""
 
     __slots__ = ("_begin_s", "_capacity", "_counts", "_sums", "_width_s")
 
@@ -110,11 +104,7 @@ class TimeBins:
 
 
 class Thinned:
-    """Keeps every n-th row of a series, at most ``capacity`` rows, and the last row.
-
-    Attributes:
-        count: Number of rows that were added.
-    """
+    """Stores every n-th row of a series, at most ``capacity`` rows, and the last row; ``count`` counts all added rows."""
 
     __slots__ = ("_capacity", "_every", "_last", "_rows", "count")
 
@@ -141,7 +131,7 @@ class Thinned:
         return self._last
 
     def rows(self) -> list[tuple[float, ...]]:
-        """Return the kept rows, oldest first."""
+        """Return the stored rows, oldest first."""
         if self._last is None or self._rows[-1] == self._last:
             return list(self._rows)
         return [*self._rows, self._last]

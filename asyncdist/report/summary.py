@@ -16,18 +16,18 @@ from asyncdist.recording.reader import Recording, RecordingError
 from asyncdist.report.clock_alignment import Clocks, Line
 from asyncdist.report.series import LogHistogram, Thinned, TimeBins
 
-#: Maximum number of metrics that are kept, divided among the ranks.
+#: Maximum number of metrics that are stored, divided among the ranks.
 _METRIC_COUNT: Final = 20_000
-#: Maximum number of ranks of a job. Each table of all pairs of ranks then takes 32 MB.
+#: Maximum number of ranks, at which each table of all pairs of ranks takes 32 MB.
 SIZE_MAX: Final = 2048
-#: Maximum number of populations, that is, of policies that a rank has open at once.
+#: Maximum number of policies that a rank has open at once, each of which belongs to a different population.
 POPULATION_COUNT_MAX: Final = 8
 _WITHOUT_END: Final = (
     "its recording ends before main: the rank was killed or stopped, its disk was full, or it is still running"
 )
 
 
-#: The rank that decided a round, the policy's number on that rank, and the round's number.
+#: Identity of a round: the rank that decided it, the policy's number on that rank, and the round's number.
 RoundNumber: TypeAlias = tuple[int, int, int]
 
 
@@ -47,7 +47,7 @@ class Applied(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """The start of a policy in a restarted process, with the weights of a donor or with its own."""
+    """The start of a policy in a restarted process, with a donor's weights or with newly initialised weights."""
 
     time_s: float
     rank: int
@@ -57,16 +57,14 @@ class Begun(NamedTuple):
 
 @dataclass(slots=True)
 class Round:
-    """A round, with the times at which its phases ended, in seconds since the job began; NaN for phases not reached.
+    """An averaging round, with the times at which its phases ended, in seconds since the job began.
 
     Attributes:
-        number: Identity of the round. Islands, and policies on several groups, number their rounds independently.
-        began_s: Time of the decision.
+        number: Identity of the round; islands, and policies on several groups, number their rounds independently.
+        began_s: Time of the decision. This and the following times are NaN for phases that were not reached.
         frozen_s: Time at which the donors were fixed.
         applied_s: Time at which the last replacer applied the average.
         ended_s: Time at which the coordinator ended the round.
-        donors, replacers, route: Those of the decision.
-        reason: Reason of the end.
         applied_count: Number of replacers that applied the average.
     """
 
@@ -88,7 +86,7 @@ class RankSummary:
 
     Attributes:
         intervals: Seconds between the ends of two steps.
-        interval_bins: These seconds over time.
+        interval_bins: These intervals over time.
         step_seconds: Seconds that ``policy.step`` itself took.
         lag_bins: Seconds by which this rank reported the metric of an iteration after the first rank, over time.
     """
@@ -101,16 +99,11 @@ class RankSummary:
 
 @dataclass(slots=True)
 class Population:
-    """A group of policies, one on each rank, and their successors.
+    """A group of policies, one on each rank, and their successors, among which weights are exchanged.
 
-    Policies that a rank has open at the same time belong to different populations, and so do simultaneous policies with
-    different names on different ranks.
-
-    Attributes:
-        name: Name of the first policy, or its class.
-        metrics: Times and values of the metric, by rank.
-        shares: Shares of each rank's last weights (row) that descend from the ranks' first weights (columns), shape
-            (size, size).
+    Policies that a rank has open at the same time belong to different populations. ``metrics`` are the times and values
+    of the metric, by rank. ``shares``, of shape (size, size), are the shares of each rank's last weights (row) that
+    descend from the ranks' first weights (columns).
     """
 
     name: str
@@ -123,23 +116,20 @@ class Summary:
     """Summary of a job.
 
     Attributes:
-        size: Number of ranks.
         began_at_s: Time of the first event, in seconds since 1970.
         duration_s: Seconds from the first event to the last.
-        ranks: Summaries of the ranks, by rank.
         applied: All replacements, oldest first.
         begun: Starts of policies in restarted processes, oldest first.
         rounds: All rounds, oldest first.
         nbytes: Number of bytes of messages from a rank (row) to a rank (column), shape (size, size).
         news: Losses, failovers, errors of main, and files without an end: time, reporting rank and text.
-        first_step_s: Time of the end of the first step on any rank, in seconds since the job began; infinity without
+        first_step_s: Time at which the first step of any rank ended, in seconds since the job began; infinity without
             steps.
         ends: Error that ended main, by rank with a recording: "" if main returned, None if the end is not recorded. For
-            a restarted rank, that of its last process.
-        message_count: Number of messages of all ranks, including those of policies and of the runtime.
-        sent_counts, received_counts: Numbers of messages of the program's own channels, by line.
-        told: Texts in ``news`` that are beginnings of stories.
-        populations: Populations; more than one if several policies are open at once.
+            a restarted rank, the error of its last process.
+        message_count: Number of messages of all ranks, including messages of policies and of the runtime.
+        sent_counts, received_counts: Numbers of messages of the program's own channels, by (source, destination, tag).
+        told: Texts in ``news`` that are beginnings of stories, which several ranks may record.
     """
 
     size: int
@@ -169,11 +159,7 @@ class Summary:
 
 
 def summarise(recording: Recording) -> Summary:
-    """Summarise a recording, which is read twice.
-
-    Raises:
-        RecordingError: The job has too many ranks for tables of all pairs of ranks.
-    """
+    """Summarise a recording, which is read twice; raise RecordingError if it has more than SIZE_MAX ranks."""
     size = recording.size
     if size > SIZE_MAX:
         raise RecordingError(
@@ -224,15 +210,14 @@ class _Populations:
     """Assigns the policies of all processes to populations.
 
     Policies that a process opens in turn belong to one population, and so do policies of other processes with the same
-    name or class. A policy that another process has open at the same time under another name belongs to another
-    population.
+    name or class. A policy that is open at the same time under a different name belongs to a different population.
     """
 
     def __init__(self) -> None:
-        self._spans: list[dict[str, _Span]] = []  # for each population, by name
+        self._spans: list[dict[str, _Span]] = []  # policies by name, for each population
 
     def begin(self, taken: Collection[int], name: str, time_s: float) -> tuple[int, _Span]:
-        """Return the population of a process's new policy, whose other open policies belong to the ``taken`` ones."""
+        """Return the population of a process's new policy; the process's other policies belong to ``taken``."""
         free = [place for place in range(len(self._spans) + 1) if place not in taken]
         named = next((place for place in free[:-1] if name in self._spans[place]), None)
         place = next(place for place in free if not self._has_other(place, name, time_s)) if named is None else named
@@ -249,29 +234,19 @@ class _Populations:
 
 @dataclass(slots=True)
 class _Span:
-    """The time for which policies with one name were open, on any rank.
-
-    Attributes:
-        open_count: Number of open policies.
-        ended_s: Time at which the last one ended, in seconds since the job began.
-    """
+    """The time for which policies with one name were open, on any rank; it ended when ``open_count`` became 0."""
 
     open_count: int = 0
     ended_s: float = -np.inf
 
     def end(self, time_s: float) -> None:
-        """Note that one of the policies has ended."""
+        """Record that one of the policies has ended."""
         self.open_count -= 1
         self.ended_s = max(self.ended_s, time_s)
 
 
 class _Policies:
-    """Assigns the policies of one process to populations, and numbers them in each population.
-
-    Args:
-        populations: Populations of all processes.
-        is_again: Whether the process is a restart of another one.
-    """
+    """Assigns the policies of one process to populations, and numbers them in each population."""
 
     def __init__(self, populations: _Populations, is_again: bool) -> None:
         self.is_again = is_again
@@ -281,7 +256,7 @@ class _Policies:
         self._counts: Counter[int] = Counter()
 
     def begin(self, policy: int, name: str, time_s: float) -> int:
-        """Note that a policy has started; return its population."""
+        """Record that a policy has started; return its population."""
         taken = {place for place, _ in self._open.values()}
         place, span = self._populations.begin(taken, name, time_s)
         self._open[policy] = place, span
@@ -290,12 +265,12 @@ class _Policies:
         return place
 
     def end(self, policy: int, time_s: float) -> None:
-        """Note that a policy has ended."""
+        """Record that a policy has ended."""
         if policy in self._open:
             self._open.pop(policy)[1].end(time_s)
 
     def end_all(self, time_s: float) -> None:
-        """Note that the process, or its recording, has ended."""
+        """Record that the process, or its recording, has ended."""
         for policy in list(self._open):
             self.end(policy, time_s)
 
@@ -304,7 +279,7 @@ class _Policies:
         return self.place(policy)[0]
 
     def place(self, policy: int) -> tuple[int, int]:
-        """Return the population of a policy, and its number among this process's policies in it, from 0."""
+        """Return the population of a policy, and its number among this process's policies in the population, from 0."""
         return self._places.get(policy, (0, 0))
 
 
@@ -318,10 +293,10 @@ def _population(summary: Summary, place: int, name: str = "") -> Population | No
 
 
 def _round_of(applied: Applied, decided: Sequence[Round]) -> Round | None:
-    """Return the round of a replacement, one of the rounds that its coordinator decided with the round's number.
+    """Return the round of a replacement among the rounds that its coordinator decided with the same number.
 
     If these rounds belong to several policies, the round with the replacement's policy number is preferred, then the
-    latest one, because a policy may have different numbers on different ranks.
+    latest round, because a policy may have different numbers on different ranks.
     """
     its = [each for each in decided if applied.rank in each.replacers]
     return max(its, key=lambda each: (each.number[1] == applied.policy, each.began_s), default=None)
@@ -364,7 +339,7 @@ def _add(
             _add_to_round(rounds, rank, time_s, event)
         case _:
             text = _news_of(event)
-            if text and not (event.kind == "told" and text in summary.told):  # several ranks record a story
+            if text and not (event.kind == "told" and text in summary.told):  # several ranks record the same story
                 summary.news.append((time_s, rank, text))
             if event.kind == "told":
                 summary.told.add(text)
@@ -421,12 +396,13 @@ def _add_to_round(rounds: dict[RoundNumber, Round], rank: int, time_s: float, ev
 
 
 def _news_of(event: Event) -> str:
-    """Return an event's text for the list of news; "" for none."""
+    """Return an event's text for the list of news; "" if the event is not news."""
     match event.kind:
         case "lost":
             return f"rank {event.get('rank')} is lost"
         case "returned":
-            new = ", as a new process" if event.get("incarnation") else ""  # 0: this rank is the new one
+            # Incarnation 0: this rank is the new process
+            new = ", as a new process" if event.get("incarnation") else ""
             return f"rank {event.get('rank')} is there{new}"
         case "coordinator":
             return f"rank {event.get('rank')} coordinates (epoch {event.get('epoch')})"

@@ -23,12 +23,12 @@ from asyncdist.report.whole_files import whole_folder
 
 Value: TypeAlias = int | float | str | None
 
-#: The first columns of the tables of events.
+#: First columns of the tables of events.
 _FIRST: Final = ("rank", "incarnation", "time_s")
-#: The columns of the table of ranks.
+#: Columns of the table of ranks.
 RANKS: Final = ("rank", "incarnation", "hostname", "pid", "transport", "began_at_s", "damage")
 _BATCH: Final = 10_000
-#: Columns of strings and of floating-point numbers, in case the first rows have no values; other columns have integers.
+#: Columns of strings. The types are declared in case a column's first rows have no values; the default is integer.
 _TEXTS: Final = frozenset(
     {
         *("class_name", "name", "state", "reason", "route", "what", "error", "why", "result"),
@@ -36,7 +36,7 @@ _TEXTS: Final = frozenset(
     }
 )
 _REALS: Final = frozenset({"seconds", "value"})
-#: Allowed actions of a query; :func:`_authorize` refuses all others: ATTACH and VACUUM INTO would create files.
+#: Allowed actions of a query; :func:`_authorize` refuses all others, because ATTACH and VACUUM INTO would create files.
 _ALLOWED: Final = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE})
 #: Number of instructions of SQLite's virtual machine after which Python can handle signals.
 _INSTRUCTIONS_BETWEEN: Final = 100_000
@@ -89,11 +89,7 @@ def _plain(field: Any) -> Value:
 
 
 def export_csv(recording: Recording, folder: Path) -> list[Path]:
-    """Write each table that is not empty as ``KIND.csv``; return the files.
-
-    Raises:
-        OSError: The files cannot be written.
-    """
+    """Write each table that is not empty as ``KIND.csv``; return the files."""
     writers: dict[str, Any] = {}
     with whole_folder(folder) as written, contextlib.ExitStack() as files:
         for table, row in rows(recording, (*KINDS, "ranks")):
@@ -106,12 +102,7 @@ def export_csv(recording: Recording, folder: Path) -> list[Path]:
 
 
 def export_parquet(recording: Recording, folder: Path) -> list[Path]:
-    """Write each table that is not empty as ``KIND.parquet``; return the files.
-
-    Raises:
-        ImportError: pyarrow is not installed, or refuses the installed numpy.
-        OSError: The files cannot be written.
-    """
+    """Write each table that is not empty as ``KIND.parquet``; return the files. ImportError: pyarrow does not work."""
     import pyarrow
     import pyarrow.parquet
 
@@ -179,7 +170,7 @@ def query(recording: Recording, statement: str) -> tuple[list[str], Iterator[Seq
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """Allow SQLite's reading actions only; see https://www.sqlite.org/c3ref/set_authorizer.html."""
+    """Allow only SQLite's reading actions; see https://www.sqlite.org/c3ref/set_authorizer.html."""
     if action == sqlite3.SQLITE_FUNCTION:
         return sqlite3.SQLITE_DENY if second == "load_extension" else sqlite3.SQLITE_OK
     if (
@@ -197,11 +188,7 @@ def _fetched(cursor: sqlite3.Cursor, wanted: Sequence[str]) -> Iterator[Sequence
 
 
 def _refusal(error: Exception, wanted: Sequence[str]) -> QueryError:
-    """Return an error with SQLite's reason and the existing columns or tables.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C has interrupted the query.
-    """
+    """Return an error with SQLite's reason and the existing columns or tables; re-raise Ctrl-C as KeyboardInterrupt."""
     if str(error) == "interrupted":  # SQLite drops the exception that a signal handler raised
         raise KeyboardInterrupt from error
     why = "it is not UTF-8" if isinstance(error, UnicodeError) else str(error)

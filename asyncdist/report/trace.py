@@ -26,11 +26,10 @@ from asyncdist.report.whole_files import whole_file
 
 Entry: TypeAlias = dict[str, Any]
 
-#: The tracks, as threads of their process. They begin at 1, because Perfetto takes 0 for the first thread of a process,
-#: whose number is the process's.
+#: Tracks, represented by threads. They begin at 1, because thread 0 would get the process's number in Perfetto.
 STEPS, ROUNDS, SENT, RECEIVED, WAITS = range(1, 6)
 TRACKS: Final = {STEPS: "steps", ROUNDS: "rounds", SENT: "sent", RECEIVED: "received", WAITS: "waits"}
-#: Kinds of events that are points on the track of rounds.
+#: Kinds of events that are drawn as points on the track of rounds.
 _POINTS: Final = frozenset(
     {
         "applied",
@@ -50,14 +49,13 @@ _POINTS: Final = frozenset(
         "joined",
     }
 )
-#: Length of a message in microseconds: arrows need a span at each end.
+#: Drawn duration of a message in microseconds, because an arrow needs a span at each end.
 _MESSAGE_US: Final = 0.1
-#: Microseconds by which a wait may seem to begin before the previous one ended: uvloop's clock has a resolution of 1
-#: ms.
+#: Microseconds by which a wait may seem to begin before the previous one ended, because uvloop's clock counts in ms.
 _WAIT_SLACK_US: Final = 1000.0
-#: Number of the first process of the first profile, and distance between the first processes of two profiles.
+#: Process number of the first profile's first process, and the distance to the next profile's first process.
 _PROFILER_PID: Final = 1_000_000
-#: Number of identifiers for the arrows of one line of messages, or of one profile; and the first one of the profiles.
+#: Number of identifiers that are reserved for the arrows of one line of messages, or of one profile.
 _ARROWS: Final = 1 << 32
 _PROFILER_ARROWS: Final = 1 << 62
 
@@ -71,7 +69,7 @@ def write_trace(recording: Recording, path: Path, profiles: Sequence[Path] = ())
 
     Args:
         recording: Recording of a job.
-        path: Path of the trace; compressed if it ends with ``.gz``, which Perfetto can read too.
+        path: Path of the trace, which is compressed if the path ends with ``.gz``; Perfetto can read both.
         profiles: Files written by ``torch.profiler.profile.export_chrome_trace``.
 
     Raises:
@@ -109,7 +107,7 @@ def _finite(value: Any) -> Any:
 
 
 def _entries(recording: Recording, clocks: Clocks) -> Iterator[Entry]:
-    """Yield the entries of the recording. Receives come last, because each is drawn no earlier than its send."""
+    """Yield the entries of the recording. Receives are last, because a receive is drawn no earlier than its send."""
     arrows = _Arrows(recording)
     for each in recording.ranks:
         yield from _head(recording, each)
@@ -150,7 +148,7 @@ def _meta(kind: str, pid: int, track: int, name: str) -> Entry:
 class _Arrows:
     """Numbers the arrows of messages: the k-th message sent on a line is the k-th message received on it.
 
-    Messages of a restarted rank have no arrows, because those of its processes cannot be distinguished.
+    Messages of a restarted rank have no arrows, because the messages of its processes cannot be distinguished.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -171,7 +169,7 @@ class _Arrows:
     def end(self, line: tuple[int, int, int]) -> tuple[int | None, float]:
         """Return the number of the next arrow that ends on a line, and the time of its send.
 
-        The number is None if the send is not recorded: its rank was killed, or has not written it yet.
+        The number is None if the send is not recorded, because its rank was killed or has not written it yet.
         """
         if not self._restarted.isdisjoint(line[:2]):
             return None, -math.inf
@@ -183,13 +181,7 @@ class _Arrows:
 
 
 class _Messages:
-    """Converts the messages that one process sent or received, in order of time. Simultaneous ones are put in a row.
-
-    Args:
-        pid: Number of the process in the trace.
-        rank: Rank of the process.
-        arrows: Numbers the job's arrows.
-    """
+    """Converts the messages that one process sent or received, in order of time, without overlaps."""
 
     def __init__(self, pid: int, rank: int, arrows: _Arrows) -> None:
         self._pid = pid
@@ -223,11 +215,7 @@ class _Messages:
 
 
 class _Tracks:
-    """Converts the steps, rounds and waits of one process.
-
-    Args:
-        pid: Number of the process in the trace.
-    """
+    """Converts the steps, rounds and waits of one process."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -255,7 +243,7 @@ class _Tracks:
                 value, name = float(event.get("value")), self._metrics.get(int(event.get("policy")), "metric")
                 if math.isfinite(value):
                     yield {"ph": "C", "name": name, "tid": STEPS, **at, "args": {"metric": value}}
-                else:  # a counter can only have finite numbers
+                else:  # a counter can only have finite values
                     yield {"ph": "i", "s": "t", "name": f"{name} {value}", "tid": STEPS, **at}
             case "waited":
                 began_us, what = at_us - 1e6 * float(event.get("seconds")), str(event.wait)
@@ -265,7 +253,7 @@ class _Tracks:
                 yield {"ph": "i", "s": "t", "name": kind, "tid": ROUNDS, **at, "args": facts}
 
     def _name_metric(self, policy: int, name: str) -> None:
-        """Choose the counter for a policy's metric; each open policy has a different one."""
+        """Choose the counter for a policy's metric; each open policy has a different counter."""
         plain = f"metric of {name}" if name else "metric"
         names = itertools.chain([plain], (f"{plain} #{number}" for number in itertools.count(2)))
         self._metrics[policy] = next(name for name in names if name not in self._metrics.values())
@@ -283,9 +271,9 @@ class _Tracks:
     def _added(
         self, track: int, name: str, began_us: float, until_us: float, facts: Entry, *, slack_us: float = 0.0
     ) -> Iterator[Entry]:
-        """Yield a span; if it overlaps another one, on an additional track, because Perfetto would ignore it.
+        """Yield a span, on an additional track if it overlaps another span, and cut before 0.
 
-        Perfetto also ignores spans that begin before 0, such as a wait before the rank's file began; they are cut.
+        Perfetto ignores overlapping spans, and spans that begin before 0, such as a wait before the rank's file began.
         """
         ends_us = self._ends_us[track]
         free = [place for place, end_us in enumerate(ends_us) if round(end_us, 3) <= round(began_us + slack_us, 3)]
@@ -306,11 +294,12 @@ def _span(pid: int, track: int, name: str, began_us: float, until_us: float, fac
 
 
 def _profile(recording: Recording, clocks: Clocks, path: Path, number: int) -> list[Entry]:
-    """Read a trace of torch's profiler; convert its times to those of the job, and give it new process numbers.
+    """Read a trace of torch's profiler; convert its times to the job's, and give it new process numbers.
 
     The trace names its rank if the program uses torch.distributed. Otherwise, the process number determines the rank.
     """
-    process_counts = Counter(each.header.pid for each in recording.ranks)  # several hosts may use one number
+    # Processes on different hosts may have the same number
+    process_counts = Counter(each.header.pid for each in recording.ranks)
     rank_of_pid = {each.header.pid: each.rank for each in recording.ranks if process_counts[each.header.pid] == 1}
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
@@ -320,7 +309,7 @@ def _profile(recording: Recording, clocks: Clocks, path: Path, number: int) -> l
         rank = content.get("distributedInfo", {}).get("rank") if isinstance(content, dict) else None
         first_us = min(float(entry["ts"]) for entry in entries if entry.get("ph") == "X")
         shift_us = 1e6 * (base_s - clocks.began_at_s)
-        if abs(first_us + shift_us) > 1e6 * 86400 * 365:  # the trace has no wall clock time
+        if abs(first_us + shift_us) > 1e6 * 86400 * 365:  # the trace has no wall-clock time
             shift_us = -first_us
         pids: dict[Any, int] = {}
         arrows: dict[Any, int] = {}

@@ -1,4 +1,4 @@
-"""Writes files completely or not at all: a file that a full disk has truncated is removed."""
+"""Writes files completely or not at all: a file that was truncated by a full disk is removed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-#: Maximum number of links that are followed, the same as the kernel's.
+#: Maximum number of symbolic links that are followed; equals the kernel's limit.
 _LINK_COUNT_MAX: Final = 40
-#: The mode of a folder in which each user may make files, and none may remove those of others, such as ``/tmp``.
+#: Mode of a folder such as ``/tmp``, in which all users may create files, but only remove their own.
 _SHARED_MODE: Final = stat.S_ISVTX | stat.S_IWOTH
 
 
@@ -25,9 +25,6 @@ def whole_file(path: Path) -> Iterator[Path]:
 
     If the block fails, the temporary file is removed and ``path`` remains unchanged. Devices and pipes, such as
     ``/dev/stdout``, and files in a folder without write permission are written directly.
-
-    Raises:
-        OSError: The file cannot replace ``path``.
     """
     target = _target(path)
     if (path.exists() and not path.is_file()) or not os.access(target.parent, os.W_OK):
@@ -51,9 +48,6 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder inside ``folder``, whose files are moved to ``folder`` when the block has ended.
 
     If the block fails, the temporary folder is removed, and ``folder`` too if it did not exist before.
-
-    Raises:
-        OSError: The folder cannot be created, or a file cannot be moved.
     """
     if folder.is_symlink():
         _target(folder)
@@ -95,12 +89,8 @@ def _target(path: Path) -> Path:
 def is_planted(found: os.stat_result, folder: os.stat_result, user: int) -> bool:
     """Return whether a file in a folder of all users is another user's link, pipe or device, a possible trap.
 
-    Linux uses the same rule for links if ``fs.protected_symlinks`` is set.
-
-    Args:
-        found: Status of the file; links are not followed.
-        folder: Status of its folder.
-        user: Number of this user.
+    Linux uses the same rule for links if ``fs.protected_symlinks`` is set. ``found`` is the status of the file itself,
+    not of a link's target; ``user`` is this user's number.
     """
     is_shared = folder.st_mode & _SHARED_MODE == _SHARED_MODE
     return is_shared and not stat.S_ISREG(found.st_mode) and found.st_uid not in (user, folder.st_uid)
