@@ -104,7 +104,7 @@ class TimeBins:
 
 
 class Thinned:
-    """Stores every n-th row of a series, at most ``capacity`` rows, and the last row; ``count`` counts all added rows."""
+    """Stores every n-th row of a series, at most ``capacity`` rows, and the last row; ``count`` counts all rows."""
 
     __slots__ = ("_capacity", "_every", "_last", "_rows", "count")
 
