@@ -89,7 +89,7 @@ class RankRecording:
                 yield from read(block.content, block.time_s)
 
     def check(self) -> str:
-        """Check the whole file; return a description of the damage at its end, or "". Raise RecordingError if invalid."""
+        """Check the whole file; return a description of the damage at its end, or "". Raise if invalid."""
         damage, waiting, nbytes = "", list[_Block](), 0
         for block in self.blocks():
             if isinstance(block, str):
