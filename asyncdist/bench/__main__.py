@@ -1,4 +1,4 @@
-"""``python -m asyncdist.bench NAME``: see :mod:`asyncdist.bench`."""
+"""The command ``python -m asyncdist.bench``, which runs one of the benchmarks of :mod:`asyncdist.bench`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Final
 import asyncdist as ad
 from asyncdist.argument_types import count
 
-#: For each benchmark: its subject, the meaning of ``--sizes``, and the defaults of ``--sizes``, ``--repeat`` and
-#: ``--loop`` (None if it has no such option).
+#: Subject, meaning of ``--sizes``, and default of ``--sizes``, ``--repeat`` and ``--loop`` of each benchmark.
 _NAMES: Final[dict[str, tuple[str, str, str, int, int | None]]] = {
     "latency": ("a small message from rank to rank", "bytes of a message", "8,1024,16384", 50, 100),
     "bandwidth": ("a large tensor from rank to rank", "MiB of a tensor", "1,4,16,64", 15, None),
@@ -55,7 +54,7 @@ def _sizes(text: str, largest: int) -> list[int]:
 
 
 async def _main(world: ad.World, options: argparse.Namespace) -> int:
-    """Run a benchmark, print its table or a refusal on rank 0, and return the exit code."""
+    """Run a benchmark, print its table or the reason for a refusal on rank 0, and return the exit code."""
     benchmark = importlib.import_module(f"asyncdist.bench.{options.name}")
     refusal = ""
     if world.is_simulated:

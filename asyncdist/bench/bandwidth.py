@@ -1,4 +1,4 @@
-"""Measures the rate of a large tensor between two ranks, over round trips."""
+"""Measures the bandwidth of a large tensor between two ranks, over round trips."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MIB = 1 << 20
 
 
 async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
-    """Alternate round trips of asyncdist and of the rival for each size; return the table on rank 0."""
+    """Alternate round trips of asyncdist and of the other library for each size; return the table on rank 0."""
     rival = await rival_of(world)
     if world.rank > 1:
         return None
@@ -27,7 +27,7 @@ async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
         outgoing = torch.full((size_mib * _MIB,), world.rank, dtype=torch.uint8, device="cpu")
         incoming = torch.zeros_like(outgoing)
         ours_s, rival_s = [], []
-        for _ in range(1 + options.repeat):  # the first one warms up
+        for _ in range(1 + options.repeat):  # the first round trip warms up
             rival.align(world.rank, peer)
             ours_s.append(await our_trip(world, outgoing, incoming))
             rival.align(world.rank, peer)
@@ -41,7 +41,7 @@ async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
 
 
 async def our_trip(world: ad.World, outgoing: torch.Tensor, incoming: torch.Tensor) -> float:
-    """Stream a tensor from rank 0 to rank 1 and one back; return seconds."""
+    """Stream a tensor from rank 0 to rank 1 and another one back; return the time in seconds."""
     peer = 1 - world.rank
     began_at = time.perf_counter()
     if world.rank == 0:

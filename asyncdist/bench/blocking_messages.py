@@ -1,7 +1,6 @@
-"""Sends messages as a script without asyncdist would: with blocking calls, on the same ranks.
+"""Sends messages with blocking calls of mpi4py or torch.distributed, for comparison with asyncdist.
 
-Nothing is packed, checked or decoded, and asyncdist does not poll meanwhile. mpi4py and torch.distributed are imported
-only when their rival is made.
+The tensors are not packed, checked or decoded, and asyncdist does not poll at the same time.
 """
 
 from __future__ import annotations
@@ -18,11 +17,7 @@ _TAG: Final = 99
 
 
 class Rival(abc.ABC):
-    """Sends tensors in calls that block.
-
-    Attributes:
-        name: Name of the calls, for the heading of a column.
-    """
+    """A library that asyncdist is compared with, which sends tensors in calls that block; ``name`` names the calls."""
 
     name: str
 
@@ -64,20 +59,16 @@ class MpiRival(Rival):
         self._comm = MPI.COMM_WORLD
 
     def send(self, tensor: torch.Tensor, dest: int) -> None:
-        """As of the class above."""
+        """Send a contiguous tensor of bytes on the CPU."""
         self._comm.Send(tensor.numpy(), dest, _TAG)
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """As of the class above."""
+        """Receive into a contiguous tensor of bytes on the CPU."""
         self._comm.Recv(tensor.numpy(), source, _TAG)
 
 
 class TorchRival(Rival):
-    """Calls ``send`` and ``recv`` of a process group on gloo.
-
-    Args:
-        dist: Module ``torch.distributed``, whose default process group is initialised.
-    """
+    """Calls ``send`` and ``recv`` of torch.distributed's default process group, on gloo."""
 
     name = "gloo send, recv"
 
@@ -95,14 +86,14 @@ class TorchRival(Rival):
 
 
 async def rival_of(world: ad.World) -> Rival:
-    """Return the rival that uses the world's backend. All ranks must call this."""
+    """Return the library that uses the world's backend. All ranks must call this."""
     if world.transport_name != "torch":
         return MpiRival()
     from torch import distributed
 
     dist: Any = distributed
     if not dist.is_initialized():
-        # Its own store, since the launcher's variables may be missing (srun), and their port may be the launcher's.
+        # A new store is used, because the launcher's variables may be missing (srun), and their port may be in use.
         address, size = environment.torch_rendezvous().address, world.size
         served = dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False) if world.rank == 0 else None
         port = torch.tensor(served.port if served is not None else 0, device="cpu")

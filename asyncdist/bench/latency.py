@@ -26,7 +26,7 @@ class Ping:
 
 
 async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
-    """Alternate blocks of asyncdist's and the rival's round trips for each size; return the table on rank 0."""
+    """Alternate round trips of asyncdist and of the other library for each size; return the table on rank 0."""
     rival = await rival_of(world)
     channel = world.channel(Ping, tag=100)
     if world.rank > 1:
@@ -36,7 +36,7 @@ async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
         message = Ping(bytes(nbytes))
         frame_nbytes = wire.HEADER_NBYTES + len(wire.Codec(Ping).encode(message)[1])
         ours_us, rival_us = [], []
-        for _ in range(1 + options.repeat):  # the first one warms up
+        for _ in range(1 + options.repeat):  # the first block warms up
             rival.align(world.rank, 1 - world.rank)
             ours_us.append(await our_trips(world, channel, message, options.loop))
             rival_us.append(_rival_trips(world, rival, frame_nbytes, options.loop))
@@ -62,7 +62,7 @@ async def our_trips(world: ad.World, channel: ad.Channel[Any], message: Any, cou
 
 
 def _rival_trips(world: ad.World, rival: Rival, nbytes: int, count: int) -> float:
-    """Return the rival's one-way time in microseconds, for as many bytes as a frame has."""
+    """Return the other library's one-way time in microseconds, for the number of bytes in asyncdist's frame."""
     outgoing, incoming = (torch.zeros(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2))
     rival.align(world.rank, 1 - world.rank)
     began_at = time.perf_counter()

@@ -18,7 +18,7 @@ RANKS_MIN = 2
 
 
 async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
-    """Alternate blocks of asyncdist's and the rival's rings for each size; return the table on rank 0."""
+    """Alternate rings of asyncdist and of the other library for each size; return the table on rank 0."""
     rival = await rival_of(world)
     channel = world.channel(Ping, tag=100)
     rows = []
@@ -26,7 +26,7 @@ async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
         message = Ping(bytes(nbytes))
         frame_nbytes = wire.HEADER_NBYTES + len(wire.Codec(Ping).encode(message)[1])
         ours_us, rival_us = [], []
-        for _ in range(1 + options.repeat):  # the first one warms up
+        for _ in range(1 + options.repeat):  # the first block warms up
             ours_us.append(await _our_ring(world, channel, message, options.loop))
             rival_us.append(_rival_ring(world, rival, frame_nbytes, options.loop))
         rows.append(compared_us(f"{nbytes}", statistics.median(ours_us[1:]), statistics.median(rival_us[1:])))
@@ -51,12 +51,12 @@ async def _our_ring(world: ad.World, channel: ad.Channel[Ping], message: Ping, c
 
 
 def _rival_ring(world: ad.World, rival: Rival, nbytes: int, count: int) -> float:
-    """Return the rival's time from rank to rank in microseconds, for as many bytes as a frame has."""
+    """Return the other library's time from rank to rank in microseconds, for as many bytes as asyncdist's frame has."""
     tensor = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     previous, following = (world.rank - 1) % world.size, (world.rank + 1) % world.size
     began_at = time.perf_counter()
     for index in range(1 + count):
-        if index == 1:  # the first lap lets all ranks start together
+        if index == 1:  # the first lap synchronises all ranks
             began_at = time.perf_counter()
         if world.rank == 0:
             rival.send(tensor, following)

@@ -10,13 +10,7 @@ from asyncdist.wording import aligned
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Holds the results of a benchmark.
-
-    Attributes:
-        title: Quantity that was measured, and number of repetitions.
-        headings: Column headings: the parameter, asyncdist's value, the rival's value, and their ratio.
-        rows: Cells of each row.
-    """
+    """The results of a benchmark, with a title and column headings, which are printed as a table."""
 
     title: str
     headings: tuple[str, str, str, str]

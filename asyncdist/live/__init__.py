@@ -1,1 +1,1 @@
-"""Shows and exports the counters of ranks while they train."""
+"""Shows and exports the counters of ranks (steps, metrics, messages) while they train."""

@@ -1,4 +1,4 @@
-"""Runs ``asyncdist run`` as a child process, and shows the table of its ranks: ``asyncdist run --live``."""
+"""Runs a job as a child process, and shows a live table of its ranks: ``asyncdist run --live``."""
 
 from __future__ import annotations
 
@@ -21,20 +21,17 @@ from asyncdist.story.finding import job_of_process
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: Length in characters above which a line is shown in parts.
+#: Minimum length, in characters, of a line that is printed in parts.
 _LINE_LENGTH_MAX: Final = 1 << 16
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the job, and return its exit code.
+    """Run the job, show a live table of its ranks if the output is a terminal, and return the job's exit code.
 
-    Output to a file or a pipe is left alone. Output to the terminal is printed above the table, line by line. Without a
-    terminal there is no table.
-
-    Args:
-        words: Arguments of ``asyncdist run``, without ``--live``.
+    The job's own output to the terminal is printed above the table, line by line. Output to a file or a pipe is not
+    changed. ``words`` are the arguments of ``asyncdist run``, without ``--live``.
     """
-    # Without -P, Python would import modules of the working directory, which may be a folder of all users.
+    # -P prevents imports of modules from the working directory, in which other users may have put files.
     command = [sys.executable, "-P", "-m", "asyncdist", "run", *words]
     shown = [number for number in (1, 2) if os.isatty(number)]
     if not shown or not top.has_rich():
@@ -56,19 +53,16 @@ def run(words: Sequence[str]) -> int:
 
 
 def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) -> None:
-    """Show the table until the child has ended and all its output is shown.
+    """Show the table until ``child``, the process that runs the job, has ended and all its output is shown.
 
-    Args:
-        child: Process of the command that runs the job.
-        folder: Folder in which ranks leave their counters.
-        is_on_stderr: Whether the table goes to the standard error stream.
+    Ranks write their final counters to ``folder``. The table is printed to standard error if ``is_on_stderr`` is true.
     """
     from rich.console import Console
     from rich.live import Live
 
     top.allow_all_text()
     console, view, is_gone = Console(stderr=is_on_stderr), top.JobView(), False
-    own: str | None = None  # the job's name
+    own: str | None = None  # name of the child's job
     with (
         contextlib.suppress(OSError),  # the terminal is closed at the end
         Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live,
@@ -85,7 +79,7 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
                 view.ask(found[job])
                 try:
                     live.update(view.drawn(console), refresh=True)
-                except OSError:  # the terminal is closed: the child ends too, or ignores that
+                except OSError:  # the terminal was closed; the child ends, too, or ignores that
                     is_gone = True
             came = signal.sigtimedwait({*local_host.PASSED_ON_SIGNALS, signal.SIGCHLD}, top.PERIOD_S)
             if came is not None and came.si_signo != signal.SIGCHLD:
@@ -95,11 +89,11 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
         if not is_gone:
             live.update(view.drawn_at_end(console, last_counters.collect(folder, own)), refresh=True)
         for copier in copiers:
-            copier.join(1.0)  # a process that lives on may hold the other end
+            copier.join(1.0)  # a process that outlives the child may hold the pipe open
 
 
 def _copy(pipe: IO[bytes], console: Console) -> None:
-    """Print each line above the table, with its colours; print only the last state of a progress bar.
+    """Print each line of the pipe above the table; of a progress bar, print only its last state.
 
     The pipe is read to the end even if the terminal is closed, because the ranks would block otherwise.
     """

@@ -1,7 +1,4 @@
-"""Reads the counters of a rank, for tables and exporters.
-
-Counters are only read, so any thread may ask for them while the rank computes.
-"""
+"""Reads the counters of a rank, for tables and exporters; any thread may read them while the rank computes."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ import msgspec
 
 from asyncdist.validation import printable
 
-if TYPE_CHECKING:  # it imports torch, which asyncdist top does not need
+if TYPE_CHECKING:  # avoids importing torch, which asyncdist top does not need
     from asyncdist.messaging.services import Services
 
-#: Maximum number of attempts to read. One fails if the rank opens a channel meanwhile, which is rare.
+#: Maximum number of attempts to read. An attempt fails if the rank opens a channel at the same time, which is rare.
 _ATTEMPT_COUNT_MAX: Final = 100
 
 
@@ -26,17 +23,15 @@ class PolicyCounters:
     """Counters of one policy on one rank.
 
     Attributes:
-        policy: Name of the policy; "" if it has none. If several open policies have one name, the second is
+        policy: Name of the policy; "" if it has none. If several open policies have the same name, the second is called
             ``"name #2"``.
-        step: Number of steps.
-        metric: Last metric; None before the first.
         role: This rank's role in the round: a state of ``protocols.selective.member``, in lower case. It is empty
             before the first round, and for policies without roles.
         round: Newest round in which this rank had a role; None before the first.
         replacement_count: Number of times that the policy has replaced the weights.
         abandoned_count: Number of abandoned rounds that should have replaced the weights.
         staleness_steps: Age, in steps, of the oldest snapshot in the last replacement; None before the first.
-        coordinator: Rank of the coordinator; None while it is the first one.
+        coordinator: Rank of the coordinator; None until the role has moved to a different rank.
         latest: Description of the last replacement.
     """
 
@@ -57,15 +52,14 @@ class RankCounters:
     """Counters of one rank since its world was opened.
 
     Attributes:
-        rank, size, incarnation: Those of the world.
         job: Eight hexadecimal digits, the same on all ranks of a job.
         time_s: Time of reading, in seconds on the rank's clock.
-        policies: Open policies, or, if there are none, the policy that was closed last.
+        policies: Open policies; if there are none, the policy that was closed last.
         sent_count, received_count: Numbers of messages on channels.
         sent_nbytes: Number of bytes of tensors sent in streams, by policies and the program.
         received_nbytes: Number of bytes of tensors received, or read from other ranks' memory.
-        waited_s: Seconds, in total, that main and its tasks have waited for other ranks since the counters were first
-            read. Waits in progress are not included.
+        waited_s: Total time, in seconds, that main and its tasks have waited for other ranks since the counters were
+            first read. Waits in progress are not included.
         lost: Lost ranks.
     """
 
@@ -135,7 +129,7 @@ def per_second(now: float, before: float, seconds: float) -> float | None:
 
 
 def to_bytes(counters: RankCounters) -> bytes:
-    """Encode the counters as MessagePack, which, unlike JSON, has NaN."""
+    """Encode the counters as MessagePack, which, unlike JSON, can represent NaN."""
     return msgspec.msgpack.encode(counters)
 
 
@@ -143,7 +137,7 @@ _decoder: Final = msgspec.msgpack.Decoder(RankCounters)
 
 
 def from_bytes(data: bytes) -> RankCounters:
-    """Decode counters. Raises ValueError if the bytes are not valid counters."""
+    """Decode counters. Raise ValueError if the bytes are not valid counters."""
     return _decoder.decode(data)
 
 
@@ -151,7 +145,7 @@ def from_bytes(data: bytes) -> RankCounters:
 
 Kind: TypeAlias = Literal["counter", "gauge"]
 
-#: Exported numbers: names without prefix, with kind and meaning. The last word of a name is the unit, if it has one.
+#: Exported numbers: name without prefix, kind and meaning. The last word of a name is the unit, if there is one.
 EXPORTED: Final[Mapping[str, tuple[Kind, str]]] = {
     "steps": ("counter", "Number of steps of the policy."),
     "steps_per_second": ("gauge", "Steps per second since the previous export; not in Prometheus."),
@@ -172,13 +166,7 @@ EXPORTED: Final[Mapping[str, tuple[Kind, str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One number of :data:`EXPORTED`.
-
-    Attributes:
-        name: Key in :data:`EXPORTED`.
-        value: The number.
-        labels: Labels that distinguish it from other numbers with this name on this rank.
-    """
+    """One exported number: its key in :data:`EXPORTED`, its value and its labels."""
 
     name: str
     value: float
@@ -186,12 +174,7 @@ class Sample:
 
 
 def samples(counters: RankCounters, before: RankCounters | None = None) -> Iterator[Sample]:
-    """Yield the counters as single numbers.
-
-    Args:
-        counters: Current counters of a rank.
-        before: Earlier counters of the rank, for rates; None for no rates.
-    """
+    """Yield the counters as single numbers, with rates since the counters ``before`` if they are given."""
     for policy in counters.policies:
         labels = {"policy": printable(policy.policy)}
         yield Sample("steps", policy.step, labels)

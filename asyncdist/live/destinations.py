@@ -1,4 +1,4 @@
-"""Parses the destinations of counters, as users write them: ``9100``, ``tensorboard:runs``, ``wandb``."""
+"""Parses destinations for exported counters, as users write them: ``9100``, ``tensorboard:runs``, ``wandb``."""
 
 from __future__ import annotations
 
@@ -10,26 +10,23 @@ from typing import Final, Literal, TypeAlias
 from asyncdist import validation
 
 Sink: TypeAlias = Literal["prometheus", "tensorboard", "wandb", "opentelemetry"]
-#: The module that each sink needs. The extra that installs it has the sink's name.
+#: Module that each sink needs; the extra that installs the module has the sink's name.
 NEEDED: Final[Mapping[Sink, str]] = {
     "prometheus": "prometheus_client",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "opentelemetry": "opentelemetry.metrics",
 }
-#: Default address of ports: only programs on this host can connect to it.
+#: Default address of ports, to which only programs on this host can connect.
 LOCAL: Final = "127.0.0.1"
 _ALLOWED: Final = "a port, HOST:PORT, tensorboard:FOLDER, wandb, wandb:PROJECT or opentelemetry"
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A destination of counters.
+    """A destination for exported counters.
 
-    Attributes:
-        sink: Kind of the destination.
-        where: Address, folder or project; "" for the sink's default.
-        port: Port for Prometheus of the first rank on a host; 0 for other sinks.
+    ``where`` is the address, folder or project. ``port`` is the Prometheus port of the first rank on a host.
     """
 
     sink: Sink
@@ -46,7 +43,7 @@ def destinations(named: object, what: str = "metrics") -> tuple[Destination, ...
     """Parse a user's destinations: one, several separated by commas, or a sequence.
 
     Args:
-        named: A port number, a string, a sequence of them, or None for no destination.
+        named: A port number, a string, a sequence of these, or None for no destination.
         what: Name of the option, for errors.
 
     Raises:
@@ -86,7 +83,7 @@ def missing(destination: Destination) -> str | None:
     module = NEEDED[destination.sink]
     try:
         is_there = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package above it
+    except ModuleNotFoundError:  # the parent package is missing
         is_there = False
     return (
         None if is_there else validation.missing_library(destination.sink, module.partition(".")[0], destination.sink)

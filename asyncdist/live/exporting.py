@@ -1,4 +1,4 @@
-"""Exports the counters of a running rank, from a thread that only reads them.
+"""Exports the counters of a running rank from a separate thread, which only reads them.
 
 Exporting never ends or delays a run: if it fails, one warning is logged and the run continues.
 """
@@ -19,18 +19,14 @@ logger = logging.getLogger("asyncdist.live.exporting")
 
 #: Seconds between two writes to sinks other than Prometheus.
 PERIOD_S: Final = 5.0
-#: Seconds for which the end of a run waits for the last write.
+#: Maximum number of seconds for which the end of a run waits for the last write.
 END_S: Final = 5.0
 
 
 class Exporter:
-    """Exports the counters of one rank.
+    """Exports the counters of one rank to its destinations every ``period_s`` seconds, in a separate thread.
 
-    Args:
-        destinations: Destinations of the counters.
-        read: Returns the counters; any thread may call it.
-        local_rank: Number of this rank on its host, which is added to the destination's port.
-        period_s: Seconds between two writes.
+    ``local_rank``, the rank's number on its host, is added to the destination's port.
     """
 
     def __init__(
@@ -49,12 +45,12 @@ class Exporter:
         self._thread = threading.Thread(target=self._export, name="asyncdist metrics", daemon=True)
 
     def begin(self) -> None:
-        """Start the thread if there are destinations. It imports the libraries, since some take a second."""
+        """Start the thread if there are destinations. The thread imports the libraries, which may take seconds."""
         if self._destinations:
             self._thread.start()
 
     def end(self) -> None:
-        """Write for the last time, and stop. If that takes longer than END_S, the thread is abandoned."""
+        """Write for the last time, and stop. If this takes longer than END_S, the thread is abandoned."""
         if self._thread.is_alive():
             self._is_over.set()
             self._thread.join(END_S)
@@ -85,7 +81,7 @@ class Exporter:
             return WandbWriter(destination.where, self._read())
         if destination.sink == "opentelemetry":
             return OpenTelemetryWriter()
-        from asyncdist.live.prometheus import PrometheusServer  # needs the library
+        from asyncdist.live.prometheus import PrometheusServer  # needs the library prometheus_client
 
         port = destination.port + self._local_rank
         if port > 65535:

@@ -1,8 +1,8 @@
-"""Keeps the final counters of ranks, for the last table of ``asyncdist run --live``.
+"""Passes the final counters of ended ranks to the last table of ``asyncdist run --live``.
 
-A rank that has ended cannot be asked. ``asyncdist run --live`` therefore creates a folder and passes its path to the
-ranks in ASYNCDIST_LAST_COUNTERS. Each rank writes its counters there when its main has ended. A killed rank writes
-nothing.
+A rank that has ended cannot answer requests. ``asyncdist run --live`` therefore creates a folder and passes its path to
+the ranks in ASYNCDIST_LAST_COUNTERS. Each rank writes its counters to this folder when its main has ended; a killed
+rank writes nothing.
 """
 
 from __future__ import annotations
@@ -34,11 +34,9 @@ def leave(folder: str, counters: RankCounters) -> None:
 
 
 def collect(folder: str, job: str | None) -> list[RankCounters]:
-    """Return the counters in ``folder``, by rank; for a restarted rank, those of its newest process.
+    """Return the counters in ``folder``, by rank; for a restarted rank, the counters of its newest process.
 
-    Args:
-        folder: Folder whose path was passed to the ranks.
-        job: Job whose ranks count, since a rank may have started another job; None for all jobs.
+    Only ranks of ``job`` are included, because a rank may have started a different job; None includes all jobs.
     """
     found: dict[int, RankCounters] = {}
     with contextlib.suppress(OSError), private_folders.opened(folder) as parent:

@@ -1,7 +1,4 @@
-"""Shows a live table of the ranks hosted by one process, in a notebook's cell or in a terminal.
-
-The table is drawn in a separate thread, which only reads the ranks' counters.
-"""
+"""Shows a live table of the ranks hosted by one process, in a notebook's cell or in a terminal."""
 
 from __future__ import annotations
 
@@ -30,11 +27,7 @@ class _World(Protocol):
 
 
 class PopulationView:
-    """A table of the ranks that this process hosts, with a line for each policy of each rank.
-
-    Raises:
-        AsyncdistError: rich, which draws the table, is not installed.
-    """
+    """A table of the ranks that this process hosts; raises AsyncdistError if rich, which draws it, is missing."""
 
     def __init__(self) -> None:
         try:
@@ -70,7 +63,7 @@ class PopulationView:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[Callable[[], None]]:
-        """Show the table until the context ends. Yields a function that redraws it, which terminals do not need."""
+        """Show the table until the context ends. Yield a function that redraws the table, for notebooks."""
         import rich
         from rich.live import Live
 

@@ -1,4 +1,4 @@
-"""Serves the counters of a rank to Prometheus, from a thread that sleeps until a request arrives.
+"""Exports the counters of a rank to Prometheus, from a thread that sleeps until a request arrives.
 
 prometheus_client writes the response: https://prometheus.io/docs/instrumenting/exposition_formats/.
 """
@@ -19,16 +19,12 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from asyncdist.live.counters import EXPORTED, RankCounters, samples
 
 _LABELS = ("rank", "policy", "role")
-#: Seconds after which a connection is closed that has not sent its request or read the response: it holds a thread.
+#: Seconds after which an idle connection is closed, because each connection occupies a thread.
 _TIMEOUT_S = 10.0
 
 
 class RankCollector(Collector):
-    """Reads the counters of a rank when a request arrives.
-
-    Args:
-        read: Returns the counters; called in another thread than the rank's.
-    """
+    """Reads the counters of a rank when a request arrives; ``read`` is called in a separate thread."""
 
     def __init__(self, read: Callable[[], RankCounters]) -> None:
         self._read = read
@@ -54,7 +50,7 @@ class RankCollector(Collector):
 
 
 class _Server(ThreadingHTTPServer):
-    """Serves each request in a separate thread, so that an incomplete request does not block others."""
+    """Answers each request in a separate thread, so that an incomplete request does not block others."""
 
     daemon_threads = True
 
@@ -68,16 +64,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class PrometheusServer:
-    """Serves the counters of a rank until it is closed.
-
-    Args:
-        read: Returns the counters.
-        host: Address or host name.
-        port: Port number.
-
-    Raises:
-        OSError: The address cannot be opened.
-    """
+    """Exports the counters of a rank until it is closed; raises OSError if it cannot listen on the address."""
 
     def __init__(self, read: Callable[[], RankCounters], host: str, port: int) -> None:
         registry = CollectorRegistry(auto_describe=False)
@@ -90,12 +77,12 @@ class PrometheusServer:
         self._thread.start()
 
     def write(self, _: RankCounters) -> None:
-        """Do nothing: counters are read when a request arrives."""
+        """Do nothing, because counters are read when a request arrives."""
 
     def close(self) -> None:
         """Stop the server."""
         with contextlib.suppress(OSError):
-            self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which otherwise looks every half second
+            self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which otherwise checks every half second
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

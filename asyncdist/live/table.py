@@ -17,24 +17,23 @@ if TYPE_CHECKING:
 
 #: Seconds over which rates are computed.
 _WINDOW_S: Final = 5.0
-#: Number of lines of a terminal that are not for ranks: the summary, the names of columns, and the cursor.
+#: Number of lines of a terminal that do not show ranks: the summary, the names of columns, and the cursor.
 _FRAME_HEIGHT: Final = 3
 _NOTE_COUNT_MAX: Final = 6
 #: Number of spaces between columns.
 _GAP: Final = 2
-#: Maximum width, in characters, of columns whose text may be cut.
+#: Maximum width, in characters, of columns whose text may be truncated.
 _TEXTS: Final[Mapping[str, int]] = {"policy": 24, "role": 8, "latest": 40}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The latest readings of one rank.
+    """The latest counters of one rank.
 
     Attributes:
-        rank: The rank.
-        now: Its latest counters; None before its first answer.
-        before: Its counters some seconds earlier; None if there are none.
-        note: A note for the user, such as the reason why it makes no steps.
+        now: Latest counters; None before the first answer.
+        before: Counters some seconds earlier; None if there are none.
+        note: A note for the user, such as the reason why the rank makes no steps.
     """
 
     rank: int
@@ -44,7 +43,7 @@ class Row:
 
 
 class Readings:
-    """Keeps the counters of ranks during the last seconds, for rates."""
+    """Stores the counters of ranks during the last seconds, to compute rates."""
 
     def __init__(self) -> None:
         self._said: dict[int, deque[RankCounters]] = {}
@@ -53,20 +52,20 @@ class Readings:
         """Add the current counters of a rank."""
         said = self._said.setdefault(counters.rank, deque())
         if said and (said[-1].job, said[-1].incarnation) != (counters.job, counters.incarnation):
-            said.clear()  # another process, whose counters start at 0
+            said.clear()  # a new process, whose counters start at 0
         said.append(counters)
         while len(said) > 2 and counters.time_s - said[1].time_s >= _WINDOW_S:
             said.popleft()
 
     def row(self, rank: int, note: str = "") -> Row:
-        """Return the latest readings of a rank."""
+        """Return the latest counters of a rank."""
         said = self._said.get(rank)
         if not said:
             return Row(rank, None, None, note)
         return Row(rank, said[-1], said[0] if len(said) > 1 else None, note)
 
     def rows(self) -> list[Row]:
-        """Return the latest readings of all ranks that have answered."""
+        """Return the latest counters of all ranks that have answered."""
         return [self.row(rank) for rank in sorted(self._said)]
 
 
@@ -75,13 +74,9 @@ def screen(
 ) -> Table:
     """Return a summary line, the table of the ranks below it, and notes on some ranks.
 
-    Args:
-        rows: Readings of the ranks.
-        width: Width of the terminal in characters; less important columns are omitted if there is no room.
-        height: Height of the terminal in lines. If there are more ranks, those with the fewest steps are shown. None
-            for no limit.
-        before_end_s: For a job that has ended, the age in seconds of the last answers of ranks that left no counters;
-            None while the job runs.
+    Less important columns are omitted if the terminal is too narrow. If not all ranks fit into ``height`` lines, those
+    with the fewest steps are shown. ``before_end_s`` is, for a job that has ended, the age in seconds of the last
+    answers of ranks that left no final counters.
     """
     from rich.table import Table
     from rich.text import Text
@@ -99,7 +94,7 @@ def screen(
         by_steps = sorted(shown, key=lambda row: (0 if row.now is None else row.now.step, row.rank))
         shown = sorted(by_steps[:place], key=lambda row: row.rank)
         head += f"; showing the {place} with the fewest steps"
-    drawn = Table.grid()  # not a Group, which notebooks do not show
+    drawn = Table.grid()  # notebooks do not show a Group
     drawn.add_row(Text(printable(head), no_wrap=True, overflow="ellipsis"))
     drawn.add_row(table(shown, width))
     if notes:
@@ -119,7 +114,8 @@ def table(rows: Sequence[Row], width: int) -> Table:
         drawn.add_column(column.name, justify=side, no_wrap=True, overflow="ellipsis", max_width=width_max)
     for row in rows:
         for number, policy in enumerate(_policies_of(row)):
-            cells = [Text(_cell(column, row, policy)) for column in columns]  # Text, so that rich interprets no markup
+            # Rich would interpret markup in plain strings
+            cells = [Text(_cell(column, row, policy)) for column in columns]
             is_first = number == 0
             drawn.add_row(*(c if is_first or k.is_of_policy else "" for c, k in zip(cells, columns, strict=True)))
     return drawn
@@ -130,7 +126,7 @@ def table(rows: Sequence[Row], width: int) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A column: its name, its least width, a function for its cells, and whether cells differ by policy."""
+    """A column: its name, its minimum width, a function for its cells, and whether cells differ by policy."""
 
     name: str
     width: int
@@ -192,7 +188,7 @@ def _columns(rows: Sequence[Row], width: int) -> dict[_Column, int]:
 
 
 def _width_of(column: _Column, rows: Sequence[Row]) -> int:
-    """Return the width of a column in characters. Text may be cut, but a cut number would be another number."""
+    """Return the width of a column in characters. Text may be truncated, but a truncated number would be wrong."""
     cells = [_cell(column, row, policy) for row in rows for policy in _policies_of(row)]
     needed = max([column.width, len(column.name), *map(len, cells)])
     return min(needed, _TEXTS.get(column.name, needed))

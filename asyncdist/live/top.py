@@ -1,6 +1,6 @@
-"""Shows the ranks of a job on this host, for ``asyncdist top`` and ``asyncdist run --live``.
+"""Shows the ranks of a job on this host in a live table, for ``asyncdist top`` and ``asyncdist run --live``.
 
-Ranks are asked over the sockets for their stories, and answer from a thread even while they compute.
+Ranks are queried over sockets, and answer from a separate thread even while they compute.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 #: Seconds between two requests to the ranks.
 PERIOD_S: Final = 1.0
-#: Seconds without a step after which a rank is asked for its story.
+#: Seconds without a step after which a rank is asked what it is doing (its story).
 _STILL_S: Final = 3.0
 NEEDS_RICH: Final = validation.missing_library("the table", "rich", "live")
 
 
 def has_rich() -> bool:
-    """Return whether the table can be drawn."""
+    """Return whether rich, which draws the table, is installed."""
     return importlib.util.find_spec("rich") is not None
 
 
 def allow_all_text() -> None:
-    """Replace characters that the terminal's encoding lacks instead of raising: a job may print any text."""
+    """Replace characters that the terminal's encoding lacks instead of raising, because a job may print any text."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -51,11 +51,12 @@ class JobView:
     def __init__(self) -> None:
         self._readings = Readings()
         self._rows: list[Row] = []
-        self._moved: dict[int, tuple[int, float]] = {}  # for each rank its steps, and the time of the last one
+        # For each rank, the number of its steps and the time of the last step
+        self._moved: dict[int, tuple[int, float]] = {}
         self._answered_at_s: dict[int, float] = {}
 
     def ask(self, places: Sequence[Place]) -> None:
-        """Ask all ranks at once for their counters, and those that make no steps also for their stories."""
+        """Ask all ranks at once for their counters, and ranks that make no steps also for their stories."""
         answers = sockets.exchange(places, sockets.COUNTERS)
         self._answered_at_s |= dict.fromkeys(answers, time.monotonic())
         for data in answers.values():
@@ -82,11 +83,7 @@ class JobView:
         return _screen(self._rows, console)
 
     def drawn_at_end(self, console: Console, left: Sequence[RankCounters] = ()) -> Table:
-        """Return the table of a job that has ended.
-
-        It shows the counters that ranks have left for it, and the last answers of the other ranks. Its first line says
-        how old these answers are.
-        """
+        """Return the table of a job that has ended, from the ranks' final counters or, with their age, last answers."""
         now = time.monotonic()
         for counters in left:
             known = self._readings.row(counters.rank).now
@@ -107,10 +104,8 @@ def run(name: str | None) -> int:
     """Show the table until the job ends or Ctrl-C is pressed; return the exit code.
 
     If the output is not a terminal, or cannot be redrawn (``TERM=dumb``), the table is printed once, after the second
-    that rates need.
-
-    Args:
-        name: Name of the job, or the number of one of its processes or of their parent; None for the only job.
+    that rates need. ``name`` is the name of the job, or the pid of one of its processes or of their parent; None
+    selects the only job.
     """
     if not has_rich():
         print(f"asyncdist top: {NEEDS_RICH}", file=sys.stderr)

@@ -43,7 +43,7 @@ class _Numbers:
 
 
 class TensorBoardWriter:
-    """Writes to a folder for each rank, such as ``FOLDER/rank00003``, by the policy's steps."""
+    """Writes to a folder for each rank, such as ``FOLDER/rank00003``, at the policy's number of steps."""
 
     def __init__(self, folder: str, rank: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -124,14 +124,14 @@ class OpenTelemetryWriter:
                 self._said[path, sample.name] = sample.value
 
     def close(self) -> None:
-        """Have the provider export all pending counters."""
+        """Make the provider export all pending counters."""
         flush = _flush_of_provider()
         if flush is not None:
             flush(1000)
 
 
 def _flush_of_provider() -> Callable[[float], object] | None:
-    """Return the function that makes OpenTelemetry's provider export; None if the program has set no such provider."""
+    """Return the function that makes OpenTelemetry's provider export; None if the program has not set a provider."""
     from opentelemetry import metrics
 
     flush: Callable[[float], object] | None = getattr(metrics.get_meter_provider(), "force_flush", None)

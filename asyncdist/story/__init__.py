@@ -1,1 +1,1 @@
-"""What the ranks of a job do right now: as data, asked for over sockets of this host, and told on one screen."""
+"""Describes what each rank of a job is doing (its *story*), to explain why a job makes no progress."""

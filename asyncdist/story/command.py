@@ -13,10 +13,8 @@ from asyncdist.story.telling import Silent, tell_job
 def run(name: str | None, recorded: str | None = None) -> int:
     """Print the story of a job; return the exit code.
 
-    Args:
-        name: Name of the job, or the pid of one of its processes or of their launcher; None for the only job. Or the
-            folder of a recording.
-        recorded: Name of the job, if that folder has recordings of several.
+    ``name`` is the name of the job, the pid of one of its processes or of their launcher, or the folder of a recording;
+    None selects the only job. ``recorded`` is the name of the job if a folder has recordings of several jobs.
     """
     if name is not None and Path(name).is_dir():
         return _tell_recording(name, recorded)
@@ -35,7 +33,7 @@ def run(name: str | None, recorded: str | None = None) -> int:
 
 
 def _tell_recording(folder: str, job: str | None) -> int:
-    from asyncdist.recording.reader import RecordingError  # these import torch
+    from asyncdist.recording.reader import RecordingError  # imported here because these modules import torch
     from asyncdist.story.last_acts import tell_recording
 
     try:

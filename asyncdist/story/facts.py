@@ -1,4 +1,4 @@
-"""Describes what a rank does right now, as plain data that can be sent as MessagePack."""
+"""Describes what a rank is doing, as plain data that can be sent as MessagePack."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ MainState: TypeAlias = Literal["awaits", "returned", "computes", "blocks"]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective in progress on a rank.
-
-    Attributes:
-        tag: Tag of its group.
-        number: Number among the group's collectives that this rank has started, from 1.
-        ranks: Members of the group.
-    """
+    """A collective in progress on a rank, the ``number``-th (from 1) of its group that the rank has started."""
 
     tag: int
     number: int
@@ -36,10 +30,10 @@ class Wait:
         what: Description of the awaited event; "" if the task is about to run.
         line: Line of the user's code, as in ``"main (train.py:12)"``; "" if unknown.
         seconds: Seconds that the wait has lasted; None if unknown.
-        peers: Ranks any of which can end the wait.
+        peers: Ranks, any of which can end the wait.
         tag: Tag of the awaited message; None if the wait has none.
         ends_by_itself: Whether a timer or a thread ends the wait.
-        collective: Collective that the wait is part of; or None.
+        collective: Collective to which the wait belongs; None if it does not belong to any.
     """
 
     who: str
@@ -54,7 +48,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class ChannelState:
-    """A channel of the user's program, and its counts on this rank."""
+    """A channel of the user's program, with the numbers of its messages on this rank."""
 
     name: str
     tag: int
@@ -68,13 +62,7 @@ class ChannelState:
 class PolicyState:
     """The state of a policy on this rank.
 
-    Attributes:
-        name: Name of the policy, or "".
-        step: Number of steps done.
-        metric: Last reported metric; None before the first.
-        round: Round to which the role belongs; None before the first round.
-        role: State of ``protocols.selective.member``, in lower case; "" before the first round.
-        coordinator: Rank of the coordinator; None if unknown to this rank.
+    ``role`` is a state of ``protocols.selective.member``, in lower case, in round ``round``.
     """
 
     name: str
@@ -87,25 +75,19 @@ class PolicyState:
 
 @dataclass(frozen=True, slots=True)
 class RankStory:
-    """Describes what one rank does right now. Times are ages in seconds.
+    """Describes what one rank is doing. Times are ages in seconds.
 
     Attributes:
-        rank, size, pid, hostname: Identity of the rank.
         job: Name of the job, eight hexadecimal digits.
         program: Path of the script.
-        state: State of main.
         line: Line of the user's code in which main keeps the loop from running; otherwise "".
-        inner_line: Innermost line there, if it is not the user's; otherwise "".
+        inner_line: Innermost line in that call, if it is not the user's; otherwise "".
         still_s: Seconds since the rank last did a step or received a message.
         waits: Waits of main and of spawned tasks.
-        policies: Open policies.
         started: Number of started collectives, by the group's tag.
-        channels: Channels of the user's program.
         unread: Descriptions of messages that have arrived for channels that are not open.
-        heard: Seconds since the last message from each rank; ranks that have never sent any are missing.
-        lost: Lost ranks.
+        heard: Seconds since the last message from each rank; a rank that has never sent a message is missing.
         left: Ranks that have returned from main.
-        events: Descriptions of the latest events.
     """
 
     rank: int
@@ -133,7 +115,7 @@ _decoder: Final = msgspec.msgpack.Decoder(RankStory)
 
 
 def to_bytes(story: RankStory) -> bytes:
-    """Return the story as MessagePack, which can hold NaN. Bytes of strings that are not valid text become ``?``."""
+    """Return the story as MessagePack, which can represent NaN. Undecodable bytes in strings become ``?``."""
     try:
         return msgspec.msgpack.encode(story)
     except UnicodeEncodeError:
@@ -149,5 +131,5 @@ def _as_text(value: Any) -> Any:
 
 
 def from_bytes(data: bytes) -> RankStory:
-    """Return the story in these bytes. Raises ValueError if they are not a story."""
+    """Decode a story. Raise ValueError if the bytes are not a valid story."""
     return _decoder.decode(data)

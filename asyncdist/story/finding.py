@@ -10,7 +10,7 @@ from typing import Final
 from asyncdist.rank_program import PROGRAM
 from asyncdist.story.sockets import Place, jobs
 
-#: Number of characters of a job's command that are shown.
+#: Maximum number of characters of a job's command that are shown.
 _COMMAND_LENGTH_MAX: Final = 60
 
 
@@ -35,7 +35,7 @@ def find_job(name: str | None) -> str:
 
 
 def job_of_process(pid: int, found: Mapping[str, Sequence[Place]]) -> str | None:
-    """Return the job to which a process belongs, or whose ranks it has started; None if there is none."""
+    """Return the job to which a process belongs, or whose ranks the process has started; None if there is none."""
     return next((job for job, places in found.items() if any(pid in _line_of(each.pid) for each in places)), None)
 
 
@@ -61,9 +61,9 @@ def _described(places: Sequence[Place]) -> str:
 
 
 def _line_of(pid: int) -> Iterator[int]:
-    """Yield a process, its parent, and so on, as far as the system shows them."""
+    """Yield the pids of a process, its parent, its grandparent, and so on, as far as the system shows them."""
     with contextlib.suppress(OSError, ValueError):
         while pid > 1:
             yield pid
             text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-            pid = int(text.rpartition(")")[2].split()[1])  # the program's name before ")" may contain anything
+            pid = int(text.rpartition(")")[2].split()[1])  # the program's name, before ")", may contain anything

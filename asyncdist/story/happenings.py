@@ -1,4 +1,4 @@
-"""Describes events of a rank as text: those that show its progress, without steps, metrics and messages."""
+"""Describes the events that show a rank's progress as text, except for steps, metrics and messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from asyncdist.recording.events import Event
 from asyncdist.wording import ranks_in_words, seconds_in_words
 
-#: Beginning of a recorded story that was told before an abort.
+#: First words of a story that was recorded before the job was aborted.
 ABORT: Final = "the job is aborted"
 
 
@@ -32,12 +32,6 @@ _WORDS: Final[Mapping[str, Callable[[Event], str]]] = {
 
 
 def events_in_words(events: Sequence[Event], now: float, count_max: int) -> tuple[str, ...]:
-    """Return descriptions of the latest of these events, with their ages, oldest first.
-
-    Args:
-        events: Events, oldest first.
-        now: Time in seconds, on the clock of the events.
-        count_max: Maximum number of descriptions.
-    """
+    """Return descriptions of the latest events, with their ages, oldest first; ``now`` is on the events' clock."""
     told = [event for event in events if event.kind in _WORDS][-count_max:]
     return tuple(f"{_WORDS[event.kind](event)} {seconds_in_words(max(0.0, now - event.time_s))} ago" for event in told)

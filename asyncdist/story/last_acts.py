@@ -13,7 +13,7 @@ from asyncdist.story.happenings import ABORT, events_in_words
 from asyncdist.validation import printable
 from asyncdist.wording import plural, ranks_in_words, seconds_in_words
 
-#: Maximum numbers of events shown for each rank, of ranks shown, and of pairs of ranks shown with messages in transit.
+#: Maximum number of events that are shown for each rank.
 EVENT_COUNT_MAX: Final = 3
 RANK_COUNT_MAX: Final = 24
 PAIR_COUNT_MAX: Final = 8
@@ -24,13 +24,10 @@ class _LastOf:
     """Collects what a rank did last.
 
     Attributes:
-        file: Recording of the rank.
         last_s: Time of its last event, in seconds since 1970.
-        steps: Number of steps of the policy that did the last step.
-        over: Error with which main ended, "" if it returned; None if no end is recorded.
+        over: Error with which main ended, "" if main returned; None if no end is recorded.
         cut: Reason why the file ends before main; "" if none is recorded.
-        waited: Last recorded wait.
-        told: Last recorded stories of its host, by whether they were told before an abort.
+        told: Last recorded stories of its host; the key says whether the story preceded an abort.
         latest: Latest other events, oldest first.
         sent, received: Number of messages, by peer and tag.
     """
@@ -50,18 +47,18 @@ class _LastOf:
 def tell_recording(folder: str, job: str | None = None) -> str:
     """Return what each rank of a recorded job did last, as several lines.
 
-    Waits are recorded when they end. The wait in which a rank was when the job ended is known only if a signal ended
-    it, or if the running job told its story, at a standstill or before an abort.
+    A wait is recorded when it ends. A wait in progress at the end of the job is known only if a signal ended it, or if
+    the running job logged its story, because it made no progress or was aborted.
 
     Args:
-        folder: Folder of the recordings, as for ``record=``.
-        job: Name of the job, if the folder has recordings of several.
+        folder: Folder of the recordings, as passed to ``record=``.
+        job: Name of the job, if the folder has recordings of several jobs.
 
     Raises:
         RecordingError: No recording can be read, or there are several jobs.
     """
     recording = read_recording(folder, job)
-    ranks = {each.rank: _last_of(each) for each in recording.ranks}  # for restarted ranks, the last process
+    ranks = {each.rank: _last_of(each) for each in recording.ranks}  # the last process of each restarted rank
     end_s = max(each.last_s for each in ranks.values())
     lines = [_title(recording, end_s)]
     if recording.missing:
@@ -123,10 +120,11 @@ def _rank(rank: int, last: _LastOf, end_s: float) -> list[str]:
     how = f"its recording {last.cut or 'ends before main does'}"
     if last.over:
         words = [line.strip() for line in last.over.splitlines() if line.strip()]
-        how = f"ended by {' ... '.join([*words[:1], *words[1:][-1:]]).rstrip(': ')}"  # workers send tracebacks
+        # The message may be a worker's traceback
+        how = f"ended by {' ... '.join([*words[:1], *words[1:][-1:]]).rstrip(': ')}"
     lines = [f"  rank {rank}: {how}; its last event was {age} before that of the job"]
     if last.steps:
-        # A killed process loses the events that it has not written yet: see asyncdist.recording.writer.
+        # A killed process loses the events that it has not written yet (see asyncdist.recording.writer).
         lost = "later steps are not" if last.cut else "steps of its last second may not be"
         more = f" or more: {lost} recorded" if last.over is None else ""
         lines.append(f"    {last.steps} steps{more}")
@@ -141,7 +139,7 @@ def _rank(rank: int, last: _LastOf, end_s: float) -> list[str]:
 
 
 def _told(ranks: dict[int, _LastOf], end_s: float) -> list[str]:
-    """Return the last stories that each host told while the job ran: at a standstill, and before an abort."""
+    """Return the last stories that each host logged while the job ran: without progress, and before an abort."""
     latest: dict[tuple[str, bool], tuple[float, str]] = {}
     for last in ranks.values():
         for event in last.told.values():

@@ -1,12 +1,12 @@
-"""Finds and queries the sockets on which the ranks of this host answer questions.
+"""Queries the ranks of this host over Unix sockets: what they are doing, and their counters.
 
 A job has a directory of mode 0700 with a socket ``RANK.PID`` for each living rank on this host. A rank removes its
-socket when it ends; the last one also removes the directory. The socket of a killed rank is removed when other ranks
-end, by the next job of this user, or by ``asyncdist story``.
+socket when it ends, and the last rank also removes the directory. The socket of a killed rank is removed when other
+ranks end, by the next job of this user, or by ``asyncdist story``.
 
-Other users of the host may have made files with these names. Nothing is read, made or removed in a directory before
-:mod:`asyncdist.trust.private_folders` has checked that it is private to this user. Both ends of a connection check
-that the other end is a process of this user.
+Other users of the host may have created files with these names. Nothing is read, created or removed in a directory
+before :mod:`asyncdist.trust.private_folders` has checked that it is private to this user. Each end of a connection
+checks that the other end is a process of this user.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from asyncdist.trust import private_folders
 
 logger = logging.getLogger("asyncdist.story.sockets")
 
-#: Questions: the whole story; counters; whether the rank answers at all; whether a signal has just asked the rank.
-#: TOLD is a notice: the story of the job's standstill has been told.
+#: Requests: the story, the counters, whether the rank answers, or whether a signal has just requested its story. TOLD
+#: is a notice that the story of a job without progress has already been logged.
 STORY: Final = b"story\n"
 COUNTERS: Final = b"count\n"
 PULSE: Final = b"pulse\n"
@@ -43,29 +43,23 @@ NO: Final = b"0"
 TOLD: Final = b"told!\n"
 #: Maximum length of the story that follows TOLD, in bytes.
 TOLD_NBYTES_MAX: Final = 1 << 15
-#: Seconds that a rank may take to answer. A rank that computes answers from a thread.
+#: Seconds that a rank may take to answer, which it does from a thread while it computes.
 ANSWER_S: Final = 1.0
-#: Age in seconds up to which directories without a socket are kept, and number of attempts to make a socket.
+#: Age in seconds up to which directories without a socket are kept.
 _BEGINNING_S: Final = 10.0
 _TRY_COUNT: Final = 10
 #: Maximum length of a Unix socket's path in bytes, without the terminating 0.
 _PATH_NBYTES_MAX: Final = 107
-#: Length and pattern of a socket's path below the folder: job, rank and pid; with a tilde until the rank listens.
+#: Maximum length of a socket's path below the folder: job, rank and pid, with a tilde until the rank listens.
 _NAME_NBYTES: Final = len("/0123abcd/1000000.4194304~")
 _NAME: Final = re.compile(r"[0-9]+\.[0-9]+~?")
-#: The kernel's ucred: process, user and group.
+#: Layout of the kernel's struct ucred: process, user and group.
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The socket of a rank.
-
-    Attributes:
-        path: Path.
-        rank: Number of the rank.
-        pid: Process of the rank, according to the path.
-    """
+    """The path of a rank's socket, which contains the rank and its pid."""
 
     path: Path
     rank: int
@@ -76,12 +70,12 @@ class Place:
         """State of the process, a letter as in ``ps``; "" if the system does not show it."""
         with contextlib.suppress(OSError, IndexError):
             text = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
-            return text.rpartition(")")[2].split()[0]  # the program's name before ")" may contain anything
+            return text.rpartition(")")[2].split()[0]  # the program's name, before ")", may contain anything
         return ""
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process lives. A zombie, whose parent has not yet read its exit code, does not."""
+        """Whether the process is alive; False for a zombie, whose parent has not read its exit code yet."""
         if self.state in ("Z", "X"):
             return False
         try:
@@ -92,23 +86,19 @@ class Place:
 
     @property
     def is_served(self) -> bool:
-        """Whether the rank listens on the socket.
-
-        The pid in the path may be wrong here, because a rank in another container has another pid there. A socket that
-        only a child of an ended rank still holds is not served.
-        """
+        """Whether the rank listens on the socket, even if the rank runs in a different container."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.setblocking(False)
             try:
                 client.connect(str(self.path))
             except OSError as error:
-                return isinstance(error, BlockingIOError)  # its queue is full
+                return isinstance(error, BlockingIOError)  # the socket's queue is full
             listener = _process_at(client)
             return listener == 0 or Place(self.path, self.rank, self.pid if listener is None else listener).is_alive
 
 
 def directories() -> list[Path]:
-    """Return the folders that may contain the directories of jobs, the preferred one first."""
+    """Return the folders that may contain the directories of jobs, the preferred folder first."""
     found = private_folders.candidates(environment.shared_directories())
     return [path for path in found if len(os.fsencode(path)) + _NAME_NBYTES <= _PATH_NBYTES_MAX]
 
@@ -125,10 +115,7 @@ def warn_of_refused_directories(command: str) -> None:
 
 
 def listen(job: str, rank: int) -> tuple[socket.socket, Path] | None:
-    """Return a listening socket for questions to this rank, and its path; None if no folder can hold it.
-
-    A folder that is not private to this user is not touched: the next one is used, with a warning.
-    """
+    """Return a listening socket for requests to this rank, and its path; None if no private folder can contain it."""
     refused: list[str] = []
     opened = None
     for base in directories():
@@ -146,9 +133,10 @@ def listen(job: str, rank: int) -> tuple[socket.socket, Path] | None:
 
 
 def _listen_in(base: Path, job: str, rank: int) -> tuple[socket.socket, Path] | None:
-    """Return the socket and path for :func:`listen` in this folder, or None. Raises NotPrivateError."""
+    """Create the socket for :func:`listen` in this folder, or return None. Raise NotPrivateError for unsafe folders."""
     path = base / job / f"{rank}.{os.getpid()}"
-    begun = path.with_name(f"{path.name}~")  # renamed once it listens; others remove unserved sockets
+    # Renamed once it listens, because other processes remove sockets on which nothing listens
+    begun = path.with_name(f"{path.name}~")
     for _ in range(_TRY_COUNT):  # another rank may remove the folder while it is empty
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -172,10 +160,7 @@ def _listen_in(base: Path, job: str, rank: int) -> tuple[socket.socket, Path] | 
 
 
 def _process_at(connection: socket.socket) -> int | None:
-    """Return the pid of the process that made the other end's socket; 0 if it runs in another container.
-
-    Returns None if the system does not show it.
-    """
+    """Return the pid of the process at the other end: 0 if it is in another container, None if unknown."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -183,10 +168,7 @@ def _process_at(connection: socket.socket) -> int | None:
 
 
 def is_of_own_user(connection: socket.socket) -> bool:
-    """Return whether the process at the other end runs as this user or as root.
-
-    Always true on systems other than Linux, which do not show it: there the folder's mode keeps other users out.
-    """
+    """Return whether the process at the other end runs as this user or as root; True if the system does not show it."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -200,13 +182,13 @@ def withdraw(path: Path) -> None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path.name, dir_fd=folder)
             _clear_job(base, path.parent)
-        os.rmdir(path.parent.name, dir_fd=base)  # fails if other ranks are there
+        os.rmdir(path.parent.name, dir_fd=base)  # fails if other ranks have sockets there
     with contextlib.suppress(OSError):
         path.parents[1].rmdir()
 
 
 def clear(base: Path) -> None:
-    """Remove the sockets of ended jobs from this folder. Does nothing if it is not private to this user."""
+    """Remove the sockets of ended jobs from this folder, unless it is not private to this user."""
     with contextlib.suppress(OSError), private_folders.opened(base) as descriptor:
         for name in os.listdir(descriptor):
             _clear_job(descriptor, base / name)
@@ -220,7 +202,7 @@ def _clear_job(base: int, path: Path) -> None:
         found = _places(path, names)
         if any(place.is_served for place in found):
             return
-        # A young empty folder belongs to a rank that is about to make its socket.
+        # A young empty folder belongs to a rank that is about to create its socket.
         if found or time.time() - os.fstat(folder).st_mtime > _BEGINNING_S:
             for name in names:
                 os.unlink(name, dir_fd=folder)
@@ -296,12 +278,12 @@ def _decoded(answers: dict[int, bytes]) -> Iterator[tuple[int, RankStory]]:
 
 
 def answers_pulse(place: Place) -> bool:
-    """Return whether the rank's answering thread responds at all."""
+    """Return whether the rank's answering thread responds."""
     return bool(_answer(place, PULSE))
 
 
 def was_asked(place: Place) -> bool:
-    """Return whether a signal has just asked that rank, so that it tells the story of the whole job."""
+    """Return whether a signal has just requested the rank's story, so that it will print the story of the whole job."""
     return _answer(place, ASKED) == YES
 
 
@@ -319,7 +301,7 @@ def _answer(place: Place, question: bytes) -> bytes:
 
 
 def say_told(place: Place, story: str = "") -> None:
-    """Notify a rank that the job's standstill has been told; ``story`` is the text for its recording, if any."""
+    """Notify a rank that the story of a job without progress has been logged; ``story`` is the text to record."""
     client = _connect(place, TOLD + story.encode("utf-8", "replace")[:TOLD_NBYTES_MAX])
     if client is not None:
         client.close()
@@ -333,7 +315,7 @@ def _connect(place: Place, question: bytes) -> socket.socket | None:
         if not is_of_own_user(client):
             raise PermissionError(f"{place.path} is served by another user")
         client.send(question)
-    except OSError:  # it has ended, belongs to another user, or its queue is full because it does not answer
+    except OSError:  # the rank has ended, belongs to another user, or has a full queue because it does not answer
         client.close()
         return None
     return client

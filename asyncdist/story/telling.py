@@ -1,4 +1,4 @@
-"""Describes the stories of all ranks as text that fits one screen."""
+"""Formats the stories of all ranks as text that fits one screen."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from asyncdist.story.waiting import awaited_ranks, by_root, circle, stuck_ranks
 from asyncdist.validation import printable
 from asyncdist.wording import ordinal, plural, ranks_in_words, seconds_in_words
 
-#: Number of ranks up to which details of all ranks are shown. In larger jobs, only ranks that compute or block have
-#: details.
+#: Maximum number of ranks up to which details of all ranks are shown; otherwise only of ranks that compute or block.
 DETAIL_COUNT_MAX: Final = 8
-#: Maximum numbers of groups of ranks with the same state, and of a rank's tasks, that are shown.
+#: Maximum number of groups of ranks with the same state that are shown.
 GROUP_COUNT_MAX: Final = 24
 TASK_COUNT_MAX: Final = 4
 #: Maximum number of ranks for which the age of the last message is shown.
 HEARD_COUNT_MAX: Final = 8
 
 
-#: Why a rank does not answer, by the state of its process.
+#: Reasons why a rank does not answer, by the state of its process.
 _SILENCE: Final = {
     "T": "it is stopped, by SIGSTOP or Ctrl-Z",
     "t": "it is stopped, by a debugger",
@@ -34,14 +33,7 @@ _SILENCE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """A rank on this host that has not answered.
-
-    Attributes:
-        rank: Number of the rank.
-        pid: Process of the rank.
-        is_alive: Whether the process lives.
-        state: State of the process, a letter as in ``ps``; "" if unknown.
-    """
+    """A rank on this host that has not answered; ``state`` is its process's state, a letter as in ``ps``."""
 
     rank: int
     pid: int
@@ -90,7 +82,7 @@ def tell_job(stories: Mapping[int, RankStory], silent: Sequence[Silent] = ()) ->
 
 
 def _groups(stories: Mapping[int, RankStory]) -> list[tuple[str, list[int]]]:
-    """Return descriptions, each with its ranks. Ranks with the same wait share one, whatever the wait's age."""
+    """Return descriptions of waits, each with its ranks; waits that differ only in their age are merged."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank in by_root(stories):
         story = stories[rank]
@@ -205,7 +197,7 @@ def _tell_silent(silent: Silent, stories: Mapping[int, RankStory]) -> str:
 
 
 def _messages_on_other_tags(stories: Mapping[int, RankStory]) -> list[str]:
-    """Return lines about channels with sent messages that a waiting rank has not opened on that tag."""
+    """Return lines about channels whose messages a waiting rank cannot receive, because it has not opened their tag."""
     lines = []
     opened = {rank: {channel.tag for channel in story.channels} for rank, story in stories.items()}
     for rank, story in stories.items():

@@ -1,4 +1,4 @@
-"""Decides from the stories of ranks which rank waits for which, and which ranks wait in a circle. Pure functions."""
+"""Decides from the stories of ranks which rank waits for which, and which ranks are deadlocked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from asyncdist.story.facts import RankStory, Wait
 
 
 def awaited_ranks(wait: Wait, stories: Mapping[int, RankStory]) -> tuple[int, ...]:
-    """Return the ranks that a wait needs. For a collective these are the members not known to have entered it."""
+    """Return the ranks that a wait needs; for a collective, the members that are not known to have entered it."""
     collective = wait.collective
     if collective is None:
         return wait.peers
@@ -20,16 +20,16 @@ def awaited_ranks(wait: Wait, stories: Mapping[int, RankStory]) -> tuple[int, ..
 
 
 def main_needs(story: RankStory, stories: Mapping[int, RankStory]) -> tuple[int, ...]:
-    """Return the ranks that main waits for; () if it does not wait for ranks."""
+    """Return the ranks that main waits for; () if main does not wait for ranks."""
     return next((awaited_ranks(wait, stories) for wait in story.waits if wait.who == "main"), ())
 
 
 def stuck_ranks(stories: Mapping[int, RankStory]) -> frozenset[int]:
     """Return the deadlocked ranks: ranks that only other deadlocked ranks could wake.
 
-    Every task of such a rank waits for messages of certain ranks. A rank without a story may move, and so may one that
-    computes, blocks, sleeps or waits for a local event. (The knot of the OR model: Knapp, Deadlock Detection in
-    Distributed Databases, 1987.)
+    Every task of a deadlocked rank waits for messages of certain ranks. A rank that computes, blocks, sleeps, waits for
+    a local event or has no story may make progress. (The knot of the OR model: Knapp, Deadlock Detection in Distributed
+    Databases, 1987.)
     """
     stuck = {rank for rank, story in stories.items() if story.state == "awaits" and story.waits}
     while True:
@@ -47,13 +47,13 @@ def stuck_ranks(stories: Mapping[int, RankStory]) -> frozenset[int]:
 def _may_end(wait: Wait, needs: Sequence[int], stuck: Collection[int], lost: Collection[int]) -> bool:
     if wait.ends_by_itself or not needs:
         return True
-    if wait.collective is not None:  # it needs all of them
+    if wait.collective is not None:  # a collective needs all of its members
         return not any(rank in stuck for rank in needs)
     return any(rank not in stuck and rank not in lost for rank in needs)
 
 
 def circle(stuck: Collection[int], stories: Mapping[int, RankStory]) -> tuple[int, ...]:
-    """Return ranks that wait in a circle: each for the next one, and the last for the first; () if there are none."""
+    """Return ranks that wait in a circle, each for the next and the last for the first; () if there are none."""
     for start in sorted(stuck):
         path = [start]
         while True:
@@ -68,7 +68,7 @@ def circle(stuck: Collection[int], stories: Mapping[int, RankStory]) -> tuple[in
 
 
 def by_root(stories: Mapping[int, RankStory]) -> list[int]:
-    """Return the ranks in the order in which they are shown: ranks that do not wait, then those with most waiters."""
+    """Return the ranks in the order in which they are shown: ranks that do not wait, then by number of waiters."""
     waiters = dict.fromkeys(stories, 0)
     for rank, story in stories.items():
         for needed in main_needs(story, stories):
