@@ -8,8 +8,8 @@
                 loss = train_step(model, optimizer, batch)
                 policy.step(loss=loss)  # the only place where weights change
 
-There is no background thread. The rank's event loop runs on the caller's thread while such a call blocks, and stands
-still between calls; :mod:`asyncdist.blocking.callers` explains how.
+There is no background thread. The rank's event loop runs on the caller's thread while such a call blocks, and is
+suspended between calls.
 """
 
 from asyncdist.blocking.faces import Face as Face, context as context

@@ -1,4 +1,4 @@
-"""Outcomes of blocking calls, and calls that were started outside the loop until main continues them."""
+"""Represents blocking calls that have been started: their outcomes, and coroutines that main will continue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Outcome(Generic[T]):
-    """Holds the result of a call: a value or an error."""
+    """The result of a call: a value or an error."""
 
     value: T | None = None
     error: BaseException | None = None
@@ -45,17 +45,17 @@ async def awaited(made: Awaitable[T]) -> T:
 
 
 class BegunCall:
-    """Continues, when awaited, a coroutine that was started outside any loop.
+    """Awaitable that continues a coroutine which was started outside any event loop.
 
-    Reports of where a task waits see that coroutine, through ``cr_frame`` and ``cr_await``.
+    Reports on the waits of tasks inspect the coroutine through ``cr_frame`` and ``cr_await``.
 
     Args:
-        coroutine: Coroutine that was sent its first None.
-        awaited: Future that the coroutine then yielded; None if it only yielded to other tasks, which have run since.
+        coroutine: Coroutine that has already been sent its first None.
+        awaited: Future that the coroutine then yielded; None if it only let other tasks run, which have run since.
 
     Attributes:
         outcomes: List to which the call's outcome is appended.
-        is_cancelled: Whether the coroutine is cancelled, instead of sent None, when it continues.
+        is_cancelled: Whether to cancel the coroutine when it is continued.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], awaited: Any) -> None:
@@ -79,9 +79,11 @@ class BegunCall:
     def send(self, value: Any) -> Any:
         """Continue the coroutine, and return the future that it waits for next."""
         awaited, self._awaited = self._awaited, None
-        if self.is_cancelled:  # as in asyncio, the awaited future is cancelled first, if possible
+        if self.is_cancelled:  # like asyncio, this cancels the awaited future first
             self.is_cancelled = False
-            if inspect.getcoroutinestate(self._coroutine) == inspect.CORO_CREATED:  # it cannot catch the error yet
+            if (
+                inspect.getcoroutinestate(self._coroutine) == inspect.CORO_CREATED
+            ):  # the coroutine cannot catch errors before it starts
                 self._coroutine.close()
                 raise asyncio.CancelledError
             if awaited is None or not awaited.cancel():
@@ -99,14 +101,10 @@ class BegunCall:
 
 
 class Pause(asyncio.Future[None]):
-    """The future for which main waits between two calls. Cancelling it calls ``on_cancel`` and does not wake main.
+    """Future for which main waits between two blocking calls. Cancelling it calls ``on_cancel`` and does not wake main.
 
-    Main would wake only in the loop's next iteration: the call that is ending could not see the cancellation, and the
-    next call could not start.
-
-    Args:
-        loop: Main's loop.
-        on_cancel: Function called on a cancellation; returns whether to cancel main anyway.
+    If main were woken, it would continue only in the loop's next iteration: the call that is ending could not see the
+    cancellation, and the next call could not start. ``on_cancel`` returns whether to cancel main anyway.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_cancel: Callable[[], bool]) -> None:

@@ -1,11 +1,11 @@
-"""Blocking calls: how code without an event loop runs coroutines, on the same thread.
+"""Runs coroutines for code without an event loop, on the same thread.
 
-The coroutines run in the task of the rank's main. There are two ways to host the blocking code:
+The coroutines run in the task of the rank's main. The blocking code itself is hosted in one of two ways:
 
-- :class:`LoopCaller`, for one rank per process: the loop runs while a call blocks, and stands still between two calls,
-  as it does while an ``async def main`` computes. The code may be a whole script.
-- :class:`SwitchingCaller`, if several ranks share a thread, in a simulation or on one loop: the code runs inside main
-  on a stack of its own (a greenlet). A blocking call leaves that stack, which is entered again with the call's result.
+- :class:`LoopCaller`, for one rank per process: the loop runs while a call blocks, and is suspended between calls. The
+  code may be a whole script.
+- :class:`SwitchingCaller`, if several ranks share a thread, as in a simulation: the code runs inside main on a separate
+  stack (a greenlet). A blocking call switches to main's stack, and back with the call's result.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ logger = logging.getLogger("asyncdist.blocking")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Caller of the blocking code that runs in this context.
+#: The :class:`Caller` for blocking code in this context.
 _current: ContextVar[Caller] = ContextVar("asyncdist_blocking_caller")
-#: Set if each of several ranks runs a script that opens its own world: returns the caller of this rank.
+#: Function that returns this rank's caller, if several ranks of this process run scripts that open a world.
 ask_for_world: ContextVar[Callable[[], Caller] | None] = ContextVar("asyncdist_ask_for_world", default=None)
 
 
-#: Caller of the world that is open as long as the process.
+#: The :class:`Caller` for code outside all blocks, if the process has a world that lasts until its end.
 _of_process: Caller | None = None
 
 
 def set_process_caller(caller: Caller | None) -> None:
-    """Set the caller for code outside all blocks; it is used as long as its world is open."""
+    """Set the caller for code outside all blocks. It is used while its world is open."""
     global _of_process
     _of_process = caller
 
 
 def find_caller() -> Caller | None:
-    """Return the caller of the blocking code that runs here; None in coroutines and outside worlds."""
+    """Return the caller for the blocking code that runs here; None in coroutines and without an open world."""
     for caller in (_current.get(None), _of_process):
         if caller is not None and caller.is_open:
             return caller
@@ -69,14 +69,14 @@ def find_caller() -> Caller | None:
 
 
 def current_caller(what: str) -> Caller:
-    """Return the caller of the blocking code that runs here.
+    """Return the caller for the blocking code that runs here.
 
     Args:
         what: Name of the blocking call, for errors.
 
     Raises:
         LocalProtocolError: Called in a coroutine of a rank, which should await instead.
-        RuntimeError: No world is open here. Names the thread, unless it is the main thread.
+        RuntimeError: No world is open in this thread.
     """
     caller = find_caller()
     if caller is not None:
@@ -94,7 +94,7 @@ def current_caller(what: str) -> Caller:
 
 
 def is_in_a_rank() -> bool:
-    """Return whether a coroutine of a rank calls this, rather than blocking code."""
+    """Return whether this is called by a coroutine of a rank instead of blocking code."""
     if find_caller() is not None:
         return False
     try:
@@ -104,11 +104,10 @@ def is_in_a_rank() -> bool:
 
 
 class Caller(abc.ABC):
-    """Awaits coroutines, in the task of a rank's main, for blocking code.
+    """Awaits coroutines for blocking code, in the task of a rank's main.
 
     Attributes:
-        world: The rank's world.
-        on_opened: Function called the first time that the code opens a world that is already open, as in a simulation.
+        on_opened: Function to call when the code first opens its world, if that is already open, as in a simulation.
     """
 
     world: World
@@ -125,7 +124,7 @@ class Caller(abc.ABC):
 
         Raises:
             ClosedError: The world is closed.
-            LocalProtocolError: Called in another thread than the rank's, or inside another blocking call.
+            LocalProtocolError: Called in a thread other than the rank's, or inside another blocking call.
             BaseException: The exception of ``fn``, or the error that ended the job.
         """
         if not self.is_open or self._is_calling or threading.get_ident() != self._thread:
@@ -137,13 +136,13 @@ class Caller(abc.ABC):
             self._is_calling = False
 
     def note_opened(self) -> None:
-        """Call ``on_opened``, once: the code has opened its world."""
+        """Call ``on_opened`` once, because the code has opened its world."""
         on_opened, self.on_opened = self.on_opened, None
         if on_opened is not None:
             on_opened()
 
     def at_end(self, fn: Callable[[], None]) -> None:
-        """Register ``fn`` to be called before the world is left, the last one first; not called after an error."""
+        """Register ``fn`` to be called before the world is left without an error, in reverse order of registration."""
         self._at_end.append(fn)
 
     @property
@@ -181,9 +180,9 @@ class Caller(abc.ABC):
 
 @contextlib.contextmanager
 def entered(awaited: AbstractAsyncContextManager[T], caller: Caller) -> Iterator[T]:
-    """Enter an asynchronous context manager for the length of a block.
+    """Enter an asynchronous context manager for the body of a ``with`` statement.
 
-    If the block is dropped because its rank has failed, ``__aexit__`` is not called, since the world is closed then.
+    If the body is dropped because its rank has failed, ``__aexit__`` is not called, since the world is already closed.
     """
 
     def leave(kind: type[BaseException] | None, *error: Any) -> bool | None:
@@ -200,7 +199,7 @@ def entered(awaited: AbstractAsyncContextManager[T], caller: Caller) -> Iterator
 
 
 class LoopCaller(Caller):
-    """Hosts one rank per process: runs an event loop of its own while a call blocks.
+    """Hosts the only rank of a process: runs an event loop while a call blocks.
 
     Args:
         open_world: Returns the context manager that hosts the rank, for the given handling of signals.
@@ -211,15 +210,15 @@ class LoopCaller(Caller):
         self._open_world = open_world
         self._interrupts = Interrupts(spares_process=is_loop_running())
         self._runner = asyncio.Runner(loop_factory=IdleLoop)
-        self._context = contextvars.copy_context()  # main's
+        self._context = contextvars.copy_context()  # the context of main
         self._loop: IdleLoop
         self._host: asyncio.Task[Outcome[None]]
-        self._next: BegunCall | None = None  # the call that main continues next
-        self._awaited: BegunCall | None = None  # None after an interrupt, even if main still runs the call
-        self._waiter: asyncio.Future[None]  # main waits for it while there is no call
-        self._is_ended = False  # the block has ended, so main ends, too
-        self._is_stopped = False  # main was cancelled between two calls; the next call raises the reason
-        self._error: BaseException | None = None  # the block's error, which main raises at its end
+        self._next: BegunCall | None = None  # call that main continues next
+        self._awaited: BegunCall | None = None  # None after an interrupt, even while main still runs the call
+        self._waiter: asyncio.Future[None]  # main waits for this future between calls
+        self._is_ended = False  # the block has ended, and main must end
+        self._is_stopped = False  # main was cancelled between calls; the next call raises the reason
+        self._error: BaseException | None = None  # error of the block, which main raises at its end
         self._is_over = False
 
     def open(self) -> None:
@@ -244,7 +243,7 @@ class LoopCaller(Caller):
         self.world.services.engine.transport.on_finalize(self._close_before_finalize)
 
     def listen(self) -> None:
-        """Raise signals in the block from now on, including one that has already arrived."""
+        """From now on, raise signals in the block, including a signal that has already arrived."""
         self._interrupts.raises_at_once = True
         if self._interrupts.withdraw():
             self._interrupts.check()
@@ -252,7 +251,7 @@ class LoopCaller(Caller):
     def _close_at_exit(self) -> None:
         logger.warning(
             "the world of rank %d was never left: open it in a block, with asyncdist.blocking.open_world() as world, "
-            "or with asyncdist.blocking.process_world(), which leaves it when the process ends",
+            "or use asyncdist.blocking.process_world(), which leaves it when the process ends",
             self.world.rank,
         )
         self.close(None)
@@ -262,15 +261,15 @@ class LoopCaller(Caller):
         try:
             self.close(None)
         except BaseException as error:  # MPI calls this method, and cannot propagate an error
-            sys.excepthook(type(error), error, error.__traceback__)  # does not print an error that was reported
+            sys.excepthook(type(error), error, error.__traceback__)  # prints only errors not yet reported
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
 
     def close(self, error: BaseException | None) -> None:
-        """Leave the world, or end it with the block's error; raise the error of main if it is a different one.
+        """Leave the world, or end it with the block's error. If main raises a different error, raise that error.
 
-        Does nothing if the world was left before, because the program has finalized MPI.
+        Does nothing if the world was already left because the program has finalized MPI.
         """
         end_forked_child(self.world.process_id, error)
         if self._is_over:
@@ -332,13 +331,12 @@ class LoopCaller(Caller):
         return value
 
     def _begin(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``fn`` as main would, and run its coroutine until it waits; most steps of policies do not wait.
+        """Call ``fn`` as main would, and run its coroutine until it waits. Most steps of policies do not wait.
 
-        Returns:
-            The value, or a :class:`BegunCall` if the coroutine waits.
+        Returns the value, or a :class:`BegunCall` if the coroutine waits.
         """
         loop = self._loop
-        if self._waiter.done():  # main still runs an earlier call, after an interrupt
+        if self._waiter.done():  # after an interrupt, main still runs an earlier call
             return BegunCall(called(fn, args, kwargs), None)
         _set_running_loop(loop)
         _enter_task(loop, self._host)
@@ -349,7 +347,7 @@ class LoopCaller(Caller):
             _set_running_loop(None)
 
     def _step_in_context(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do the work of :meth:`_begin`, with main's context, loop and task as the current ones."""
+        """Implement :meth:`_begin` inside main's context, with its loop and task as the current ones."""
         made = fn(*args, **kwargs)
         if type(made) is not CoroutineType:
             if not inspect.isawaitable(made):
@@ -364,21 +362,21 @@ class LoopCaller(Caller):
         return BegunCall(made, waits_for)
 
     def _is_idle(self) -> bool:
-        """Return whether the loop stands still and has nothing to run, so that a call need not yield to it.
+        """Return whether the loop is suspended and has nothing to run, so that a call need not yield to it.
 
-        An iteration takes 30 us, because the code between two calls evicts the loop from the caches.
+        Avoiding an iteration saves 30 us, since the code between two calls evicts the loop from the caches.
         """
         loop = self._loop
         return not loop.is_running() and not loop.has_work(self.world.services.engine.spared_tick)
 
     def _finish(self, begun: BegunCall) -> Any:
-        """Let main continue a call, and return its value."""
+        """Let main continue a call, and return the call's value."""
         self._awaited = self._next = begun
         self._wake_main()
         try:
-            # Main stops the loop. Waiting for a future would cost one more iteration: 20 us of 60, with cold caches.
+            # Main stops the loop. Waiting for a future would take one more iteration, 20 us of 60 with cold caches.
             while not begun.outcomes:
-                if self._host.done():  # in a notebook, a second signal was raised inside the loop
+                if self._host.done():  # a second signal in a notebook has ended main
                     raise self._what_stops() or ClosedError("the world has ended during this call")
                 self._loop.run_forever()
             return begun.outcomes[0].result()
@@ -388,7 +386,7 @@ class LoopCaller(Caller):
     def _raise_if_stopped(self) -> None:
         """Raise the error of a signal that arrived too late to end the call.
 
-        It is raised now because the next call may be hours away. Later signals are raised in the block.
+        The next call may be hours away, so the error is raised now.
         """
         if self._interrupts.withdraw() or self._is_stopped:
             self._is_stopped = False
@@ -411,7 +409,7 @@ class LoopCaller(Caller):
         """Run as the rank's main until the block has ended."""
         task = asyncio.current_task()
         assert task is not None, "this coroutine runs in a task"
-        frame_of_caller[task] = sys._getframe  # the loop runs on the blocking code's stack
+        frame_of_caller[task] = sys._getframe  # the current stack is that of the blocking code
 
         async def host() -> None:
             async with self._open_world(self._interrupts) as world:
@@ -422,7 +420,7 @@ class LoopCaller(Caller):
         return await outcome_of(host())
 
     async def _serve(self) -> None:
-        """Await the block's calls in turn until the block ends; raise its error."""
+        """Await the block's calls in turn until the block ends, and raise the block's error."""
         while True:
             while self._next is None and not self._is_ended:
                 self._waiter = self._pause()
@@ -438,7 +436,7 @@ class LoopCaller(Caller):
             begun.is_cancelled, self._is_stopped = self._is_stopped, False
             try:
                 outcome = Outcome(await begun)
-            except GeneratorExit:  # main is dropped
+            except GeneratorExit:  # the coroutine of main is being discarded
                 raise
             except asyncio.CancelledError as error:
                 outcome = Outcome(error=self._what_stops() or error)
@@ -453,13 +451,13 @@ class LoopCaller(Caller):
             raise asyncio.CancelledError
 
     def _what_stops(self) -> BaseException | None:
-        """Return why main is cancelled: because of a signal, or because the job has failed."""
+        """Return why main is cancelled: the error of a signal or of the job."""
         return self._interrupts.error(self.world.rank) or self.world.services.engine.failure
 
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """Let another loop run in this thread while the running one, such as a notebook's, stands still."""
+    """Let another loop run in this thread while the running loop, such as a notebook's, is suspended."""
     running = _get_running_loop()
     _set_running_loop(None)
     try:
@@ -472,7 +470,7 @@ def aside() -> Iterator[None]:
 
 
 class SwitchingCaller(Caller):
-    """Runs blocking code on a stack of its own, inside the main of a rank whose loop is running.
+    """Runs blocking code on a separate stack, inside the main of a rank whose loop is running.
 
     Args:
         world: The rank's world.
@@ -490,7 +488,7 @@ class SwitchingCaller(Caller):
         return cast(T, await self._serve(greenlet.greenlet(fn), *args, **kwargs))
 
     async def go_on(self, stack: greenlet.greenlet) -> object:
-        """Continue code that asked for its caller through :data:`ask_for_world`, and return its result."""
+        """Continue code that has requested its caller through :data:`ask_for_world`, and return the code's result."""
         return await self._serve(stack, self)
 
     async def _serve(self, stack: greenlet.greenlet, *args: Any, **kwargs: Any) -> object:
@@ -498,7 +496,7 @@ class SwitchingCaller(Caller):
         assert task is not None, "main runs in a task"
         self._main = stack.parent = here
         token = _current.set(self)
-        stack.gr_context = here.gr_context  # the task's context: context variables are shared by both stacks
+        stack.gr_context = here.gr_context  # both stacks share the task's context variables
         frame_of_caller[task] = lambda: stack.gr_frame
         self.is_open = True
         try:

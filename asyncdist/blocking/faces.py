@@ -1,4 +1,4 @@
-"""Blocking wrappers for objects whose methods are coroutines, such as channels and clients of replay buffers."""
+"""Wraps objects with coroutine methods, such as channels and replay buffer clients, so that these methods block."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from asyncdist.blocking.callers import current_caller, entered
 
 
 class Face:
-    """Wraps an object: its coroutine methods block here, and its other attributes are unchanged.
+    """Wraps an object so that its coroutine methods block. Its other attributes are unchanged.
 
     Args:
-        awaited: The wrapped object, which is also the attribute ``awaited``.
+        awaited: The wrapped object, also available as the attribute ``awaited``.
     """
 
     def __init__(self, awaited: Any) -> None:

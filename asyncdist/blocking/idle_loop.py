@@ -1,4 +1,4 @@
-"""An asyncio event loop that knows whether it has anything to do."""
+"""An asyncio event loop that can report whether it has anything to run."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import selectors
 from time import monotonic
 from typing import Any, Final
 
-#: Seconds after which :meth:`IdleLoop.has_work` returns True for events it cannot see, such as signals of asyncio.
+#: Seconds after which :meth:`IdleLoop.has_work` returns True, because of events that it cannot see, like signals.
 TURN_PERIOD_S: Final = 0.05
 
 
 class IdleLoop(asyncio.SelectorEventLoop):
-    """Tells code that runs it only for moments whether an iteration of the loop would run anything.
+    """Event loop that reports whether an iteration would run anything, so that callers can skip idle iterations.
 
-    It is asyncio's loop: uvloop takes 30 us to start and stop, and most blocking calls take a few microseconds.
+    It extends asyncio's loop, because uvloop takes 30 us to start and stop, and most blocking calls take a few
+    microseconds.
     """
 
     def __init__(self) -> None:
@@ -22,16 +23,12 @@ class IdleLoop(asyncio.SelectorEventLoop):
         super().__init__(self._descriptors)
         self._looked_at = 0.0  # time at which has_work last returned True
         self._watched: Any = self._descriptors._fd_to_key  # type: ignore[attr-defined]  # get_map() is two calls slower
-        self._own_count = len(self._watched)  # the pipe through which threads wake the loop
-        self._ready: Any  # of the base class, in all versions of Python
-        self._scheduled: list[Any]  # timers
+        self._own_count = len(self._watched)  # number of descriptors of the loop's own wake-up pipe
+        self._ready: Any  # defined by the base class in all versions of Python
+        self._scheduled: list[Any]  # timers, defined by the base class
 
     def has_work(self, spared: asyncio.Handle | None) -> bool:
-        """Return whether an iteration would run a callback or check descriptors.
-
-        Args:
-            spared: A callback that does not count as work.
-        """
+        """Return whether an iteration would run a callback other than ``spared``, or check descriptors."""
         now, ready, timers = monotonic(), self._ready, self._scheduled
         if (
             len(ready) > 1
@@ -43,5 +40,5 @@ class IdleLoop(asyncio.SelectorEventLoop):
             return True
         if not timers or timers[0]._when > now:
             return False
-        # The timers are a heap: if the first one is spared, the next timer is the second or the third.
+        # The timers are a heap: if its first item is spared, the next timer is its second or third item.
         return any(timer is not spared and timer._when <= now for timer in timers[:3])

@@ -1,4 +1,4 @@
-"""Policies for code without an event loop."""
+"""Wraps policies for code without an event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PolicyT_co = TypeVar("PolicyT_co", bound="_Awaited[Any]", covariant=True)
 
 
 class _Awaited(Protocol[InfoT_co]):
-    """Describes a policy: an asynchronous context manager with ``step``."""
+    """A policy: an asynchronous context manager with ``step``."""
 
     async def __aenter__(self) -> Any: ...
 
@@ -31,7 +31,7 @@ class _Awaited(Protocol[InfoT_co]):
 
 
 class _ReportingPolicy(_Awaited[Any], Protocol[ReportT_co]):
-    """Describes a policy that has ``statistics``."""
+    """A policy that has ``statistics``."""
 
     def statistics(self) -> ReportT_co: ...
 
@@ -39,11 +39,11 @@ class _ReportingPolicy(_Awaited[Any], Protocol[ReportT_co]):
 class Policy(Generic[PolicyT_co]):
     """Wraps a policy for code without an event loop: ``with ad.blocking.policy(...) as policy``.
 
-    Weights change only inside ``step``, on the caller's thread. All other attributes are the policy's own. If no world
-    is open, the block opens one and closes it at the end.
+    Weights change only inside ``step``, on the caller's thread. All other attributes are those of the wrapped policy.
+    If no world is open, the ``with`` block opens one and closes it at the end.
 
     Args:
-        awaited: A policy that has not been entered. It is also the attribute ``awaited``.
+        awaited: Policy that has not been entered, also available as the attribute ``awaited``.
     """
 
     def __init__(self, awaited: PolicyT_co) -> None:
@@ -59,7 +59,7 @@ class Policy(Generic[PolicyT_co]):
 
         Raises:
             LocalProtocolError: Called in a coroutine of a rank.
-            BaseException: As ``__aenter__`` of the policy.
+            BaseException: The error with which the policy's ``__aenter__`` fails.
         """
         if is_in_a_rank():
             kind = type(self.awaited).__name__
@@ -82,14 +82,14 @@ class Policy(Generic[PolicyT_co]):
 
     @property
     def world(self) -> World:
-        """The world in which the policy runs."""
+        """World in which the policy runs."""
         return World(self._caller or self._refuse())
 
     def step(self: Policy[_Awaited[InfoT]], local_metric: Any = None, *, loss: Any = None, score: Any = None) -> InfoT:
         """Make progress, and change the model's weights if it is time; see :meth:`protocols.SpawnPolicy.step`.
 
         Raises:
-            RuntimeError: Called outside the block.
+            RuntimeError: Called outside the ``with`` block.
         """
         caller = self._caller or self._refuse()
         if loss is None and score is None:
@@ -101,7 +101,7 @@ class Policy(Generic[PolicyT_co]):
         return self.awaited.statistics()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do a ``step`` in the form of torchgfn's policies; see :meth:`protocols.ported.Ported.__call__`."""
+        """Call ``step`` with torchgfn's arguments, which :meth:`protocols.ported.Ported.__call__` describes."""
         called: Any = self.awaited
         return (self._caller or self._refuse()).call(called, *args, **kwargs)
 
@@ -109,10 +109,10 @@ class Policy(Generic[PolicyT_co]):
         raise RuntimeError(f"this {type(self.awaited).__name__} is not open: use it inside with ... as policy")
 
     def __getattr__(self, name: str) -> Any:
-        if name == "awaited":  # not yet set; getattr would recurse
+        if name == "awaited":  # the attribute is not yet set, and getattr would recurse
             raise AttributeError(name)
         return getattr(self.awaited, name)
 
 
-#: Alias of :class:`Policy`: ``ad.blocking.policy(AsyncSelectiveAveragingPolicy(...))``.
+#: Alias of :class:`Policy`, used as in ``ad.blocking.policy(AsyncSelectiveAveragingPolicy(...))``.
 policy = Policy

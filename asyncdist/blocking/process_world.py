@@ -1,4 +1,4 @@
-"""One world for the whole process, for code that cannot use a block: a trainer's callbacks, lines of a plain loop."""
+"""Opens one world for the whole process, for code that cannot use a ``with`` block, such as a trainer's callbacks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from asyncdist.runtime.world import refuse_inside_a_world, set_world_of_process
 
 
 def process_world() -> World:
-    """Return the world that is open here. If there is none, open one that lasts until the process ends.
+    """Return the world that is open here, or else open a world that lasts until the process ends.
 
-    This rank leaves that world when the interpreter exits, and then waits for the others, as at the end of a block. If
-    an exception ends the program, this rank fails with it.
+    When the interpreter exits, this rank leaves that world and waits for the others. If an exception ends the program,
+    this rank fails with it.
 
     Raises:
         LocalProtocolError: Called in a coroutine of a rank.
-        BaseException: As :func:`open_world`.
+        BaseException: The error with which :func:`open_world` fails.
     """
     global _until_exit
     caller = find_caller()
@@ -41,19 +41,19 @@ def process_world() -> World:
 
 
 def end_process_world() -> None:
-    """Leave the world that :func:`process_world` opened, if it did, before the process ends.
+    """Leave the world that :func:`process_world` has opened, if any, before the process ends.
 
-    This rank waits until the others leave it, too. ``MPI.Finalize()`` also leaves the world.
+    This rank waits until the others leave the world too. ``MPI.Finalize()`` also leaves the world.
     """
     if _until_exit is not None:
         _until_exit.leave(None)
 
 
 class _UntilExit:
-    """Leaves a block when the interpreter exits, or with the exception that ends the program.
+    """Leaves a context manager when the interpreter exits, or with the exception that ends the program.
 
     Args:
-        block: A context manager that has been entered.
+        block: Context manager that has been entered.
     """
 
     def __init__(self, block: AbstractContextManager[Any]) -> None:
@@ -70,26 +70,26 @@ class _UntilExit:
         except BaseException as raised:
             trace = raised.__traceback__
             if isinstance(raised, KeyboardInterrupt) and isinstance(error, KeyboardInterrupt):
-                # The same Ctrl-C, raised again. If it has not been reported, the user's own line is the most helpful.
+                # This is the same Ctrl-C again. Unless it was reported, the user's own line is the most helpful.
                 trace, raised.__suppress_context__ = user_traceback(error), True
             kind, error = type(raised), raised.with_traceback(trace)
-        is_replaced = sys.excepthook != self._on_exception  # by a hook that knows which errors were reported
+        is_replaced = sys.excepthook != self._on_exception  # another hook knows which errors were reported
         hook = sys.excepthook if was_open and is_replaced else self._hook_before
         hook(kind, error, trace)
 
     def _on_exit(self) -> None:
         try:
-            self.leave(getattr(sys, "last_value", None))  # an exception that a hook other than ours has shown
-        except BaseException as error:  # only os._exit can change the exit code this late
-            sys.excepthook(type(error), error, error.__traceback__)  # does not print an error that was reported
+            self.leave(getattr(sys, "last_value", None))  # the exception, if a different hook has printed it
+        except BaseException as error:  # only os._exit can change the exit code at this point
+            sys.excepthook(type(error), error, error.__traceback__)  # prints only errors not yet reported
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
 
     def leave(self, error: BaseException | None) -> None:
-        """Leave the block, with the error that ends the program, or None."""
+        """Exit the context manager with the error that ends the program, or None."""
         block, self._block = self._block, None
-        if block is not None and os.getpid() == self._process_id:  # a forked child is not in the world
+        if block is not None and os.getpid() == self._process_id:  # a forked child does not belong to the world
             set_process_caller(None)
             block.__exit__(type(error) if error is not None else None, error, getattr(error, "__traceback__", None))
 
@@ -98,16 +98,14 @@ _until_exit: _UntilExit | None = None
 
 
 def leave_with(error: BaseException) -> BaseException:
-    """Leave the world of this process, if it has one, with the error that ended the program.
-
-    For code that runs scripts.
+    """Leave this process's world, if any, because ``error`` has ended the program. For code that runs scripts.
 
     Returns:
-        The error to show to the user. After a Ctrl-C, it is the error raised on leaving, which was reported already.
+        The error to show to the user. After a Ctrl-C, it is the error raised on leaving, which was already reported.
     """
     if _until_exit is not None:
         try:
             _until_exit.leave(error)
-        except BaseException as raised:  # it was reported
+        except BaseException as raised:  # this error has already been reported
             return raised if isinstance(error, KeyboardInterrupt) else error
     return error

@@ -1,4 +1,4 @@
-"""Worlds for code without an event loop: ``open_world`` for a block, ``run`` for a function."""
+"""Opens worlds for code without an event loop: ``open_world`` for a ``with`` block, ``run`` for a function."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ T = TypeVar("T")
 
 
 class World:
-    """Represents one rank of a running job, for code without an event loop.
+    """One rank of a running job, for code without an event loop.
 
     The methods that are coroutines in :class:`asyncdist.World` block here. Between two calls, this rank does not
-    respond to the others, just as an ``async def main`` does not while it computes. Calling a policy's ``step`` in each
-    iteration is often enough.
+    respond to the others, like an ``async def main`` that computes. Calling a policy's ``step`` in each iteration is
+    often enough.
 
     Attributes:
         rank: This rank, counted from 0.
@@ -65,11 +65,11 @@ class World:
         return f"{self.awaited!r:.{len(repr(self.awaited)) - 1}}, blocking>"
 
     def call(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a coroutine function and return its result. All tasks of this rank run meanwhile.
+        """Call a coroutine function and return its result. All tasks of this rank run while the call blocks.
 
         Raises:
             ClosedError: The world is closed.
-            LocalProtocolError: Called in another thread than the rank's, or inside another blocking call.
+            LocalProtocolError: Called in a thread other than the rank's, or inside another blocking call.
             BaseException: The exception of ``fn``; RankLostError if the job has failed; KeyboardInterrupt after SIGINT.
         """
         return self._caller.call(fn, *args, **kwargs)
@@ -78,32 +78,32 @@ class World:
 
     @property
     def local_rank(self) -> int:
-        """See :attr:`asyncdist.World.local_rank`."""
+        """Number of this rank among the ranks of its host; see :attr:`asyncdist.World.local_rank`."""
         return self.awaited.local_rank
 
     @property
     def device(self) -> torch.device:
-        """See :attr:`asyncdist.World.device`."""
+        """Device of this rank: the visible GPU with the index ``local_rank``, or the CPU if there is no GPU."""
         return self.awaited.device
 
     @property
     def transport_name(self) -> str:
-        """See :attr:`asyncdist.World.transport_name`."""
+        """Name of the transport: ``"local"``, ``"mpi"``, ..."""
         return self.awaited.transport_name
 
     @property
     def is_simulated(self) -> bool:
-        """See :attr:`asyncdist.World.is_simulated`."""
+        """Whether this rank is simulated. Files that it writes are real, and shared with all other ranks."""
         return self.awaited.is_simulated
 
     @property
     def hostname(self) -> str:
-        """See :attr:`asyncdist.World.hostname`."""
+        """Name of this rank's host; in a simulation ``"host0"``, ``"host1"``, ..."""
         return self.awaited.hostname
 
     @property
     def incarnation(self) -> int:
-        """See :attr:`asyncdist.World.incarnation`."""
+        """Number of this rank's process: 0 for an initial process, 1 or more for a restarted or late one."""
         return self.awaited.incarnation
 
     def time(self) -> float:
@@ -111,11 +111,11 @@ class World:
         return self.awaited.time()
 
     def describe(self) -> str:
-        """Return one line for reports: transport, library and number of ranks."""
+        """Return a one-line description for reports: transport, library and number of ranks."""
         return self.awaited.describe()
 
     def statistics(self) -> WorldStatistics:
-        """Return counters, counted since the world was opened."""
+        """Return counters of messages and requests since the world was opened."""
         return self.awaited.statistics()
 
     def check(self) -> None:
@@ -133,11 +133,11 @@ class World:
         self.call(self.awaited.safe_point)
 
     def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> None:
-        """Check outstanding requests until none completes or time is up; see :meth:`asyncdist.World.progress`."""
+        """Check outstanding requests until none completes or ``budget_s`` seconds pass; this rank's tasks also run."""
         self.call(self.awaited.progress, budget_s)
 
     def compute(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``fn`` in a worker thread, while the tasks of this rank run; see :meth:`asyncdist.World.compute`."""
+        """Run ``fn`` in a worker thread while the tasks of this rank run; see :meth:`asyncdist.World.compute`."""
         return self.call(lambda: self.awaited.compute(fn, *args, **kwargs))
 
     def channel(
@@ -153,7 +153,7 @@ class World:
         return Face(self.awaited.channel(message_type, tag=tag, name=name, capacity=capacity, group=group))
 
     def new_group(self, ranks: Sequence[int], *, timeout_s: float = GROUP_TIMEOUT_S) -> Group:
-        """Make a group. Collective among its members; see :meth:`asyncdist.World.new_group`."""
+        """Make a group of ``ranks``. Collective among them; see :meth:`asyncdist.World.new_group`."""
         return self.call(self.awaited.new_group, ranks, timeout_s=timeout_s)
 
     def new_groups(self, lists: Iterable[Sequence[int]], *, timeout_s: float = GROUP_TIMEOUT_S) -> list[Group]:
@@ -161,11 +161,11 @@ class World:
         return self.call(self.awaited.new_groups, lists, timeout_s=timeout_s)
 
     def send_stream(self, tensor: torch.Tensor, dest: int) -> None:
-        """Send a tensor to ``dest``; see :meth:`asyncdist.World.send_stream`."""
+        """Send a tensor of any size to rank ``dest``, which calls ``receive_stream``."""
         self.call(self.awaited.send_stream, tensor, dest)
 
     def receive_stream(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Receive a tensor from ``source`` into ``tensor``; see :meth:`asyncdist.World.receive_stream`."""
+        """Receive a tensor from rank ``source`` into ``tensor``, and return ``tensor``."""
         return self.call(self.awaited.receive_stream, tensor, source)
 
 
@@ -194,17 +194,16 @@ def open_world(
 ) -> Iterator[World]:
     """Open a world for code without an event loop: ``with ad.blocking.open_world() as world``.
 
-    The block runs as one rank, under every launcher that :func:`asyncdist.run` knows, and may be a cell of a notebook.
-    Under ``asyncdist sim`` each simulated rank runs the whole script.
+    The body runs as one rank, under every launcher that :func:`asyncdist.run` supports, and may be a cell of a
+    notebook. Under ``asyncdist sim``, each simulated rank runs the whole script. The arguments are those of
+    :func:`asyncdist.run`.
 
-    Signals: the first SIGINT raises KeyboardInterrupt in the block, the first SIGTERM raises SystemExit. The second
+    Signals: the first SIGINT raises KeyboardInterrupt in the body, the first SIGTERM raises SystemExit. The second
     signal ends the process.
 
-    Args: as :func:`asyncdist.run`.
-
     Raises:
-        LocalProtocolError: Called inside a world; a rank has only one.
-        BaseException: As :func:`asyncdist.run`.
+        LocalProtocolError: Called inside a world; a rank can open only one.
+        BaseException: An error with which :func:`asyncdist.run` fails.
     """
     here = find_caller()
     if isinstance(here, SwitchingCaller) and here.is_of_script:
@@ -226,7 +225,7 @@ def open_world(
         limit_nbytes=record_limit_nbytes,
         metrics=metrics,
     )
-    user = sys._getframe(2)  # the caller's frame, outside contextlib
+    user = sys._getframe(2)  # the frame of the caller, outside contextlib
     with aside():
         host = runtime.prepare_rank(user, transport=transport, options=options)
     caller = LoopCaller(host)
@@ -236,13 +235,13 @@ def open_world(
     try:
         caller.listen()
         yield World(caller)
-    except GeneratorExit:  # the block is in a generator that was dropped before its end, which is not a failure
+    except GeneratorExit:  # a generator with this block was discarded, which is not a failure
         raise
     except BaseException as caught:
         error = caught
         raise
     finally:
-        with suppress(ValueError):  # left in another context than it was entered in; a closed world is ignored there
+        with suppress(ValueError):  # the block was entered in a different context
             _current.reset(tokens[0])
             _current_world.reset(tokens[1])
         caller.close(error)
@@ -260,12 +259,12 @@ def run(
     Args:
         main: Function whose first argument is the :class:`World`.
         args: Other arguments of ``main``.
-        transport: As for :func:`asyncdist.run`.
-        ranks: With ``transport="local"``, the number of ranks to host in this process.
+        transport: Transport, as for :func:`asyncdist.run`.
+        ranks: Number of ranks to host in this process, with ``transport="local"``.
         options: Other options of :func:`asyncdist.run`.
 
     Raises:
-        BaseException: The exception of ``main``, or as :func:`asyncdist.run`.
+        BaseException: The exception of ``main``, or an error with which :func:`asyncdist.run` fails.
     """
     if runtime.run_elsewhere.get() is not None or ranks is not None:
         return runtime.run(hosted(main), *args, transport=transport, ranks=ranks, **options)
@@ -276,8 +275,7 @@ def run(
 def hosted(main: Callable[Concatenate[World, P], T]) -> Callable[Concatenate[AwaitedWorld, P], Coroutine[Any, Any, T]]:
     """Wrap a blocking main in a coroutine function, for :func:`asyncdist.simulate` and :func:`asyncdist.run_local`.
 
-    Args:
-        main: Function whose first argument is the rank's :class:`World`.
+    The first argument of ``main`` is the rank's :class:`World`.
     """
 
     @functools.wraps(main)
@@ -286,7 +284,7 @@ def hosted(main: Callable[Concatenate[World, P], T]) -> Callable[Concatenate[Awa
 
         def run_and_end() -> T:
             value = main(World(caller), *args, **kwargs)
-            caller.end()  # integrations leave their policies, since the other ranks wait for that
+            caller.end()  # integrations leave their policies, which the other ranks wait for
             return value
 
         return await caller.run(run_and_end)

@@ -2,15 +2,15 @@
 
 All tensors of one dtype go through one collective. Sums are computed in float32 or wider, in rank order, and divided by
 the group's size, so all transports give the same bits. Equal values stay unchanged, and the mean of finite values is
-finite, even if their sum is not (:mod:`asyncdist.tensors.means`). Before any data is sent, the members compare their
-models; a difference is an error on all members that names the first difference.
+finite, even if their sum is not (:mod:`asyncdist.tensors.means`). Before data is sent, the members compare their
+models. If they differ, all members raise an error that names the first difference.
 
-Tensors are read and written in pieces, so no other task may use the model before the call has ended. Processes of one
-host, on MPI or torch, read each other's flat copies from 64 KiB on instead of sending
-(:mod:`asyncdist.collectives.algorithms.shared_memory_reduce` states the memory that this takes). If that is not
-possible, messages are used, with the same result.
+Tensors are read and written in pieces, so no other task may use the model before the call has ended. From 64 KiB on,
+processes of one host, on MPI or torch, read each other's memory instead of sending
+(:mod:`asyncdist.collectives.algorithms.shared_memory_reduce`). If that is not possible, messages are used, with the
+same result.
 
-**Cancellation**: the collectives end in the background; this rank's tensors keep their values.
+**Cancellation**: the collectives end in the background, and this rank's tensors keep their values.
 """
 
 from __future__ import annotations
@@ -74,13 +74,16 @@ async def average_models(model: nn.Module, training_group: Group | None = None, 
 async def average_state(
     model: nn.Module, state: FlatState | None, training_group: Group | None = None, *, world: World | None = None
 ) -> None:
-    """Average a given part of the model's state, possibly with optimizer state, as :func:`average_models` does.
+    """Average a part of a model's state, possibly with optimizer state, over the group, in place.
+
+    Means are computed and errors raised as by :func:`average_models`.
 
     Args:
         model: The model.
-        state: Entries of the model and of optimizer state to average; None for the whole model. It is kept for the next
-            call, until the world's scratch memory forgets the model.
-        training_group, world: As for :func:`average_models`.
+        state: Entries of the model and of optimizer state to average; None for the whole model. Kept for the next call,
+            until the world's scratch memory drops the model.
+        training_group: Ranks that average; by default all.
+        world: World of the call; by default the current one.
     """
     world, group = place(world, training_group)
     outcome = await attempt(lambda: _Models(model, world, state), lambda models: models.summary)
@@ -103,12 +106,12 @@ async def average_state(
 async def average_gradients(model: nn.Module, group: Group | None = None, *, world: World | None = None) -> None:
     """Replace every gradient on every member by the mean over the group, in place.
 
-    A parameter without a gradient on this rank counts as zero if another member has a gradient, and also gets the mean.
-    A parameter without a gradient on all members stays without one. One flat copy of the gradients is kept for the next
-    call, as long as the model lives.
+    A parameter without a gradient on this rank counts as zero, and gets the mean, if another member has a gradient. A
+    parameter without a gradient on all members stays without. One flat copy of the gradients is kept for the next call,
+    as long as the model lives.
 
     Args:
-        model: Model with equal parameters on all members; its gradients are dense, of any dtype and device.
+        model: Model with equal parameters on all members. Its gradients are dense, of any dtype and device.
         group: Ranks that average; by default all.
         world: World of the call; by default the current one.
 
@@ -154,13 +157,12 @@ async def _settle_or_restore(
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A model's layout, and memory for its state in wide dtypes, since sums are rounded only after the division.
+    """Layout and memory of a model's state, kept for the next call. The memory has wide dtypes for exact sums.
 
     Attributes:
         state: The state; refers to the model weakly if it covers the whole model.
         is_whole: Whether the state covers the whole model.
-        buffers: The flat tensors.
-        commons: Memory of the flat tensors that ranks of one host share.
+        commons: Memory of the flat tensors, shared by ranks of one host.
         digest: Digest of the state's fingerprint.
     """
 
@@ -172,16 +174,13 @@ class _Kept:
 
 
 class _Models:
-    """Prepares a model's state to be averaged, and writes the average back.
+    """Prepares a model's state to be averaged, and writes the average back. Raises an error for an invalid model.
 
     Args:
-        model: The model, which is checked here.
-        world: World whose scratch memory is used.
-        state: State to average; by default that of the whole model.
+        state: State to average; by default the state of the whole model.
 
     Attributes:
-        fingerprint: Fingerprint of the state.
-        summary: Digest of the fingerprint, as bytes.
+        summary: Digest of the state's fingerprint, as bytes.
         spreads: Tensors to average, by dtype.
         exact: Flat tensors of integers and booleans, with this rank's current values.
     """
@@ -210,17 +209,17 @@ class _Models:
                 view.copy_(tensor)
 
     def finish(self) -> None:
-        """Write the exact tensors into the model, and keep the memory for the next call."""
+        """Write integers and booleans into the model, and keep the memory for the next call."""
         with torch.no_grad():
             for tensor, view in self._exact_pairs:
                 tensor.copy_(view)
         self._scratch.give_back(self._model, "state", self._kept)
 
     def _find(self, state: FlatState | None) -> tuple[_Kept, list[tuple[Tensor, Tensor]]]:
-        """Return the model's current tensors, with the kept memory if the layout has not changed."""
+        """Return the model's tensors with their memory, which is reused if the layout has not changed."""
         kept: _Kept | None = self._scratch.take(self._model, "state")
         if kept is not None and (kept.state is state if state is not None else kept.is_whole):
-            with contextlib.suppress(ValueError):  # the layout has changed: another layer, another dtype
+            with contextlib.suppress(ValueError):  # layers or dtypes have changed since the last call
                 return kept, kept.state.pairs(kept.buffers)
         is_whole = state is None
         if state is None:
@@ -234,7 +233,7 @@ class _Models:
 async def _check_equal(
     collectives: Collectives, group: Group, headers: Sequence[ResultHeader], fingerprint: Fingerprint
 ) -> None:
-    """Raise on every member if the state of some member differs from that of the first member."""
+    """Raise on every member if any member's state differs from that of the first member."""
     digests = [header.inline[:_DIGEST_LENGTH] for header in headers]
     if all(digest == digests[0] for digest in digests):
         return
@@ -252,16 +251,12 @@ async def _check_equal(
 
 
 class _Gradients:
-    """Holds the gradients of a model as one flat tensor per accumulation dtype.
-
-    Args:
-        model: The model, which is checked here.
-        world: World whose scratch memory is used.
+    """The gradients of a model, as one flat tensor per accumulation dtype. Raises an error for an invalid model.
 
     Attributes:
         fingerprint: Fingerprint of all parameters, with and without gradients.
-        present: uint8 tensor with 1 for each parameter that has a gradient, else 0.
-        summary: Digests of both, as bytes.
+        present: uint8 tensor with 1 for each parameter that has a gradient, otherwise 0.
+        summary: Digests of ``fingerprint`` and ``present``, as bytes.
         spreads: Gradients that are present on any member, by accumulation dtype.
     """
 
@@ -298,9 +293,9 @@ class _Gradients:
         self._missing: list[tuple[nn.Parameter, Tensor]] = []
         self.lay_out()
 
-    @torch.inference_mode(False)  # the kept memory outlives the caller's mode
+    @torch.inference_mode(False)  # the memory must be usable outside the caller's inference mode
     def lay_out(self) -> None:
-        """Find the gradients that are present on any member, with zeros for those that this rank lacks."""
+        """Collect the gradients that are present on any member, with zeros for those that this rank lacks."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter, is_present in zip(self._parameters, self.present.tolist(), strict=True):
             if is_present:
@@ -318,14 +313,14 @@ class _Gradients:
         ]
 
     def finish(self) -> None:
-        """Give gradients to parameters that had none, and keep the memory for the next call."""
+        """Set gradients of parameters that had none, and keep the memory for the next call."""
         for parameter, gradient in self._missing:
             parameter.grad = gradient
         kept = self._flats, self.fingerprint, self._digest, self._views, self._commons
         self._scratch.give_back(self._model, "gradients", kept)
 
     def _flat(self, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
-        """Return a flat tensor for all elements of some tensors; the kept one if it fits."""
+        """Return a flat tensor for the elements of these tensors, reusing the previous one if it fits."""
         kept = self._flats.get(dtype)
         count = sum(tensor.numel() for tensor in tensors)
         if kept is not None and kept.numel() == count:
@@ -336,7 +331,7 @@ class _Gradients:
 
 
 def _views(kept: list[Tensor] | None, flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return consecutive views of ``flat`` in each tensor's shape; the kept ones if they fit."""
+    """Return consecutive views of ``flat`` in each tensor's shape, reusing the previous ones if they fit."""
     if kept and kept[0].data_ptr() == flat.data_ptr() and [k.shape for k in kept] == [t.shape for t in tensors]:
         return kept
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])

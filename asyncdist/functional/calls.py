@@ -26,7 +26,7 @@ _WORDS_NBYTES_MAX = 1000
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """Replaces an answer: the exception of the answering function."""
+    """Reports the exception of the answering function, instead of an answer."""
 
     kind: str
     words: str
@@ -34,11 +34,11 @@ class _Failed:
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """To all ranks: the sender no longer answers."""
+    """Notifies all ranks that the sender no longer answers."""
 
 
 class Calls(Generic[AskT, AnswerT]):
-    """Lets ranks ask each other; a context manager on all ranks that take part.
+    """Lets ranks ask each other questions. A context manager on all ranks that take part.
 
     ::
 
@@ -47,12 +47,12 @@ class Calls(Generic[AskT, AnswerT]):
             await ad.barrier()                            # others may still be asking this rank
 
     Questions are answered while this rank awaits something, or is at a safe point. If ``answer`` is a coroutine
-    function, several are answered concurrently.
+    function, several questions are answered concurrently.
 
     Args:
         ask_type: Frozen dataclass of questions.
         answer_type: Another frozen dataclass, of answers.
-        tag: See :meth:`asyncdist.World.channel`.
+        tag: Tag of the messages, as for :meth:`asyncdist.World.channel`.
         answer: Function or coroutine function that takes a question and the asking rank, and returns the answer.
             Without it this rank only asks.
         group: Ranks that take part; by default all.
@@ -82,12 +82,11 @@ class Calls(Generic[AskT, AnswerT]):
         self._world = world
         self._count = 0
         self._waiting: dict[int, tuple[int, asyncio.Future[Any]]] = {}
-        self._deaf: set[int] = set()  # ranks that no longer answer
+        self._deaf: set[int] = set()  # the ranks that no longer answer
         self._channel: Channel[Any] | None = None
         self._reader: asyncio.Task[None]
 
     async def __aenter__(self) -> Self:
-        """Open the channel, and begin to answer."""
         ask_type, answer_type = self._types
         self._world = world = self._world or current_world()
         kind: Any = ask_type | answer_type | _Failed | _Left
@@ -100,9 +99,8 @@ class Calls(Generic[AskT, AnswerT]):
     async def __aexit__(
         self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
     ) -> None:
-        """Stop answering, and notify the others."""
         channel, world = self._channel, self._world
-        if channel is None or world is None:  # called by hand: not entered, or left a second time
+        if channel is None or world is None:  # the block was never entered, or was left before
             return
         end_forked_child(world.process_id, error)
         self._channel = None
@@ -116,13 +114,13 @@ class Calls(Generic[AskT, AnswerT]):
         channel.close()
 
     async def ask(self, question: AskT, dest: int) -> AnswerT:
-        """Return the answer of ``dest``.
+        """Return the answer of rank ``dest``.
 
         **Cancellation**: the answer is dropped when it arrives.
 
         Raises:
             RemoteError: The answering function raised, or that rank has no ``answer``.
-            ClosedError: That rank has left, or ``ask`` was called outside of the block.
+            ClosedError: That rank has left, or ``ask`` was called outside the ``async with`` block.
             RankLostError: That rank is lost, or the job has failed.
         """
         channel, world = self._channel, self._world
@@ -160,7 +158,7 @@ class Calls(Generic[AskT, AnswerT]):
     def _take(self, envelope: Envelope[Any]) -> None:
         dest, waiter = self._waiting.get(envelope.round, (-1, None))
         if waiter is None or waiter.done() or dest != envelope.source:
-            return  # no task waits for it
+            return  # no task waits for this answer
         if isinstance(envelope.message, _Failed):
             failed = envelope.message
             words = f"rank {dest} failed to answer: {failed.kind}: {failed.words}"
@@ -188,7 +186,7 @@ class Calls(Generic[AskT, AnswerT]):
         try:
             channel.send_nowait(message, dest, round=number)
         except (BusyError, ClosedError, RankLostError):
-            return  # it is gone, or does not receive
+            return  # the asking rank is gone, or does not receive
 
     def _on_gone(self, rank: int) -> None:
         is_deaf = rank in self._deaf

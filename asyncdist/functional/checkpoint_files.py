@@ -1,5 +1,6 @@
-"""Writes and reads the files of a checkpoint. Each is written under a temporary name and renamed, the manifest last.
+"""Writes and reads the files of a checkpoint.
 
+Each file is written under a temporary name and then renamed, the manifest last. The docstring of
 :mod:`asyncdist.functional.population_checkpoint` shows the folder. All functions block on the disk.
 """
 
@@ -28,7 +29,7 @@ from asyncdist.functional import checkpoint_state, safetensors_model
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
 
-#: Format of the models' weights.
+#: File format of the models' weights.
 ModelFormat: TypeAlias = Literal["torch", "safetensors"]
 
 _FORMAT: Final = "population checkpoint of asyncdist"
@@ -36,7 +37,7 @@ _VERSION: Final = 1
 _MANIFEST: Final = "manifest.json"
 _PREFIX: Final = "checkpoint-"
 _PIECE_NBYTES: Final = 1 << 22
-#: Maximum size of a manifest in bytes; the entry of a rank takes about 150.
+#: Maximum size of a manifest in bytes. The entry of a rank takes about 150 bytes.
 _MANIFEST_NBYTES_MAX: Final = 1 << 26
 
 
@@ -61,9 +62,7 @@ _RankEntries: TypeAlias = Annotated[list[_RankEntry], msgspec.Meta(min_length=1,
 def check_format(format: ModelFormat) -> None:
     """Check that a format is known, and that its package is installed.
 
-    Raises:
-        ValueError: The format is unknown.
-        ModuleNotFoundError: The package is missing; the error names the package to install.
+    Raises ValueError for an unknown format, and ModuleNotFoundError for a missing package.
     """
     if format not in get_args(ModelFormat):
         validation.refuse("format", format, validation.one_of(get_args(ModelFormat)))
@@ -72,7 +71,7 @@ def check_format(format: ModelFormat) -> None:
 
 
 def new_folder(place: Path) -> str:
-    """Make the folder of the next checkpoint below ``place``, and return its name."""
+    """Create the folder of the next checkpoint below ``place``, and return its name."""
     place.mkdir(parents=True, exist_ok=True)
     folder = place / _name(max(_numbers(place), default=0) + 1)
     folder.mkdir()
@@ -80,12 +79,10 @@ def new_folder(place: Path) -> str:
 
 
 def finish(folder: Path, entries: Sequence[Mapping[str, Any]], keep: int | None) -> None:
-    """Write the manifest, which makes the checkpoint valid, and delete all but the newest ``keep``.
+    """Write the manifest, which makes the checkpoint valid, and delete all but the newest ``keep`` checkpoints.
 
-    Args:
-        folder: Folder of the checkpoint.
-        entries: For each rank the result of :func:`write_rank`, and its metric.
-        keep: See :func:`asyncdist.save_population`.
+    Each rank's entry has the result of :func:`write_rank`, and the rank's metric. If ``keep`` is None, nothing is
+    deleted.
     """
     manifest = {"format": _FORMAT, "version": _VERSION, "asyncdist": __version__, "files": entries}
     _write_aside(folder / _MANIFEST, lambda path: path.write_text(json.dumps(manifest, indent=1)))
@@ -95,7 +92,7 @@ def finish(folder: Path, entries: Sequence[Mapping[str, Any]], keep: int | None)
 
 
 def write_rank(folder: Path, index: int, state: Mapping[str, Any], format: ModelFormat) -> dict[str, Any]:
-    """Write the files of the rank with the position ``index`` in the population; return its entry in the manifest."""
+    """Write the files of the rank at position ``index`` of the population. Return its entry in the manifest."""
     stem, entry = folder / f"rank-{index:05}", {}
     if format == "safetensors":
 
@@ -109,7 +106,7 @@ def write_rank(folder: Path, index: int, state: Mapping[str, Any], format: Model
 
 
 def read_rank(folder: Path, index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state that :func:`write_rank` has written. Raises ValueError if a file is torn."""
+    """Return the state written by :func:`write_rank`. Raise ValueError if a file is incomplete or damaged."""
     stem = folder / f"rank-{index:05}"
     path = stem.with_suffix(".pt")
     _check_whole(path, entry)
@@ -126,9 +123,9 @@ def read_rank(folder: Path, index: int, entry: Mapping[str, Any]) -> dict[str, A
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn errors of torch, safetensors or a check about a file's content into ValueError with the file's name.
+    """Turn errors about a file's content into ValueError with the file's name.
 
-    A complete file may have been written by another program, for which the libraries raise many types of errors.
+    torch and safetensors raise many types of errors for a file that was written by a different program.
     """
     try:
         yield
@@ -147,9 +144,7 @@ def _save(state: Mapping[str, Any], path: Path) -> None:
 def _write_aside(path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
     """Write a file under a temporary name, rename it, and return its size and checksum.
 
-    Raises:
-        OSError: The file cannot be written; the error names it. The partial file is deleted, since on a full disk later
-            saves would fail, too.
+    If writing fails, deletes the partial file, which might fill the disk, and raises OSError with the file's name.
     """
     beside = path.with_name(f"{path.name}.part")
     try:
@@ -168,7 +163,7 @@ def _write_aside(path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
 
 
 def _cause_of(error: BaseException | None) -> OSError | None:
-    """Return the OSError behind ``error``, if any; torch raises another error while it closes the file."""
+    """Return the OSError behind ``error``, or None. torch raises a different error while it closes the file."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error
@@ -205,27 +200,29 @@ def _name(number: int) -> str:
 
 
 def _numbers(place: Path) -> list[int]:
-    """Return the numbers of all checkpoints in ``place``, complete or not. Folders with other names do not count."""
+    """Return the numbers of all checkpoint folders in ``place``, complete or not."""
     ends = [entry.name.removeprefix(_PREFIX) for entry in place.glob(f"{_PREFIX}*") if entry.is_dir()]
     return sorted(int(end) for end in ends if end.isdecimal() and _name(int(end)) == _PREFIX + end)
 
 
 def _delete_old(newest: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` complete checkpoints, and unfinished ones before this one.
+    """Delete all but the newest ``keep`` complete checkpoints, and unfinished checkpoints before this one.
 
-    Symbolic links are not followed, since the user may have moved the checkpoint behind one elsewhere.
+    Symbolic links are not followed, since the user may have moved the checkpoint behind a link elsewhere.
     """
     older = [newest.parent / _name(number) for number in _numbers(newest.parent)]
     older = [folder for folder in older if folder.name < newest.name and not folder.is_symlink()]
     whole = [folder for folder in older if (folder / _MANIFEST).is_file()]
     for folder in older:
         if folder not in whole[len(whole) - (keep - 1) :]:
-            (folder / _MANIFEST).unlink(missing_ok=True)  # first, so that a partly deleted checkpoint is not valid
+            (folder / _MANIFEST).unlink(
+                missing_ok=True
+            )  # deleted first, so that a partly deleted checkpoint is invalid
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def find_newest(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the newest complete checkpoint with its manifest."""
+    """Return the newest complete checkpoint in a folder with its manifest. Raise FileNotFoundError if there is none."""
     if (path / _MANIFEST).is_file():
         return path, _read_manifest(path)
     folders = [path / _name(number) for number in reversed(_numbers(path))] if path.is_dir() else []
@@ -258,7 +255,11 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def plan(files: Sequence[Mapping[str, Any]], size: int) -> list[int]:
-    """Return for each rank the rank whose file it loads: itself, one of the best, or a copy beginning with the best."""
+    """Return, for each of ``size`` ranks, the saved rank whose file it loads.
+
+    With fewer ranks than files, the best ranks are chosen. With more, additional ranks load copies, beginning with the
+    best.
+    """
     if size == len(files):
         return list(range(size))
 

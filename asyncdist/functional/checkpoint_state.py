@@ -18,13 +18,13 @@ from asyncdist.validation import printable
 
 
 class Stateful(Protocol):
-    """An object with a state to save: a policy, a scheduler, a sampler."""
+    """An object with a state to save: a policy, a scheduler or a sampler."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Continue from the state."""
+        """Replace the state by a saved one."""
 
 
 def state_of(
@@ -34,10 +34,9 @@ def state_of(
     extra: Any,
     metric: float | None,
 ) -> dict[str, Any]:
-    """Return the state that this rank needs to continue, and as "entry" its entry in the manifest, without copying.
+    """Return the state that this rank needs to continue, without copying, and its manifest entry as "entry".
 
-    Raises:
-        TypeError: A part has a value that ``torch.load(weights_only=True)`` refuses.
+    Raises TypeError if a part has a value that ``torch.load(weights_only=True)`` refuses.
     """
     state = {
         "model": model.state_dict(),
@@ -79,7 +78,7 @@ def _map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     if type(value) in (dict, OrderedDict):
         changed = type(value)((change(key), _map_leaves(change, each)) for key, each in value.items())
         if type(value) is OrderedDict:
-            vars(changed).update(vars(value))  # a module's versions, which load_state_dict reads
+            vars(changed).update(vars(value))  # copies a module's version numbers, which load_state_dict reads
         return changed
     if type(value) in (list, tuple):
         return type(value)(_map_leaves(change, each) for each in value)
@@ -87,7 +86,7 @@ def _map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _plain_number(value: Any) -> Any:
-    """Convert a numpy scalar to a Python number, since learning rates may be numpy scalars, which cannot be loaded."""
+    """Convert a numpy scalar, such as a learning rate, to a Python number, since torch could not load it."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -119,7 +118,7 @@ def _metric_entry(metric: float | None, policy: Any) -> dict[str, Any]:
 
 
 def policy_state(state: dict[str, Any], *, is_copy: bool) -> dict[str, Any]:
-    """Return the state for a policy; a copy has no random state, so that it does not repeat its original's draws."""
+    """Return the state for a policy. A copy has no random state, so that it does not repeat the original's numbers."""
     return {**state, "draws": None} if is_copy and "draws" in state else state
 
 
@@ -145,10 +144,9 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 
 def check_parts(state: Any) -> None:
-    """Check that a loaded state has the parts of :func:`state_of`, and valid random states.
+    """Check that a loaded state has all parts of :func:`state_of`, and valid random states.
 
-    Raises:
-        Exception: The state is invalid; the type varies, since each generator raises its own.
+    Raises an error of varying type if the state is invalid, since each random generator raises its own.
     """
     for name in ("model", "optimizer", "policy", "extra", "random"):
         if not isinstance(state, dict) or name not in state:
@@ -197,7 +195,7 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: M
     if loaded["optimizer"] is None:
         raise ValueError("the checkpoint was saved without an optimizer")
     kind, other = type(optimizer).__qualname__, loaded.get("optimizer_class")
-    if other not in (kind, None):  # early files lack the name
+    if other not in (kind, None):  # early files lack the optimizer's name
         raise ValueError(f"the checkpoint is of another optimizer: {kind} here and {printable(str(other))} there")
     counts, others = (
         [len(group["params"]) for group in state["param_groups"]]

@@ -1,6 +1,6 @@
-"""Collectives as plain functions, by default in the current world and with all its ranks.
+"""Provides collectives as functions, by default in the current world and with all its ranks.
 
-:mod:`asyncdist.collectives.collectives` defines their behaviour. Ranks in arguments are ranks of the world.
+:mod:`asyncdist.collectives.collectives` implements them. Ranks in arguments are ranks of the world.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from asyncdist.transports.base import ReduceOp
 T = TypeVar("T")
 
 _NO_AXIS: Final[Any] = object()
-#: Largest group in which a barrier detects differing calls, for which all members send to all.
+#: Largest group in which a barrier detects that a member makes a different call: all members then send to all.
 _COMPARED_SIZE_MAX: Final = 64
 
 
 def place(world: World | None, group: Group | None) -> tuple[World, Group]:
-    """Return the world and group of a collective call, with their defaults.
+    """Return the world and group of a collective call, after filling in defaults.
 
     Raises:
         RuntimeError: There is no current world.
@@ -49,11 +49,11 @@ async def new_group(ranks: Sequence[int], *, world: World | None = None) -> Grou
 
 
 async def surviving_group(group: Group | None = None, *, timeout_s: float = 60.0, world: World | None = None) -> Group:
-    """Make a group of the living members of ``group``, without ranks that are lost or have left the world.
+    """Make a group of the members of ``group`` that are neither lost nor have left the world.
 
-    Collective among them, in a job that survives losses. All members get the same group, even if a member is lost, or
-    its loss detected, meanwhile. Collectives of a group that has lost a member raise RankLostError; this function
-    returns a group to continue with. Several tasks may call it at the same time for different groups.
+    Collective among these members, in a job that survives losses. All get the same group, even if a member is lost
+    during the call. After a loss, collectives of the old group raise RankLostError, and the new group allows to
+    continue. Several tasks may call this at the same time for different groups.
 
     Args:
         group: By default all ranks; it may have been freed.
@@ -72,11 +72,11 @@ async def surviving_group(group: Group | None = None, *, timeout_s: float = 60.0
 
 
 async def barrier(*, group: Group | None = None, world: World | None = None) -> None:
-    """Wait until every member has entered.
+    """Wait until every member has called this.
 
     Raises:
-        DisagreementError: On every member: another member has called a helper instead; the error names both. (Only in
-            groups of up to 64 ranks; detecting it in larger ones would cost too much.)
+        DisagreementError: A member has called a different function instead; raised on every member of a group of up to
+            64 ranks. Larger groups do not detect this, since the check would be slow.
         ClosedError: A member has left.
     """
     world, group = place(world, group)
@@ -109,14 +109,14 @@ async def broadcast(
 async def gather(
     tensor: torch.Tensor, root: int = 0, *, group: Group | None = None, world: World | None = None
 ) -> list[torch.Tensor] | None:
-    """Return every member's tensor on ``root``.
+    """Collect every member's tensor on ``root``.
 
     Args:
         tensor: Tensor of equal shape and dtype on all members, on any device.
         root: Rank of a member.
 
     Returns:
-        On ``root`` the tensors in the group's order; None on other ranks.
+        On ``root``, the tensors in the group's order; None on other ranks.
     """
     world, group = place(world, group)
     return await world.collectives.gather(tensor, group, root)
@@ -146,8 +146,9 @@ def all_gather(
 ) -> Coroutine[Any, Any, Any]:
     """Return, as an awaitable, every member's tensor: a list for a group, or one tensor along a mesh axis.
 
-    Without an axis name, the members are those of the group, and the list is in the group's order. With an axis name
-    (or None), this is :func:`asyncdist.spmd.tree_collectives.all_gather`: leaf by leaf, stacked or concatenated.
+    Without an axis name, the members are those of ``group``, and the list is in the group's order. With an axis name,
+    the ranks along that mesh axis are members, and each leaf of the tree is stacked or concatenated over them
+    (:func:`asyncdist.spmd.tree_collectives.all_gather`).
 
     Args:
         tensor: Tensor of equal shape and dtype on all members, on any device; with an axis name a tree of tensors.
@@ -160,7 +161,7 @@ def all_gather(
 
     Raises:
         TypeError: Options of both kinds were passed.
-        Exception: With an axis name, the exceptions of :func:`asyncdist.psum`.
+        Exception: With an axis name, an error of :func:`asyncdist.psum`.
     """
     if axis_name is _NO_AXIS:
         if axis != 0 or tiled or mesh is not None:
@@ -181,7 +182,7 @@ async def _all_gather(tensor: object, group: Group | None, world: World | None) 
 async def all_reduce(
     tensor: torch.Tensor, op: ReduceOp = "sum", *, group: Group | None = None, world: World | None = None
 ) -> torch.Tensor:
-    """Reduce elementwise over all members, in place.
+    """Reduce ``tensor`` elementwise over all members, in place.
 
     Args:
         tensor: Tensor of equal shape and dtype on all members, on any device. Integers wrap. For booleans, "sum" and

@@ -1,12 +1,12 @@
-"""Makes several helper calls as one call, even if its caller is cancelled on some rank.
+"""Runs several helper calls as one unit that all members complete, even if the caller is cancelled on some rank.
 
-A cancelled helper completes in the background, since the other members have entered it. A function that called several
-helpers in a row would stop after it on that rank, while the others would wait in the next helper, or match it with a
-later call of the rank. Therefore the members first meet in one exchange in the caller's group, as in any helper. Then a
-separate task does the work to its end, in a group of its own, which no other call can use.
+A cancelled helper completes in the background, since the other members have entered it. If a function calls several
+helpers in a row, a rank whose caller is cancelled would stop after the first, and the others would wait in the next.
+Here, the members first meet in one exchange in the caller's group. Then a separate task does the work to its end, in a
+separate group that no other call uses.
 
-**Cancellation** of the caller is noted, and the others get RemoteError at the next :meth:`JointWork.check` of the work
-on this rank. After the last check the work is completed on all ranks.
+**Cancellation** of the caller is recorded, and the others get RemoteError at the work's next :meth:`JointWork.check` on
+this rank. After the last check, the work is completed on all ranks.
 """
 
 from __future__ import annotations
@@ -33,17 +33,15 @@ from asyncdist.waits import WaitId, WaitKind
 
 T = TypeVar("T")
 
-#: Seconds that making the work's group may take. All members are present, but one may be blocking its loop.
+#: Timeout in seconds for making the work's group. All members are present, but one may block its event loop.
 _GROUP_TIMEOUT_S: Final = 600.0
 
 
 class JointWork(Generic[T]):
-    """One call on this rank.
+    """This rank's part in one joint work of a group.
 
     Args:
-        world: World of this rank.
-        group: Group of the members.
-        operation: Name of the called function; a name that headers can hold.
+        operation: Name of the called function, for headers and errors.
     """
 
     def __init__(self, world: World, group: Group, operation: str) -> None:
@@ -59,13 +57,13 @@ class JointWork(Generic[T]):
             future.add_done_callback(_mark_retrieved)
         self._is_given_up = False
         self._is_held = False
-        self._released: asyncio.Future[None] | None = None  # done when the work is no longer held
+        self._released: asyncio.Future[None] | None = None  # done when cancellations are no longer delayed
         self._is_over = False
 
     async def begin(
         self, prepare: Callable[[], Coroutine[Any, Any, Any]], work: Callable[[Group, Any], Coroutine[Any, Any, T]]
     ) -> Any:
-        """Wait until all members have joined, and begin. Works of a group are done in turn.
+        """Wait until all members have joined and the group's earlier joint works have ended, and start the work.
 
         Args:
             prepare: Awaited on every member before it joins; its exception is sent to the others.
@@ -130,31 +128,31 @@ class JointWork(Generic[T]):
         """Whether the work has ended, successfully or not."""
         return self._is_over
 
-    # -- for the work ------------------------------------------------------------------------------------------------
+    # -- called by the work -------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise CancelledError if the caller has given up; called in a helper's function, which notifies the others."""
+        """Raise CancelledError if the caller was cancelled. Call it inside a helper's function to notify the others."""
         if self._is_given_up:
             raise asyncio.CancelledError(f"{self._operation} was cancelled")
 
     def hold(self) -> None:
-        """Delay a cancellation of the caller until the work has ended, because it changes the caller's objects."""
+        """Delay a cancellation of the caller until the work has ended, since the work changes the caller's objects."""
         self._is_held = True
         self._released = self._engine.loop.create_future()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Delay a cancellation of the caller until the end of the body, which reads the caller's objects."""
+        """Delay a cancellation of the caller until the body has ended, because the body reads the caller's objects."""
         self.hold()
         try:
             yield
         finally:
             self._release()
 
-    # -- the rest ----------------------------------------------------------------------------------------------------
+    # -- implementation ----------------------------------------------------------------------------------------------
 
     async def _new_group(self) -> Group:
-        """Make a group of the same members; a group of one rank needs none."""
+        """Return a new group of the same members, or the group itself if it has one rank."""
         if self._group.size == 1:
             return self._group
         subject = f"group of joint work in group {self._group.number}"
@@ -163,8 +161,8 @@ class JointWork(Generic[T]):
         return await self._world.peers.groups.new_group(self._group.ranks, _GROUP_TIMEOUT_S, subject=subject)
 
     async def _run(self, work: Callable[[Group, Any], Coroutine[Any, Any, T]], prepared: Any) -> None:
-        # Not a part of the preceding exchange, which is cancelled after a loss: making the group in it would report the
-        # cancellation to the others instead of the loss.
+        # The group is not made in the preceding exchange. That is cancelled after a loss, and the others would be
+        # notified of the cancellation instead of the loss.
         own = self._group
         try:
             own = await self._new_group()
@@ -182,7 +180,7 @@ class JointWork(Generic[T]):
                 await own.free()
 
     def _settle(self, error: Exception | None) -> None:
-        """End with an error, or as cancelled."""
+        """Fail the futures with an error, or cancel them if ``error`` is None."""
         futures: tuple[asyncio.Future[Any], ...] = (self._begun, self._outcome)
         for future in futures:
             if future.done():
@@ -201,7 +199,7 @@ class JointWork(Generic[T]):
         self._is_over = True
         self._release()
         lease, previous, self._previous = self._group.lease, self._previous, None
-        if lease.joint_work is self:  # the previous one continues if this one was abandoned before its turn
+        if lease.joint_work is self:  # the previous work may still run, if this one was abandoned early
             lease.joint_work = None if previous is None or previous._is_over else previous
         self._engine.recheck()
 
@@ -209,11 +207,11 @@ class JointWork(Generic[T]):
         self._is_given_up = True
         while self._is_held and not self._is_over:
             assert self._released is not None, "it is held"
-            with contextlib.suppress(asyncio.CancelledError):  # the first cancellation is raised
-                await asyncio.wait([self._released])  # the engine would raise after a failure
+            with contextlib.suppress(asyncio.CancelledError):  # only the first cancellation is raised
+                await asyncio.wait([self._released])  # waiting through the engine would raise after a failure
 
 
 def _mark_retrieved(outcome: asyncio.Future[Any]) -> None:
-    """Keep asyncio from reporting an error that no task awaits, because the caller has given up."""
+    """Keep asyncio from logging an error that no task retrieves because the caller was cancelled."""
     if not outcome.cancelled():
         outcome.exception()

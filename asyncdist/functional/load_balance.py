@@ -1,8 +1,8 @@
-"""Prints tables of step times that the ranks have measured: which ranks worked or waited, and how long steps took.
+"""Prints tables of step times: how long the steps of each rank took, and how long ranks waited for the slowest.
 
-The input is one dict per rank, step name to seconds per iteration. A step that some ranks lack is reported over those
-that have it; where ranks have unequal numbers of iterations, only those that all of them have are compared. The tables
-say so in both cases.
+The input is one dict per rank, which maps step names to seconds per iteration. A step that some ranks lack is reported
+for the ranks that have it. If ranks have different numbers of iterations, only those that all of them have are
+compared. The tables mention both cases.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import torch
 
 from asyncdist.wording import aligned, ranks_in_words
 
-#: The times of one rank: step name to seconds, one number for each iteration or one in all.
+#: The times of one rank: maps a step name to seconds, one number per iteration or a single number.
 Timing: TypeAlias = Mapping[str, Sequence[float] | float]
 
 
 @dataclass(frozen=True, slots=True)
 class StepBalance:
-    """Says how evenly one step was spread over the ranks.
+    """Shows how evenly the work of one step was distributed over the ranks.
 
     Attributes:
-        step: its name.
-        useful_s: seconds that a rank worked, on average: per iteration the mean over ranks, summed.
-        waiting_s: seconds that a rank waited for the slowest one, on average: per iteration the maximum less the mean,
+        step: Name of the step.
+        useful_s: Seconds that a rank worked on average: per iteration the mean over ranks, summed.
+        waiting_s: Seconds that a rank waited for the slowest rank on average: per iteration the maximum minus the mean,
             summed.
-        iteration_count: iterations that all its ranks have; the others are left out.
-        iteration_count_max: iterations of the rank that has most.
-        ranks: the ranks that have the step.
-        missing: the ranks that do not.
+        iteration_count: Number of iterations that all ranks have; further iterations are ignored.
+        iteration_count_max: Largest number of iterations of a rank.
+        ranks: Ranks that have the step.
+        missing: Ranks that lack the step.
     """
 
     step: str
@@ -48,13 +48,13 @@ class StepBalance:
 
     @property
     def imbalance(self) -> float:
-        """Return waiting as a share of the step's duration, 0 to 1."""
+        """Waiting time as a fraction of the step's duration, from 0 to 1."""
         duration_s = self.useful_s + self.waiting_s
         return self.waiting_s / duration_s if duration_s else 0.0
 
     @property
     def remark(self) -> str:
-        """Return a text on the ranks and iterations that are left out; empty where none are."""
+        """Remark on ranks and iterations that were ignored; "" if there are none."""
         remarks = [f"not on {ranks_in_words(self.missing)}"] if self.missing else []
         if self.iteration_count < self.iteration_count_max:
             remarks.append(f"first {self.iteration_count} of up to {self.iteration_count_max} iterations")
@@ -63,7 +63,7 @@ class StepBalance:
 
 @dataclass(frozen=True, slots=True)
 class LoadImbalance:
-    """Holds the figures of :func:`report_load_imbalance`; ``str()`` is the table."""
+    """Result of :func:`report_load_imbalance`. ``str()`` returns the table."""
 
     steps: tuple[StepBalance, ...]
 
@@ -77,14 +77,14 @@ class LoadImbalance:
 
 @dataclass(frozen=True, slots=True)
 class RankTime:
-    """Holds the times of one step on one rank.
+    """The times of one step on one rank.
 
     Attributes:
-        rank: the rank.
-        step: the step's name.
-        mean_s: seconds per iteration; NaN without any.
-        total_s: seconds in all.
-        iteration_count: the number of iterations.
+        rank: The rank.
+        step: Name of the step.
+        mean_s: Mean seconds per iteration; NaN without iterations.
+        total_s: Sum of the seconds.
+        iteration_count: Number of iterations.
     """
 
     rank: int
@@ -99,11 +99,11 @@ class StepTime:
     """Compares the times of one step over the ranks that have it.
 
     Attributes:
-        step: its name.
-        max_s: the largest total of a rank, in seconds.
-        mean_s: the mean of the totals.
-        ranks: the ranks that have the step.
-        missing: the ranks that do not.
+        step: Name of the step.
+        max_s: Largest total of a rank, in seconds.
+        mean_s: Mean of the ranks' totals, in seconds.
+        ranks: Ranks that have the step.
+        missing: Ranks that lack the step.
     """
 
     step: str
@@ -115,7 +115,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class TimeInfo:
-    """Holds the figures of :func:`report_time_info`; ``str()`` is two tables."""
+    """Result of :func:`report_time_info`. ``str()`` returns two tables."""
 
     times: tuple[RankTime, ...]
     steps: tuple[StepTime, ...]
@@ -143,15 +143,16 @@ class TimeInfo:
 
 
 def report_load_imbalance(all_timing_dict: Sequence[Timing], world_size: int | None = None) -> LoadImbalance:
-    """Tell work from waiting in each step, print the table, and return the figures.
+    """Print a table of working and waiting time in each step, and return its numbers.
 
     Args:
-        all_timing_dict: one dict per rank, in rank order: step name to seconds: a list, array or tensor with one
-            number per iteration, or a single number. As ``gather_from_all_ranks(lambda: timing)`` brings them together.
-        world_size: how many of the dicts are used; all by default.
+        all_timing_dict: One dict per rank, in rank order, that maps step names to seconds: a list, array or tensor with
+            one number per iteration, or a single number. ``gather_from_all_ranks(lambda: timing)`` returns such a list.
+        world_size: Number of dicts to use; by default all.
 
     Raises:
-        TypeError, ValueError: something is no such dict, or no number of seconds; rank and step are named.
+        TypeError, ValueError: An entry is not a dict, or a value is not a number of seconds. The message names rank and
+            step.
     """
     timings = _checked(all_timing_dict, world_size)
     report = LoadImbalance(tuple(_balance(step, timings) for step in _steps(timings)))
@@ -162,7 +163,12 @@ def report_load_imbalance(all_timing_dict: Sequence[Timing], world_size: int | N
 def report_time_info(all_timing_dict: Sequence[Timing], world_size: int | None = None) -> TimeInfo:
     """Print and return the mean and total of each step on each rank, and the largest and mean total over the ranks.
 
-    Args and Raises: as :func:`report_load_imbalance`.
+    Args:
+        all_timing_dict: One dict per rank, as for :func:`report_load_imbalance`.
+        world_size: Number of dicts to use; by default all.
+
+    Raises:
+        TypeError, ValueError: An entry is not a dict, or a value is not a number of seconds.
     """
     timings = _checked(all_timing_dict, world_size)
     times = tuple(
@@ -184,16 +190,16 @@ def _balance(step: str, timings: Sequence[Mapping[str, Sequence[float]]]) -> Ste
     ranks, missing = _present(step, timings)
     rows = [timings[rank][step] for rank in ranks]
     useful_s = waiting_s = 0.0
-    for seconds in zip(*rows, strict=False):  # up to the shortest
+    for seconds in zip(*rows, strict=False):  # ignores iterations that some rank lacks
         mean = sum(seconds) / len(seconds)
         useful_s += mean
-        waiting_s += max(0.0, max(seconds) - mean)  # a mean of equal numbers may be rounded to above them
+        waiting_s += max(0.0, max(seconds) - mean)  # rounding may make the mean of equal numbers too large
     lengths = [len(row) for row in rows]
     return StepBalance(step, useful_s, waiting_s, min(lengths), max(lengths), ranks, missing)
 
 
 def _steps(timings: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return every rank's steps, in the order in which they first occur."""
+    """Return all step names, in the order in which they first occur."""
     return list(dict.fromkeys(step for timing in timings for step in timing))
 
 
@@ -234,6 +240,6 @@ def _seconds(rank: int, step: str, value: Any) -> list[float]:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a table: text left, numbers right, two spaces between."""
+    """Format a table with text aligned left and numbers aligned right."""
     right = [number for number, head in enumerate(heads) if head.endswith((", s", "iterations", "rank", "waiting"))]
     return aligned([heads, *rows], right=right)

@@ -1,11 +1,11 @@
 """Everyday helpers: one rank computes for all, all ranks compute for one, one rank runs first.
 
 Each helper is collective in its group, by default the whole world; other ranks take no part. An exception in a rank's
-function is raised unchanged on that rank, and on every other member as a RemoteError that names rank, type and message.
-A value of a type that cannot be sent also raises. Values arrive with exactly their type and content
+function is raised unchanged on that rank, and on every other member as a RemoteError with rank, type and message. A
+value of a type that cannot be sent also raises. Values arrive with exactly their type and content
 (:mod:`asyncdist.tensors.serialization` lists the types; nothing is pickled), and tensors arrive in CPU memory.
 
-All helpers work with one rank. **Cancellation** of a member notifies the others, as an exception does.
+All helpers work with one rank. **Cancellation** of a member notifies the others, like an exception.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ async def compute_and_broadcast(
         On ``root`` the result of ``fn``; on other ranks an equal value of the same types.
 
     Raises:
-        RemoteError: ``fn`` raised on ``root``, or its result cannot be sent; on ``root`` that exception itself.
+        RemoteError: ``fn`` raised on ``root``, or its result cannot be sent. ``root`` raises the exception itself.
         LocalProtocolError: This rank, or ``root``, is not in the group.
     """
     world, group, root = _place(world, group, root)
@@ -143,7 +143,7 @@ async def gather_from_all_ranks(
 
     Args:
         fn: Function or coroutine function without arguments; called on every member.
-        world_size: For ported calls; None, or the group's size.
+        world_size: None, or the group's size; for compatibility with torchgfn.
         root: Rank that gets the values; by default the group's first.
         group: Ranks that compute; by default all.
         world: World of the call; by default the current one.
@@ -152,8 +152,8 @@ async def gather_from_all_ranks(
         On ``root`` the values in the group's order; None on other ranks.
 
     Raises:
-        RemoteError: ``fn`` raised on another member (the first in the group's order is named), or its result cannot be
-            sent; on that member the exception itself.
+        RemoteError: ``fn`` raised on another member, or its result cannot be sent. The first such member in the group's
+            order is named; it raises the exception itself.
         LocalProtocolError: This rank, or ``root``, is not in the group.
         ValueError: ``world_size`` is not the group's size.
     """
@@ -192,9 +192,10 @@ async def gather_scalar_from_all_ranks(
     group: Group | None = None,
     world: World | None = None,
 ) -> list[Any] | None:
-    """Compute one number on every rank, and return all numbers on one, as :func:`gather_from_all_ranks` does.
+    """Compute one number on every rank, and return all numbers on ``root``, None on other ranks.
 
     A number is a bool, int, float or complex, a numpy scalar, or a tensor with one element; each keeps its type.
+    Arguments and errors are those of :func:`gather_from_all_ranks`.
 
     Raises:
         TypeError: ``fn`` returned something else on this rank; the other members get RemoteError.
@@ -252,7 +253,7 @@ async def reduce_and_broadcast(
 ) -> U: ...
 
 
-# For generic functions such as sum: mypy does not infer that they take a list of T.
+# mypy does not infer that generic functions such as sum take a list of T.
 @overload
 async def reduce_and_broadcast(
     fn1: Callable[[], Any],
@@ -279,13 +280,13 @@ async def reduce_and_broadcast(
     Args:
         fn1: Function or coroutine function without arguments; called on every member.
         fn2: Function or coroutine function of the list of values in the group's order; called only on ``root``.
-        world_size: For ported calls; None, or the group's size.
+        world_size: None, or the group's size; for compatibility with torchgfn.
         root: Rank that reduces; by default the group's first.
         group: Ranks that take part; by default all.
         world: World of the call; by default the current one.
 
     Raises:
-        RemoteError: A function raised on another member, or its result cannot be sent; on that member the exception
+        RemoteError: A function raised on another member, or its result cannot be sent. That member raises the exception
             itself.
         LocalProtocolError: This rank, or ``root``, is not in the group.
         ValueError: ``world_size`` is not the group's size.
@@ -316,10 +317,10 @@ async def zero_first(is_main: bool, *, group: Group | None = None, world: World 
 
     For example, with ``async with zero_first(world.rank == 0)`` rank 0 downloads a file, which the others then find.
     Several ranks may be main, for example one per host. The block must not use collectives of the group, since its
-    members enter it at different times; such a call raises DisagreementError.
+    members enter the block at different times; such a call raises DisagreementError.
 
     Raises:
-        RemoteError: The block raised on a main rank; the others do not enter theirs. An exception in the block of
+        RemoteError: The block raised on a main rank, and the others do not enter theirs. An exception in the block of
             another rank affects only that rank.
         LocalProtocolError: No rank is main, or this rank is not in the group.
         TypeError: ``is_main`` is not a bool.
@@ -350,8 +351,8 @@ async def zero_only(
 ) -> AsyncIterator[bool]:
     """Let one rank do some work while the others wait for it.
 
-    ``async with zero_only() as is_main:`` enters the block on all ranks, since a ``with`` cannot skip it; the work of
-    the one rank belongs under ``if is_main:``. At the end of the block all members wait for each other.
+    ``async with zero_only() as is_main:`` enters the block on all ranks, since a ``with`` statement cannot skip its
+    block; put the work of the one rank under ``if is_main:``. At the end of the block all members wait for each other.
 
     Args:
         root: Rank on which ``is_main`` is true; by default the group's first.
@@ -359,7 +360,7 @@ async def zero_only(
         world: World of the call; by default the current one.
 
     Raises:
-        RemoteError: The block raised on another member; on that member the exception itself.
+        RemoteError: The block raised on another member. That member raises the exception itself.
         LocalProtocolError: This rank, or ``root``, is not in the group.
     """
     world, group, root = _place(world, group, root)
@@ -401,7 +402,7 @@ def _place(world: World | None, group: Group | None, root: int | None) -> tuple[
 
 
 def _checks(group: Group, root: Any, world_size: Any, **functions: Any) -> list[Callable[[], None]]:
-    """Return the checks of a helper's arguments, which run so that the other members are notified of an error."""
+    """Return functions that check a helper's arguments. They run so that the other members are notified of an error."""
 
     def check_root() -> None:
         if type(root) is not int or root not in group.ranks:

@@ -1,15 +1,15 @@
-"""Makes model, pipeline and data parallel groups from two numbers.
+"""Divides ranks into model, pipeline and data parallel groups.
 
-The ranks form an array with three axes, data, pipeline and model, of which the last one varies fastest, as in
-Megatron-LM: ranks that split a layer exchange most, so they are neighbours, usually on one host. With 8 ranks, model
-parallelism 2 and pipeline parallelism 2::
+The ranks form an array with the axes data, pipeline and model, of which model varies fastest, as in Megatron-LM. Ranks
+that split a layer exchange most, so they are neighbours, usually on one host. With 8 ranks, model parallelism 2 and
+pipeline parallelism 2::
 
     model     [0 1] [2 3] [4 5] [6 7]       ranks that share the layers of one stage
     pipeline  [0 2] [1 3] [4 6] [5 7]       ranks that pass activations on, first stage first
     data      [0 4] [1 5] [2 6] [3 7]       ranks that hold the same weights and see different data
 
-The arithmetic is :class:`ParallelLayout`. A coroutine gets groups of its world from :func:`new_parallel_groups`, a
-plain function groups of torch.distributed from :func:`asyncdist.launch.process_groups.init_parallel_groups`.
+A coroutine gets groups of its world from :func:`new_parallel_groups`. A plain function gets groups of
+torch.distributed from :func:`asyncdist.launch.process_groups.init_parallel_groups`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SUBJECT: Final = "parallel groups"
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """Computes the groups of ranks, by arithmetic.
+    """Computes which ranks form the model, pipeline and data parallel groups.
 
     Attributes:
         world_size: Number of ranks.
@@ -59,7 +59,7 @@ class ParallelLayout:
 
     @property
     def data_parallelism(self) -> int:
-        """Return the number of copies of the model."""
+        """Number of copies of the model."""
         return self.world_size // (self.model_parallelism * self.pipeline_parallelism)
 
     def model_groups(self) -> list[list[int]]:
@@ -68,7 +68,7 @@ class ParallelLayout:
         return [list(range(first, first + width)) for first in range(0, self.world_size, width)]
 
     def pipeline_groups(self) -> list[list[int]]:
-        """Return the ranks that hold the stages of one copy, first stage first."""
+        """Return the ranks that have the stages of one copy, first stage first."""
         replica_size = self.model_parallelism * self.pipeline_parallelism
         return [
             list(range(copy + shard, copy + replica_size, self.model_parallelism))
@@ -77,12 +77,12 @@ class ParallelLayout:
         ]
 
     def data_groups(self) -> list[list[int]]:
-        """Return the ranks that hold the same weights."""
+        """Return the ranks that have the same weights."""
         replica_size = self.model_parallelism * self.pipeline_parallelism
         return [list(range(place, self.world_size, replica_size)) for place in range(replica_size)]
 
     def ranks_of(self, rank: int) -> tuple[list[int], list[int], list[int]]:
-        """Return the model, pipeline and data group that ``rank`` belongs to."""
+        """Return the model, pipeline and data groups that contain ``rank``."""
         if type(rank) is not int or not 0 <= rank < self.world_size:
             raise ValueError(f"rank must be from 0 to {self.world_size - 1}, got {rank!r}")
         model, pipeline, data = (
@@ -94,13 +94,13 @@ class ParallelLayout:
 
 @dataclass(frozen=True, slots=True)
 class ParallelGroups(Generic[G]):
-    """The three groups that one rank belongs to.
+    """The three groups that contain one rank.
 
     Attributes:
         layout: Layout of all ranks.
         model: Ranks that share a stage with this rank.
-        pipeline: Ranks that hold the stages of its copy of the model, first stage first.
-        data: Ranks that hold the same weights.
+        pipeline: Ranks that have the stages of its copy of the model, first stage first.
+        data: Ranks that have the same weights.
     """
 
     layout: ParallelLayout
@@ -109,14 +109,14 @@ class ParallelGroups(Generic[G]):
     data: G
 
 
-#: The groups that :func:`parallel_groups` returns; set when they are made.
+#: The groups that :func:`parallel_groups` returns in the current task.
 current_groups: ContextVar[ParallelGroups[Any]] = ContextVar("current_groups")
 
 
 async def new_parallel_groups(
     model_parallelism: int = 1, pipeline_parallelism: int = 1, *, world: World | None = None
 ) -> ParallelGroups[Group]:
-    """Make the model, pipeline and data group of this rank. Collective among all ranks of the world.
+    """Make the model, pipeline and data groups of this rank. Collective among all ranks of the world.
 
     Args:
         model_parallelism: Number of ranks that share one stage of a model.
@@ -140,7 +140,7 @@ async def new_parallel_groups(
 
     async def make(start: Start[list[Group]]) -> list[Group]:
         await start.agree(numbers, timeout_s=_TIMEOUT_S)
-        # All ranks make their three groups in one order, so none waits for a rank that waits elsewhere.
+        # All ranks make their three groups in the same order, so that no two ranks wait for each other.
         lists = layout.ranks_of(world.rank)
         return await world.peers.groups.new_groups(lists, start.left_s(_TIMEOUT_S), part_of=start)
 
@@ -153,7 +153,7 @@ async def new_parallel_groups(
 
 
 def parallel_groups() -> ParallelGroups[Any]:
-    """Return the groups of this rank: of its world in a coroutine, of torch.distributed in a plain function.
+    """Return this rank's parallel groups: of its world in a coroutine, of torch.distributed in a plain function.
 
     Raises:
         LocalProtocolError: No groups have been made.

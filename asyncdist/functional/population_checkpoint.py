@@ -1,19 +1,19 @@
-"""Saves a whole population to files, and continues from them on any number of ranks.
+"""Saves the training state of all ranks to files, and continues from them on any number of ranks.
 
-Each rank writes a file of its own, under a temporary name that is then renamed. When all files exist, the manifest that
-lists them is written in the same way, which makes the checkpoint valid in one step. A killed save leaves a folder
-without a manifest, which loads ignore, and does not change earlier checkpoints.
+Each rank writes a separate file. When all files exist, the manifest that lists them is written, which makes the
+checkpoint valid in one step. A killed save leaves a folder without a manifest, which loading ignores, and does not
+change earlier checkpoints.
 
 A folder looks like this::
 
     checkpoints/
         checkpoint-000003/
-            manifest.json       number of ranks, and of each rank's file the size, the CRC-32 and the metric
-            rank-00000.pt       what torch.load(..., weights_only=True) opens: a dictionary with "model", "optimizer",
-            rank-00001.pt       "optimizer_class", "policy", "extra" and "random"
+            manifest.json       number of ranks; size, CRC-32 and metric for each rank's file
+            rank-00000.pt       a file for torch.load(..., weights_only=True): a dictionary with "model",
+            rank-00001.pt       "optimizer", "optimizer_class", "policy", "extra" and "random"
 
-With ``format="safetensors"`` the weights are in ``rank-00000.safetensors``. "model" then has only the entries that this
-format does not support, and "tied" maps names to tensors that they share.
+With ``format="safetensors"``, the weights are in ``rank-00000.safetensors``. "model" then has only the entries that
+this format does not support, and "tied" maps names to tensors that they share.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class LoadedPopulation:
     Attributes:
         folder: Folder of the checkpoint.
         source: Rank whose file was loaded.
-        is_copy: Whether another rank has loaded the same file and continues as its rank; this rank then has kept its
-            own random states.
+        is_copy: Whether another rank has loaded the same file and continues as the source rank. This rank has then kept
+            its own random states.
         metric: Metric of the source rank; None if unknown.
         extra: ``extra`` of :func:`save_population` on the source rank.
     """
@@ -81,8 +81,9 @@ async def save_population(
 ) -> Path:
     """Save the state that each rank needs to continue: model, optimizer, policy, random states and ``extra``.
 
-    Collective among the ranks of ``group``. A thread writes the files, so this rank keeps sending its snapshots
-    meanwhile; model and optimizer must not change before the call returns.
+    Collective among the ranks of ``group``. A thread writes the files, and this rank keeps sending its snapshots. Model
+    and optimizer must not change before the call returns. If the call raises, the checkpoint is not valid, and earlier
+    checkpoints are unchanged.
 
     Args:
         path: Folder for all checkpoints, which all ranks can access. It is created if it does not exist.
@@ -95,7 +96,7 @@ async def save_population(
         keep: Number of checkpoints to keep, including this one; older ones are deleted. None keeps all.
         format: ``"torch"``, or ``"safetensors"`` for a separate file of each rank's weights, which
             ``safetensors.torch.load_file`` opens. It needs that package (``pip install 'asyncdist[safetensors]'``).
-        group: Ranks of the population; by default all.
+        group: Ranks to save; by default all.
         world: World of the call; by default the current one.
 
     Returns:
@@ -108,10 +109,8 @@ async def save_population(
         ValueError: ``keep`` is not a positive integer, or ``format`` is unknown.
         ModuleNotFoundError: The package safetensors is missing.
 
-    If the call raises, the checkpoint is not valid, and earlier checkpoints are unchanged.
-
     **Cancellation**: before this rank's file is complete, the others get RemoteError, and the checkpoint is not valid.
-    After that they complete it. The cancellation is raised when no file is being written.
+    Later, they complete it. The cancellation is raised when no file is being written.
     """
     save = _Save(path, model, keep, format, group, world)
     await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
@@ -134,22 +133,21 @@ async def async_save_population(
     """Copy the state of each rank, and save it while training continues, like torch's ``async_save``.
 
     Collective among the ranks of ``group``. The call returns when all of them have copied their model and optimizer to
-    CPU memory, so that training may change these. A thread then writes the files, and at the end the ranks exchange a
-    few bytes in a group of their own. Await the result for the folder::
+    CPU memory, so that training may change these. A thread then writes the files. Await the result for the folder::
 
         save = await ad.async_save_population("checkpoints", model, optimizer, policy=policy, keep=3)
         ...  # training continues
         folder = await save
 
-    A second save of the group waits, before it copies anything, until the first one has ended. The end of the rank also
-    waits: after ``main`` has returned, the files are written first. If the rank or the job fails, the save is abandoned
-    with a warning.
+    A second save of the group waits until the first one has ended, before it copies anything. After ``main`` has
+    returned, the rank writes the files before it ends. If the rank or the job fails, the save is abandoned with a
+    warning.
 
     The arguments are those of :func:`save_population`.
 
     Raises:
-        TypeError, ValueError, OSError: As :func:`save_population`. If a file cannot be written, the error is logged,
-            and raised when the save is awaited.
+        TypeError, ValueError, OSError: The errors of :func:`save_population`. If a file cannot be written, the error is
+            logged, and raised when the save is awaited.
 
     **Cancellation**: the others get RemoteError, here or when they await the save, unless it is completed.
     """
@@ -159,7 +157,7 @@ async def async_save_population(
 
 
 class PendingSave:
-    """A running save of :func:`async_save_population`; await it for the folder of the checkpoint.
+    """A running save of :func:`async_save_population`. Await it for the folder of the checkpoint.
 
     It may be awaited several times, or not at all. **Cancellation**: the save continues.
 
@@ -183,11 +181,10 @@ class PendingSave:
 
 
 class _Save:
-    """One save of this rank.
+    """One save of this rank, with the arguments of :func:`save_population`.
 
     Args:
-        path, model, keep, format, group, world: Arguments of the call.
-        is_beside: Whether training continues meanwhile, so that a thread writes a copy of the state.
+        is_beside: Whether training continues, so that a thread writes a copy of the state.
     """
 
     def __init__(
@@ -276,22 +273,22 @@ async def load_population(
     """Load the newest complete checkpoint in ``path``, or the checkpoint ``path`` itself.
 
     Collective among the ranks of ``group``. Everything is read and compared before anything is changed: if one rank
-    raises, all do, and no model has changed. With as many ranks as were saved, each gets its own state and continues to
-    the bit. With fewer ranks, the ranks with the best metrics are chosen, and continue in the order of their ranks.
-    With more ranks, some get copies and keep their own random states; a warning is logged.
+    raises, all do, and no model has changed. With as many ranks as were saved, each gets its own state and continues
+    with the same bits. With fewer ranks, the saved ranks with the best metrics are chosen, and continue in the order of
+    their ranks. With more ranks, some get copies and keep their own random states; a warning is logged.
 
     Args:
         path: The ``path`` of :func:`save_population`, or its result.
         model, optimizer: Model and optimizer of the same layout as the saved ones; changed in place.
         policy: Policy of the same class; it must be loaded before ``async with``.
-        group: Ranks of the population; by default all.
+        group: Ranks that load; by default all.
         world: World of the call; by default the current one.
 
     Raises:
         FileNotFoundError: There is no complete checkpoint. All members raise it, so each may catch it and start from
             the beginning.
-        ValueError: The checkpoint is of another model (the error names the first difference), optimizer, policy or
-            version, or a file is torn.
+        ValueError: The checkpoint has a different model (the error names the first difference), optimizer, policy or
+            version, or a file is damaged.
         LocalProtocolError: The policy was already entered.
         RemoteError: Another member raised one of the other errors.
 
@@ -304,7 +301,7 @@ async def load_population(
     async def prepare() -> tuple[str, str]:
         try:
             return _choose(Path(path), group.size) if group.index == 0 else ("", "")
-        except FileNotFoundError as error:  # on all ranks, which may catch it and start from the beginning
+        except FileNotFoundError as error:  # all ranks raise this error, and may start from the beginning
             return "", str(error)
 
     async def work(own: Group, chosen: tuple[str, str]) -> LoadedPopulation:
@@ -325,7 +322,7 @@ async def _load(
     optimizer: torch.optim.Optimizer | None,
     policy: Stateful | None,
 ) -> LoadedPopulation:
-    """Read this rank's file, compare it, and apply it; all members finish each step before the next."""
+    """Read this rank's file, compare it, and apply it. All members finish each step before the next."""
     folder, facts = Path(chosen[0]), json.loads(chosen[1])
     source, entry = facts["plan"][group.index], facts["files"][group.index]
     is_copy = source in facts["plan"][: group.index]
@@ -343,7 +340,7 @@ async def _load(
 
     def go_on() -> None:
         loading.check()
-        loading.hold()  # from here on all ranks count on each other
+        loading.hold()  # from now on, the work must be completed on all ranks
         if policy is not None:
             policy.load_state_dict(checkpoint_state.policy_state(loaded["policy"], is_copy=is_copy))
 
@@ -354,7 +351,7 @@ async def _load(
             optimizer.load_state_dict(loaded["optimizer"])
 
     await gather_from_all_ranks(read, group=group, world=world)
-    await gather_from_all_ranks(go_on, group=group, world=world)  # raises on all ranks if one policy differs
+    await gather_from_all_ranks(go_on, group=group, world=world)  # raises on all ranks if any policy differs
     await gather_from_all_ranks(apply, group=group, world=world)
     if not is_copy:
         checkpoint_state.set_random_states(loaded["random"])
@@ -362,7 +359,7 @@ async def _load(
 
 
 def _choose(path: Path, size: int) -> tuple[str, str]:
-    """Return the folder, and as JSON, for each of ``size`` ranks, the rank whose file it loads and its entry."""
+    """Return the folder, and as JSON, for each of ``size`` ranks, the saved rank whose file it loads and its entry."""
     folder, manifest = checkpoint_files.find_newest(path)
     plan, saved = checkpoint_files.plan(manifest["files"], size), len(manifest["files"])
     if size > saved:

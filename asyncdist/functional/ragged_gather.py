@@ -39,21 +39,22 @@ async def gather_distributed_data(
     """Concatenate every member's data on the group's first rank, in the group's order.
 
     Args:
-        local_tensor: Dense tensor of shape (n, ...), of any dtype and device; n may differ between members (0 is
-            allowed), but not the rest of the shape and the dtype. Or, on all members, a list of any length with values
-            that can be sent (:data:`asyncdist.tensors.serialization.ALLOWED`).
-        world_size: For ported calls; None, or the group's size.
-        rank: For ported calls; None, or this rank.
+        local_tensor: Dense tensor of shape (n, ...), of any dtype and device. n may differ between members and be 0;
+            the rest of the shape and the dtype must be equal. Or, on all members, a list of any length with values that
+            can be sent (:data:`asyncdist.tensors.serialization.ALLOWED`).
+        world_size: None, or the group's size; for compatibility with torchgfn.
+        rank: None, or this rank; for compatibility with torchgfn.
         training_group: Ranks that take part; by default all.
         world: World of the call; by default the current one.
 
     Returns:
         On the group's first rank the concatenation: a list, or a tensor on the device of that rank's tensor. None on
-        other ranks.
+            other ranks.
 
     Raises:
-        DisagreementError: On every member: trailing shapes, dtypes or kinds differ; the error names both ranks.
-        TypeError, ValueError: This rank's data is neither, or an argument is wrong. The other members get RemoteError.
+        DisagreementError: Trailing shapes, dtypes or kinds differ. Raised on every member, with both ranks.
+        TypeError, ValueError: This rank's data is not a tensor or list, or an argument is wrong. The other members get
+            RemoteError.
         LocalProtocolError: This rank is not in the group.
     """
     world, group = place(world, training_group)
@@ -88,7 +89,7 @@ async def gather_distributed_data(
 
 
 def _describe(data: Any) -> tuple[tuple[str, str, list[int]], torch.Tensor]:
-    """Return the kind, dtype and shape (for a list its size in bytes), and the content as bytes."""
+    """Return kind, dtype and shape (for a list, its size in bytes) of the data, and its content as bytes."""
     if isinstance(data, list):
         payload = serialization.encode(data)
         return ("list", "", [len(payload)]), torch.frombuffer(bytearray(payload), dtype=torch.uint8)

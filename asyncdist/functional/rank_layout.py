@@ -1,9 +1,9 @@
-"""Assigns roles to ranks: agent groups that train, buffers that serve them, and a coordinator that does neither.
+"""Assigns roles to ranks: agent groups that train, replay buffers for them, and a coordinator without a role.
 
-:class:`RankLayout` is the plan: checked, printable, made by arithmetic, by host, or by hand.
+:class:`RankLayout` is the plan, computed from numbers or host names, or written by the user.
 :func:`initialize_distributed_compute` turns it into groups in the current world, as a :class:`DistributedContext`.
 
-Invariants of a layout: every rank has one role; agent groups have equal sizes and are not empty; if there are buffers,
+Invariants of a layout: Every rank has one role. Agent groups have equal sizes and are not empty. If there are buffers,
 each serves at least one training rank, and every training rank has exactly one buffer.
 """
 
@@ -34,14 +34,14 @@ class RankLayout:
 
     Attributes:
         world_size: Number of ranks.
-        agent_groups: Training ranks of each agent group; groups have equal sizes and need not be contiguous. Lists are
+        agent_groups: Training ranks of each agent group. Groups have equal sizes and need not be contiguous. Lists are
             allowed.
         clients: Maps each buffer rank to the training ranks that it serves; empty without buffers.
         coordinator: Rank that neither trains nor buffers; or None.
 
     Raises:
         TypeError: A field is not a list or dict.
-        ValueError: The roles are inconsistent; the error names the ranks or numbers, and what is allowed.
+        ValueError: The roles are inconsistent. The error names the ranks or numbers, and the allowed values.
     """
 
     world_size: int
@@ -109,12 +109,9 @@ class RankLayout:
     def arithmetic(
         cls, world_size: int, num_remote_buffers: int = 0, num_agent_groups: int = 1, *, coordinator: int | None = None
     ) -> RankLayout:
-        """Assign training ranks first, in contiguous groups, then buffers, which take the training ranks in turn.
+        """Assign training ranks first, in contiguous groups, then buffer ranks, which serve the training ranks in turn.
 
-        A reserved coordinator is skipped in the numbering.
-
-        Raises:
-            ValueError: The numbers are inconsistent; the error names them, and what is allowed.
+        A reserved coordinator is skipped in the numbering. Raises ValueError if the numbers are inconsistent.
         """
         training_count = _check_counts(world_size, num_remote_buffers, num_agent_groups, coordinator)
         ranks = [rank for rank in range(world_size) if rank != coordinator]
@@ -146,10 +143,10 @@ class RankLayout:
             hosts: Host name of each rank.
             num_remote_buffers: Number of buffer ranks.
             num_agent_groups: Number of agent groups.
-            coordinator: Rank that has neither role; or None.
+            coordinator: Rank that neither trains nor buffers; or None.
 
         Raises:
-            ValueError: The numbers are inconsistent; the error names them, and what is allowed.
+            ValueError: The numbers are inconsistent. The error names them, and the allowed values.
         """
         training_count = _check_counts(len(hosts), num_remote_buffers, num_agent_groups, coordinator)
         training: dict[str, list[int]] = {}
@@ -162,17 +159,17 @@ class RankLayout:
 
     @property
     def training_ranks(self) -> tuple[int, ...]:
-        """Return all training ranks, in ascending order."""
+        """All training ranks, in ascending order."""
         return tuple(sorted(rank for group in self.agent_groups for rank in group))
 
     @property
     def buffer_ranks(self) -> tuple[int, ...]:
-        """Return all buffer ranks, in ascending order."""
+        """All buffer ranks, in ascending order."""
         return tuple(sorted(self.clients))
 
     @property
     def agent_group_size(self) -> int:
-        """Return the number of ranks in each agent group."""
+        """Number of ranks in each agent group."""
         return len(self.agent_groups[0])
 
     def agent_group_of(self, rank: int) -> int | None:
@@ -193,13 +190,13 @@ class RankLayout:
 
 
 class DistributedContext:
-    """The roles of a world's ranks, as groups, as seen by one rank.
+    """The roles of a world's ranks, with their groups, as seen by one rank.
 
     A group that includes this rank can be used for any collective, on any transport; its ``communicator`` is the
     backend's own, if there is one. Other groups only have ``ranks``.
 
     Attributes:
-        layout: The layout.
+        layout: Roles of all ranks.
         my_rank: This rank.
         world_size: Number of ranks.
         num_training_ranks: Number of training ranks.
@@ -223,31 +220,31 @@ class DistributedContext:
 
     @property
     def agent_groups(self) -> list[Group]:
-        """Return all agent groups, in order."""
+        """All agent groups, in order."""
         return [self._group(ranks) for ranks in self.layout.agent_groups]
 
     @property
     def train_global_group(self) -> Group:
-        """Return the group of all training ranks."""
+        """Group of all training ranks."""
         return self._group(self.layout.training_ranks)
 
     @property
     def buffer_group(self) -> Group | None:
-        """Return the group of all buffer ranks; None without buffers."""
+        """Group of all buffer ranks; None without buffers."""
         return self._group(self.layout.buffer_ranks) if self.layout.clients else None
 
     @property
     def agent_group(self) -> Group | None:
-        """Return this rank's agent group; None if it does not train."""
+        """This rank's agent group; None if the rank does not train."""
         return None if self.agent_group_id is None else self.agent_groups[self.agent_group_id]
 
     @property
     def dc_mpi4py(self) -> DistributedContext | None:
-        """Return this context on MPI, and None on other transports, for ported code."""
+        """This context on MPI, and None on other transports, for code ported from torchgfn."""
         return self if self._world.transport_name == "mpi" else None
 
     def is_buffer_rank(self) -> bool:
-        """Return whether this rank buffers."""
+        """Return whether this rank has a replay buffer."""
         return self.my_rank in self.layout.clients
 
     def is_training_rank(self) -> bool:
@@ -259,9 +256,9 @@ class DistributedContext:
         return self.my_rank == self.layout.coordinator
 
     async def cleanup(self) -> None:
-        """Free the groups, as :meth:`asyncdist.Group.free` does, without waiting for other ranks.
+        """Free the groups, without waiting for other ranks. This rank can then no longer use any of them.
 
-        From then on this rank is outside of all of them. A second call does nothing.
+        A second call does nothing.
         """
         groups, self._groups = self._groups, {}
         await free_all(groups[ranks] for ranks in sorted(groups))
@@ -288,22 +285,22 @@ async def initialize_distributed_compute(
     dist_backend: str | None = None,
     world: World | None = None,
 ) -> DistributedContext:
-    """Give every rank of the world its role, and make the groups. Collective among all ranks.
+    """Assign a role to every rank of the world, and make the groups. Collective among all ranks.
 
     Args:
         num_remote_buffers: Number of buffer ranks; at most one per training rank.
         num_agent_groups: Number of agent groups, which must divide the number of training ranks.
-        coordinator: Rank that has neither role, for example for ``protocols.coordinate``.
+        coordinator: Rank that neither trains nor buffers, for example for ``protocols.coordinate``.
         placement: ``"arithmetic"`` (:meth:`RankLayout.arithmetic`) or ``"host"`` (:meth:`RankLayout.by_host`).
         hostname: Host of this rank, for ``"host"``; by default ``world.hostname``.
-        layout: A layout of your own, instead of all these arguments.
-        dist_backend: For ported calls; None, or the transport of the world (``world.transport_name``, or gloo), which
-            is chosen when the world is started.
+        layout: Layout to use instead of all these arguments.
+        dist_backend: None, or the transport of the world (``world.transport_name``, or gloo); for compatibility with
+            torchgfn. The transport is chosen when the world is started.
         world: World of the call; by default the current one.
 
     Raises:
-        ValueError, TypeError: The numbers, the layout or ``dist_backend`` do not fit this world; the error says what is
-            allowed. The other ranks get RemoteError.
+        ValueError, TypeError: The numbers, the layout or ``dist_backend`` do not fit this world. The other ranks get
+            RemoteError.
         DisagreementError: The ranks request different roles; the error names the first difference.
         StartTimeoutError: Some ranks did not join in time.
     """
@@ -334,7 +331,7 @@ async def initialize_distributed_compute(
         groups = await world.peers.groups.new_groups(own, start.left_s(_TIMEOUT_S), part_of=start)
         return DistributedContext(world, plan, dict(zip(own, groups, strict=True)))
 
-    # The host names are exchanged in the world's group, so the caller must not continue before this has ended.
+    # The caller must wait until the host names are exchanged, because the exchange uses the world's group.
     is_held = placement == "host" and layout is None
     return await start_together(
         world.services,
@@ -348,7 +345,7 @@ async def initialize_distributed_compute(
     )
 
 
-#: Names for ported mpi4py code; one class and one function serve every transport.
+#: Names used by code for mpi4py. The same class and function support every transport.
 DistributedContextmpi4py = DistributedContext
 initialize_distributed_compute_mpi4py = initialize_distributed_compute
 
@@ -376,7 +373,7 @@ async def _all_hosts(world: World, hostname: str) -> list[str]:
 
 
 def _in_words(layout: RankLayout) -> str:
-    """Describe a layout in one line that fits into a message; a digest replaces long descriptions."""
+    """Describe a layout in one line that fits into a message. A digest replaces long descriptions."""
     text = str(layout).replace("\n", "; ")
     if len(text) <= _WORDS_LENGTH_MAX:
         return text
@@ -384,7 +381,7 @@ def _in_words(layout: RankLayout) -> str:
 
 
 def _check_counts(world_size: int, buffer_count: int, group_count: int, coordinator: int | None) -> int:
-    """Return the number of training ranks. Raises ValueError for inconsistent numbers."""
+    """Return the number of training ranks. Raise ValueError for inconsistent numbers."""
     validation.count("world_size", world_size)
     validation.count("num_remote_buffers", buffer_count, least=0)
     validation.count("num_agent_groups", group_count)
@@ -419,7 +416,7 @@ def _choose_buffers(training: dict[str, list[int]], count: int) -> dict[str, lis
     """Remove the buffers from the training ranks of their hosts, and return them by host."""
     buffers: dict[str, list[int]] = {host: [] for host in training}
     for _ in range(count):
-        # The first of equal hosts; hosts that would be left without a client are last.
+        # Of equal hosts, the first is chosen. Hosts that would keep no client are chosen last.
         host = max(training, key=lambda name: (len(training[name]) > 1, len(training[name]) / (len(buffers[name]) + 1)))
         buffers[host].insert(0, training[host].pop())
     return buffers
@@ -451,7 +448,7 @@ def _assign(training: Mapping[str, Sequence[int]], buffers: Mapping[str, Sequenc
     for rank in strangers:
         clients[min(clients, key=lambda buffer: len(clients[buffer]))].append(rank)
     for buffer, served in clients.items():
-        if not served:  # no other rank on its host, and all others are served on their hosts
+        if not served:  # the buffer is alone on its host, and all others have one
             busiest = max(clients, key=lambda other: len(clients[other]))
             clients[buffer].append(clients[busiest].pop())
     return {buffer: tuple(sorted(served)) for buffer, served in sorted(clients.items())}

@@ -1,4 +1,4 @@
-"""Writes and reads the state of a model as a safetensors file, which ``safetensors.torch.load_file`` also opens.
+"""Writes and reads a model's state as a safetensors file, which ``safetensors.torch.load_file`` also opens.
 
 The format stores dense tensors by name, without sharing. Tied weights are written under their first name; the other
 names are stored in the file's metadata, as ``safetensors.torch.save_model`` does, so ``load_model`` of that package
@@ -25,25 +25,20 @@ _DTYPES: Final = frozenset(
 
 
 def check_installed() -> None:
-    """Raise ModuleNotFoundError with the package to install, if it is missing."""
+    """Raise ModuleNotFoundError, with the package to install, if safetensors is missing."""
     with validation.optional_imports("the format 'safetensors'", ["safetensors"], "safetensors"):
         import safetensors.torch  # noqa: F401
 
 
 def write_model(path: Path, state: Mapping[str, Any]) -> tuple[OrderedDict[str, Any], dict[str, str]]:
-    """Write the entries that the format supports.
+    """Write the entries of a model's state that the format supports.
 
-    Args:
-        path: Path of the file.
-        state: State of a model.
-
-    Returns:
-        The remaining entries; and a dict from each unwritten name to the name of the tensor that it shares.
+    Returns the remaining entries, and a dict that maps each unwritten name to the name of the tensor that it shares.
     """
     from safetensors.torch import save_file
 
     rest: OrderedDict[str, Any] = OrderedDict()
-    vars(rest).update(getattr(state, "__dict__", {}))  # a module's versions, which load_state_dict reads
+    vars(rest).update(getattr(state, "__dict__", {}))  # copies a module's version numbers, which load_state_dict reads
     tied: dict[str, str] = {}
     names: dict[tuple[Any, ...], str] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -62,7 +57,7 @@ def write_model(path: Path, state: Mapping[str, Any]) -> tuple[OrderedDict[str, 
 
 
 def read_model(path: Path, rest: OrderedDict[str, Any], tied: Mapping[str, str]) -> OrderedDict[str, Any]:
-    """Return the state written by :func:`write_model`, with the remaining entries. It may be in mapped memory."""
+    """Return the state written by :func:`write_model`, with the remaining entries. It may use memory-mapped files."""
     check_installed()
     from safetensors.torch import load_file
 
@@ -73,7 +68,7 @@ def read_model(path: Path, rest: OrderedDict[str, Any], tied: Mapping[str, str])
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return contiguous tensors without overlaps; tensors that begin inside another one are copied."""
+    """Return contiguous tensors without overlaps. Tensors that begin inside another tensor are copied."""
     apart: dict[str, torch.Tensor] = {}
     ends: dict[torch.device, int] = {}
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):

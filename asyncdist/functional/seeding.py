@@ -1,4 +1,4 @@
-"""Seeds the random states of a rank."""
+"""Seeds the random number generators of a rank."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from asyncdist.runtime.world import World, current_world
 def seed_all(seed: int, *, world: World | None = None) -> int:
     """Seed :mod:`random`, numpy's global generator and torch, on all devices, differently on each rank.
 
-    The ranks of a population should not shuffle and drop out in the same way. If they are to begin with equal weights,
-    make the model after ``torch.manual_seed(seed)``, and call this function afterwards.
+    Ranks then shuffle and drop out differently. For equal initial weights, make the model after
+    ``torch.manual_seed(seed)``, and call this function afterwards.
 
     Args:
         seed: Integer >= 0, equal on all ranks.
         world: World of the call; by default the current one.
 
     Returns:
-        The number with which this rank's generators were seeded: drawn from ``seed`` and rank by numpy's
-        ``SeedSequence``, so that the numbers of different ranks and of neighbouring seeds are unrelated.
+        The seed of this rank's generators, derived from ``seed`` and rank by numpy's ``SeedSequence``. Seeds of
+            different ranks and of neighbouring ``seed`` values are unrelated.
 
     Raises:
         ValueError: ``seed`` is not an integer >= 0.

@@ -11,10 +11,9 @@
         averaging.step(loss=loss)                     # asyncdist run -n 4 train.py
 
 Importing this module hides the launcher's variables, so each rank's ``Accelerator`` sees a single process. Mixed
-precision and gradient accumulation work as usual, and loaders do not wait for other ranks. If there are several ranks,
-each has its own ``project_dir`` and ``logging_dir``: the folder ``rank0``, ``rank1``, ... below the given one. Logs and
-the states that ``save_state()`` names automatically are written there. A path that is passed to a call, such as
-``save_state("saved")`` or ``save_model(model, "saved")``, is not changed: pass a different one on each rank.
+precision and gradient accumulation work as usual, and loaders do not wait for other ranks. With several ranks,
+``project_dir`` and ``logging_dir`` become the folder ``rank0``, ``rank1``, ... below the given one. Paths passed to
+calls, such as ``save_state("saved")``, are not changed: pass a different path on each rank.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _ONE_RANK: Final = (
 
 
 def _give_ranks_folders(kind: Any) -> None:
-    """Patch ``Accelerator`` so that new instances write to a folder of their rank."""
+    """Patch ``Accelerator`` so that new instances write to a separate folder for each rank."""
     make = kind.__init__
 
     @functools.wraps(make)
@@ -76,18 +75,18 @@ def _shuffle_loaders_apart(kind: Any) -> None:
 
 
 def _load_states_apart(kind: Any) -> None:
-    """Patch ``Accelerator`` so that ranks that load the same state still draw different random numbers and orders."""
+    """Patch ``Accelerator`` so that random numbers still differ between ranks after all load the same state."""
     load = kind.load_state
 
     @functools.wraps(load)
     def load_for_rank(self: Any, input_dir: Any = None, *args: Any, **options: Any) -> None:
         load(self, input_dir, *args, **options)
-        if input_dir is None or self.num_processes > 1:  # without a path, the state is this rank's own
+        if input_dir is None or self.num_processes > 1:  # without a path, the state was saved by this rank
             return
         world = _world()
         if world.size > 1 and f"rank{world.rank}" not in Path(input_dir).parts:
             draw_apart(world.rank)
-            for loader in self._dataloaders:  # they have the state's samplers
+            for loader in self._dataloaders:  # loaders have the samplers of the loaded state
                 shuffle_apart(loader, world.rank)
 
     kind.load_state = load_for_rank
@@ -104,7 +103,7 @@ def _below(path: Any) -> str:
 
 
 def _note_exhausted_memory(memory: Any) -> None:
-    """Patch ``find_executable_batch_size`` so that a retry counts as exhausted memory, even with a new model."""
+    """Patch ``find_executable_batch_size`` so that a training may begin again after exhausted memory."""
     decide = memory.should_reduce_batch_size
 
     @functools.wraps(decide)
@@ -124,10 +123,12 @@ _load_states_apart(accelerate.Accelerator)
 
 
 class SelectiveAveraging(pytorch.SelectiveAveraging):
-    """Does the same as the class for plain PyTorch, for replicas of one rank. ``replica_size`` raises TypeError.
+    """Replaces the weights of the worst ranks with the average of the good ranks' weights, in a loop for Accelerate.
 
-    ``average_every`` counts steps of the optimizer. Inside ``accelerator.accumulate(model)``, :meth:`step` only notes
-    the loss until gradients are synchronised, because ``optimizer.step()`` does nothing until then.
+    The arguments are those of :class:`asyncdist.integrations.pytorch.SelectiveAveraging`, except that ``replica_size``
+    raises TypeError. ``average_every`` counts steps of the optimizer. Inside ``accelerator.accumulate(model)``,
+    :meth:`step` only records the loss until gradients are synchronised, because ``optimizer.step()`` does nothing until
+    then.
     """
 
     @validation.names_options(refused=dict.fromkeys(("replica_size", "swap_every"), _ONE_RANK))
@@ -141,10 +142,10 @@ class SelectiveAveraging(pytorch.SelectiveAveraging):
         **options: Unpack[SelectiveOptions],
     ) -> None:
         super().__init__(model, optimizer, average_every, mode=mode, **options)
-        self._gradients = accelerate.state.GradientState()  # all instances share their state
+        self._gradients = accelerate.state.GradientState()  # all GradientState instances share one state
 
     def step(self, metric: Any = None, *, loss: Any = None, score: Any = None) -> StepInfo:
-        """See :meth:`asyncdist.integrations.pytorch.SelectiveAveraging.step`."""
+        """Make progress, with the arguments of :meth:`asyncdist.integrations.pytorch.SelectiveAveraging.step`."""
         if self._gradients.sync_gradients or self.policy is None:
             return super().step(metric, loss=loss, score=score)
         self._add(metric, loss, score)

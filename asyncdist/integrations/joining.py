@@ -1,4 +1,4 @@
-"""Training under a policy, for programs that do not know about ranks: joins the job, starts and ends the policy."""
+"""Connects training programs that do not know about ranks to a policy: joins the job, starts and ends the policy."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _told: set[str] = set()
 
 
 _chosen_from: int = 0
-"""Number of visible GPUs from which this rank's GPUs were chosen; 0 if none were chosen."""
+"""Number of visible GPUs from which this rank's GPUs were chosen; 0 if none has been chosen."""
 
 
 def hide_ranks() -> None:
-    """Hide the launcher's ranks from libraries that are imported later, so that each rank trains as a single process.
+    """Hide the launcher's variables from libraries imported later, so that each rank trains as a single process.
 
     If several GPUs are visible and the user has not chosen one, the library sees only this rank's GPU.
     """
@@ -50,15 +50,15 @@ def hide_ranks() -> None:
 
 
 def choose_gpus(numbers: Sequence[int]) -> None:
-    """Show the library only the GPUs with these numbers on this host, unless the user has chosen GPUs."""
+    """Show the library only the GPUs with these indices on this host, unless the user has chosen GPUs."""
     if _chosen_from:
         seen = ",".join(str(number % _chosen_from) for number in numbers)
         environment.set_variables({"CUDA_VISIBLE_DEVICES": seen})
 
 
 def join() -> World:
-    """Return the world of this process. If it trains alone, log a warning, once."""
-    if environment.is_started_by_trainer():  # a trainer started this process for one more device, without a launcher
+    """Return the world of this process. If the process trains alone, log one warning."""
+    if environment.is_started_by_trainer():  # a trainer started this process for another device
         with environment.variable_set(environment.TRANSPORT_VARIABLE, "local"):
             return process_world()
     if is_in_a_rank():
@@ -70,7 +70,7 @@ def join() -> World:
     if world.size == 1 and "alone" not in _told:
         _told.add("alone")
         started = (
-            "accelerate launch starts only one process without --multi_gpu, whatever --num_processes is; "
+            "without --multi_gpu, accelerate launch ignores --num_processes and starts only one process; "
             if environment.is_started_by_accelerate()
             else ""
         )
@@ -91,9 +91,7 @@ def selective_averaging(
     swap_every: int | None = None,
     monitor: str | None = None,
 ) -> Training[Selective]:
-    """Return a training under :class:`protocols.AsyncSelectiveAveragingPolicy`.
-
-    If a replica has several ranks, the policy is :class:`protocols.ReplicaAveragingPolicy`.
+    """Return a :class:`Training` that runs selective averaging, or replica averaging if a replica has several ranks.
 
     Args:
         mode: The policy's ``metric_mode``, which may be in ``options`` instead; ``"min"`` by default.
@@ -123,12 +121,7 @@ def selective_averaging(
 
 
 def warn_of_unlabelled_lines(world: World, cure: str) -> None:
-    """Log once, on rank 0, how to label the lines that all ranks print.
-
-    Args:
-        world: World of this process.
-        cure: Another remedy, for the end of the warning.
-    """
+    """Log once, on rank 0, how to label the lines that all ranks print; the warning ends with the remedy ``cure``."""
     is_labelled = environment.VARIABLES.get(rank_program.PREFIX_VARIABLE) == "1"
     if world.size > 1 and world.rank == 0 and not is_labelled and "lines" not in _told:
         _told.add("lines")
@@ -141,7 +134,7 @@ def warn_of_unlabelled_lines(world: World, cure: str) -> None:
 
 
 def _warning_of_monitor(monitor: str, mode: MetricMode) -> str:
-    """Return a warning if the name of the monitored metric contradicts ``mode``, else ""."""
+    """Return a warning if the name of the monitored metric contradicts ``mode``, otherwise ""."""
     direction = is_larger_better(monitor)
     if direction is None or direction is (mode == "max"):
         return ""
@@ -153,7 +146,7 @@ def _warning_of_monitor(monitor: str, mode: MetricMode) -> str:
 
 
 def refuse_copy(*_: object) -> NoReturn:
-    """Raise TypeError: an object that holds the policy of a training cannot be copied."""
+    """Raise TypeError, since an object that owns the policy of a training cannot be copied."""
     raise TypeError(
         "SelectiveAveraging cannot be copied because it holds the policy of this rank's training: make another one "
         "with the same options"
@@ -161,18 +154,18 @@ def refuse_copy(*_: object) -> NoReturn:
 
 
 class Training(Generic[PolicyT]):
-    """Holds a policy for the length of one training.
+    """Owns a policy for the duration of one training.
 
     Args:
         make: Makes the policy for a model and its optimizer.
         warning: Warning that rank 0 logs when the training begins; "" for none.
 
     Attributes:
-        policy: The open policy; None before the training and after it.
-        replacement_count: Number of averages that this rank has taken since the training began.
+        policy: The open policy; None before and after the training.
+        replacement_count: Number of times that this rank has adopted an average since the training began.
         is_interrupted: Whether memory was exhausted while the policy was open, so that the training may begin again.
-        is_apart: Whether this rank trains without a policy, because the other ranks did not start one with it after
-            its memory was exhausted.
+        is_apart: Whether this rank trains without a policy, because it has run out of memory and the other ranks did
+            not start a new policy with it.
     """
 
     def __init__(self, make: Callable[[nn.Module, torch.optim.Optimizer], PolicyT], warning: str = "") -> None:
@@ -186,19 +179,20 @@ class Training(Generic[PolicyT]):
     __copy__ = __deepcopy__ = refuse_copy
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Start the policy, together with all ranks. From then on, this rank's random numbers differ from the others'.
+        """Start the policy, together with all ranks, and make this rank's random numbers differ from the others'.
 
-        If a policy with equal options is open on the model, this rank continues with that policy, without the others:
-        a trainer that has run out of memory begins again with smaller batches while the other ranks train. After
-        exhausted memory, a new model of the same layout may replace the old one. Otherwise an open policy of this
-        object is ended first. If the other ranks do not start a new policy, a rank that has run out of memory trains
-        without one.
+        A trainer that has run out of memory may begin again with smaller batches while the other ranks train. If a
+        policy with equal options is open on the model, or on a model of the same layout after exhausted memory, this
+        rank therefore continues with that policy alone. Otherwise this object's open policy is ended first. If memory
+        was exhausted and the other ranks do not start a new policy, this rank trains without a policy.
         """
         world = join()
         if self._warning and world.rank == 0:
             logger.warning("%s", self._warning)
         self._warning = ""
-        if (error := sys.exception()) is not None and is_out_of_memory(error):  # called in its except clause
+        if (error := sys.exception()) is not None and is_out_of_memory(
+            error
+        ):  # called in the except clause of this error
             note_out_of_memory()
         made = self._make(model, optimizer)
         if not self._continue(made):
@@ -214,13 +208,13 @@ class Training(Generic[PolicyT]):
             draw_apart(world.rank)
 
     def _start(self, made: PolicyT, *, is_again: bool) -> None:
-        """Start a policy with all ranks. If they do not join, and memory was exhausted before, train without one."""
+        """Start a policy with all ranks. If others do not join after exhausted memory, train without a policy."""
         others = [owner.policy.awaited for owner in _open_trainings() if owner.policy is not None]
         if is_again:
             logger.warning(
-                "selective averaging: this rank has run out of memory and begins again with another kind of model or "
-                "other options, so it starts a new policy and waits up to %g s for all ranks to do the same. To "
-                "continue alone instead, do not let the model and the options, average_every included, depend on the "
+                "selective averaging: this rank has run out of memory and begins again with a different kind of model "
+                "or different options, so it starts a new policy and waits up to %g s for all ranks to do the same. To "
+                "continue alone instead, make the model and the options, including average_every, independent of the "
                 "batch size",
                 made._start_timeout_s,
             )
@@ -243,9 +237,9 @@ class Training(Generic[PolicyT]):
             self._keep(policy, 0)
 
     def _continue(self, made: PolicyT) -> bool:
-        """Continue with an open policy that equals ``made``, except for the optimizer; return whether there is one.
+        """Continue with an open policy that equals ``made``, except for the optimizer. Return whether there is one.
 
-        If memory was exhausted in that policy's training, its model may differ, too.
+        If memory was exhausted in that policy's training, its model may also differ.
         """
         owners = [(owner, owner.policy) for owner in _open_trainings() if owner.policy is not None]
         for owner, policy in owners:
@@ -273,23 +267,19 @@ class Training(Generic[PolicyT]):
         self._caller.forget(self.end)
 
     def judge_by_training_loss(self) -> None:
-        """Note that the metrics are training losses, so ``"min"`` is right even if the loss rises during training."""
+        """Declare that the metrics are training losses, so that a rising loss causes no warning about ``"min"``."""
         if self.policy is not None and self.policy.awaited._metric_mode == "min":
             self.policy.awaited.note_direction()
 
     def use(self, optimizer: torch.optim.Optimizer) -> None:
-        """Use the trainer's current optimizer, which it may have replaced."""
+        """Use the trainer's current optimizer, which may have been replaced."""
         if self.policy is not None and self.policy.awaited.optimizer is not optimizer:
             self.policy.awaited.optimizer = optimizer
 
     def step(self, metric: Any) -> StepInfo:
-        """Make progress; weights change only here.
-
-        Raises:
-            ClosedError: The training has not begun, or has ended.
-        """
+        """Make progress; weights change only here. Raise ClosedError if the training has not begun or has ended."""
         if self.is_apart:
-            self._caller.call(self._caller.world.safe_point)  # raises if the job has failed
+            self._caller.call(self._caller.world.safe_point)  # raises an error if the job has failed
             return NOTHING
         info: StepInfo = self._caller.call(self._open_policy().awaited.step, metric)
         if info is not NOTHING:
@@ -299,10 +289,9 @@ class Training(Generic[PolicyT]):
     def call(
         self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, metric: Any
     ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
-        """Make progress as ``step`` does, in the form of :meth:`protocols.ported.Ported.__call__`.
+        """Make progress, with the arguments and result of :meth:`protocols.ported.Ported.__call__`.
 
-        Raises:
-            ClosedError: The training has not begun, or has ended.
+        Raises ClosedError if the training has not begun or has ended.
         """
         if self.is_apart:
             return model, optimizer, fields_of(self.step(metric))
@@ -319,9 +308,8 @@ class Training(Generic[PolicyT]):
     def end(self, error: BaseException | None = None) -> None:
         """Leave the policy, if it is open. The other ranks continue.
 
-        Args:
-            error: Error that ended the training; None for a normal end. If it says that memory was exhausted, the
-                policy stays open until the program ends, so that the training can begin again.
+        ``error`` is the error that ended the training, or None. If memory was exhausted, the policy stays open until
+        the program ends, so that the training can begin again.
         """
         policy = self.policy
         if policy is None and not self.is_apart:
@@ -330,19 +318,19 @@ class Training(Generic[PolicyT]):
             self.is_interrupted = True
             return
         self._release()
-        if policy is not None and self._caller.is_open:  # otherwise an error has ended the world
-            trace = getattr(error, "__traceback__", None)  # contextlib overwrites the error's traceback with this
+        if policy is not None and self._caller.is_open:  # an error may have ended the world
+            trace = getattr(error, "__traceback__", None)  # contextlib would otherwise remove the error's traceback
             policy.__exit__(type(error) if error is not None else None, error, trace)
 
 
 def _open_trainings() -> list[Training[Any]]:
-    """Return the trainings that have begun on this rank and not ended, the oldest first."""
+    """Return the trainings on this rank that have begun and not ended, the oldest first."""
     owners = [getattr(end, "__self__", None) for end in current_caller("a policy").registered]
     return [owner for owner in owners if isinstance(owner, Training)]
 
 
 def note_out_of_memory() -> None:
-    """Note that memory was exhausted: the open trainings of this rank may begin again, even with new models."""
+    """Allow the open trainings of this rank to begin again, even with new models, because memory was exhausted."""
     if find_caller() is not None:
         for training in _open_trainings():
             training.is_interrupted = True
@@ -350,11 +338,9 @@ def note_out_of_memory() -> None:
 
 @contextmanager
 def _told_of_open(others: Sequence[SpawnPolicy], made: SpawnPolicy) -> Iterator[None]:
-    """Start a policy in the block. If it times out, the error explains how to continue after exhausted memory.
+    """If the policy started in the body times out, add to the error how to continue after exhausted memory.
 
-    Args:
-        others: Policies that are open on this rank.
-        made: The policy that starts.
+    ``others`` are the policies that are already open on this rank, and ``made`` is the new policy.
     """
     try:
         yield
@@ -370,11 +356,12 @@ def _told_of_open(others: Sequence[SpawnPolicy], made: SpawnPolicy) -> Iterator[
 
 
 def _enter_with_all(policy: Policy[Any]) -> None:
-    """Start a policy; start again if the other ranks joined an abandoned start of a rank that ran out of memory.
+    """Start a policy. Start again if the other ranks joined an earlier start that a rank has abandoned.
 
-    Such a rank waits alone for its timeout, and then trains without a policy. The other ranks are notified of its start
-    only when they start their next policy, which must then be started again. If the timeout passes before all of them
-    have joined, those that have get a StartTimeoutError with the difference :data:`BEGINS_AGAIN`.
+    A rank that begins again after exhausted memory waits alone until a timeout, and then trains without a policy. The
+    other ranks are notified of its start only when they start their next policy, which must then be started again. If
+    the timeout passes before all of them have joined, those that have joined get a StartTimeoutError with the
+    difference :data:`BEGINS_AGAIN`.
     """
     while True:
         try:
@@ -401,7 +388,7 @@ def _is_equal(one: SpawnPolicy, other: SpawnPolicy) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that the memory of a device or of the host is exhausted."""
+    """Return whether an error means that the memory of a device or the host is exhausted."""
     if isinstance(error, RuntimeError):
         words = ("out of memory", "can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED")
         return any(part in str(error) for part in words)

@@ -7,8 +7,7 @@
     trainer = Trainer(max_epochs=10, callbacks=[SelectiveAveraging(average_every=100)])
     trainer.fit(module, loader)                       # asyncdist run -n 4 train.py
 
-Each rank has its own trainer, which does not know the other ranks: it reads its own data, validates and saves on its
-own, and does not wait for others.
+Each rank has its own trainer, which reads its own data, and validates and saves without waiting for other ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ logger = logging.getLogger("asyncdist.integrations")
 
 #: Callbacks of Lightning that average weights over time.
 _AVERAGES: Final = frozenset(("StochasticWeightAveraging", "WeightAveraging"))
-#: Packages that contain Lightning's ``Trainer``, each with its package of Fabric.
+#: Packages that contain Lightning's ``Trainer``, each with the name of its Fabric package.
 _LIBRARIES: Final = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
 
@@ -54,23 +53,23 @@ class SelectiveAveraging(Callback):
     Weights change between two training batches, after a step of the optimizer. If there are several ranks, each writes
     its logs and checkpoints to a folder ``rank0``, ``rank1``, ... below the folders of the trainer, its loggers, its
     profiler and its checkpoint callbacks. Only rank 0 shows a progress bar. Each rank logs as ``replacements`` how
-    often it has taken an average. Make this object before the trainer, so that the trainer uses that folder from the
-    beginning. Trainers of ``pytorch_lightning`` and ``lightning.pytorch`` are supported alike.
+    often it has adopted an average. Make this object before the trainer, so that the trainer uses that folder from the
+    beginning. Trainers of ``pytorch_lightning`` and ``lightning.pytorch`` are supported.
 
     Args:
         average_every: Number of optimizer steps between two reports of a rank's metric.
-        monitor: Name of the logged metric by which ranks are judged, for example ``"val_loss"``. By default the mean
+        monitor: Name of the logged metric by which ranks are judged, for example ``"val_loss"``. By default, the mean
             of the training losses since the last report.
         mode: ``"min"`` (the default) if smaller is better, ``"max"`` if larger is.
         optimizer_index: Index of the optimizer to use, if the module has several.
         replica_size: Number of consecutive ranks that form one replica under DDP; by default 1. The trainers then need
             ``devices=replica_size`` and ``strategy="ddp"``, and write to folders ``replica0``, ``replica1``, ... Make
             this object before the trainer, since it sets the ranks that Lightning reads.
-        swap_every: See :class:`protocols.ReplicaAveragingPolicy`.
+        swap_every: Option of :class:`protocols.ReplicaAveragingPolicy`; only for ``replica_size`` above 1.
         options: Other options of :class:`protocols.AsyncSelectiveAveragingPolicy`.
 
     Attributes:
-        last_info: The events of the policy's last step.
+        last_info: Events of the policy's last step.
 
     Raises:
         TypeError, ValueError: An option has a wrong type or value, the trainer does not have ``replica_size`` devices,
@@ -117,26 +116,26 @@ class SelectiveAveraging(Callback):
         if self._world.rank:
             for name in _LIBRARIES:
                 logging.getLogger(name).setLevel(logging.WARNING)
-            warnings.simplefilter("ignore", PossibleUserWarning)  # shown on rank 0
+            warnings.simplefilter("ignore", PossibleUserWarning)  # rank 0 shows these warnings
 
     @property
     def policy(self) -> Policy[Selective] | None:
-        """The policy, while the trainer fits; None otherwise."""
+        """The policy while the trainer fits; None otherwise."""
         return self._training.policy
 
     @property
     def log(self) -> Any:
-        """The module's ``log``, which Lightning sets on callbacks when it begins to fit."""
+        """The module's method ``log``, which Lightning sets on callbacks when fitting begins."""
         return self._log
 
     @log.setter
     def log(self, log: Any) -> None:
         self._log = log
-        self._prepare(log.__self__.trainer)  # here because loggers open their files before ``setup`` is called
+        self._prepare(log.__self__.trainer)  # loggers open their files before Lightning calls ``setup``
 
     def _prepare(self, trainer: pl.Trainer) -> None:
         if trainer.world_size != self._replica_size and not (self._world.size == 1 < self._replica_size):
-            if environment.is_started_by_trainer():  # for one more device of a trainer, which raises the same error
+            if environment.is_started_by_trainer():  # the trainer's own process raises this error too
                 raise SystemExit(0)
             raise ValueError(self._refusal(trainer.world_size))
         self._give_folder(trainer)
@@ -144,15 +143,15 @@ class SelectiveAveraging(Callback):
             self._shuffle_loaders_apart(trainer)
         if self._world.rank:
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                if hasattr(callback, "_max_depth"):  # a ModelSummary
+                if hasattr(callback, "_max_depth"):  # the callback is a ModelSummary
                     callback._max_depth = 0
             if trainer.progress_bar_callback is not None:
                 trainer.progress_bar_callback.disable()
 
     def _shuffle_loaders_apart(self, trainer: pl.Trainer) -> None:
-        """Let the training loaders draw another order in each replica, before workers read the first rows."""
+        """Make the training loaders shuffle differently in each replica, before workers read the first rows."""
         strategy: Any = trainer.strategy
-        if "process_dataloader" in vars(strategy):  # patched in an earlier fit
+        if "process_dataloader" in vars(strategy):  # an earlier fit has patched the strategy
             return
         process = strategy.process_dataloader
 
@@ -200,12 +199,12 @@ class SelectiveAveraging(Callback):
         self._warn_of_averages(trainer)
 
     def _warn_of_averages(self, trainer: pl.Trainer) -> None:
-        """Log a warning for callbacks that average weights over time, which the policy does not change."""
+        """Warn of callbacks that average weights over time, since the policy does not change these averages."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if _AVERAGES.intersection(kind.__name__ for kind in type(callback).__mro__):
                 logger.warning(
-                    "selective averaging: the average of weights that %s keeps is this rank's own. It still includes "
-                    "the weights from before a replacement, and is put into the model at the end",
+                    "selective averaging: %s averages only this rank's weights. Its average still includes the weights "
+                    "from before a replacement, and replaces the model's weights at the end",
                     type(callback).__name__,
                 )
 
@@ -219,29 +218,29 @@ class SelectiveAveraging(Callback):
         return optimizers[index or 0]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the number of earlier steps, which is known once a checkpoint has been loaded."""
+        """Record the number of earlier optimizer steps, which is known only after a checkpoint has been loaded."""
         self._steps = _steps_of(trainer)
         self._step_count = self._first_step_count = self._steps.completed
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Do a step of the policy if the optimizer has done one."""
+        """Do a step of the policy if the optimizer has done a step."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if self.monitor is None and loss is not None:
             self._has_losses = True
             if trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization:
-                loss = loss * trainer.accumulate_grad_batches  # undoes Lightning's division
+                loss = loss * trainer.accumulate_grad_batches  # Lightning has divided the loss by this number
             self._loss.add(loss)
         step_count = self._steps.completed
-        if step_count == self._step_count:  # gradients are being accumulated
+        if step_count == self._step_count:  # only gradients were accumulated
             return
         self._step_count = step_count
         self._training.use(self._choose(trainer.optimizers))
         self.last_info = self._training.step(self._metric)
         if self.last_info:
             self._loss.reset()
-            if self.monitor is not None:  # the metric belongs to the replaced weights
+            if self.monitor is not None:  # the metric is that of the replaced weights
                 self._spend(trainer.callback_metrics.get(self.monitor))
             self.log("replacements", float(self._training.replacement_count), prog_bar=True)
 
@@ -255,7 +254,7 @@ class SelectiveAveraging(Callback):
         return newest
 
     def _is_spent(self, metric: Any) -> bool:
-        """Return whether a logged metric was reported before; Lightning keeps the same tensor until the next one."""
+        """Return whether a logged metric has been reported before. Lightning keeps a tensor until the next one."""
         return metric is None or (metric is self._spent and float(metric) == self._spent_value)
 
     def _spend(self, metric: Any) -> None:
@@ -266,7 +265,7 @@ class SelectiveAveraging(Callback):
         self._warn_of_no_metric(trainer)
 
     def _warn_of_no_metric(self, trainer: pl.Trainer) -> None:
-        """Log a warning, once, if steps were done but no metric was found by which to judge this rank."""
+        """Log one warning if the optimizer has done steps but no metric was found by which to judge this rank."""
         if self._has_warned or self._step_count == self._first_step_count:
             return
         if self.monitor is None:
@@ -278,7 +277,7 @@ class SelectiveAveraging(Callback):
             missing = f"the monitored metric {self.monitor!r} has not been logged; logged metrics: {logged}"
         if missing:
             self._has_warned = True
-            logger.warning("selective averaging: this rank has no metric so far and is not judged: %s", missing)
+            logger.warning("selective averaging: this rank has no metric so far, so it cannot be judged: %s", missing)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave the policy. The other ranks continue."""
@@ -286,12 +285,12 @@ class SelectiveAveraging(Callback):
         self._training.end()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leave the policy because of the trainer's exception."""
+        """Leave the policy because the trainer has raised an exception."""
         self._training.end(exception)
 
 
 class _GlobalStep:
-    """Returns the trainer's own count of optimizer steps, as ``completed``."""
+    """Adapter whose ``completed`` is the trainer's count of optimizer steps."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
@@ -304,7 +303,7 @@ class _GlobalStep:
 def _steps_of(trainer: pl.Trainer) -> Any:
     """Return the object whose ``completed`` counts the steps of the optimizer.
 
-    It is faster than ``trainer.global_step``, which looks it up through seven properties each time.
+    Reading it is faster than ``trainer.global_step``, which goes through seven properties.
     """
     try:
         loop: Any = trainer.fit_loop.epoch_loop
@@ -314,16 +313,15 @@ def _steps_of(trainer: pl.Trainer) -> Any:
             found = loop.manual_optimization.optim_step_progress.total
         if found.completed == trainer.global_step:
             return found
-    except AttributeError:  # another version of Lightning keeps the count elsewhere
+    except AttributeError:  # this version of Lightning stores the count elsewhere
         pass
     return _GlobalStep(trainer)
 
 
 def _hide_ranks_of_mpi() -> None:
-    """Keep Lightning from asking MPI for ranks: it must see no ranks, or only those of its replica.
+    """Keep Lightning from asking MPI for ranks, since it must see no ranks or only those of its replica.
 
-    Asking would also start MPI in a rank of torch.distributed, and leave MPI's shared memory behind if the rank is
-    killed.
+    The question would also start MPI in a rank of torch.distributed, whose shared memory remains if the rank is killed.
     """
     for name in _LIBRARIES.values():
         if environments := sys.modules.get(f"{name}.plugins.environments.mpi"):
@@ -355,10 +353,10 @@ def _giving_folders(make: Any) -> Any:
 
 
 def _write_below(trainer: pl.Trainer, folder: str) -> None:
-    """Make a trainer write its files to ``folder`` below each folder that it was given."""
+    """Make a trainer write its files to the subfolder ``folder`` of each of its folders."""
 
     def below(path: Any) -> str:
-        parent = os.fspath(path)  # not a Path, which would change a URL
+        parent = os.fspath(path)  # Path would change a URL
         return parent if folder in parent.split("/") else os.path.join(parent, folder)
 
     trainer._default_root_dir = below(trainer.default_root_dir)  # type: ignore[attr-defined]
@@ -366,10 +364,10 @@ def _write_below(trainer: pl.Trainer, folder: str) -> None:
         for name in ("_root_dir", "_save_dir"):
             if isinstance(given := getattr(logger, name, None), str | os.PathLike):
                 setattr(logger, name, below(given))
-        options = getattr(logger, "_wandb_init", {})  # wandb's folder is set apart from the logger's own
+        options = getattr(logger, "_wandb_init", {})  # wandb has a folder in addition to the logger's
         if options.get("dir") is not None:
             options["dir"] = below(options["dir"])
-            os.makedirs(options["dir"], exist_ok=True)  # wandb uses the folder for temporary files if this is missing
+            os.makedirs(options["dir"], exist_ok=True)  # if it is missing, wandb uses a temporary folder
     writers: list[Any] = [trainer.profiler, *trainer.checkpoint_callbacks]  # type: ignore[attr-defined]
     for writer in writers:
         if getattr(writer, "dirpath", None) is not None:

@@ -1,4 +1,4 @@
-"""The metric of a rank, computed from the losses of its steps."""
+"""Computes a rank's metric from the losses of its steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from asyncdist.protocols.metrics import metric_as_number
 
 
 class RunningLoss:
-    """Computes the mean of the losses since its last call, because a single batch's loss says little about a rank.
+    """Computes the mean of the losses since the last report, since the loss of a single batch says little about a rank.
 
-    A policy calls it when a report is due, so the other steps need not wait for a GPU.
+    A policy calls the object only when a report is due, so that other steps need not wait for a GPU.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class RunningLoss:
         """Add the loss of a step.
 
         Args:
-            loss: A number, or a tensor with one element, whose graph is not kept.
+            loss: A number, or a tensor with one element, whose graph is dropped.
             count: Number of steps that this loss completes; 0 for a part of a step's loss.
             is_negated: Whether to change the sign, for a score, where larger is better.
 
@@ -33,22 +33,22 @@ class RunningLoss:
         """
         try:
             if isinstance(loss, torch.Tensor):
-                # On a CPU, item() is three times as fast as adding tensors. A bfloat16 sum would soon stop growing.
+                # On a CPU, item() is three times as fast as adding tensors, and avoids an imprecise bfloat16 sum.
                 value: Any = loss.item() if loss.is_cpu else loss.detach().float()
             else:
                 value = loss
             self._total = self._total - value if is_negated else self._total + value
         except (TypeError, ValueError, RuntimeError):
-            metric_as_number(loss)  # raises an error that names the allowed types
+            metric_as_number(loss)  # raises an error that lists the allowed types
             raise
         self._count += count
 
     def reset(self) -> None:
-        """Forget the losses so far, because they belong to replaced weights."""
+        """Drop the losses so far, because they belong to weights that were replaced."""
         self._total, self._count = 0.0, 0
 
     def __call__(self) -> float:
-        """Return the mean, or infinity if no loss was added, and reset."""
+        """Return the mean of the losses, or infinity without losses, and reset."""
         mean = metric_as_number(self._total) / self._count if self._count else math.inf
         self.reset()
         return mean

@@ -30,16 +30,16 @@ from asyncdist.protocols.options import MetricMode, SelectiveOptions
 class SelectiveAveraging:
     """Replaces the weights of the worst ranks with the average of the good ranks' weights during training.
 
-    It ends when the program ends, with :meth:`close`, or at the end of the block if it is used as a context manager.
+    Averaging ends when the program ends, with :meth:`close`, or at the end of a ``with`` block.
 
     Args:
-        model: The model to train; see :class:`protocols.AsyncSelectiveAveragingPolicy`.
+        model: Model to train; see :class:`protocols.AsyncSelectiveAveragingPolicy`.
         optimizer: Optimizer of the model, possibly prepared by Accelerate.
         average_every: Number of :meth:`step` calls between two reports of a rank's metric.
-        mode: ``"min"`` (the default) if a smaller metric is better, such as a loss; ``"max"`` if a larger one is.
-        replica_size: Number of ranks per replica; see :class:`protocols.ReplicaAveragingPolicy`. By default 1.
-        swap_every: See :class:`protocols.ReplicaAveragingPolicy`.
-        options: Other options of that policy.
+        mode: ``"min"`` (the default) if a smaller metric is better, such as a loss; ``"max"`` if a larger metric is.
+        replica_size: Number of ranks per replica for :class:`protocols.ReplicaAveragingPolicy`; by default 1.
+        swap_every: Option of :class:`protocols.ReplicaAveragingPolicy`; only for ``replica_size`` above 1.
+        options: Other options of the policy.
 
     Raises:
         TypeError, ValueError: An argument has a wrong type or value.
@@ -71,21 +71,20 @@ class SelectiveAveraging:
     def step(self, metric: Any = None, *, loss: Any = None, score: Any = None) -> StepInfo:
         """Make progress, and change the model's weights if it is time. Call it after each step of the optimizer.
 
-        Pass exactly one of ``loss``, ``score`` and ``metric``. A rank is judged by the mean since its last report, or
-        since its weights were replaced.
+        Pass exactly one of ``loss``, ``score`` and ``metric``: a number, or a tensor with one element. A rank is judged
+        by the mean since its last report, or since its weights were replaced.
 
         Args:
-            metric: A metric for which ``mode`` says whether smaller or larger is better. A number, or a tensor with
-                one element, as are the other two.
-            loss: The loss of this step: smaller is better, whatever ``mode`` is.
-            score: A score: larger is better, whatever ``mode`` is.
+            metric: A metric for which ``mode`` says whether smaller or larger is better.
+            loss: The loss of this step. Smaller is better, regardless of ``mode``.
+            score: A score. Larger is better, regardless of ``mode``.
 
         Returns:
             The events of this step; true if weights changed.
 
         Raises:
-            ClosedError: Called after :meth:`close`, or after the end of the block.
-            TypeError, ValueError: Not exactly one of the three was given, or its value is not a number.
+            ClosedError: Called after :meth:`close` or after the end of the ``with`` block.
+            TypeError, ValueError: Not exactly one argument was given, or its value is not a number.
         """
         self._add(metric, loss, score)
         info = self._training.step(self._loss)
@@ -124,11 +123,11 @@ def new_replica_group(replica_size: int, backend: str | None = None) -> torch.di
 
     Args:
         replica_size: Number of consecutive ranks that form a replica.
-        backend: Backend of torch.distributed; by default one for each device type that torch has.
+        backend: Backend of torch.distributed; by default one for each device type that torch supports.
 
     Raises:
-        TypeError, ValueError: The number of ranks is not a multiple of ``replica_size``, or that is not an int >= 2.
-        LocalProtocolError: torch.distributed was started with other ranks than the world's, or ranks share a process,
-            as in a simulation.
+        TypeError, ValueError: ``replica_size`` is not an int >= 2, or does not divide the number of ranks.
+        LocalProtocolError: The ranks of torch.distributed differ from the world's, or ranks share a process, as in a
+            simulation.
     """
     return replicas.new_process_group(join(), replica_size, backend)

@@ -1,7 +1,7 @@
-"""Different random numbers on each rank, although the program seeds all ranks alike.
+"""Makes random numbers differ between ranks, although the program seeds all ranks alike.
 
 In a program for one process, the initial weights, the order of rows and dropout all follow from one seed. The initial
-weights should be equal on all ranks, and the rest should differ; otherwise all ranks train the same model in the same
+weights should be equal on all ranks, but the rest should differ; otherwise all ranks train the same model in the same
 way.
 
 - Weights are initialised before a training begins, so they follow from the program's seed.
@@ -22,18 +22,18 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-#: Packages whose samplers are changed. A user's own sampler may already divide rows among ranks.
+#: Packages whose samplers are changed. Other samplers may already divide rows among ranks.
 _LIBRARIES: Final = {"torch", "accelerate", "transformers", "lightning", "pytorch_lightning", "lightning_fabric"}
-#: Attributes under which loaders and samplers hold other samplers.
+#: Attributes through which loaders and samplers refer to other samplers.
 _HOLDING: Final = ("batch_sampler", "sampler", "_sampler")
-#: Attributes with the seed from which a sampler makes a generator at the beginning of each epoch.
+#: Attributes with the seed from which a sampler makes a generator in each epoch.
 _SEEDS: Final = ("seed", "initial_seed")
 #: Attributes with the number of processes among which a sampler divides rows.
 _DIVIDING: Final = ("num_replicas", "num_processes", "dp_size")
 
 
 def mix(seed: int, number: int) -> int:
-    """Return a 32-bit seed that depends on both arguments and is independent of the seeds for other numbers."""
+    """Return a 32-bit seed derived from ``seed`` that is statistically independent of those for other numbers."""
     return int(np.random.SeedSequence([seed % 2**64, number]).generate_state(1)[0])
 
 
@@ -56,7 +56,7 @@ def shuffle_apart(loader: Any, number: int, *, size: int = 1, seed: int | None =
     """Make a loader's samplers draw a different order for each ``number``.
 
     Seeds and generators of samplers are mixed with ``number``. A sampler that divides rows among a number of processes
-    other than ``size`` is left unchanged, because the user has divided rows among all ranks.
+    other than ``size`` is left unchanged, because the user has divided the rows among all ranks.
 
     Args:
         loader: A ``DataLoader``, or a library's wrapper of one.
@@ -81,12 +81,12 @@ def _is_of_library(sampler: Any) -> bool:
 
 
 def _samplers_of(loader: Any, size: int) -> Iterator[Any]:
-    """Yield a loader's samplers, and the samplers inside a library's samplers, each once."""
+    """Yield each of a loader's samplers once, including samplers wrapped by a library's samplers."""
     waiting, seen = [loader], [loader]
     while waiting:
         holder = waiting.pop()
         inside = [getattr(holder, name, None) for name in _HOLDING]
-        if isinstance(holder, Sampler):  # Lightning wraps a sampler twice, and calls the inner wrapper a dataset
+        if isinstance(holder, Sampler):  # Lightning wraps a sampler twice, the inner time as a dataset
             inside.append(getattr(getattr(holder, "dataset", None), "_sampler", None))
         for sampler in inside:
             if sampler is None or any(sampler is other for other in seen):

@@ -1,4 +1,4 @@
-"""Replicas of several ranks: shows a library, or DDP, only the ranks of one replica instead of all ranks."""
+"""Shows a library, or DDP, only the ranks of one replica (a model copy on several ranks) instead of all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncdist.integrations.joining import choose_gpus
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Describes the replica of this rank.
+    """Describes the replica to which this rank belongs.
 
     Attributes:
         number: Number of the replica, counted from 0.
@@ -33,7 +33,7 @@ class Replica:
 def show_replica(world: World, size: int) -> Replica:
     """Set the launcher's variables so that a library trains with the ranks of this rank's replica.
 
-    Collective among all ranks. A rank without others changes nothing.
+    Collective among all ranks. Does nothing if a replica has one rank.
 
     Raises:
         TypeError, ValueError: ``size`` does not divide the number of ranks, or a replica's ranks are on several hosts.
@@ -64,7 +64,7 @@ def new_process_group(world: World, size: int, backend: str | None) -> dist.Proc
 
     Raises:
         TypeError, ValueError: ``size`` does not divide the number of ranks.
-        LocalProtocolError: torch.distributed was started with other ranks than the world's, or ranks share a process.
+        LocalProtocolError: The ranks of torch.distributed differ from the world's, or ranks share a process.
     """
     replica = replica_of(world, size)
     if world.size > 1 and isinstance(world._caller, SwitchingCaller):
@@ -96,7 +96,7 @@ def new_process_group(world: World, size: int, backend: str | None) -> dist.Proc
 
 
 def replica_of(world: World, size: int) -> Replica:
-    """Return this rank's replica; raise TypeError or ValueError if ``size`` does not divide the number of ranks."""
+    """Return this rank's replica. Raise TypeError or ValueError if ``size`` does not divide the number of ranks."""
     validation.count("replica_size", size, least=2)
     if world.size == 1:
         return Replica(0, 0, 1)
@@ -107,13 +107,7 @@ def replica_of(world: World, size: int) -> Replica:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Describes where a rank of the replica runs.
-
-    Attributes:
-        hostname: Name of the rank's host.
-        local_rank: Number of the rank on its host.
-        port: A port on that host for the replica; 0 if this rank offers none.
-    """
+    """The host, local rank and offered port of a rank in a replica. Port 0 means that the rank offers none."""
 
     hostname: str
     local_rank: int
@@ -121,7 +115,7 @@ class _Place:
 
 
 def _gather_places(world: World, replica: Replica, port: int) -> list[_Place]:
-    """Return the places of the replica's ranks, in rank order. Collective among all ranks of the world."""
+    """Return the :class:`_Place` of each rank in the replica, in rank order. Collective among all ranks."""
     mine = [*world.hostname.encode()[:64].ljust(64), world.local_rank, port]
     first = world.rank - replica.place
     gathered = all_gather(torch.tensor(mine, device="cpu"))[first : first + replica.size]

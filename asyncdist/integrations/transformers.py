@@ -7,7 +7,7 @@
     trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=[SelectiveAveraging(average_every=100)])
     trainer.train()                                   # asyncdist run -n 4 train.py
 
-Each rank has its own trainer, which does not know the other ranks, because importing this module hides the launcher's
+Each rank has its own trainer, which sees a single process, because importing this module hides the launcher's
 variables.
 """
 
@@ -46,23 +46,23 @@ class SelectiveAveraging(TrainerCallback):
     """Replaces the weights of the worst ranks with the average of the good ranks' weights during training.
 
     Weights change after a step of the optimizer. If there are several ranks, each writes to a folder ``rank0``,
-    ``rank1``, ... below ``output_dir``, and only rank 0 shows a progress bar. A model that ``model_init`` makes is
-    equal on all ranks, because ``arguments.seed`` is. During training, each rank uses different random numbers for
-    shuffling and dropout.
+    ``rank1``, ... below ``output_dir``, and only rank 0 shows a progress bar. A model made by ``model_init`` is equal
+    on all ranks, because ``arguments.seed`` is. During training, each rank uses different random numbers for shuffling
+    and dropout.
 
     Args:
         average_every: Number of optimizer steps between two reports of a rank's metric.
-        monitor: Name of the evaluation metric by which ranks are judged, for example ``"eval_loss"``. By default the
+        monitor: Name of the evaluation metric by which ranks are judged, for example ``"eval_loss"``. By default, the
             mean of the training losses since the last report, as the trainer logs them.
         mode: ``"min"`` (the default) if smaller is better, ``"max"`` if larger is.
         replica_size: Number of consecutive ranks that form one replica under DDP; by default 1. They write to folders
             ``replica0``, ``replica1``, ... Make this object before the ``TrainingArguments``, since it sets the ranks
             that they read.
-        swap_every: See :class:`protocols.ReplicaAveragingPolicy`.
+        swap_every: Option of :class:`protocols.ReplicaAveragingPolicy`; only for ``replica_size`` above 1.
         options: Other options of :class:`protocols.AsyncSelectiveAveragingPolicy`.
 
     Attributes:
-        last_info: The events of the policy's last step.
+        last_info: Events of the policy's last step.
 
     Raises:
         TypeError, ValueError: An option has a wrong type or value, the trainer has several GPUs in one process, or
@@ -95,16 +95,16 @@ class SelectiveAveraging(TrainerCallback):
         if replica_size > 1:
             self._number = _show_replica_once(self._world, replica_size).number
             self._folder = f"replica{self._number}"
-        if self._world.rank:  # the trainer's constructor makes this callback before it calls any other
+        if self._world.rank:  # the trainer's constructor makes this callback first
             transformers.trainer.DEFAULT_PROGRESS_CALLBACK = TrainerCallback  # type: ignore[assignment]
 
     @property
     def policy(self) -> Policy[Selective] | None:
-        """The policy, while the trainer trains; None otherwise."""
+        """The policy while the trainer trains; None otherwise."""
         return self._training.policy
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Give this rank a folder of its own."""
+        """Set the folder to which this rank writes."""
         self._prepare(args)
 
     def _prepare(self, args: TrainingArguments) -> None:
@@ -115,17 +115,17 @@ class SelectiveAveraging(TrainerCallback):
             )
         if self._seed is None:
             self._seed = args.seed
-        if self._world.size > 1 and not hasattr(args, "asyncdist_rank"):  # not yet changed for an earlier trainer
+        if self._world.size > 1 and not hasattr(args, "asyncdist_rank"):  # no earlier trainer has changed the arguments
             args.asyncdist_rank = self._world.rank  # type: ignore[attr-defined]
             output = str(args.output_dir)
-            if (logs := getattr(args, "logging_dir", None)) is not None:  # up to transformers 4
+            if (logs := getattr(args, "logging_dir", None)) is not None:  # exists in transformers 4 and earlier
                 args.logging_dir = _logs_of_rank(logs, output, self._folder)  # type: ignore[attr-defined]
             args.output_dir = os.path.join(output, self._folder)
 
     @contextlib.contextmanager
     def _attached(self, trainer: Trainer) -> Iterator[None]:
-        """Take part in one call of the trainer's ``train``, and leave the policy if it raises."""
-        self._prepare(trainer.args)  # a callback that was added later has not been notified of the trainer's creation
+        """Attach this callback to one call of the trainer's ``train``, and leave the policy if the call raises."""
+        self._prepare(trainer.args)  # on_init_end was not called if this callback was added later
         makers = {"training_step": self._adding_losses, "log": self._adding_replacements}
         if self._world.size > 1:
             self._give_folder_to_reporters(trainer)
@@ -140,14 +140,14 @@ class SelectiveAveraging(TrainerCallback):
                 raise
 
     def _give_folder_to_reporters(self, trainer: Trainer) -> None:
-        """Give this rank a folder of its own below TENSORBOARD_LOGGING_DIR."""
+        """Give this rank a separate folder below TENSORBOARD_LOGGING_DIR."""
         for callback in trainer.callback_handler.callbacks:
             given = getattr(callback, "logging_dir", None)
             if isinstance(given, str) and self._folder not in Path(given).parts:
                 callback.logging_dir = os.path.join(given, self._folder)
 
     def _drawing_apart(self, load: Callable[[str | None], None]) -> Callable[[str | None], None]:
-        """Make the ranks' random numbers differ again after they loaded the random state of a shared checkpoint."""
+        """Make the ranks' random numbers differ again after all have loaded the same checkpoint's random state."""
 
         def load_for_rank(checkpoint: str | None) -> None:
             load(checkpoint)
@@ -157,9 +157,10 @@ class SelectiveAveraging(TrainerCallback):
         return load_for_rank
 
     def _seeding_model_init(self, call_model_init: Callable[..., Any]) -> Callable[..., Any]:
-        """Make the initial weights of a trial equal on all ranks, although each rank's trial has another seed.
+        """Make the initial weights of a trial equal on all ranks, although each rank's trial has a different seed.
 
-        transformers 4 uses the seed of the trial that begins, transformers 5 that of the previous trial.
+        transformers 4 seeds them with the seed of the trial that begins, transformers 5 with that of the previous
+        trial.
         """
 
         def call_with_seed(*args: Any, **options: Any) -> Any:
@@ -178,12 +179,12 @@ class SelectiveAveraging(TrainerCallback):
         return step
 
     def _see(self, loss: Any) -> None:
-        """Add the loss of a batch, which the trainer has divided by the number of batches of an optimizer step."""
+        """Add the loss of a batch, which the trainer has divided by the number of batches per optimizer step."""
         self._has_losses = True
         self._loss.add(loss, count=0)
 
     def _adding_replacements(self, log: Callable[..., None]) -> Callable[..., None]:
-        """Add the number of averages to every log entry, before the trainer's reporters receive it."""
+        """Add the number of adopted averages to every log entry, before the trainer's reporters receive it."""
 
         def log_with_replacements(logs: dict[str, float], *args: Any, **options: Any) -> None:
             if self._training.replacement_count:
@@ -215,7 +216,7 @@ class SelectiveAveraging(TrainerCallback):
         self.last_info = self._training.step(self._metric)
         if self.last_info:
             self._loss.reset()
-            self._newest = NOT_MEASURED  # it belongs to the replaced weights
+            self._newest = NOT_MEASURED  # the metric is that of the replaced weights
 
     def _metric(self) -> Any:
         if self.monitor is None and self._has_losses:
@@ -223,7 +224,7 @@ class SelectiveAveraging(TrainerCallback):
         if self.monitor is None:
             self._warn("train() of this trainer does not call training_step(): pass monitor=")
             return NOT_MEASURED
-        newest, self._newest = self._newest, NOT_MEASURED  # each evaluation is reported once
+        newest, self._newest = self._newest, NOT_MEASURED  # reports each evaluation once
         return newest
 
     def on_evaluate(
@@ -234,11 +235,13 @@ class SelectiveAveraging(TrainerCallback):
         metrics: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
-        """Note the monitored metric."""
+        """Record the monitored metric."""
         if self.monitor is None:
             return
         found = metrics or {}
-        if self.monitor not in found and self._evaluated.issuperset(found):  # all evaluation datasets had their turn
+        if self.monitor not in found and self._evaluated.issuperset(
+            found
+        ):  # all evaluation datasets have been evaluated
             self._warn_of_no_metric()
         self._evaluated.update(found)
         self._newest = found.get(self.monitor, self._newest)
@@ -250,7 +253,7 @@ class SelectiveAveraging(TrainerCallback):
             self._warn("no evaluation has reported the monitored metric %r; reported: %s", self.monitor, given)
 
     def _warn(self, why: str, *arguments: object) -> None:
-        """Log a warning, once, that this rank cannot be judged."""
+        """Log one warning that this rank cannot be judged."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -267,8 +270,7 @@ class SelectiveAveraging(TrainerCallback):
 def _show_replica_once(world: World, size: int) -> Replica:
     """Show this rank's replica to the trainer, unless an earlier training has already read the same replica.
 
-    Raises:
-        ValueError: The trainer has already read other ranks.
+    Raises ValueError if the trainer has already read other ranks.
     """
     if not PartialState._shared_state:
         return show_replica(world, size)
@@ -279,14 +281,14 @@ def _show_replica_once(world: World, size: int) -> Replica:
 
 
 def _logs_of_rank(logs: str, output: str, folder: str) -> str:
-    """Return a rank's folder of logs: in its folder of ``output`` if ``logs`` is in ``output``, else in ``logs``."""
+    """Return a rank's log folder: in the rank's folder of ``output`` if ``logs`` is there, otherwise in ``logs``."""
     inside = os.path.relpath(logs, output)
     return os.path.join(logs, folder) if inside.startswith(os.pardir) else os.path.join(output, folder, inside)
 
 
 @contextlib.contextmanager
 def _replaced(trainer: Trainer, **makers: Callable[[Any], Any]) -> Iterator[None]:
-    """Wrap methods of one trainer for the length of a block; each maker takes a method and returns its wrapper."""
+    """Wrap methods of one trainer while a ``with`` body runs. Each maker takes a method and returns its wrapper."""
     before = {name: vars(trainer)[name] for name in makers if name in vars(trainer)}
     for name, make in makers.items():
         setattr(trainer, name, make(getattr(trainer, name)))
@@ -299,7 +301,7 @@ def _replaced(trainer: Trainer, **makers: Callable[[Any], Any]) -> Iterator[None
 
 
 def _attach_to_trainers() -> None:
-    """Patch ``Trainer.train`` to attach its :class:`SelectiveAveraging`, since callbacks do not know their trainer."""
+    """Patch ``Trainer.train`` to attach its :class:`SelectiveAveraging`, since callbacks cannot find their trainer."""
     train: Callable[..., Any] = Trainer.train
 
     @functools.wraps(train)

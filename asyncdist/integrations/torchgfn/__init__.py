@@ -1,4 +1,6 @@
-"""The distributed parts of torchgfn's training scripts, with the same names and calls: only the imports change.
+"""Replaces the distributed parts of torchgfn's training scripts, with the same names and calls.
+
+Only the imports of a script change:
 
 ::
 
@@ -6,11 +8,11 @@
         AsyncSelectiveAveragingPolicy, DistributedContext, barrier, initialize_distributed_compute,
     )
 
-The script remains blocking code, started by ``asyncdist run``, ``mpirun`` or ``torchrun``. The parts:
+The script remains blocking code, started by ``asyncdist run``, ``mpirun`` or ``torchrun``. The modules:
 
-- policies, which are called in each iteration (:mod:`asyncdist.integrations.torchgfn.policies`);
-- roles of ranks and what groups of ranks do together (:mod:`asyncdist.integrations.torchgfn.roles`);
-- replay buffers on separate ranks (:mod:`asyncdist.integrations.torchgfn.buffers`), the only part that needs torchgfn.
+- :mod:`asyncdist.integrations.torchgfn.policies`: averaging policies, called in each iteration.
+- :mod:`asyncdist.integrations.torchgfn.roles`: roles of ranks, groups and collective calls.
+- :mod:`asyncdist.integrations.torchgfn.buffers`: replay buffers on separate ranks. Only this module needs torchgfn.
 """
 
 from __future__ import annotations

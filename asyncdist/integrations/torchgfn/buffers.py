@@ -1,6 +1,6 @@
-"""Replay buffers of torchgfn on separate ranks: its classes, with messages sent through asyncdist.
+"""Replay buffers of torchgfn on separate ranks, which exchange messages through asyncdist.
 
-A training rank sends each container that it adds to its own buffer to its buffer rank, too, which answers with scores::
+A training rank adds a container to its own buffer, and also sends it to its buffer rank, which answers with scores::
 
     training rank                                 buffer rank, in ReplayBufferManager.run
     Ask("DATA", nbytes, payload)       ------->   adds the container, calls the scoring function
@@ -9,8 +9,8 @@ A training rank sends each container that it adds to its own buffer to its buffe
 A payload is a ``gfn.containers.message.Message`` that torchgfn serializes with dill, so the ranks of a job must trust
 each other. A payload that does not fit into a message follows as a stream.
 
-Invariants: a training rank has one request at a time. A buffer rank answers in the order of arrival. It ends when all
-its training ranks have sent their termination signals or are gone.
+Invariants: A training rank has at most one open request. A buffer rank answers requests in the order of their arrival,
+and ends when each of its training ranks has sent a termination signal or is gone.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ with validation.optional_imports(__name__, ["gfn"], "torchgfn"):
 logger = logging.getLogger("asyncdist.integrations.torchgfn")
 
 ContainerUnion: TypeAlias = _GfnContainerUnion
-#: Distinguishes these messages from the messages of :func:`protocols.serve_replay_buffer`, which have the same tag.
+#: Channel name. The messages of :func:`protocols.serve_replay_buffer` have the same tag but other names.
 _NAME: Final = "containers of torchgfn"
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Training rank to buffer rank: a request.
+    """A request from a training rank to a buffer rank.
 
     Attributes:
         kind: Name of a ``MessageType`` of torchgfn.
@@ -64,7 +64,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Buffer rank to training rank: an answer, with the fields of :class:`Ask`."""
+    """An answer from a buffer rank to a training rank.
+
+    Attributes:
+        nbytes: Size of the payload in bytes.
+        payload: The payload; empty if it follows as a stream.
+    """
 
     nbytes: int
     payload: bytes
@@ -74,7 +79,7 @@ class Answer:
 
 
 class _Remote:
-    """Sends containers to a buffer rank; the ``add`` of torchgfn's buffers calls :meth:`_send_objs`."""
+    """Mixin that sends containers to a buffer rank: the ``add`` of torchgfn's buffers calls :meth:`_send_objs`."""
 
     remote_manager_rank: int | None
     _request_s: list[float] | None
@@ -92,16 +97,16 @@ class _Remote:
         return scores
 
     def timing_log(self) -> str:
-        """Return a line with the seconds that ``add`` has waited for the buffer rank; requires ``timing=True``."""
+        """Return a line with the seconds that ``add`` has waited for the buffer rank. Requires ``timing=True``."""
         if self._request_s is None:
             return "the times of the replay buffer were not measured: pass timing=True"
         return f"replay buffer: {len(self._request_s)} requests to the buffer rank took {sum(self._request_s):.4f} s"
 
 
 class ReplayBuffer(_Remote, _GfnReplayBuffer):  # type: ignore[misc]  # torchgfn has no types
-    """Extends torchgfn's buffer: containers that are added are also sent to the rank ``remote_manager_rank``.
+    """A torchgfn replay buffer that also sends added containers to the rank ``remote_manager_rank``.
 
-    It takes the arguments of ``gfn.containers.ReplayBuffer``, and two arguments of torchgfn after 2.4.1.
+    It has the arguments of ``gfn.containers.ReplayBuffer``, and two arguments of torchgfn after 2.4.1.
 
     Args:
         communication_backend: Ignored, since the launcher decides between MPI and torch.distributed.
@@ -125,9 +130,9 @@ class ReplayBuffer(_Remote, _GfnReplayBuffer):  # type: ignore[misc]  # torchgfn
 
 
 class NormBasedDiversePrioritizedReplayBuffer(_Remote, _GfnDiverseReplayBuffer):  # type: ignore[misc]
-    """Extends torchgfn's buffer of the same name in the same way as :class:`ReplayBuffer`.
+    """A torchgfn buffer of the same name that also sends added containers to the rank ``remote_manager_rank``.
 
-    It takes the arguments of ``gfn.containers.NormBasedDiversePrioritizedReplayBuffer``, and ``communication_backend``
+    It has the arguments of ``gfn.containers.NormBasedDiversePrioritizedReplayBuffer``, and ``communication_backend``
     and ``timing`` of :class:`ReplayBuffer`.
     """
 
@@ -191,10 +196,11 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
     """Serves a replay buffer on this rank, like torchgfn's class. Subclass it, or pass a scoring function.
 
     Args:
-        env: The environment.
+        env: The torchgfn environment.
         rank: This rank.
         num_training_ranks: Number of ranks that use this buffer.
-        scoring_function: Function that returns the scores of a container as a dict, which the sender gets from ``add``.
+        scoring_function: Function that returns the scores of a container as a dict, which ``add`` returns to the
+            sender.
         diverse_replay_buffer: Whether the buffer prefers diverse items.
         capacity: Maximum number of items in the buffer.
         remote_manager_rank: Must be None, since a buffer rank does not use another buffer rank.
@@ -230,7 +236,7 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
         )
 
     def run(self) -> None:
-        """Serve until all training ranks of this buffer have sent their termination signals or are gone.
+        """Serve until each training rank of this buffer has sent a termination signal or is gone.
 
         Raises:
             BaseException: The exception of the scoring function or ``_compute_metadata``; the job fails with it.
@@ -256,7 +262,7 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
 
     @staticmethod
     def send_termination_signal(manager_rank: int, backend: str = "mpi") -> None:
-        """Notify the buffer rank ``manager_rank`` that this rank is done with it; ``backend`` is ignored."""
+        """Notify the buffer rank ``manager_rank`` that this rank no longer uses it; ``backend`` is ignored."""
         del backend
         _ask(manager_rank, MessageType.EXIT)
 
@@ -303,7 +309,7 @@ class _Desk:
         return len(ended) >= self._client_count or all(rank in gone for rank in self._absent())
 
     def next(self) -> tuple[int, MessageType, Any] | None:
-        """Wait for the next request; return its sender, kind and data, or None when all clients have ended."""
+        """Wait for the next request. Return its sender, kind and data, or None when all clients have ended."""
         return self._world.call(self._next)
 
     async def _next(self) -> tuple[int, MessageType, Any] | None:
@@ -322,7 +328,7 @@ class _Desk:
             try:
                 payload = await _receive(self._world.awaited, envelope)
             except RankLostError:
-                self._world.check()  # raises if the job has failed; otherwise there is only one client fewer
+                self._world.check()  # raises an error if the job has failed with the rank
                 continue
             return source, kind, Message.deserialize(payload).message_data if len(payload) else None
 

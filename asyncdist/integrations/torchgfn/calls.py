@@ -1,7 +1,7 @@
-"""Adapts a policy to the calls of torchgfn's scripts, which number their iterations themselves.
+"""Adapts a policy to the calls of torchgfn's scripts, which pass their own iteration numbers.
 
-Their numbers may restart at each epoch and may skip iterations, while the policy's own iteration only grows.
-:class:`CallerNumbers` translates the numbers; :class:`PortedCalls` checks a call's arguments and does the step.
+These numbers may restart in each epoch and may skip iterations, while the policy's own iteration only grows.
+:class:`CallerNumbers` translates the numbers. :class:`PortedCalls` checks a call's arguments and does the step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.step_info import fields_of
 
-#: Result of a ported call: the model, the optimizer, and the fields of the step's :class:`protocols.StepInfo`.
+#: Result of a call in torchgfn's form: the model, the optimizer and the fields of :class:`protocols.StepInfo`.
 CallResult: TypeAlias = tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]
 
 
@@ -26,11 +26,11 @@ class CallerNumbers:
     """Translates the caller's iteration numbers into iterations of the policy.
 
     Args:
-        average_every: The policy's cadence: number i is due if (i + 1) % average_every == 0.
+        average_every: Interval of due iterations: number i is due if (i + 1) % average_every == 0.
 
     Attributes:
-        epoch_start: The policy's iteration that the caller counts as 0; None before the first call.
-        short_count: Iterations since the last due one, in epochs that were too short to have a due number.
+        epoch_start: Iteration of the policy that the caller counts as 0; None before the first call.
+        short_count: Number of iterations since the last due iteration, if epochs are too short to contain one.
     """
 
     average_every: int
@@ -38,19 +38,17 @@ class CallerNumbers:
     short_count: int = 0
 
     def place(self, number: int, iteration: int) -> tuple[int, bool]:
-        """Return the policy's iteration of the call with this number, and whether it is due.
+        """Return the policy's iteration for the caller's ``number``, and whether it is due.
 
-        Args:
-            number: The caller's number.
-            iteration: The policy's next iteration.
+        ``iteration`` is the policy's next iteration.
         """
         if self.epoch_start is None:
             return self._first_place(number, iteration)
         every, expected = self.average_every, iteration - self.epoch_start
-        if 0 < number == expected - 1:  # the last number is repeated; a repeated 0 would mean epochs of one iteration
+        if 0 < number == expected - 1:  # the caller repeats its last number; a repeated 0 is a new epoch
             self.epoch_start += 1
             return iteration, (number + 1) % every == 0
-        if number < expected:  # an epoch has begun
+        if number < expected:  # a new epoch has begun
             self.short_count = self.short_count + expected if expected < every else 0
             self.epoch_start, expected = iteration, 0
         is_overdue = number // every > expected // every  # the caller has skipped a due number
@@ -59,7 +57,7 @@ class CallerNumbers:
         return iteration + number - expected, is_overdue or (number + 1) % every == 0
 
     def _first_place(self, number: int, iteration: int) -> tuple[int, bool]:
-        """Continue a policy that was resumed; a higher number skips iterations."""
+        """Place the first call, whose policy may have been resumed. A higher number skips iterations."""
         self.epoch_start = max(0, iteration - number)
         return self.epoch_start + number, (number + 1) % self.average_every == 0
 
@@ -80,7 +78,7 @@ class PortedCalls:
         group: Any,
         expose_params: bool | None,
     ) -> CallResult:
-        """Do one step; see :meth:`protocols.ported.Ported.__call__` for the arguments."""
+        """Do one step of the policy, with the arguments of :meth:`protocols.ported.Ported.__call__`."""
         policy = self._policy
         if model is not policy.model or optimizer is not policy.optimizer:
             raise ValueError(
@@ -91,7 +89,11 @@ class PortedCalls:
         if expose_params not in (None, True):
             validation.refuse("expose_params", expose_params, "None or True")
         if type(iteration) is int and iteration == policy.iteration and self._numbers.epoch_start == 0:
-            return model, optimizer, fields_of(await policy._guarded_step(local_metric))  # the fast path
+            return (
+                model,
+                optimizer,
+                fields_of(await policy._guarded_step(local_metric)),
+            )  # fast path for a caller with the policy's own numbers
         policy.check_can_step()
         if type(iteration) is not int or iteration < 0:
             iteration = validation.count("iteration", iteration, least=0)

@@ -1,4 +1,4 @@
-"""Conversion of ``group=`` arguments: a group of asyncdist, a process group or a communicator."""
+"""Converts ``group=`` arguments of torchgfn's scripts to groups of asyncdist."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _HERE = "asyncdist.integrations.torchgfn"
 def group_of(group: Any) -> Group | None:
     """Return the group of asyncdist with the ranks of ``group``; None for all ranks.
 
-    Opens the world if none is open, which is collective among all ranks of the job. The members make the group
-    together. Raises before either step if it could not complete.
+    Opens the world if none is open, which is collective among all ranks of the job. The members then make the group
+    together. Before either step, raises an error if the step could not complete.
 
     Args:
         group: A group of asyncdist, a process group of torch.distributed, a communicator of MPI, or None.
 
     Raises:
         ValueError: No world is open and ``group`` does not have all ranks of the job, or its ranks are unknown.
-        TypeError: ``group`` is of another type.
+        TypeError: ``group`` has a different type.
     """
     if group is None or isinstance(group, Group):
         join()
@@ -40,7 +40,7 @@ def group_of(group: Any) -> Group | None:
 
 
 def _check_is_of_all(group: Any, size: int) -> None:
-    """Raise ValueError if ``group`` lacks ranks of the job: opening a world would wait for those ranks forever."""
+    """Raise ValueError if ``group`` lacks ranks of the job, for which opening a world would wait forever."""
     is_torchs = torch.distributed.is_available() and torch.distributed.is_initialized()
     found = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if is_torchs else None
     job_size = environment.detect(group=found).expected_size or 1

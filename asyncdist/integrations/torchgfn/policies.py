@@ -1,4 +1,4 @@
-"""The averaging policies of torchgfn's training scripts, with the same names and calls.
+"""Averaging policies for torchgfn's training scripts, with torchgfn's names and calls.
 
 ::
 
@@ -10,8 +10,8 @@
         )
     averaging_policy.shutdown()
 
-A call returns the same model and optimizer, changed in place. The policy's messages do not interfere with the script's
-own process groups of torch.distributed or communicators of MPI.
+A call changes the model and optimizer in place and returns them. The policy's messages do not interfere with the
+script's own process groups of torch.distributed or communicators of MPI.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ PolicyT = TypeVar("PolicyT", bound=SpawnPolicy)
 
 
 class _SelectiveOptions(RoundOptions, PopulationOptions, total=False):
-    """Options of selective averaging that torchgfn's policy does not have."""
+    """Options of selective averaging that torchgfn's policy lacks."""
 
     metric: Callable[[], Metric] | None
 
 
 class _OneSidedOptions(ReadingOptions, StartOptions, total=False):
-    """Options of one-sided selective averaging that torchgfn's policies do not have."""
+    """Options of one-sided selective averaging that torchgfn's policies lack."""
 
 
 class _Ported(Generic[PolicyT]):
-    """Wraps a policy that is called in each iteration. The first call starts it, with its model and optimizer.
+    """Wraps a policy that is called in each iteration. The first call starts the policy with its model and optimizer.
 
     Args:
         make: Makes the policy for a model and its optimizer; ``group=`` is a keyword argument.
@@ -76,7 +76,7 @@ class _Ported(Generic[PolicyT]):
 
     @property
     def policy(self) -> Policy[PolicyT] | None:
-        """The started policy; None before the first call and after ``shutdown``."""
+        """The running policy; None before the first call and after ``shutdown``."""
         return None if self._training is None else self._training.policy
 
     @property
@@ -114,7 +114,7 @@ class _Ported(Generic[PolicyT]):
 
 
 class _Called(_Ported[PolicyT]):
-    """Adds the call of torchgfn's policies for torch.distributed."""
+    """A wrapped policy with the call of torchgfn's policies for torch.distributed."""
 
     def __call__(
         self,
@@ -124,26 +124,26 @@ class _Called(_Ported[PolicyT]):
         local_metric: Any = None,
         group: Any = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
-        """Do a step; see :meth:`protocols.ported.Ported.__call__`.
+        """Do a step of the policy, and return the model, the optimizer and a dict of the step's events.
 
         Args:
-            iteration: The script's own number of this iteration.
+            iteration: The script's own number of this iteration; see :meth:`protocols.ported.Ported.__call__`.
             model: The model, the same in all calls.
             optimizer: The optimizer, the same in all calls.
             local_metric: This rank's metric; larger is better.
-            group: The ranks that take part, the same in all calls: a group of asyncdist, a process group or a
-                communicator; all ranks by default.
+            group: Ranks that take part, the same in all calls: a group of asyncdist, a process group or a communicator;
+                all ranks by default.
 
         Raises:
-            ValueError: ``group`` is not the group of the first call, or it does not have all ranks of the job and no
-                world is open.
+            ValueError: ``group`` differs from the group of the first call, or lacks ranks of the job while no world is
+                open.
             ClosedError: Called after ``shutdown``.
         """
         return self._call(iteration, model, optimizer, local_metric, group)
 
 
 class AverageAllPolicy(_Called[_All]):
-    """Averages the models of all ranks at a fixed cadence.
+    """Averages the models of all ranks at fixed intervals.
 
     Args:
         average_every: Number of iterations between two averages.
@@ -164,11 +164,11 @@ class AsyncSelectiveAveragingPolicy(_Called[_Selective]):
     Args:
         model_builder: Function that returns a model, or the pair (model, optimizer); for ``"reset_weights"``.
         average_every: Number of iterations between two reports.
-        replacement_ratio, averaging_strategy, momentum, cooldown, timing: As for
+        replacement_ratio, averaging_strategy, momentum, cooldown, timing: Options of
             :class:`protocols.AsyncSelectiveAveragingPolicy`.
         poll_interval_s: Ignored, since no thread polls.
-        threshold: Metric below which the worst rank must be for a round to act; with ``inf``, every round after the
-            cooldown acts.
+        threshold: Metric below which the worst rank must be for a round to replace weights; with ``inf``, every round
+            after the cooldown does.
         options: Other options of that policy.
     """
 
@@ -204,7 +204,7 @@ class AsyncSelectiveAveragingPolicy(_Called[_Selective]):
 class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
     """Replaces a rank's weights, at the end of its randomly drawn lifetime, with the average of random other ranks.
 
-    Each call publishes a snapshot of the weights, from which other ranks read. It works on every transport.
+    Each call publishes a snapshot of the weights, which other ranks read. The policy works on every transport.
 
     Args:
         model_builder: Function that returns a model, or the pair (model, optimizer); for ``"reset_weights"``.
@@ -212,9 +212,9 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
         average_every: Ignored, as in torchgfn: each call publishes.
         threshold_metric: Ignored, as in torchgfn, unless ``replacement_mode="threshold"``.
         replacement_ratio: Ignored, as in torchgfn, unless ``replacement_mode="worst_ratio"``.
-        averaging_strategy, momentum, age_range: As for :class:`protocols.OneSidedSelectiveAveragingPolicy`.
+        averaging_strategy, momentum, age_range: Options of :class:`protocols.OneSidedSelectiveAveragingPolicy`.
         poll_interval_s: Ignored, since no thread polls.
-        group: The ranks that take part, as for the calls; all ranks by default.
+        group: Ranks that take part: a group of asyncdist, a process group or a communicator; all ranks by default.
         options: Other options of that policy.
     """
 
@@ -259,10 +259,10 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
         expose_params: bool = True,
         group: Any = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
-        """Do a step; see :meth:`protocols.ported.Ported.__call__`.
+        """Do a step of the policy, and return the model, the optimizer and a dict of the step's events.
 
         Args:
-            iteration, model, optimizer, local_metric: As for :class:`AsyncSelectiveAveragingPolicy`.
+            iteration, model, optimizer, local_metric: Arguments of :class:`AsyncSelectiveAveragingPolicy`'s calls.
             expose_params: Must be True, since each call publishes.
             group: The constructor's group, or None to use it.
         """
@@ -274,11 +274,7 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
         return called
 
     def statistics(self) -> OneSidedStatistics:
-        """Return this rank's statistics; also possible after ``shutdown``.
-
-        Raises:
-            RuntimeError: Called before the first step.
-        """
+        """Return this rank's statistics; also possible after ``shutdown``. Raise RuntimeError before the first step."""
         return self._started().statistics()
 
     def print_stats(self) -> None:
@@ -286,7 +282,7 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
         self._started().print_stats()
 
     def print_time(self) -> None:
-        """Print the times of this rank's work as a table; also possible after ``shutdown``."""
+        """Print the durations of this rank's work as a table; also possible after ``shutdown``."""
         self._started().print_time()
 
     def _started(self) -> _OneSided:
@@ -295,7 +291,7 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
         return self._one_sided
 
 
-#: Names used by code for mpi4py; one class serves every transport, and models of any mix of dtypes.
+#: Names used by code for mpi4py. One class supports every transport, and models of any mix of dtypes.
 AsyncSelectiveAveragingPolicympi4pyGeneral = AsyncSelectiveAveragingPolicympi4pyFast
 AverageAllPolicympi4py = AverageAllPolicy
 

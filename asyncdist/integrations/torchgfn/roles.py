@@ -1,7 +1,7 @@
-"""The functions of torchgfn's ``gfn.utils.distributed`` for the ranks of asyncdist: roles, groups and blocking calls.
+"""Replaces torchgfn's ``gfn.utils.distributed``: roles of ranks, groups and blocking collective calls.
 
-They work under every launcher; torchgfn's own functions see several ranks only if PMI_SIZE is set. A group of asyncdist
-replaces each process group and each communicator.
+The functions work under every launcher; torchgfn's own functions see several ranks only if PMI_SIZE is set. A group of
+asyncdist replaces each process group and each communicator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ report_time_info = asyncdist.report_time_info
 
 @dataclass
 class DistributedContext:
-    """Holds the roles of the ranks, as seen by one rank. It has the fields of torchgfn's class.
+    """The roles of the ranks, as seen by one rank, with the fields of torchgfn's class.
 
     Attributes:
         my_rank: This rank.
@@ -35,7 +35,7 @@ class DistributedContext:
         train_global_group: Group of all training ranks; None if there is only one rank.
         assigned_buffer: Buffer rank of this training rank, or None.
         buffer_group: Group of all buffer ranks; None without buffers.
-        assigned_training_ranks: Training ranks that this buffer rank serves, or None.
+        assigned_training_ranks: Training ranks that use this buffer rank, or None.
     """
 
     my_rank: int
@@ -56,12 +56,12 @@ class DistributedContext:
         return self
 
     def get_train_group(self, backend: str = "mpi") -> Group | None:
-        """Return ``train_global_group``; ``backend`` is ignored, since one group serves every transport."""
+        """Return ``train_global_group``; ``backend`` is ignored, since one group supports every transport."""
         del backend
         return self.train_global_group
 
     def is_buffer_rank(self) -> bool:
-        """Return whether this rank holds a replay buffer."""
+        """Return whether this rank has a replay buffer."""
         return self.my_rank >= self.num_training_ranks
 
     def is_training_rank(self) -> bool:
@@ -82,12 +82,12 @@ class DistributedContext:
 def initialize_distributed_compute(
     dist_backend: str = "gloo", num_remote_buffers: int = 0, num_agent_groups: int = 1
 ) -> DistributedContext:
-    """Give every rank its role, and make the groups. Collective among all ranks; opens their world if none is open.
+    """Assign a role to every rank, and make the groups. Collective among all ranks; opens their world if none is open.
 
     Args:
         dist_backend: Ignored, since the launcher decides between MPI and torch.distributed.
-        num_remote_buffers: Number of buffer ranks, which are the last ranks; at most one for each training rank.
-        num_agent_groups: Number of groups that the training ranks form; must divide their number.
+        num_remote_buffers: Number of buffer ranks, which are the last ranks; at most one per training rank.
+        num_agent_groups: Number of groups of training ranks; must divide the number of training ranks.
 
     Raises:
         ValueError: The arguments do not fit the number of ranks.
@@ -114,12 +114,12 @@ def initialize_distributed_compute(
     )
 
 
-#: Name used by code for mpi4py; one class serves every transport.
+#: Name used by code for mpi4py. One class supports every transport.
 DistributedContextmpi4py = DistributedContext
 
 
 def initialize_distributed_compute_mpi4py(num_remote_buffers: int, num_agent_groups: int) -> DistributedContext:
-    """Do the same as :func:`initialize_distributed_compute`."""
+    """Assign a role to every rank, and make the groups, like :func:`initialize_distributed_compute`."""
     return initialize_distributed_compute("mpi", num_remote_buffers, num_agent_groups)
 
 
@@ -127,7 +127,7 @@ def barrier(group: Group | None = None, backend: str = "mpi") -> None:
     """Wait until every rank of ``group`` has called this. Replaces ``torch.distributed.barrier``.
 
     Args:
-        group: The ranks; all ranks by default.
+        group: Group of ranks; all ranks by default.
         backend: Ignored, since the launcher decides between MPI and torch.distributed.
     """
     del backend
@@ -139,22 +139,22 @@ def broadcast(tensor: torch.Tensor, src: int = 0, group: Group | None = None) ->
     """Copy ``tensor`` of rank ``src`` into the other ranks' tensors. Replaces ``torch.distributed.broadcast``.
 
     Args:
-        tensor: The tensor to send or to overwrite, of equal shape and dtype on all ranks of ``group``.
+        tensor: Tensor to send or to overwrite, of equal shape and dtype on all ranks of ``group``.
         src: Rank that sends, a member of ``group``.
-        group: The ranks; all ranks by default.
+        group: Group of ranks; all ranks by default.
     """
     join()
     blocking.broadcast(tensor, src, group=group)
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Average the gradients of all ranks; see :func:`asyncdist.average_gradients`."""
+    """Replace each gradient by its mean over all ranks; see :func:`asyncdist.average_gradients`."""
     join()
     blocking.average_gradients(model)
 
 
 def average_models(model: nn.Module, training_group: Group | None = None) -> None:
-    """Average the models of ``training_group``, or of all ranks; see :func:`asyncdist.average_models`."""
+    """Replace the model's state by its mean over ``training_group``; see :func:`asyncdist.average_models`."""
     join()
     blocking.average_models(model, training_group)
 
@@ -165,6 +165,6 @@ def gather_distributed_data(
     rank: int | None = None,
     training_group: Group | None = None,
 ) -> torch.Tensor | list[Any] | None:
-    """Return the data of all members on rank 0, None elsewhere; see :func:`asyncdist.gather_distributed_data`."""
+    """Return all members' data, concatenated, on rank 0; see :func:`asyncdist.gather_distributed_data`."""
     join()
     return blocking.gather_distributed_data(local_tensor, world_size, rank, training_group)
