@@ -16,7 +16,7 @@ LOOP_NBYTES_MAX: Final = _LOOP_NBYTES_MAX
 
 
 def _remainders() -> array[int]:
-    """Return a table of CRC32 remainders: row n holds those of each byte followed by n zero bytes, n from 0 to 7."""
+    """Return a table of CRC32 remainders; row n, from 0 to 7, is for each byte followed by n zero bytes."""
     first = [~zlib.crc32(bytes([byte]), 0xFFFFFFFF) & 0xFFFFFFFF for byte in range(256)]
     rows = [first]
     for _ in range(7):
@@ -53,12 +53,7 @@ def _after_long(crc: int, value: int) -> int:
 
 
 def of_frame(longs: Any, octets: Any, nbytes: int) -> int:
-    """Return the CRC of a frame, excluding its first four bytes, which hold the CRC.
-
-    Args:
-        longs: The frame's buffer as eight-byte words.
-        octets: The same buffer as bytes.
-    """
+    """Return the CRC of a frame, given as eight-byte words and as bytes, without the CRC field (first four bytes)."""
     if nbytes > _LOOP_NBYTES_MAX:
         return zlib.crc32(octets[4:nbytes])
     crc = _after_word(_ONES ^ longs[0] >> 32)
@@ -70,12 +65,7 @@ def of_frame(longs: Any, octets: Any, nbytes: int) -> int:
 
 
 def of_header_and_payload(words: Any, after_crc: Any, payload: bytes) -> int:
-    """Return the CRC of a frame whose header and payload are separate, excluding the frame's first four bytes.
-
-    Args:
-        words: The header as four-byte words.
-        after_crc: The header's bytes without the first four.
-    """
+    """Return the CRC of a header and its payload, but skip the header's first four bytes, the CRC field."""
     if len(payload) > _LOOP_NBYTES_MAX:
         return zlib.crc32(payload, zlib.crc32(after_crc))
     crc = _ONES

@@ -71,7 +71,7 @@ class Channel(Generic[MessageT]):
         self.lost_senders: Callable[[], RankLostError | None] = lambda: None
         self._has_gone_senders = False
         self._is_forsaken: bool | None = (
-            None  # None while there are senders, True after their last messages have arrived
+            None  # None while a rank can still send, True when the last messages have had time to arrive
         )
         self.scope = scope
         self._peer_scope = scope if peer_scope is None else peer_scope

@@ -47,7 +47,7 @@ class ChannelStatistics:
 
 
 class ReceivingChannel(Protocol):
-    """Interface of a channel as its demultiplexer uses it; :class:`asyncdist.messaging.channels.Channel` has it."""
+    """The part of :class:`asyncdist.messaging.channels.Channel` that a demultiplexer uses."""
 
     name: str
     scope: int
@@ -139,7 +139,7 @@ class TagDemultiplexer:
         engine.add_pollable(self.receiver)
 
     def _explain(self, frame: wire.FrameReader, source: int) -> bool:
-        """Handle a frame whose route no open channel has: drop it, or keep it. Return whether the tag must stall."""
+        """Drop or store a frame that belongs to no open channel; return whether the tag must stop receiving."""
         route = frame.route()
         channel = self._channels.get(route.scope)
         if route.version != wire.VERSION:
@@ -167,7 +167,7 @@ class TagDemultiplexer:
         return False
 
     def _drop_closed(self, route: wire.Route, frame: wire.FrameReader, source: int) -> None:
-        """Drop a frame for a closed scope, or pass it to a channel that handles earlier epochs."""
+        """Drop a frame for a closed channel, or pass the frame to a channel that handles earlier epochs."""
         self.dropped["closed scope"] += 1
         for (scope, epoch), channel in reversed(self._answering.items()):
             if scope == route.scope and route.epoch < epoch and route.kind < channel.kind_count:
@@ -191,7 +191,7 @@ class TagDemultiplexer:
             self.receiver.resume(self.receiver.stalled_on)
 
     def on_left(self, ranks: RankSet) -> list[int]:
-        """Handle the return of main on ``ranks``; return those of them to which messages may still be in transit."""
+        """Record that main has returned on ``ranks``; return the ranks to which messages may still be in transit."""
         for channel in self._channels.values():
             channel.on_left()
         return sorted(rank for rank in self.slow_dests if rank in ranks) if self.is_users else []
@@ -218,7 +218,6 @@ class TagDemultiplexer:
         """Count a dropped frame, and log the first one from each peer.
 
         Args:
-            source: Rank of the sender.
             reason: Reason under which the frame is counted.
             particulars: Reason with this frame's numbers, for the log.
         """
@@ -231,14 +230,14 @@ class TagDemultiplexer:
             logger.warning(text, self.tag, source, what)
 
     def attach(self, channel: ReceivingChannel) -> None:
-        """Register a new channel, and deliver its frames from now on, beginning with the early frames."""
+        """Register a new channel, and deliver its frames from now on, including those that have already arrived."""
         if channel.scope in self._channels:
             raise LocalProtocolError(f"tag {self.tag}: {channel.name} is already open", tag=self.tag)
         self._channels[channel.scope] = channel
         self.route_to(channel)
 
     def route_to(self, channel: ReceivingChannel) -> None:
-        """Deliver frames of the channel's scope and epoch to the channel, beginning with the early frames."""
+        """Deliver frames of the channel's scope and epoch to the channel, including those that have already arrived."""
         for (key, stamp), decode in channel.known_by():
             self.receiver.close(key)  # closes the route that detach left open for late messages
             self.receiver.routes[key] = stamp, channel.inbox, decode
@@ -248,7 +247,7 @@ class TagDemultiplexer:
             self.receiver.deliver(frame, frame.nbytes, source)
 
     def detach(self, channel: ReceivingChannel, *, answers: bool) -> None:
-        """Close the channel's scope. Later frames are dropped and counted, or delivered if ``answers`` is true."""
+        """Remove a closed channel. Its later frames are dropped, or still delivered if ``answers`` is true."""
         if self._channels.pop(channel.scope, None) is not None:
             if answers:
                 self._forget_answering((channel.scope, channel.epoch))

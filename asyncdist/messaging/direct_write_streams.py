@@ -33,10 +33,6 @@ _COUNT_NBYTES: Final = 8
 class DirectWriteSender:
     """Writes the tail of one outbound stream piece by piece, and then sends the unwritten rest.
 
-    Args:
-        chunks: Bytes to send before the tail.
-        tail: Bytes to write.
-
     Attributes:
         stream: The stream that carries the messages; more chunks follow until :meth:`send_rest`.
     """
@@ -67,7 +63,7 @@ class DirectWriteSender:
         return False
 
     def send_rest(self) -> None:
-        """Send the number of written bytes, and then the unwritten rest."""
+        """Send the number of bytes that were written directly, and then the remaining bytes as messages."""
         what = WaitId(WaitKind.WRITTEN_NBYTES, peer=self.stream.dest, number=self.stream.slot)
         nbytes = self._engine.measured(what, self.tail.written_nbytes)
         while (
@@ -112,7 +108,6 @@ class DirectWriteReceiver:
     """Context manager that receives a stream whose sender writes into ``tail``, and finishes the stream on exit.
 
     Args:
-        source: Rank of the sender.
         targets: Buffers for the chunks before the tail.
         tail: Memory that the sender writes into. It stays referenced until the sender has sent everything or aborted.
         cancel: Sends the cancel for a slot number. Called on exit if the sender has not yet finished or aborted.

@@ -20,11 +20,7 @@ EARLY_PATIENCE_S: Final = 5.0
 
 
 class EarlyFrames:
-    """Keeps the frames of one tag that arrive before their channel is opened on this rank.
-
-    Args:
-        awaited: Returns the names of the tag's channels on which tasks of the user's program wait.
-    """
+    """Stores the frames of one tag that arrive before this rank has opened their channel."""
 
     def __init__(self, tag: int, loop: asyncio.AbstractEventLoop, awaited: Callable[[], list[str]]) -> None:
         self._tag = tag

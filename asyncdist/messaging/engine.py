@@ -76,8 +76,8 @@ class Engine(Poller):
     Attributes:
         collective_waits: Futures on which coroutines in collectives wait, for reports.
         on_waited: Called with the identity and the duration, in seconds, of each wait; None if waits are not measured.
-        is_loop_idle: Returns true if a task that runs outside of the stopped event loop need not yield, since the loop
-            has nothing to run. None if tasks run only in the loop.
+        is_loop_idle: Returns whether the event loop is stopped and has nothing to run, so that the calling task need
+            not yield. None if tasks run only in the loop.
         before_safe_point: Awaited before each safe point of a simulated rank: charges the computing time of user code.
         turn: Number of passes and yields made in the current safe point; odd during a yield.
         woken_count: Number of wake-ups counted since the last safe point began; 0 if the rank is not recorded.
@@ -173,7 +173,7 @@ class Engine(Poller):
         await self._wait(PendingRequest(request, what, None))
 
     async def wait_or_disown(self, request: Request, what: WaitId) -> None:
-        """Wait for a request; on cancellation, which means that it can never complete, disown the request."""
+        """Wait for a request, and disown it if the caller is cancelled because the request can never complete."""
         try:
             await self.wait(request, what)
         except asyncio.CancelledError:
@@ -269,7 +269,7 @@ class Engine(Poller):
         return None if found is None else found[0]
 
     def awaited_peers(self, waiter: Any) -> Iterable[int]:
-        """Return the ranks that may end the wait of the future ``waiter``, as far as they are known."""
+        """Return the known ranks that may end the wait of the future ``waiter``."""
         what, _, peers = self._waiters.get(waiter, _NO_WAIT)
         if peers is not None:
             return peers()
@@ -294,7 +294,6 @@ class Engine(Poller):
         Args:
             condition: A cheap function without side effects, called after each pass that completes a request or
                 delivers a message, and by :meth:`recheck`. Its exceptions are raised here.
-            what: The identity of the wait.
             deadline: Time on the loop's clock, in seconds. After it, arrived messages are delivered, and the condition
                 is evaluated once more.
             is_of_request: Whether the wait is for the end of a request, for example a send.
@@ -304,7 +303,7 @@ class Engine(Poller):
         try:
             while not condition():
                 if deadline is not None and not has_waited:
-                    self._note_wait_begun(not is_of_request)  # once, like the end below
+                    self._note_wait_begun(not is_of_request)  # recorded once for the whole wait, like its end below
                 has_waited = True
                 if deadline is not None and self.loop.time() >= deadline:
                     if drained:
@@ -324,7 +323,7 @@ class Engine(Poller):
                         alarm.cancel()
             return True
         finally:
-            # A wait with a deadline ends here, after the last delivery of messages, which decides its result.
+            # A wait with a deadline ends only here, because the last delivered messages decide its result.
             if has_waited and deadline is not None:
                 self._note_wait_ended(not is_of_request)
 
@@ -340,10 +339,8 @@ class Engine(Poller):
         """Wait until a pass settles ``waiter``. Return False if the deadline passes first.
 
         Args:
-            waiter: A future of this loop.
             is_ready: Returns whether the awaited event has happened; called after the deadline, when the messages that
                 have arrived have been delivered.
-            what: The identity of the wait.
             deadline: Time on the loop's clock, in seconds.
             peers: Returns the ranks that may end the wait, if there are several.
         """
@@ -373,8 +370,6 @@ class Engine(Poller):
         """Wait until a pass settles ``waiter``, with the driver polling at its highest rate.
 
         Args:
-            waiter: A future of this loop.
-            what: The identity of the wait.
             is_of_request: Whether the wait is for the end of a request, for example a send.
             peers: Returns the ranks that may end the wait, if there are several.
         """
@@ -413,7 +408,6 @@ class Engine(Poller):
         A recording stores the time of the call, and a replay repeats the call at that time.
 
         Args:
-            what: The identity of the event.
             wake: Makes the task's next step ready, and has no other effect.
         """
         wake()
@@ -425,11 +419,7 @@ class Engine(Poller):
     # -- tasks that others count on ---------------------------------------------------------------------------------
 
     async def shielded(self, task: asyncio.Task[T], tag: int) -> T:
-        """Return the result of a task that runs a collective; cancelling the caller does not cancel the task.
-
-        Args:
-            tag: Tag of the collective's group.
-        """
+        """Return the result of a task that runs a collective; cancelling the caller does not cancel the task."""
         waiter = asyncio.shield(task)
         self.collective_waits.add(waiter)
         try:
@@ -465,7 +455,6 @@ class Engine(Poller):
         """Return the result of ``future``, and let reports show that the caller waits for ``task``.
 
         Args:
-            task: The task that settles the future.
             what: The identity of the wait; by default a wait for ``task``.
             counts: Whether a recording counts this wait.
         """
@@ -492,12 +481,7 @@ class Engine(Poller):
         return value
 
     def note_reduced(self, tag: int, result: memoryview) -> None:
-        """Record the result of a reduction whose order MPI chose; in a replay, overwrite it with the recorded result.
-
-        Args:
-            tag: Tag of the group.
-            result: Writable bytes of the result.
-        """
+        """Record ``result`` of a reduction whose order MPI chose; in a replay, overwrite it with the recorded bytes."""
 
     def name_send(self, kind: WaitKind, dest: int, tag: int) -> WaitId | None:
         """Return an identity for a send that a task waits for; None if the rank is neither recorded nor replayed."""
@@ -551,9 +535,6 @@ class Engine(Poller):
         """Return descriptions of the outstanding requests and of the unreceived messages of cancelled receives.
 
         Messages that failed collectives leave behind are omitted.
-
-        Args:
-            spoiled_tags: Tags of groups in which a collective has failed.
         """
         has_losses = bool(self.transport.lost_ranks())
         stashed = (

@@ -64,10 +64,7 @@ class Outbox:
     """Checks, packs and posts the messages that a channel sends.
 
     Args:
-        routes: Route of each message type.
         start_send, prepare_send: Methods of the transport.
-        size: Number of ranks in the world.
-        name: Name of the channel, for errors.
         sequence: Sequence number of the last message on the tag, from which this channel continues.
         contacts: Set to which the receivers of messages are added.
         left: Ranks that no longer receive on this channel. :meth:`look_again` must be called after an addition.
@@ -170,7 +167,7 @@ class Outbox:
         self._last = None
 
     def look_again(self) -> None:
-        """Check the receiver of the next message even if the last message had the same one; a rank has left."""
+        """Check the receiver of the next message even if it is unchanged, because a rank has left."""
         self._dest = None
 
 
@@ -188,9 +185,6 @@ class Inbox:
     """Queues the received messages of a channel, in order, until a task receives them.
 
     Args:
-        receiver: Frame receiver of the tag.
-        name: Name of the channel, for errors.
-        capacity: Maximum number of messages in the mailbox.
         overflow: Effect of a full mailbox: ``"stall"`` stops the tag's receives, ``"error"`` fails the channel,
             ``"latest"`` keeps only the newest message of each source.
         handler: Called with each arriving message, which then does not enter the mailbox; or None.
@@ -238,7 +232,7 @@ class Inbox:
         self._sequence = 0
 
     def deliver(self, decode: wire.Decode, frame: FrameReader, source: int) -> bool:
-        """Decode one frame and queue its message, or drop an invalid frame; return whether the tag must stall."""
+        """Decode a frame and queue its message, or drop the frame; return whether the tag must stop receiving."""
         rank = source
         if rank != self._source:
             self._last_sequence[self._source] = self._sequence
@@ -272,7 +266,7 @@ class Inbox:
         return self._fill(envelope)
 
     def _fill(self, envelope: Envelope[Any]) -> bool:
-        """Queue a message that fills the mailbox, or handle its overflow; return whether the tag must stall."""
+        """Queue a message that fills the mailbox, or handle an overflow; return whether the tag must stop receiving."""
         if self._overflow == "error" and self.is_full:
             self._fail(
                 RemoteProtocolError(
@@ -370,9 +364,9 @@ class FrameReceiver(Pollable):
 
     Args:
         request: A receive into ``buffer`` that has not been posted.
-        buffer: Buffer for the largest frame.
         drop: Called with the source, the reason and a detailed reason when a frame is dropped.
-        explain: Called with a frame whose route has no inbox, and its source; returns whether the tag must stall.
+        explain: Handles a frame whose route has no inbox, from a given source; returns whether the tag must stop
+            receiving.
         ring: Requests another pass of the engine.
         recheck: Makes the engine evaluate the conditions of waiting tasks. Called when a test outside of a pass has
             delivered a message.
@@ -380,7 +374,8 @@ class FrameReceiver(Pollable):
 
     Attributes:
         routes: Maps the key of each route to its stamp, its inbox and its decoder.
-        stalled_on: The full inbox that stalls the tag; this object if ``explain`` stalled the tag; otherwise None.
+        stalled_on: The full inbox because of which the tag receives nothing; this object if ``explain`` was the
+            reason; otherwise None.
         is_posted: Whether the receive is posted.
         received_late_count: Number of messages that tasks took from inboxes after these were closed.
     """
@@ -448,7 +443,7 @@ class FrameReceiver(Pollable):
         return delivered
 
     def deliver(self, frame: FrameReader, nbytes: int, source: int) -> bool:
-        """Pass a frame to the inbox of its route; return whether the tag must stall because the inbox is full."""
+        """Pass a frame to the inbox of its route; return whether the tag must stop receiving, as the inbox is full."""
         try:
             frame.open(nbytes)
         except wire.FrameError as error:
@@ -475,7 +470,7 @@ class FrameReceiver(Pollable):
         self._inbox = None
 
     def resume(self, full: Inbox | FrameReceiver | None) -> None:
-        """Resume receiving if the tag is stalled on ``full``, which has space again or was closed."""
+        """Resume receiving if it was stopped because of ``full``, which has space again or was closed."""
         if self.stalled_on is full and full is not None:
             self.stalled_on = None
             self._ring()

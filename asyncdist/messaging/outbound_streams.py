@@ -13,10 +13,7 @@ class OutboundStream(StreamEnd):
     """Sends the chunks of one stream to the rank that granted it.
 
     Args:
-        slots: Stream slots of this rank, which count the bytes.
         chunks: Bytes to send, in order. They must not change until :meth:`run` has returned.
-        dest: Rank that granted the stream.
-        slot: Granted slot.
         is_open: Whether :meth:`send_more` or :meth:`send_last` will add more chunks.
     """
 
@@ -48,7 +45,7 @@ class OutboundStream(StreamEnd):
         return not self._is_open and self._next == len(self._chunks)
 
     def stop(self) -> None:
-        """Send no further chunks, only the abort."""
+        """End the stream early: send no further chunks, only the abort, an empty message."""
         self.is_stopping = True
         self._engine.recheck()
 
@@ -78,7 +75,6 @@ class OutboundStream(StreamEnd):
 
         Args:
             tag: Tag of the channel on which the stream was granted.
-            aborts: Whether to send only the abort.
         """
         name = self._told = self._engine.name_send(WaitKind.STREAM_LEFT, self.dest, tag)
         try:

@@ -92,7 +92,6 @@ class PendingRequest:
     """A request of the transport that has not completed, with its completion callback.
 
     Attributes:
-        what: Identity of the wait for the request.
         on_done: Called once with the error, or None.
         disowned: Whether the request is no longer tested, because it cannot complete.
     """
@@ -163,7 +162,7 @@ class Poller:
         self._transferred_at = 0.0
         # State of the driver.
         self._handle: asyncio.Handle | None = None
-        self._take_tick = self._tick  # one bound method for all ticks
+        self._take_tick = self._tick  # stored, so that no bound method is created for each tick
         self._quiet_tick_count = 0
         self._quiet_since = 0.0
         self._tick_ended_at = 0.0
@@ -182,7 +181,7 @@ class Poller:
         if self._in_pass:  # called from a completion callback of this pass
             return 0
         self._in_pass = True
-        self._passed_since_tick = True  # a ring during this pass asks for another one
+        self._passed_since_tick = True  # A ring during this pass requests another pass.
         try:
             completed = 0
             for pollable in self._pollables:
@@ -219,7 +218,7 @@ class Poller:
                     raise
                 completed += 1
                 operation.finish(error)
-        finally:  # even after an exception: keep the incomplete requests
+        finally:  # Incomplete requests stay outstanding, even after an exception.
             left = pending + operations[position:]
             if self._has_disowned:
                 left = [operation for operation in left if not operation.disowned]
@@ -295,7 +294,7 @@ class Poller:
             resolve_waiter(waiter, error)
 
     def abandon(self, error: BaseException) -> None:
-        """Stop all passes and make every wait raise ``error``, because this process was forked from the rank's."""
+        """Stop all passes and make every wait raise ``error``, because this process is a fork of the rank's process."""
         self.stop()
         self.failure = error
         self._in_pass = True  # prevents any further pass
@@ -340,7 +339,7 @@ class Poller:
         self._tick()
 
     def wake(self) -> None:
-        """Make the driver hot, because a task waits or a message has arrived."""
+        """Make the driver poll at its highest rate, because a task waits or a message has arrived."""
         self._quiet_tick_count = 0
         if self._state is _ASLEEP or self._state is _IDLE:
             if self._handle is not None:
@@ -407,7 +406,7 @@ def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
 
 
 def resolve_waiter(waiter: asyncio.Future[None], error: BaseException | None) -> None:
-    """Set the result None, or the exception ``error``, of ``waiter`` unless it is done."""
+    """Settle ``waiter`` with None, or with the exception ``error``, unless it is already done."""
     if waiter.done():
         return
     if error is None:

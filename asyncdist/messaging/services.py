@@ -36,12 +36,7 @@ PROTOCOL_CAPACITY: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class ChannelStatistics:
-    """Numbers of messages sent, received and dropped on all channels of a rank.
-
-    Attributes:
-        dropped: Number of dropped frames by reason.
-        drop_examples: Description of the last dropped frame by reason.
-    """
+    """Numbers of messages sent, received and dropped on all channels of a rank."""
 
     sent_count: int
     received_count: int
@@ -74,7 +69,6 @@ class Services:
         nonce: Identifies the job; frames of other jobs are dropped.
         hosts: For each rank, the first rank on its host. None if the hosts are unknown, or all ranks share one host.
             Equal on all ranks, unless a rank was lost while the ranks connected.
-        time: Returns the time in seconds on the loop's clock.
         slots: Slots of the streams that this rank receives, and byte counts of all its streams.
         gone: Ranks that have left or are lost.
         restarted: Incarnation of each rank that was restarted after this rank was connected to it. Protocols that
@@ -160,10 +154,7 @@ class Services:
         """Open a protocol's channel.
 
         Args:
-            message_types: A frozen dataclass, or a union of frozen dataclasses.
-            tag: Any tag, including reserved tags.
             scope: Scope that only this protocol's ranks use.
-            name: Name for reports.
             capacity: Maximum number of messages in the mailbox, and of sends in progress.
             overflow: Effect of a full mailbox: ``"error"`` fails the channel, ``"latest"`` keeps only the newest
                 message of each source, ``"stall"`` stops the tag's receives.
@@ -267,11 +258,7 @@ class Services:
         self._defect_listeners.append(listener)
 
     def count_waits(self, on_waited: Callable[[WaitId, float], None] | None = None) -> None:
-        """Measure the waits of the user's tasks from now on, at the cost of a microsecond per wait.
-
-        Args:
-            on_waited: Called with the identity and the duration, in seconds, of each wait.
-        """
+        """Measure the waits of the user's tasks from now on, at the cost of a microsecond per wait."""
         self._on_waited = on_waited or self._on_waited
         self.engine.on_waited = self._note_wait
 
@@ -403,7 +390,7 @@ class Services:
             demultiplexer.leave()
 
     def drop_messages(self, tag: int) -> None:
-        """Drop the user's messages on ``tag``, even if it has no channel, because main has returned on this rank."""
+        """Drop the user's messages on ``tag``, even without a channel, because main has returned on this rank."""
         if tags.is_for_users(tag):
             self._demultiplexer(tag, is_users=True).leave()
 
@@ -413,11 +400,7 @@ class Services:
         return any(each.under_way_count for each in self._demultiplexers.values() if each.is_users)
 
     def leftovers(self, spoiled_tags: Collection[int] = ()) -> list[str]:
-        """Describe unfinished requests, unread messages, streams and tasks, none of which a clean end has.
-
-        Args:
-            spoiled_tags: Tags of groups in which a collective has failed; their messages are omitted.
-        """
+        """Describe unfinished requests, unread messages, streams and tasks, none of which a clean end has."""
         requests = Counter(self.engine.outstanding(spoiled_tags))
         found = [f"request: {what}" if n == 1 else f"{n} requests: {what}" for what, n in requests.items()]
         for demultiplexer in self._demultiplexers.values():

@@ -49,7 +49,7 @@ class Grant:
     address: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a size is invalid or the chunks, for each of which the sender has an object, too many."""
+        """Raise ValueError if a size is invalid, or if the sender would need too many chunk objects."""
         _check_slot(self.slot)
         if not 0 <= self.written_nbytes <= self.nbytes or self.address < 0:
             raise ValueError(f"{self} is not a valid grant: a size is negative or inconsistent")
@@ -122,8 +122,6 @@ class InboundStream(StreamEnd):
     """Receives the chunks of one stream into given buffers, with a window of posted receives.
 
     Args:
-        slots: Stream slots of this rank.
-        source: Rank of the sender.
         targets: Buffers; chunk i is received into ``targets[i]``. Chunks i and i + ``window`` may share a buffer if the
             caller iterates over :meth:`chunks`.
         window: Number of posted receives. 0 if the caller posts them with :meth:`post_up_to`; several streams may then
@@ -400,10 +398,7 @@ class Slots:
         """Return a context manager that opens a stream from ``source``, and finishes the stream on exit.
 
         Args:
-            source: Rank of the sender.
-            targets: Buffers for the chunks.
             cancel: Sends the cancel for a slot number. Called on exit if the sender has not finished or aborted.
-            window: Number of posted receives.
         """
         return _Inbound(InboundStream(self, source, targets, window), cancel)
 

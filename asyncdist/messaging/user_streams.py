@@ -83,11 +83,7 @@ class _Outgoing:
 
 
 class UserStreams:
-    """Sends and receives the tensors of one rank's ``send_stream`` and ``receive_stream`` calls.
-
-    Args:
-        scope: Scope of the channel for grants; equal on all ranks.
-    """
+    """Sends and receives the tensors of one rank's ``send_stream`` and ``receive_stream`` calls."""
 
     def __init__(self, services: Services, scope: int) -> None:
         self._services = services
@@ -261,7 +257,7 @@ class UserStreams:
         self._finders.discard(rank)
 
     def _write(self, sender: DirectWriteSender) -> None:
-        """Start to write a stream's tail. If receivers copy a share themselves and the writer is busy, send it."""
+        """Start to write a stream's tail directly; send it as messages if direct writes are unavailable or busy."""
         if self._writer is None or (self._writer.is_busy and self._written_share < 1.0):
             sender.send_rest()
         else:

@@ -65,9 +65,6 @@ class Route(NamedTuple):
     """Part of a frame's header that identifies the job, the channel and the message type.
 
     Attributes:
-        version: Version of the frame format.
-        kind: Index of the message type in its channel.
-        reserved: Zero.
         nonce: Random number of the job, so that frames of other jobs are dropped.
         epoch: Epoch of the protocol, increased when the coordinator changes, so that frames of earlier epochs are
             dropped. Zero for protocols without epochs.
@@ -99,7 +96,7 @@ def keys_of(route: bytes) -> tuple[int, int]:
 
 
 class FrameWriter:
-    """Makes frames with a fixed packed route, each in a new buffer."""
+    """Makes frames that all have the same route, each in a new buffer."""
 
     def __init__(self, route: bytes) -> None:
         self._header = bytearray(4) + route + bytes(12)
@@ -117,7 +114,7 @@ class FrameWriter:
 
 
 class FrameBuffer:
-    """Writes frames with a fixed packed route and payload size into one buffer, each over the previous frame.
+    """Writes frames that have the same route and size into one buffer, each over the previous frame.
 
     Args:
         buffer: Buffer whose length is a multiple of eight bytes. Several objects may write to it.
@@ -149,13 +146,9 @@ class FrameBuffer:
 class FrameReader:
     """Checks the frames that are received into one buffer, and has the last opened frame's fields as attributes.
 
-    Args:
-        buffer: Buffer whose length is a multiple of eight bytes.
-
     Attributes:
         nbytes: Size of the frame.
         key, stamp: Two integers that identify the frame's route (see :func:`keys_of`).
-        round, sequence: Round and sequence number of the message.
         payload: Encoded message; valid until the next frame is received into the buffer.
     """
 
@@ -201,12 +194,12 @@ class FrameReader:
 
 
 _SCALARS: Final = frozenset((bool, int, float, str, bytes))
-#: Marks that there is no last message. None cannot, because a caller may pass None, which must be refused.
+#: Stands for "no last message". None is not used, because a caller may pass None, which must be refused.
 _NOTHING: Final = object()
 
 
 class Codec:
-    """Encodes the messages of one channel to bytes, and decodes them. The frame has the message type as an index.
+    """Encodes the messages of one channel to bytes, and decodes them. A frame identifies a message type by its index.
 
     The type of a field is ``bool``, ``int``, ``float``, ``str``, ``bytes``, ``None``, a union or tuple of these, or a
     frozen dataclass. An int in a float field arrives as a float, and a list in a tuple field as a tuple.
@@ -302,7 +295,7 @@ class Codec:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Return whether a message, or a value in it, is immutable. A list in a tuple field, for example, is mutable."""
+    """Return whether a message or a field's value is immutable. A list in a tuple field, for example, is mutable."""
     if type(value) in _SCALARS or value is None:
         return True
     if type(value) is tuple:

@@ -48,8 +48,6 @@ class Axis:
     """One axis of a mesh, as seen by one rank: runs collectives among the ranks along the axis.
 
     Attributes:
-        name: Name of the axis in the mesh.
-        world: This rank's world.
         group: Group of the ranks that differ from this rank only in their index along this axis.
     """
 

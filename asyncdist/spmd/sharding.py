@@ -31,7 +31,6 @@ class Sharding:
     """Describes how :func:`tree_device_put` distributes the leaves of a tree over ranks.
 
     Attributes:
-        mesh: Mesh that has the axis.
         spec: Name of the axis over which the leading dimension is split; None for the whole leaf on every rank.
         device: Device of the shards; by default each leaf's own device.
     """
@@ -46,7 +45,6 @@ def shard(leaf: Tensor, axis: Axis, path: str) -> Tensor:
 
     Args:
         leaf: The whole leaf, shape [n, ...].
-        path: Path of the leaf in its tree, for the error message.
 
     Raises:
         ValueError: n is not a positive multiple of the axis's size, or the leaf has no dimension.

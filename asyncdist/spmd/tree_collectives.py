@@ -46,7 +46,7 @@ T = TypeVar("T")
 #: it there.
 _MET: Final = "_asyncdist_met"
 
-#: Maximum size in bytes for which each rank receives all ranks' tensors and reduces them: one exchange, not two.
+#: Largest size in bytes for which each rank reduces all ranks' tensors, which takes one exchange instead of two.
 WHOLE_NBYTES: Final = 16 * 1024
 
 _INTEGERS: Final = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -237,7 +237,7 @@ async def _perform(
     """
     axis.world.check()
     if trouble is not None:
-        # The other ranks wait for this rank's outline: they have the same invalid tree, or raise DisagreementError.
+        # The comparison runs in the background, so that ranks with a different tree raise DisagreementError.
         axis.begin(_agree, axis, what, outline)
         _note_met(trouble, axis)
         raise trouble
@@ -304,7 +304,7 @@ async def _gather_leaves(axis: Axis, leaves: Sequence[Tensor], dim: int, tiled: 
 
 
 def _placed(stacked: Tensor, dim: int, tiled: bool) -> Tensor:
-    """Arrange the ranks' tensors, stacked along dimension 0, along ``dim``: concatenated if ``tiled``, else stacked."""
+    """Concatenate the tensors in ``stacked`` along ``dim`` if ``tiled`` is true; otherwise stack them along ``dim``."""
     if tiled:
         return torch.cat(list(stacked), dim=dim)
     return stacked.movedim(0, dim).contiguous()
