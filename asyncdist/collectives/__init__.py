@@ -1,1 +1,1 @@
-"""Operations that a group of ranks enters together: agreements, collectives, reductions, versioned windows."""
+"""Operations of a group of ranks: agreements, collectives such as all-reduce, and versioned windows."""

@@ -35,7 +35,6 @@ class Start(Generic[T]):
     """One collective operation that this rank starts together with the other members of a group.
 
     Args:
-        meeting: Agreement with which the start begins.
         give_back: Releases the result. Called if the caller has given up.
         part_of: Outer start whose work includes this start, or None.
     """
@@ -159,13 +158,10 @@ async def start_together(
 
     Args:
         ranks: Ranks that start the operation.
-        subject: Name of the operation; equal on all ranks.
         work: Called with the start; must first await its :meth:`Start.agree`.
         give_back: Releases the result of the work. Called if the caller has given up.
-        name: Name of the task that does the work, for reports.
         leader: Rank that decides the agreement; by default the first of ``ranks``.
         is_held: Whether a cancelled caller waits for the leader's answer, because the work must not happen later.
-        part_of: Outer start whose work includes this start, or None.
         outlives_leader: Whether the operation continues if the leader is lost, so that members accept its decision
             from each other.
     """
@@ -183,7 +179,6 @@ async def assemble(agreements: Agreements, ranks: Sequence[int], what: str) -> N
 
     Args:
         ranks: Ranks that have agreed on the call, all of which call this function.
-        what: Name of the blocking call; equal on all ranks.
     """
     if len(ranks) > 1:
         await agreements.agree(ranks, what, {}, timeout_s=None, hold_s=_HOLD_S)

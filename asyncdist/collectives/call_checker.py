@@ -18,7 +18,7 @@ import torch
 
 from asyncdist.errors import DisagreementError
 
-#: Name for all operations that exchange headers, which already contain the operation's name.
+#: Name that stands for every operation that exchanges headers, because the headers already contain its name.
 HELPER: Final = "a helper"
 #: Modules that are not user code.
 _OURS: Final = ("asyncdist.", "asyncio.")
@@ -28,7 +28,6 @@ class CollectiveCall(NamedTuple):
     """A collective call's arguments that must be equal on all members.
 
     Attributes:
-        operation: Name of the operation, or ``HELPER``.
         root: Root's rank in the world, or None.
         reduction: Reduction, for example ``"sum"``, or None.
         dtype, shape: Dtype and shape of the caller's tensor, or None.
@@ -71,13 +70,11 @@ class CollectiveChecker:
         """Record the next collective call of ``rank`` in a group, and compare it with the other members' calls.
 
         Args:
-            ranks: Members of the group.
             group_key: Number that identifies the group among groups with the same first rank.
             rank: The caller's rank in the world.
-            call: The call to record.
 
         Raises:
-            DisagreementError: A different member's collective with the same number is a different call.
+            DisagreementError: Another member has made a different call as its collective with the same number.
         """
         if len(ranks) == 1:
             return
@@ -106,7 +103,7 @@ class CollectiveChecker:
 
 
 def _users_line() -> str:
-    """Return the innermost line of user code on the stack, with the collective that it calls; empty if none."""
+    """Return the innermost line of user code on the stack and the collective that it calls; empty if there is none."""
     inner = sys._getframe(2)
     while (frame := inner.f_back) is not None:
         if not str(frame.f_globals.get("__name__")).startswith(_OURS):

@@ -192,8 +192,6 @@ class Collectives:
 
         Args:
             tensor: 1-D contiguous CPU tensor, not empty, of equal length and dtype on all members.
-            group: Group whose members call this method.
-            fold: The reduction, equal on all members.
         """
         if group.native is not None and group.size > 1:
             result = torch.empty(len(tensor), dtype=fold([tensor[:0]] * group.size).dtype, device="cpu")
@@ -230,7 +228,7 @@ class Collectives:
         return tensor
 
     async def all_to_all(self, tensors: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
-        """Send tensor i to member i, and return the tensors received from all members, of equal shape and dtype."""
+        """Send tensor i to member i, and return the received tensors. All tensors have equal shape and dtype."""
         if len(tensors) != group.size:
             raise LocalProtocolError(f"all_to_all takes one tensor per member ({group.size}), got {len(tensors)}")
         for index, tensor in enumerate(tensors):
@@ -264,8 +262,6 @@ class Collectives:
         Args:
             send: This member's bytes, a 1-D uint8 CPU tensor.
             sizes: Number of bytes of each member; equal on all members.
-            group: Group whose members call this method.
-            root: Rank of a member.
         """
         position = _position(group, root)
         if send.nbytes != sizes[group.index]:

@@ -83,8 +83,6 @@ class ResultHeader:
     """Header that a member sends to describe its result.
 
     Attributes:
-        rank: Rank of the member.
-        call: Operation that the member has called.
         status: 0 for no result, 1 for a value, 2 for an error.
         nbytes: Size of the payload in bytes.
         inline: The payload, if it fits into the header.

@@ -35,7 +35,6 @@ class Freed:
     """Message with which a member notifies the others that it has freed a group.
 
     Attributes:
-        ranks: Members in the group's order.
         serial: Serial number among the groups of these ranks.
         started: Number of collectives that the sender has started and ended.
         lost: Ranks that the sender knows to be lost.
@@ -147,7 +146,7 @@ class GroupLedger:
         self._release(entry)
 
     def _release(self, entry: _Entry) -> None:
-        """Release the group's tag and communicator if all members have freed it and no message is in progress."""
+        """Release a group's tag and communicator if all members have freed the group and no message is in progress."""
         group = entry.group
         if group.ranks[group.index] not in entry.freed or self._membership.is_spoiled(group):
             return

@@ -23,7 +23,6 @@ class Lease:
         serial: Serial number among the groups of these ranks in this order; equal on all members. 0 if the group cannot
             be freed.
         key: Number derived from the ranks and the serial number; equal on all members.
-        give_back: Frees the group; None if the group cannot be freed.
         subjects: Names of agreements that are removed with the group.
         bound_to: Ranks that are not members, but whose loss ends the group's collectives.
         joint_work: This rank's newest call in progress that runs several collectives as one

@@ -30,7 +30,6 @@ class Participation:
     Attributes:
         number: Number of the collective in its group, from 1.
         stop: Ends the wait for the collective with an error.
-        error: Error with which the wait was ended, or None.
     """
 
     group: Group
@@ -41,7 +40,7 @@ class Participation:
 
 @dataclass(slots=True)
 class _Leavers:
-    """Ranks that have left the world, and their number of started collectives by group tag, equal for all of them."""
+    """Ranks that left the world with equal counts of started collectives. ``started`` has the counts by group tag."""
 
     started: dict[int, int]
     ranks: RankSet = field(default_factory=RankSet)
@@ -59,8 +58,8 @@ class MembershipLog:
         self._lost: set[int] = set()
         self._loss_count = 0
         self._lost_at: dict[int, int] = {}  # for each rank that was ever lost, the number of its last loss
-        self._incarnations: dict[int, int] = {}  # of restarted ranks
-        self._under_way: dict[Participation, None] = {}  # in the order of their beginning
+        self._incarnations: dict[int, int] = {}  # number of restarts of each restarted rank
+        self._under_way: dict[Participation, None] = {}  # oldest first
 
     def begin(self, group: Group) -> int:
         """Count the start of a collective of the group; return the collective's number, from 1.

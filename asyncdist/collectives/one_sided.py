@@ -50,7 +50,7 @@ logger = logging.getLogger("asyncdist.collectives.one_sided")
 Targets: TypeAlias = Sequence[memoryview]
 Take: TypeAlias = Callable[[int], None]
 
-#: Largest number of other members for which an owner sends the record of each version to all of them.
+#: Largest number of other members to which an owner sends each version's record. In larger groups, readers ask for it.
 TOLD_COUNT_MAX: Final = 32
 
 _SUBJECT: Final = "new window"
@@ -97,9 +97,7 @@ class VersionedWindow(abc.ABC):
         """Return the newest record of another member; None if that member has no version or is gone.
 
         Args:
-            rank: Rank of another member.
-            deadline: Time on the loop's clock, in seconds. If the member has not answered until then, the result is
-                None.
+            deadline: Time on the loop's clock, in seconds. If the member has not answered before it, None is returned.
         """
         return (await self.published_by_each((rank,), deadline=deadline)).get(rank)
 
@@ -112,13 +110,11 @@ class VersionedWindow(abc.ABC):
         """Read the first bytes of a version of ``rank`` into the targets.
 
         Args:
-            rank: Rank of another member.
             record: Record of the version, from ``published_by``.
             targets: Buffers for the chunks, in order, of ``chunk_nbytes`` each except the last. Chunks i and i +
                 ``streams.WINDOW_COUNT`` may share a buffer.
             take: Called with the index of each chunk after its arrival. If ``read`` raises, all chunks must be
                 discarded, because they may belong to different versions.
-            deadline: Time on the loop's clock, in seconds.
 
         **Cancellation**: the targets may still be written until the owner has answered.
 
@@ -150,11 +146,8 @@ async def open_versioned_window(
     """Open a window. All members of ``group`` must call this function with equal arguments.
 
     Args:
-        group: Ranks that expose and read versions.
         nbytes: Size of one version in bytes; each rank stores two versions.
-        scope: Scope that only these members use.
         chunk_nbytes: Size of the chunks of a read, in bytes.
-        timeout_s: Seconds to wait for the other members.
 
     Raises:
         StartTimeoutError: A member took longer. The other members may have opened the window.

@@ -39,7 +39,7 @@ class _Waiting:
 
     Attributes:
         number: Number that determines the start's place in the order of all starts.
-        meeting: Meeting of the start's second agreement.
+        meeting: The start's second agreement.
     """
 
     number: int
@@ -68,7 +68,8 @@ class Turns:
         """Wait until all members are ready for ``start``, and delay other starts of this rank while the body runs.
 
         Args:
-            timeout_s: Seconds from the request to wait for the other members, and at least 5 s of these for the turn.
+            timeout_s: Seconds, from the request, to wait for the other members and for the turn. At least 5 s are
+                allowed for the turn.
             taken: Returns the numbers that are in use on this rank; the members agree on a number that no member uses.
 
         Raises:

@@ -31,7 +31,6 @@ class VersionRecord:
     """Describes one version of a rank's exposed state.
 
     Attributes:
-        version: Number of the version, counted from 1 by its owner.
         iteration: Iteration of the owner at which the version was copied.
         metric: Metric of the version; NaN if the version must not be used.
     """
@@ -99,11 +98,6 @@ class VersionDesk:
         """Ask all of these ranks at once, and return their newest records in the order of ``ranks``.
 
         Ranks that have no version, have left, or do not answer before the deadline are left out.
-
-        Args:
-            window: Scope of the window.
-            ranks: Ranks to ask.
-            deadline: Time on the loop's clock, in seconds.
         """
         self._number = number = self._number % _NUMBER_MAX + 1
         inquiry = self._inquiries[number] = _Inquiry()

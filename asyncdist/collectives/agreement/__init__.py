@@ -1,1 +1,1 @@
-"""Agreements: ranks compare their intentions before they start an operation together."""
+"""Agreements, with which ranks check that all of them are about to start the same operation."""

@@ -1,25 +1,16 @@
-"""Agreement within a group of ranks.
+"""Agreements: the ranks of a group check that all of them are about to start the same operation.
 
-Every collective starts with an agreement. Each member sends the leader a description of its intended start, as named
-values. The leader (:mod:`asyncdist.collectives.agreement.led_agreements`) compares them and answers all members with
-one verdict. A collective is therefore entered only if all members will enter it. A program that would hang otherwise
-gets an error that names the first difference or the missing ranks. A member that cannot start, for example because of a
-wrong argument, objects, and the others raise its exception.
+Each member *joins* the agreement by sending its leader, one of the ranks, a description of the operation as named
+values. The leader (:mod:`asyncdist.collectives.agreement.led_agreements`) compares the values and sends all members its
+*decision*: "go", or a refusal that names the first difference or the missing ranks. A program with mismatched calls
+therefore gets an error instead of hanging. A member that cannot start, for example because of a wrong argument,
+*objects*, and the other members raise its exception.
 
-Members that name different groups cannot be compared by one leader. For some starts, mainly of groups, ranks detect
-that they wait for each other in different starts (:mod:`asyncdist.collectives.agreement.rival_starts`). A rank makes
-only one start at a time that blocks or takes a number (:mod:`asyncdist.collectives.start_turns`), and may ask the
-leader to join later.
-
-A member that gives up notifies the leader, but cannot know whether the leader has already decided. Each member that has
-joined gets one verdict, and if that is "go", the others count on it. Therefore
-:mod:`asyncdist.collectives.agreed_start` finishes every start, even if its caller was cancelled. If the leader is lost
-after it has answered only some members, they pass its verdict on to each other, provided that the started operation can
-continue without the leader (:mod:`asyncdist.collectives.agreement.termination`).
-
-Members of a large agreement join, and receive the verdict, along a tree
-(:mod:`asyncdist.collectives.agreement.relays`). If the leader leaves while its verdict may be on its way, they ask the
-leader directly.
+Other modules handle special cases: members that wait for each other in agreements with different leaders
+(:mod:`asyncdist.collectives.agreement.rival_starts`), starts that must not overlap
+(:mod:`asyncdist.collectives.start_turns`), members that give up (:mod:`asyncdist.collectives.agreed_start`), a leader
+that is lost after it has notified only some members (:mod:`asyncdist.collectives.agreement.termination`), and large
+groups, whose messages are relayed along a tree (:mod:`asyncdist.collectives.agreement.relays`).
 """
 
 from __future__ import annotations
@@ -72,27 +63,21 @@ if TYPE_CHECKING:
     from asyncdist.messaging.channels import Channel
     from asyncdist.messaging.engine import Engine
 
-#: Additional seconds that a member waits for the verdict, so that the leader times out first and names the missing
-#: ranks.
+#: Seconds after its timeout that a member still waits for the leader's decision, which names the missing ranks.
 MEMBER_PATIENCE_S: Final = 5.0
 #: The error that the other members receive if this rank was cancelled.
 _CANCELLED: Final = ("CancelledError", "it was cancelled while it waited for the others")
 
 
 class Agreements:
-    """Carries out all agreements of one rank, over the world's system channel.
+    """Runs all agreements of one rank, over the world's system channel.
 
     Args:
-        engine: Engine of this rank.
-        channel: Channel for sending. The world receives from it and calls the ``on_`` methods.
-        rank: This rank.
+        channel: Channel for sending. The world receives its messages and calls the ``on_`` methods.
 
     Attributes:
-        incarnations: Incarnations of restarted ranks.
-        relays: Relay the messages of large agreements along a tree.
-        comings: This rank's own joins of large agreements.
-        led: Agreements that this rank leads.
-        rivals: Finds starts in which ranks wait for each other.
+        comings: Joins large agreements for this rank.
+        rivals: Detects ranks that wait for each other in different starts.
         termination: Ends agreements whose leader is lost.
     """
 
@@ -101,8 +86,8 @@ class Agreements:
         self._channel = channel
         self._rank = rank
         self._verdicts: dict[AgreementKey, Verdict] = {}
-        self._counts: Counter[AgreementKey] = Counter()  # number of starts by the key for all occurrences
-        self._ahead: set[AgreementKey] = set()  # agreements that this rank has counted but not joined
+        self._counts: Counter[AgreementKey] = Counter()  # number of requested starts of each operation
+        self._ahead: set[AgreementKey] = set()  # agreements that were requested but not joined
         self.incarnations = Incarnations(rank, engine.transport.incarnation)
         self._absences = Absences(self.incarnations)
         self.relays = Relays(engine, rank, self._send, self._absences.gone)
@@ -132,24 +117,25 @@ class Agreements:
 
         Args:
             ranks: All members, including this rank.
-            subject: Name of the operation; equal on all ranks. Repetitions are counted.
+            subject: Name of the operation; equal on all ranks. It may be started repeatedly.
             values: Named values that must be equal on all ranks. A leader that is not a member may pass none.
             timeout_s: Seconds that the leader waits for the last member; None for no limit.
             leader: Rank that compares the values; by default the first of ``ranks``.
-            taken: Numbers that are in use on this rank. All members receive the smallest number that is unused on all.
-            hold_s: Seconds for which a member polls without yielding to the loop while it waits for the verdict.
+            taken: Resource numbers, such as group tags, in use on this rank. The members agree on the smallest number
+                that none of them uses.
+            hold_s: Seconds for which a member polls without yielding to the loop while it waits for the decision.
             bound_to: Further ranks whose loss ends the agreement.
 
         Raises:
-            StartTimeoutError: Some ranks did not join in time; the error names them.
+            StartTimeoutError: Some ranks did not join in time.
             DisagreementError: A value differs, or two members wait for each other in different agreements.
             ClosedError: A member has left the world, or has withdrawn from the subject.
             RankLostError: A member, or a rank of ``bound_to``, is lost.
             RemoteError: A member has objected, or was cancelled in this agreement.
             CancelledError: This rank has given up (:meth:`give_up`), and the leader has released it.
 
-        **Cancellation**: the other members get RemoteError, unless all had joined, because then they count on this
-        rank. Therefore the work after "go" must run in a task that only a failure of the job cancels
+        **Cancellation**: the other members get RemoteError, unless all members had joined. After "go", they depend on
+        this rank, so the work must run in a task that only a failure of the job cancels
         (:mod:`asyncdist.collectives.agreed_start`).
         """
         meeting = self.next_meeting(ranks, subject, leader, bound_to)
@@ -164,10 +150,9 @@ class Agreements:
         *,
         outlives_leader: bool = False,
     ) -> Meeting:
-        """Count one more start of ``subject``; :meth:`meet` or :meth:`stay_away` must follow.
+        """Request the next agreement on ``subject``. The caller must then call :meth:`meet` or :meth:`stay_away`.
 
-        The occurrence is counted when the start is requested, not when its turn begins, so that an abandoned start has
-        the same number on all ranks.
+        The start is counted now, and not when it begins, so that an abandoned start has the same number on all ranks.
         """
         key = self._next_occurrence(self.incarnations.key_of(subject, ranks))
         leader = ranks[0] if leader is None else leader
@@ -175,7 +160,7 @@ class Agreements:
         return Meeting(key, tuple(ranks), leader, self._engine.loop.time(), bound_to, outlives_leader)
 
     def second_meeting(self, meeting: Meeting) -> Meeting:
-        """Return a second meeting for the start of ``meeting``, which all members have joined; none may stay away."""
+        """Return the second agreement of a start whose first agreement all members have joined. All must join it."""
         return Meeting(
             dataclasses.replace(meeting.key, is_second=True), meeting.ranks, meeting.leader, self._engine.loop.time()
         )
@@ -191,18 +176,18 @@ class Agreements:
         caller: Caller | None = None,
         mark: int | None = None,
     ) -> Agreed:
-        """Agree as :meth:`agree` does, for a start that was counted before; the timeout began then.
+        """Wait until all members of ``meeting`` are about to start its operation.
+
+        The arguments that are not listed, and the errors, are the same as for :meth:`agree`.
 
         Args:
-            meeting: Result of :meth:`next_meeting`.
-            values, timeout_s, taken, hold_s: See :meth:`agree`.
-            caller: Notified of the progress.
-            mark: A number that may differ. All members receive up to two different marks, from which they know whether
-                all are equal.
+            meeting: Result of :meth:`next_meeting`, with which the timeout began.
+            caller: Object that is notified of the progress.
+            mark: A number that may differ between members. All members receive up to two different marks, and therefore
+                know whether all marks are equal.
 
         Raises:
-            AsyncdistError: As :meth:`agree`.
-            Postponed: The leader has released this rank, which is to meet again.
+            Postponed: The leader has released this rank, which must call this method again later.
         """
         key = meeting.key
         self._ahead.discard(key)
@@ -237,7 +222,7 @@ class Agreements:
     def postpone(self, meeting: Meeting) -> None:
         """Ask the leader to release this rank from ``meeting``, so that :meth:`meet` raises :class:`Postponed`.
 
-        If all members have joined, the leader ignores the request.
+        The leader ignores the request if all members have joined.
         """
         key = meeting.key
         text = f"rank {self._rank} joins another start first"
@@ -245,18 +230,18 @@ class Agreements:
         self._engine.recheck()
 
     def object(self, ranks: Sequence[int], subject: str, error: BaseException) -> None:
-        """Notify the others, instead of :meth:`agree`, that ``error`` keeps this rank from starting ``subject``."""
+        """Notify the other members that ``error`` prevents this rank from starting ``subject``."""
         key = self._next_occurrence(self.incarnations.key_of(subject, ranks))
         self._object(Objection(key.text, *words_of(error)), ranks[0])
 
     def stay_away(self, meeting: Meeting, error: Exception | None = None) -> None:
-        """Notify the others, instead of :meth:`meet`, that ``error`` or a cancellation keeps this rank away."""
+        """Notify the other members that ``error``, or a cancellation, prevents this rank from joining ``meeting``."""
         self._ahead.discard(meeting.key)
         self._ask_to_go(meeting, words_of(error) if error is not None else _CANCELLED)
 
     @contextlib.contextmanager
     def objecting(self, ranks: Sequence[int], subject: str) -> Iterator[None]:
-        """Check a collective's arguments in the body, before :meth:`agree`; errors are also sent to the others."""
+        """Send exceptions of the body, which checks a collective's arguments, also to the other members."""
         try:
             yield
         except Exception as error:
@@ -274,9 +259,9 @@ class Agreements:
         """Ask the leader to continue without this rank, because the caller of the start has given up.
 
         Returns:
-            Whether the verdict "go" has already arrived. If it has not, it may still arrive.
+            Whether the decision "go" has already arrived. If not, the decision may still arrive.
         """
-        self._engine.poll()  # the verdict may have arrived while the loop was blocked
+        self._engine.poll()  # receives a decision that has arrived while the loop was blocked
         verdict = self._verdicts.get(meeting.key)
         if verdict is None:
             self._ask_to_go(meeting)
@@ -284,21 +269,21 @@ class Agreements:
 
     def _ask_to_go(self, meeting: Meeting, words: tuple[str, str] = _CANCELLED) -> None:
         if not self.is_ending:
-            with contextlib.suppress(AsyncdistError):  # no other rank is left
+            with contextlib.suppress(AsyncdistError):  # raised if no other rank is left
                 self._object(Objection(meeting.key.text, *words), meeting.leader)
-            self._engine.recheck()  # the leader itself waits, too
+            self._engine.recheck()  # because this rank may itself be the waiting leader
 
     @property
     def is_ending(self) -> bool:
-        """Whether the job or this rank is failing, so that a cancelled start need not wait for a verdict."""
+        """Whether the job or this rank is failing, so that a cancelled start need not wait for a decision."""
         return self._engine.failure is not None or self._is_failing or self.is_interrupted()
 
     def on_own_failure(self) -> None:
-        """Note that a failed task will end this rank, so that the following cancellations are not sent."""
+        """Record that a failed task will end this rank, so that the resulting cancellations are not sent."""
         self._is_failing = True
 
     def withdraw(self, ranks: Sequence[int], subject: str) -> None:
-        """Never agree to ``subject`` again: the other ``ranks`` get ClosedError when they try."""
+        """Withdraw from ``subject`` forever: later agreements of the other ``ranks`` raise ClosedError."""
         key = self.incarnations.key_of(subject, ranks)
         if self.relays.carry(key):
             self.led.withdrawn.add(key)
@@ -308,20 +293,20 @@ class Agreements:
                 self._send(message, rank)
 
     def forget(self, ranks: Sequence[int], subject: str) -> None:
-        """Forget ``subject``, from which all members have withdrawn."""
+        """Remove the state of ``subject``, from which all members have withdrawn."""
         key = self.incarnations.key_of(subject, ranks)
         self._counts.pop(key, None)
         self._absences.withdrawn.pop(key, None)
         self.led.withdrawn.discard(key)
 
     def _send(self, message: Any, rank: int) -> None:
-        """Send to ``rank``, unless it has left or was lost; the transport may know of a loss a little earlier."""
+        """Send a message to ``rank``, unless ``rank`` has left or is lost."""
         if rank not in self._absences.gone:
             with contextlib.suppress(RankLostError):
                 self._channel.send_nowait(message, rank)
 
     def _send_anyway(self, message: Any, rank: int) -> None:
-        """Send to ``rank``, even if it has left."""
+        """Send a message to ``rank``, even if ``rank`` has left."""
         with contextlib.suppress(RankLostError, ClosedError):
             self._channel.send_nowait(message, rank)
 
@@ -359,7 +344,7 @@ class Agreements:
 
         is_told = await self._engine.until(is_over, what, deadline=deadline, peers=absent)
         if not is_told and timeout_s is not None and self.relays.carry(key):
-            self.led.on_inquiry(Inquiry(key.text, timeout_s))  # calls them first
+            self.led.on_inquiry(Inquiry(key.text, timeout_s))  # The leader asks missing members before it refuses.
             await self._engine.until(is_over, what, peers=absent)
 
     async def _follow(
@@ -376,7 +361,7 @@ class Agreements:
         is_large, has_asked = self.relays.carry(key), False
 
         def has_no_leader() -> bool:
-            if is_large and has_asked:  # a leaving leader still answers, and "go" may be on its way
+            if is_large and has_asked:  # A leader that has left still answers, and "go" may be in transit.
                 return leader in self._absences.lost or self.termination.excludes(key, leader)
             return leader in gone.ranks() or self.termination.excludes(key, leader)
 
@@ -398,7 +383,7 @@ class Agreements:
         what = WaitId(WaitKind.VERDICT, peer=leader, name=join.subject)
         is_told = await self._engine.until(is_over, what, deadline=deadline)
         if not is_told and deadline is not None and timeout_s is not None:
-            with contextlib.suppress(AsyncdistError):  # the leader cannot be asked
+            with contextlib.suppress(AsyncdistError):  # raised if nothing can be sent to the leader
                 self.comings.say_directly(key, leader)
                 self._send(Inquiry(key.text, timeout_s), leader)
             is_told = await self._engine.until(is_over, what, deadline=deadline + MEMBER_PATIENCE_S)
@@ -415,7 +400,7 @@ class Agreements:
         return verdict or self._verdict_without(meeting, gone, is_leaderless=has_no_leader())
 
     def _verdict_without(self, meeting: Meeting, gone: Absentees, *, is_leaderless: bool) -> Verdict:
-        """Return this rank's own conclusion about a meeting for whose verdict it no longer waits."""
+        """Return a refusal for an agreement whose leader, or another needed rank, is gone."""
         key, leader = meeting.key, meeting.leader
         all_lost = self._absences.lost_to(key)
         lost = tuple(rank for rank in (*meeting.ranks, *meeting.bound_to) if rank in all_lost)
@@ -427,7 +412,7 @@ class Agreements:
         return Verdict(key.text, gone=lost, lost=lost)
 
     def _hold(self, is_over: Callable[[], bool], seconds: float) -> None:
-        """Poll for ``seconds`` without yielding, because another task of this rank might compute."""
+        """Poll until ``is_over()`` or for ``seconds``, without yielding to other tasks, which might compute."""
         deadline = time.perf_counter() + seconds
         while seconds and not is_over() and time.perf_counter() < deadline:
             self._engine.poll()
@@ -436,12 +421,12 @@ class Agreements:
         return key.occurrence <= self._counts[key.of_all_occurrences] and key not in self._ahead
 
     def leave(self) -> None:
-        """Send the verdicts of failed agreements to the members that may still join, because this rank leaves."""
+        """Send the decisions of failed agreements to the members that may still join, because this rank leaves."""
         self.relays.leave()
         self.led.leave()
 
     def on_verdict(self, verdict: Verdict, source: int) -> None:
-        """Handle the leader's verdict, possibly passed on by another member."""
+        """Handle a leader's decision, which another member may have relayed."""
         if not self.relays.carry(verdict.key):
             if self.termination.takes(verdict, source):
                 self._deliver(verdict)
@@ -451,12 +436,12 @@ class Agreements:
             self._take(verdict)
 
     def on_gathered(self, gathered: Gathered) -> None:
-        """Note the members that have joined a large agreement. Raises RemoteProtocolError."""
+        """Record members that have joined a large agreement. Raise RemoteProtocolError for an invalid message."""
         (self.led if gathered.leader == self._rank else self.relays).on_gathered(gathered)
         self.rivals.on_waiting()
 
     def on_spread(self, spread: Spread, source: int) -> None:
-        """Pass a verdict on, and handle it if it is also for this rank. Raises RemoteProtocolError."""
+        """Relay a decision, and handle it if this rank is a receiver. Raise RemoteProtocolError for invalid ranks."""
         ranks = self.relays.ranks_of(spread)
         if not self.termination.excludes(spread.key, source):
             self.termination.keep(spread.verdict)
@@ -465,7 +450,7 @@ class Agreements:
                 self._take(spread.verdict)
 
     def _take(self, verdict: Verdict) -> None:
-        """Handle the verdict of a large agreement, which may arrive on several paths."""
+        """Handle the first decision of a large agreement, of which copies may arrive on several paths."""
         if self.comings.takes(verdict):
             self._deliver(verdict)
 
@@ -477,17 +462,17 @@ class Agreements:
             self._verdicts[verdict.key] = verdict
 
     def on_decision_request(self, request: DecisionRequest, source: int) -> None:
-        """Tell another member whether this rank knows the verdict."""
-        if self._rank not in self.incarnations.replaced(request.key):  # else the previous process was the member
+        """Answer another member that asks for the decision of a lost leader."""
+        if self._rank not in self.incarnations.replaced(request.key):  # Otherwise the previous process was the member.
             self.termination.on_request(request, source)
 
     def on_join(self, join: Join, source: int) -> None:
-        """Note that a member has joined a meeting that this rank leads, or will lead."""
+        """Record that a member has joined an agreement that this rank leads, or will lead."""
         self.led.on_join(join, source)
         self.rivals.on_waiting()
 
     def on_withdraw(self, message: Withdraw, source: int) -> None:
-        """Note that a member will not start this again."""
+        """Record that a member will never start the message's subject again."""
         key, withdrawn = message.key, self._absences.withdrawn
         check_room(withdrawn, key)
         withdrawn.setdefault(key, set()).add(source)
@@ -495,7 +480,7 @@ class Agreements:
         self.comings.on_withdrawn(source, key)
 
     def on_gone(self, ranks: RankSet, *, is_lost: bool) -> None:
-        """Note that ranks have left or are lost, and will join no further meeting."""
+        """Record that ranks have left or are lost, and end the agreements that wait for them."""
         self._absences.gone |= ranks
         self._absences.lost.update(ranks if is_lost else ())
         self.led.on_gone(ranks)
@@ -503,7 +488,7 @@ class Agreements:
         self._engine.recheck()
 
     def on_returned(self, rank: int, incarnation: int) -> None:
-        """Note that ``rank`` was restarted; agreements with its previous process are over."""
+        """Record the restart of ``rank``, which ends agreements with its previous process."""
         self.incarnations.note(rank, incarnation)
         self._absences.gone.discard(rank)
         self._absences.lost.discard(rank)

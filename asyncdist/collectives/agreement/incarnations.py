@@ -1,7 +1,7 @@
-"""Distinguishes the agreements of a restarted rank from those of its previous process.
+"""Distinguishes the agreements of a restarted rank from the agreements of its previous process.
 
-A restarted rank counts its starts from 1 again. Its agreements therefore have other subjects than those of its previous
-process, and a meeting that includes the previous process can no longer succeed.
+A restarted rank counts its starts from 1 again. The subjects of its agreements therefore include its incarnation, the
+number of its restarts. An agreement that includes the previous process can no longer succeed.
 """
 
 from __future__ import annotations
@@ -16,32 +16,27 @@ _QUALIFIED: Final = re.compile(r" \(restarted: ([0-9. ]+)\)$")
 
 
 class Incarnations:
-    """Holds the incarnations of restarted ranks, as far as this rank knows.
-
-    Args:
-        rank: This rank.
-        incarnation: Incarnation of this rank.
-    """
+    """Records the incarnations of restarted ranks, as far as this rank knows."""
 
     def __init__(self, rank: int, incarnation: int) -> None:
         self._known: dict[int, int] = {rank: incarnation} if incarnation else {}
 
     def note(self, rank: int, incarnation: int) -> None:
-        """Note that ``rank`` was restarted."""
+        """Record the restart of ``rank``."""
         if incarnation:
             self._known[rank] = incarnation
 
     def qualified(self, subject: str, ranks: Sequence[int]) -> str:
-        """Return the subject extended by the incarnations of restarted members."""
+        """Return the subject, extended by the incarnations of the restarted ranks among ``ranks``."""
         words = [f"{rank}.{self._known[rank]}" for rank in sorted(self._known) if rank in ranks] if self._known else ()
         return f"{subject} (restarted: {' '.join(words)})" if words else subject
 
     def key_of(self, subject: str, ranks: Sequence[int]) -> AgreementKey:
-        """Return the key for all occurrences among the current processes."""
+        """Return the key that all starts of ``subject`` by the current processes of ``ranks`` have in common."""
         return AgreementKey.of(self.qualified(subject, ranks), ranks)
 
     def replaced(self, key: AgreementKey) -> tuple[int, ...]:
-        """Return the members whose current process is not the one that ``key`` names."""
+        """Return the members for which ``key`` names an earlier process than their current one, after a restart."""
         if not self._known:
             return ()
         found = _QUALIFIED.search(key.subject)
@@ -50,5 +45,5 @@ class Incarnations:
         return tuple(rank for rank in members if f"{rank}.{self._known[rank]}" not in words)
 
     def losses(self, lost: Iterable[int]) -> Losses:
-        """Return the lost ranks, each with its incarnation."""
+        """Return the lost ranks, each with the incarnation of its lost process."""
         return tuple((rank, self._known.get(rank, 0)) for rank in sorted(lost))

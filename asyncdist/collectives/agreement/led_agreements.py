@@ -1,11 +1,9 @@
-"""The leader's side of agreements: collects the members that join, and decides.
+"""The leader's side of agreements: records the members that join, decides, and sends the decision.
 
-Nothing here waits; :mod:`asyncdist.collectives.agreement.agreements` does. A verdict goes to all members that have
-joined. If an agreement fails before all have joined, its verdict is kept for the others, who receive it when they join.
-
-In a large agreement, joins and verdicts travel along a tree (:mod:`asyncdist.collectives.agreement.relays`), where they
-may be late. The leader therefore calls seemingly missing members before it reports them as missing, and before it
-believes another member's claim that they wait elsewhere.
+If an agreement fails before all members have joined, its decision is stored for the missing members, which receive it
+when they join. In a large agreement, whose joins are relayed along a tree
+(:mod:`asyncdist.collectives.agreement.relays`), a join may be late. The leader therefore asks seemingly missing members
+directly before it refuses without them.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from asyncdist.errors import BusyError
 from asyncdist.transports.rank_sets import RankSet
 from asyncdist.waits import WaitId, WaitKind
 
-#: Seconds that the leader of a large agreement waits for the answers of called members after the timeout.
+#: Seconds after the timeout that the leader of a large agreement waits for answers of seemingly missing members.
 _ROLL_CALL_S: Final = 0.5
 
 
@@ -47,17 +45,13 @@ class LedAgreements:
     """Decides the agreements that this rank leads.
 
     Args:
-        rank: This rank.
-        send: Sends a message to another rank, unless that rank is gone.
-        send_anyway: Sends a message to another rank, even if it has left.
-        deliver: Receives this rank's own verdicts.
+        send_anyway: Sends a message to another rank, even if that rank has left.
+        deliver: Handles a decision on this rank.
         has_come: Returns whether this rank has joined an agreement.
-        absences: Ranks that join no agreement.
-        relays: Relays of this rank, for large agreements.
 
     Attributes:
         joins: For each undecided agreement, the joins of its members by rank.
-        over: Verdicts of failed agreements that some members have not received.
+        over: Decisions of failed agreements that some members have not received.
         withdrawn: Keys, for all occurrences, of large agreements from which this rank has withdrawn.
     """
 
@@ -83,22 +77,20 @@ class LedAgreements:
         self._relays = relays
         self._has_left = False
         # For undecided large agreements:
-        self._direct: dict[AgreementKey, set[int]] = {}  # members of which only direct messages count
-        self._called: dict[AgreementKey, tuple[Inquiry, set[int]]] = {}  # after the timeout: the called members
+        self._direct: dict[AgreementKey, set[int]] = {}  # members whose relayed joins are ignored
+        self._called: dict[AgreementKey, tuple[Inquiry, set[int]]] = {}  # members that were asked after the timeout
         self._doubted: dict[
             AgreementKey, tuple[Objection, int]
-        ] = {}  # counts once a rank answers that it has not joined
+        ] = {}  # objections that take effect when a rank answers that it has not joined
 
     def decide(self, meeting: Meeting, gone: tuple[int, ...], waited_s: float) -> tuple[Verdict, Join]:
-        """Decide a meeting that this rank has joined, and send the verdict to the members that have joined.
+        """Decide an agreement that this rank has joined, and send the decision to the members that have joined.
 
         Args:
-            meeting: Meeting of this rank.
             gone: Members that will not join.
-            waited_s: Seconds that the leader has waited.
 
         Returns:
-            The verdict, and the join of the first member whose values were compared.
+            The decision, and the join of the first member whose values were compared.
         """
         key, ranks = meeting.key, meeting.ranks
         joins = self.joins.pop(key)
@@ -110,12 +102,12 @@ class LedAgreements:
         return verdict, joins[said[0]]
 
     def on_join(self, join: Join, source: int) -> None:
-        """Note that a member has joined a meeting that this rank leads, or will lead."""
+        """Record that a member has joined an agreement that this rank leads, or will lead."""
         key = join.key
         if source in self._absences.gone:
             if source not in self._absences.lost and self._relays.carry(
                 key
-            ):  # it has left the world, but still waits for this verdict
+            ):  # The member has left the world, but still waits for the decision.
                 over = self.over.hear(key, source) or self._decided(key)
                 self._send_anyway(over or Verdict(key.text, gone=(source,)), source)
             return
@@ -130,10 +122,10 @@ class LedAgreements:
             self._refuse_if_one_is_gone(key)
             self._on_answer(key, source)
         else:
-            self._send(over, source)  # decided without this member, which would wait forever
+            self._send(over, source)  # The agreement has already failed without this member.
 
     def on_gathered(self, gathered: Gathered) -> None:
-        """Note that members have joined a large meeting that this rank leads. Raises RemoteProtocolError."""
+        """Record members that have joined a large agreement. Raise RemoteProtocolError for an invalid message."""
         key = gathered.key
         ranks = RankSet.of_bits(self._relays.ranks_of(gathered)) - self._absences.gone
         ranks -= {self._rank, *self._direct.get(key, ())}
@@ -148,7 +140,7 @@ class LedAgreements:
             self._refuse_if_one_is_gone(key)
 
     def on_not_here(self, answer: NotHere, source: int) -> None:
-        """Note that ``source`` has not joined, which confirms a pending objection that it waits elsewhere."""
+        """Handle the answer of a member that has not joined, which may confirm an objection against this agreement."""
         key = answer.key
         self._on_answer(key, source)
         if key not in self._doubted or source in self.joins.get(key, ()):
@@ -158,21 +150,21 @@ class LedAgreements:
             self._refuse(objection, objector)
 
     def _decided(self, key: AgreementKey) -> Verdict | None:
-        """Return the verdict of a large agreement that is over, or from which this rank has withdrawn."""
+        """Return the decision of a large agreement that has ended, or from which this rank has withdrawn; else None."""
         heard = self._relays.heard.get((key, self._rank))
         if heard is None and (self._has_left or key.of_all_occurrences in self.withdrawn):
             return Verdict(key.text, gone=(self._rank,))
         return heard
 
     def on_inquiry(self, inquiry: Inquiry) -> None:
-        """Decide with the members that have joined, because the timeout of one of them has passed.
+        """Refuse an agreement because a member's timeout has passed, even if this rank's own timeout has not.
 
-        This also happens if this rank joined after that member, and would wait longer itself.
+        In a large agreement, seemingly missing members are asked first.
         """
         joins = self.joins.get(inquiry.key, {})
         missing = tuple(sorted(inquiry.key.members() - joins.keys()))
         if not joins or not missing:
-            return  # the verdict is on its way
+            return  # The decision is in transit.
         if self._relays.carry(inquiry.key):
             if inquiry.key not in self._called:
                 self._called[inquiry.key] = inquiry, self._absences.may_come(inquiry.key, missing) - {self._rank}
@@ -184,7 +176,7 @@ class LedAgreements:
         self._refuse_without(missing, inquiry)
 
     def _on_answer(self, key: AgreementKey, source: int) -> None:
-        """Note the answer of a called rank; the last answer ends the wait."""
+        """Record the answer of a rank that was asked whether it has joined; the last answer ends the wait."""
         if key in self._called:
             silent = self._called[key][1]
             silent.discard(source)
@@ -192,7 +184,7 @@ class LedAgreements:
                 self._on_called(key)
 
     def _on_called(self, key: AgreementKey) -> None:
-        """Refuse an agreement whose time is up, unless all members have joined."""
+        """Refuse an agreement after the answers of seemingly missing members, unless all members have joined."""
         if key in self._called:
             inquiry, _ = self._called.pop(key)
             joins = self.joins.get(key, {})
@@ -214,16 +206,16 @@ class LedAgreements:
         self._tell(joins, verdict)
 
     def on_objection(self, objection: Objection, source: int) -> None:
-        """Refuse an agreement because a member cannot start it; members that join later receive the verdict then."""
+        """Refuse an agreement because a member cannot start; members that join later get the stored decision."""
         key, joins = objection.key, self.joins.get(objection.key, {})
         if self.over.hear(key, source) is not None:
-            return  # another member has objected first
+            return  # Another member has already objected.
         if objection.kind == POSTPONED:
             self._postpone(objection, source)
             return
         has_decided = source != self._rank and self._has_come(key) and self._rank not in joins
         if has_decided or objection.is_void(joins):
-            return  # all members had joined, or those that wait elsewhere have joined this agreement, too
+            return  # All members have joined, or at least those that were said to wait in a different start.
         absent = [rank for rank in key.members() - joins.keys() if is_in(rank, objection.absent)]
         if absent and self._rank not in absent and self._relays.carry(key):
             self._doubted[key] = objection, source
@@ -242,18 +234,18 @@ class LedAgreements:
         self._tell(joins, verdict)
 
     def on_gone(self, ranks: RankSet) -> None:
-        """Note that ranks have left or are lost, and will join no further meeting."""
+        """Remove the joins of ranks that have left or are lost, and refuse agreements that wait for these ranks."""
         self.over.on_gone(ranks)
-        for key, joins in list(self.joins.items()):  # ranks that are gone no longer wait
+        for key, joins in list(self.joins.items()):
             for rank in ranks & joins:
                 del joins[rank]
             if not joins:
                 del self.joins[key]
-                self._direct.pop(key, None)  # it will fail
+                self._direct.pop(key, None)
             self._refuse_if_one_is_gone(key)
 
     def leave(self) -> None:
-        """Send the verdicts of failed agreements to the members that may still join, because this rank leaves."""
+        """Send the stored decisions to the members that may still join, because this rank leaves."""
         self._has_left = True
         for verdict, absent in self.over.take_all():
             for rank in sorted(absent - {self._rank}):
@@ -261,7 +253,7 @@ class LedAgreements:
                     self._send(verdict, rank)
 
     def _postpone(self, objection: Objection, source: int) -> None:
-        """Release ``source``, which joins again later, unless all members have joined."""
+        """Release ``source`` from an agreement, which it will join again later, unless all members have joined."""
         key = objection.key
         joins = self.joins.get(key, {})
         if source in joins and len(joins) < len(key.members()):
@@ -280,7 +272,7 @@ class LedAgreements:
             self._deliver(verdict)
 
     def _tell_others(self, ranks: Collection[int], verdict: Verdict) -> None:
-        """Send a verdict to other members; in a large agreement along the tree, or directly if they joined directly."""
+        """Send a decision along the tree to the members that joined along the tree, and directly to all others."""
         key, others = verdict.key, [rank for rank in ranks if rank != self._rank]
         if self._relays.carry(key):
             self._called.pop(key, None)
@@ -292,13 +284,13 @@ class LedAgreements:
             self._send(verdict, rank)
 
     def _keep_for(self, absent: Iterable[int], verdict: Verdict) -> None:
-        """Keep a verdict for the members that may still join."""
+        """Store a decision for the absent members that may still join."""
         self.over.keep(verdict, self._absences.may_come(verdict.key, absent))
 
     def _refuse_if_one_is_gone(self, key: AgreementKey) -> None:
-        """Refuse a meeting with a gone member if others wait for this rank, which leads it and has not joined.
+        """Refuse an agreement that this rank leads but has not joined if a member is gone and other members wait.
 
-        This rank may never join it: if it learned of the loss earlier, it starts something without the lost rank.
+        This rank may never join it, because it may already have started again without the gone member.
         """
         joins = self.joins.get(key, {})
         if not joins or self._rank in joins:

@@ -1,7 +1,7 @@
-"""The key that identifies an agreement, and the messages of :mod:`asyncdist.collectives.agreement.agreements`.
+"""Messages of agreements, and the key that identifies an agreement.
 
-A message carries its key as a string (:attr:`AgreementKey.text`), which takes fewer bytes than a map of fields. Only
-the ``key`` property of a message parses the string.
+A message contains its key as a string (:attr:`AgreementKey.text`), which takes fewer bytes than a map of fields. The
+message's ``key`` property parses the string.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 
 from asyncdist.errors import RemoteProtocolError
 
-#: Ranks, or other numbers, as runs: the first and the last of each sequence of consecutive numbers.
+#: Compressed list of numbers, such as ranks: the first and the last of each run of consecutive numbers.
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 
 #: Lost ranks, each with the incarnation of the lost process.
@@ -26,13 +26,12 @@ _SECOND: Final = ", their turn"
 
 @dataclass(frozen=True, slots=True)
 class AgreementKey:
-    """Identifies one agreement; equal on all of its ranks.
+    """Identifies one agreement; equal on all members.
 
     Attributes:
-        subject: Name of the operation that the ranks start.
-        ranks: Members, as runs in their order.
-        occurrence: Number of these ranks' attempt at this subject, counted from 1; 0 stands for all attempts.
-        is_second: Whether it is the attempt's second agreement (:mod:`asyncdist.collectives.start_turns`).
+        subject: Name of the operation that the members start.
+        occurrence: Number of this start of the operation by these ranks, from 1; 0 in a key for all occurrences.
+        is_second: Whether this is the second agreement of a start (:mod:`asyncdist.collectives.start_turns`).
     """
 
     subject: str
@@ -41,22 +40,22 @@ class AgreementKey:
     is_second: bool = False
 
     def __hash__(self) -> int:
-        # Hash only the first run: there may be thousands, and each arriving message is looked up by its key.
+        # Only the first run is hashed, since there may be thousands, and each arriving message is looked up.
         return hash((self.subject, self.occurrence, self.ranks[:1]))
 
     def __str__(self) -> str:
-        """Return the subject and the ranks, ``barrier on ranks 0,2,4-9``; equal for all occurrences."""
+        """Return the subject and the ranks, for example ``barrier on ranks 0,2,4-9``; equal for all occurrences."""
         return f"{self.subject}{_ON_RANKS}{_in_words(self.ranks)}"
 
     @property
     def text(self) -> str:
-        """The key as a string for messages: ``barrier on ranks 0-3, time 2``."""
+        """The key as a string for messages, for example ``barrier on ranks 0-3, time 2``."""
         time = f"{_TIME}{self.occurrence}" if self.occurrence else ""
         return f"{self}{time}{_SECOND if self.is_second else ''}"
 
     @property
     def of_all_occurrences(self) -> AgreementKey:
-        """The key that all attempts have in common."""
+        """Key that all starts of the operation by these ranks have in common."""
         return AgreementKey(self.subject, self.ranks)
 
     def has_member(self, rank: int) -> bool:
@@ -65,21 +64,21 @@ class AgreementKey:
 
     @property
     def count_of_members(self) -> int:
-        """The number of members."""
+        """Number of members."""
         return sum(last - first + 1 for first, last in self.ranks)
 
     def members(self) -> set[int]:
-        """Return all members; :meth:`check` bounds their number."""
+        """Return the ranks of all members."""
         return {rank for first, last in self.ranks for rank in range(first, last + 1)}
 
     def check(self, size: int) -> None:
-        """Raise RemoteProtocolError for a key with ranks outside of a world of ``size`` ranks."""
+        """Raise RemoteProtocolError if a member is not a rank of a world of ``size`` ranks."""
         if not _has_room(self.ranks, size):
             raise RemoteProtocolError(f"{str(self)!r:.200} names ranks that a world of {size} ranks does not have")
 
     @classmethod
     def of(cls, subject: str, ranks: Sequence[int]) -> AgreementKey:
-        """Make the key for all occurrences."""
+        """Make the key for all starts of ``subject`` by ``ranks``."""
         return cls(subject, runs_of(tuple(ranks)))
 
     @classmethod
@@ -118,7 +117,7 @@ def _has_room(runs: Runs, size: int) -> bool:
 
 
 class Keyed:
-    """A message whose ``subject`` is the string of a key."""
+    """Base class of messages whose ``subject`` is the string of an agreement's key."""
 
     __slots__ = ()
 
@@ -126,19 +125,17 @@ class Keyed:
 
     @property
     def key(self) -> AgreementKey:
-        """The agreement that the message belongs to."""
+        """Key of the agreement to which the message belongs."""
         return _parse(self.subject)
 
 
 @dataclass(frozen=True, slots=True)
 class Join(Keyed):
-    """Member to leader: this rank joins the agreement.
+    """Message with which a member joins an agreement, sent to the leader.
 
     Attributes:
-        subject: String of the key.
-        values: Named values that must be equal on all ranks.
-        taken: Numbers that are in use on this rank.
-        marks: This rank's mark, a number that may differ; or empty.
+        taken: Resource numbers, such as group tags, in use on the sender.
+        marks: The sender's mark, a number that may differ between members; or empty.
     """
 
     subject: str
@@ -149,13 +146,11 @@ class Join(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Objection(Keyed):
-    """Member to leader: an exception keeps this rank from starting.
+    """Message with which a rank notifies the leader of an error that prevents the start.
 
     Attributes:
-        subject: String of the key.
         kind: Class name of the exception; empty if members wait for each other in different starts.
-        text: Message of the exception.
-        absent: If not empty, the objection counts only while one of these ranks has not joined.
+        absent: If not empty, the objection is valid only until all of these ranks have joined.
     """
 
     subject: str
@@ -164,18 +159,17 @@ class Objection(Keyed):
     absent: Runs = ()
 
     def is_void(self, present: Collection[int]) -> bool:
-        """Return whether all ranks in :attr:`absent` are ``present``, so that the objection does not count."""
+        """Return whether the objection is no longer valid, because all ranks in :attr:`absent` are ``present``."""
         count = sum(last - first + 1 for first, last in self.absent)
         return bool(self.absent) and count <= sum(is_in(rank, self.absent) for rank in present)
 
 
 @dataclass(frozen=True, slots=True)
 class Reminder(Keyed):
-    """Leader to a missing member: other ranks are waiting for it.
+    """Message with which a leader reminds a missing member that other ranks wait in a start.
 
     Attributes:
         subject: String of the key for all occurrences.
-        present: Ranks that have joined.
     """
 
     subject: str
@@ -184,11 +178,10 @@ class Reminder(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Inquiry(Keyed):
-    """Member to leader: this rank's timeout has passed without a verdict; asks which ranks are missing.
+    """Message with which a member whose timeout has passed asks the leader to refuse and name the missing ranks.
 
     Attributes:
-        subject: String of the key.
-        waited_s: The timeout, in seconds.
+        waited_s: The member's timeout, in seconds.
     """
 
     subject: str
@@ -197,17 +190,16 @@ class Inquiry(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Keyed):
-    """Leader to member: "go" with the agreed number, or the reason for a refusal.
+    """Message with the leader's decision: "go" with the agreed number, or the reason for a refusal.
 
     Attributes:
-        subject: String of the key.
         difference: Name of the value that differs; for an objection, the class name of the exception.
         refusal: Description of the difference; for an objection, the message of the exception.
         missing: Ranks that have not joined in time.
-        waited_s: Timeout of the rank whose timeout passed first, in seconds.
+        waited_s: Seconds of the first timeout that passed.
         gone: Ranks that have left or are lost, and will not join.
         lost: The lost ranks among ``gone``.
-        agreed: Smallest number that no member has taken.
+        agreed: Smallest resource number that no member uses.
         objector: Rank that objected, or -1.
         marks: Up to two different marks of the members.
     """
@@ -224,18 +216,17 @@ class Verdict(Keyed):
     marks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise for a negative number."""
+        """Raise ValueError if the agreed number is negative."""
         if self.agreed < 0:
             raise ValueError(f"agreed must be >= 0, got {self.agreed}")
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionRequest(Keyed):
-    """Member to member: the leader is gone; asks for its verdict (see ``agreement.termination``).
+    """Message with which a member asks another member for the decision of a lost leader.
 
     Attributes:
-        subject: String of the key.
-        absent: The leader, and all other ranks from which the sender no longer accepts a verdict.
+        absent: The leader, and all other ranks from which the sender no longer accepts a decision.
     """
 
     subject: str
@@ -244,11 +235,10 @@ class DecisionRequest(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Undecided(Keyed):
-    """Member to member: this rank does not know the verdict, and no longer accepts one from the absent ranks.
+    """Answer of a member that has not received the decision, and no longer accepts the decision from the absent ranks.
 
     Attributes:
-        subject: String of the key.
-        absent: Ranks from which it no longer accepts a verdict, including those of the request.
+        absent: Ranks from which the sender no longer accepts a decision, including the request's absent ranks.
     """
 
     subject: str
@@ -257,16 +247,13 @@ class Undecided(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Gathered(Keyed):
-    """Member to its parent in the tree of a large agreement: ranks of the sender's subtree have joined.
+    """Message with which a member of a large agreement reports joined ranks of its subtree to its parent in the tree.
 
     Attributes:
-        subject: String of the key.
-        leader: Rank that decides.
-        ranks: Ranks that have joined, and were not named by the sender before.
-        values: Their values. If values differ, only the first two different ones are reported exactly; further ranks
-            may be listed with the second, since a later difference is never the first.
-        taken: Numbers that are in use on some of them.
-        marks: Up to two different marks of them.
+        ranks: Ranks that have joined, and that the sender has not reported before.
+        values: Named values of these ranks. If members have more than two different sets of values, ranks with a third
+            set are reported with the second set, because only the first difference is needed.
+        taken: Resource numbers, such as group tags, in use on any of these ranks.
     """
 
     subject: str
@@ -279,12 +266,10 @@ class Gathered(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Spread(Keyed):
-    """Member to its child in the tree of a large agreement: the leader's verdict.
+    """Message with which a member of a large agreement relays the leader's decision to its child in the tree.
 
     Attributes:
-        verdict: Verdict of the leader.
-        leader: Rank of the leader.
-        ranks: Ranks in the receiver's subtree for which the verdict is.
+        ranks: Ranks in the receiver's subtree that must receive the decision.
     """
 
     verdict: Verdict
@@ -293,18 +278,15 @@ class Spread(Keyed):
 
     @property
     def subject(self) -> str:  # type: ignore[override]
-        """String of the key."""
+        """String of the agreement's key."""
         return self.verdict.subject
 
 
 @dataclass(frozen=True, slots=True)
 class RollCall(Keyed):
-    """Leader to a member of a large agreement: have you joined? A join may still be on its way in the tree.
+    """Message with which the leader of a large agreement asks a seemingly missing member whether it has joined.
 
-    A member that has joined repeats its join to the leader directly.
-
-    Attributes:
-        subject: String of the key.
+    A member whose join is still being relayed along the tree answers by sending its join to the leader directly.
     """
 
     subject: str
@@ -312,22 +294,18 @@ class RollCall(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class NotHere(Keyed):
-    """Member to leader: this rank has not joined the agreement.
-
-    Attributes:
-        subject: String of the key.
-    """
+    """Answer to a :class:`RollCall` from a member that has not joined the agreement."""
 
     subject: str
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw(Keyed):
-    """Member to member: this rank will never start the subject again.
+    """Message with which a member notifies the others that it will never start an operation again.
 
     Attributes:
         subject: String of the key for all occurrences.
-        lost: Ranks that the sender knows to be lost, which may be the reason.
+        lost: Ranks that the sender knows to be lost.
     """
 
     subject: str
@@ -336,16 +314,14 @@ class Withdraw(Keyed):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Meeting:
-    """One start of this rank, which must either join it or stay away from it.
+    """An agreement that this rank has requested, and must then either join or decline.
 
     Attributes:
-        key: Key of the agreement.
-        ranks: Members.
         leader: Rank that decides.
-        began_at: Time of the request for the start, on the loop's clock.
+        began_at: Time of the request, in seconds on the loop's clock.
         bound_to: Ranks that are not members, but whose loss ends the agreement.
-        outlives_leader: Whether the started operation continues without the leader. Then a verdict that some members
-            know counts for all (:mod:`asyncdist.collectives.agreement.termination`).
+        outlives_leader: Whether the operation continues if the leader is lost, so that members accept its decision from
+            each other (:mod:`asyncdist.collectives.agreement.termination`).
     """
 
     key: AgreementKey
@@ -361,13 +337,12 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The result of an agreement.
+    """Result of an agreement with the decision "go".
 
     Attributes:
-        number: Smallest number that no member has taken.
-        values: Values that all members sent; on a leader that passed none, the values of the first member.
-        time: Number of the attempt, counted from 1, including failed attempts. It is equal on all ranks, even if some
-            of them missed the verdict of a failed attempt, and must be used to number the started operation.
+        number: Smallest resource number, for example for a group tag, that no member uses.
+        time: Number of this start of the operation, from 1, including failed starts; equal on all ranks. The started
+            operation must be numbered with it.
         marks: Up to two different marks of the members; equal on all ranks.
     """
 
@@ -379,7 +354,7 @@ class Agreed:
 
 @functools.lru_cache(64)
 def runs_of(ranks: tuple[int, ...]) -> Runs:
-    """Convert ranks to runs: the first and the last of each sequence of consecutive ranks."""
+    """Compress a list of ranks to runs: the first and the last of each sequence of consecutive ranks."""
     runs: list[tuple[int, int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -395,7 +370,7 @@ def is_in(rank: int, runs: Runs) -> bool:
 
 
 def merged(taken: Iterable[Runs]) -> Runs:
-    """Return the union of ``taken``, in ascending order."""
+    """Return the union of several sets of numbers, as runs in ascending order."""
     runs: list[tuple[int, int]] = []
     for first, last in sorted({run for each in taken for run in each}):
         if runs and first <= runs[-1][1] + 1:
@@ -406,12 +381,12 @@ def merged(taken: Iterable[Runs]) -> Runs:
 
 
 def first_two(marks: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the two smallest different numbers in ``marks``, or fewer: enough to know whether all are equal."""
+    """Return up to two different numbers of ``marks``, which are enough to know whether all of them are equal."""
     return tuple(sorted({mark for each in marks for mark in each})[:2])
 
 
 def first_free(taken: Iterable[Runs]) -> int:
-    """Return the smallest number >= 0 that is in none of ``taken``."""
+    """Return the smallest number >= 0 that is in none of the sets ``taken``."""
     free = 0
     for first, last in sorted(run for runs in taken for run in runs):
         if first > free:

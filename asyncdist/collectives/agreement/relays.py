@@ -1,14 +1,11 @@
-"""Relays the joins of a large agreement up to its leader, and the verdict down to the members, along a tree.
+"""Relays the joins of a large agreement up to its leader, and the decision down to the members, along a tree.
 
-The leader is the root (:mod:`asyncdist.collectives.agreement.tree_shape`); the others follow in the order of the group.
-A rank reports to its parent as soon as its whole subtree has joined. If all members join together, each rank sends one
-message up and receives two. If some are late, a rank reports the joined ones after a delay, which doubles each time. A
-verdict is passed on as it arrives.
+The leader is the root (:mod:`asyncdist.collectives.agreement.tree_shape`). A rank reports its subtree's joins to its
+parent when the whole subtree has joined, or after a delay, which doubles each time, if some ranks are late.
 
-Only joins and verdicts travel along the tree. A member sends everything else to the leader directly, after it has
-repeated its join there, so that the leader receives both in order. From then on, only direct messages of that member
-count. A member also repeats its join if a rank is gone through which its join or the verdict may have passed. The
-leader answers such a member directly, even after its decision: ranks keep the verdicts of large agreements for a while.
+All other messages are sent to the leader directly, after the sender has repeated its join there, so that the leader
+receives both in order. A member also repeats its join directly if a rank is gone that may have relayed its join or the
+decision. The leader answers a direct join directly, even after its decision, because ranks store the latest decisions.
 """
 
 from __future__ import annotations
@@ -41,22 +38,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds, per level of its subtree, that a rank waits for late ranks before it reports the joined ones; doubled each
-#: time, up to a limit.
+#: Seconds, for each level of its subtree, that a rank waits for late ranks before it reports the joined ranks; doubled
+#: each time, up to a limit.
 _LATE_S: Final = 0.05
 _LATE_MAX_S: Final = 30.0
-#: Maximum number of kept verdicts, and of agreements for which a rank keeps the joins of its subtree.
+#: Maximum number of stored decisions, and of agreements for which a rank stores unreported joins.
 _KEPT_COUNT_MAX: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One rank's place in the tree of an agreement; sets of ranks are bit sets.
+    """One rank's position in the tree of an agreement. Sets of ranks are bit sets.
 
     Attributes:
-        parent: The parent; the leader's parent is itself.
-        parts: Maps each child to its subtree.
-        everybody: This rank and all ranks below it.
+        parts: Pairs of a child's rank and the ranks in the child's subtree.
+        everybody: All ranks in this rank's subtree, including itself.
         levels: Number of levels below this rank.
     """
 
@@ -68,15 +64,14 @@ class _Place:
 
 @dataclass(slots=True)
 class _Coming:
-    """The joins in one rank's subtree, including its own.
+    """The joins of one agreement in this rank's subtree.
 
     Attributes:
-        come: Ranks that have joined.
-        said: Joined ranks that were not reported to the parent yet, by their values.
-        taken: Numbers that these ranks have in use.
-        marks: Up to two different marks of these ranks.
-        late_count: How often an incomplete set was reported.
-        timer: Timer for the next report.
+        come: Bit set of the ranks that have joined.
+        said: Bit sets of the joined ranks that have not been reported to the parent, by the ranks' named values.
+        taken: Resource numbers, such as group tags, in use on unreported ranks.
+        marks: Up to two different marks of unreported ranks.
+        late_count: Number of reports so far.
     """
 
     come: int = 0
@@ -88,16 +83,14 @@ class _Coming:
 
 
 class Relays:
-    """Relays joins and verdicts of large agreements on one rank.
+    """Relays joins and decisions of large agreements on one rank.
 
     Args:
-        engine: Engine of this rank.
-        rank: This rank.
         send: Sends a message to another rank, unless that rank is gone.
-        gone: Ranks that have left or are lost; a view that changes.
+        gone: Ranks that have left or are lost; the caller updates this set.
 
     Attributes:
-        heard: Verdicts that this rank has decided or passed on, by key and leader.
+        heard: Verdicts that this rank has decided or relayed, by key and leader.
     """
 
     def __init__(self, engine: Engine, rank: int, send: Callable[[Any, int], None], gone: Collection[int]) -> None:
@@ -105,25 +98,25 @@ class Relays:
         self._rank = rank
         self._send = send
         self._gone = gone
-        self._is_on = not engine.transport.may_return  # a restarted rank is not a member of earlier agreements
+        self._is_on = not engine.transport.may_return  # A restarted rank could not relay for its previous process.
         self._coming: dict[tuple[AgreementKey, int], _Coming] = {}
         self._has_left = False
         self.heard: dict[tuple[AgreementKey, int], Verdict] = {}
 
     def carry(self, key: AgreementKey) -> bool:
-        """Return whether an agreement is large, so that the tree is used."""
+        """Return whether the messages of an agreement are relayed along a tree, because it is large."""
         return self._is_on and key.count_of_members > DIRECT_COUNT_MAX
 
     def join(self, join: Join, leader: int) -> None:
-        """Note that this rank joins, and report to its parent when due."""
+        """Record that this rank joins, and report to its parent when a report is due."""
         self._note(join, leader, 1 << self._rank)
 
     def on_gathered(self, gathered: Gathered) -> None:
-        """Note joins in the subtree of this rank, which is not the leader."""
+        """Record joins in this rank's subtree, and report to its parent when a report is due."""
         self._note(gathered, gathered.leader, self.ranks_of(gathered))
 
     def ranks_of(self, message: Gathered | Spread) -> int:
-        """Return a message's ranks as a bit set. Raises RemoteProtocolError if some are outside this rank's subtree."""
+        """Return a message's ranks as a bit set. Raise RemoteProtocolError if one is not in this rank's subtree."""
         place = self._place(message.key, message.leader)
         are_ranks = all(0 <= first <= last < self._engine.transport.size for first, last in message.ranks)
         ranks = _bits_of(message.ranks) if are_ranks else 0
@@ -132,14 +125,14 @@ class Relays:
         return ranks
 
     def spread(self, verdict: Verdict, leader: int, ranks: int) -> None:
-        """Keep a verdict, and pass it on to the ranks of the bit set ``ranks`` that are below this one."""
+        """Store a decision, and relay it to the ranks of the bit set ``ranks`` that are below this rank."""
         key = verdict.key
         self.heard[key, leader] = verdict
         if len(self.heard) > _KEPT_COUNT_MAX:
             del self.heard[next(iter(self.heard))]
         place = self._place(key, leader)
         if leader != self._rank:
-            self._pass_on(key, leader)  # others may have joined since, to whom the leader has not answered
+            self._pass_on(key, leader)  # reports later joins, which the leader has not answered
             self._forget(key, leader)
         for child, part in place.parts:
             some = RankSet.of_bits(ranks & part)
@@ -150,17 +143,17 @@ class Relays:
                 self._send(Spread(verdict, leader, runs_of(tuple(some))), child)
 
     def later(self, delay_s: float, what: WaitId, call: Callable[..., None], *args: Any) -> None:
-        """Call ``call(*args)`` after ``delay_s`` seconds; it may send messages or deliver a verdict."""
+        """Call ``call(*args)``, which may send messages or deliver a decision, after ``delay_s`` seconds."""
 
         def run() -> None:
-            with contextlib.suppress(AsyncdistError):  # the job has failed
+            with contextlib.suppress(AsyncdistError):  # raised if the job has failed
                 call(*args)
             self._engine.recheck()
 
         self._engine.call_later(delay_s, what, run)
 
     def leave(self) -> None:
-        """Report all joins to the parent now, and later ones without delay."""
+        """Report all joins to the parent now, and later joins without delay, because this rank leaves."""
         self._has_left = True
         for key, leader in list(self._coming):
             self._pass_on(key, leader)
@@ -191,11 +184,11 @@ class Relays:
             self._pass_on(key, leader)
         except BusyError:
             coming.timer = self._engine.call_later(_LATE_S, _late(key), self._on_late, key, leader)
-        except AsyncdistError as error:  # the job has failed
+        except AsyncdistError as error:  # raised if the job has failed
             logger.debug("%s: %s", key, error)
 
     def _pass_on(self, key: AgreementKey, leader: int) -> None:
-        """Report to the parent the joins that it does not know yet."""
+        """Report the joins that have not been reported yet to the parent, or to the leader if the parent is gone."""
         coming = self._coming.get((key, leader))
         if coming is None or not coming.said:
             return
@@ -214,7 +207,11 @@ class Relays:
     def _first_differing(
         said: dict[tuple[tuple[str, str], ...], int], key: AgreementKey, leader: int
     ) -> Iterator[tuple[tuple[tuple[str, str], ...], int]]:
-        """Yield groups of ranks by values: none, the first, and any other; see :class:`Gathered`."""
+        """Yield up to three pairs of named values and the bit set of ranks that passed them.
+
+        The pairs are: ranks without values, ranks with the first values, and all other ranks, which are reported with
+        the second values (see :class:`Gathered`).
+        """
         if () in said:
             yield (), said[()]
         told = [(values, ranks) for values, ranks in said.items() if values]
@@ -238,12 +235,12 @@ class Relays:
 
 @functools.lru_cache(64)
 def _late(key: AgreementKey) -> WaitId:
-    """Identify the timer after which the joined members are reported, although others have not joined."""
+    """Return the identity of the timer after which joined members are reported although others have not joined."""
     return WaitId(WaitKind.GATHERED_MEMBERS, name=key.text)
 
 
 def _order(runs: Runs, leader: int) -> dict[int, None]:
-    """Return the ranks in the order of the tree, from the leader on."""
+    """Return the ranks in tree order: the leader, and then the others in the group's order."""
     return dict.fromkeys((leader, *(rank for first, last in runs for rank in range(first, last + 1))))
 
 

@@ -1,9 +1,9 @@
-"""Detects ranks that wait for each other in different starts.
+"""Detects deadlocks between agreements: ranks that wait for each other in different starts.
 
-If members name different groups, each of their agreements waits for the other members forever. Therefore a leader sends
-reminders to missing members. A rank that receives a reminder of one start while it waits, in another start, for a rank
-that has joined the first, objects to both. A rank that serves others in its main (a replay buffer) objects to a start
-in which one of its clients waits for it.
+If ranks pass different groups, each of their agreements waits forever for members that are in a different agreement.
+Leaders therefore send reminders to missing members. If a rank receives a reminder while it waits in its own start for a
+rank that has joined the reminded start, it objects to both starts. A rank whose main function serves other ranks, such
+as a replay buffer, objects to starts in which one of its clients waits for it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from asyncdist.wording import ranks_in_words
 if TYPE_CHECKING:
     from asyncdist.messaging.engine import Engine, Timer
 
-#: Seconds that a leader waits for a member before the first reminder, and between two reminders.
+#: Seconds that a leader waits for members before the first reminder, and between two reminders.
 REMIND_AFTER_S: Final = 1.0
-#: Maximum number of missing ranks that a leader reminds: one that detects the problem is enough.
+#: Maximum number of missing ranks that a leader reminds, since one that detects the deadlock is enough.
 _REMINDED_COUNT_MAX: Final = 16
 #: Maximum number of ranks that an error lists.
 _NAMED_COUNT_MAX: Final = 8
@@ -38,13 +38,11 @@ _NAMED_COUNT_MAX: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A start for which a member waits while this rank waits for that member in another one.
+    """A start of an operation whose members and this rank, which is in a different start, wait for each other.
 
     Attributes:
-        key: Key of the rival's agreement, for all occurrences.
-        leader: Leader of the rival's agreement.
-        text: Description of both starts.
-        waiting: Members that wait for this rank in the rival.
+        text: Description of both starts, for the error.
+        waiting: Members that wait for this rank in the rival start.
     """
 
     key: AgreementKey
@@ -55,14 +53,12 @@ class Rival:
 
 @dataclass(slots=True, eq=False)
 class OpenStart:
-    """A start of this rank that is not over.
+    """An operation that this rank is starting together with other ranks.
 
     Attributes:
-        meeting: Meeting of its agreement.
         have_all_come: Whether all members have joined.
-        rivals: Rivals because of which this rank has objected to the start, by their text.
-        doubted_since: Time of the first reminder of each other start, on the loop's clock, by that start's key.
-        timer: Timer of the next reminders.
+        rivals: Rival starts because of which this rank has objected, by their text.
+        doubted_since: For each other start, by key: the time of its first reminder, in seconds on the loop's clock.
     """
 
     meeting: Meeting
@@ -74,12 +70,12 @@ class OpenStart:
 
 @dataclass(slots=True, eq=False)
 class Duty:
-    """Work for other ranks that keeps this rank from joining any start.
+    """Service for other ranks, such as a replay buffer, during which this rank cannot join any start.
 
     Attributes:
-        served: Returns the ranks without which the work does not end.
-        text: Description of the work, such as "serves the replay buffer 'replay'".
-        doubted_since: Time of the first reminder of each start, on the loop's clock, by the start's key.
+        served: Returns the ranks that must leave the service before it ends.
+        text: Description of the service, such as "serves the replay buffer 'replay'".
+        doubted_since: For each start, by key: the time of its first reminder, in seconds on the loop's clock.
     """
 
     served: Callable[[], Iterable[int]]
@@ -88,19 +84,15 @@ class Duty:
 
 
 class Rivals:
-    """Sends the reminders of one rank, and judges the reminders of others.
+    """Sends reminders of the starts that this rank leads, and detects deadlocks from other ranks' reminders.
 
     Args:
-        engine: Engine of this rank.
-        rank: This rank.
-        joins: Joins of the agreements that this rank leads; a view that changes.
-        send: Sends a reminder to a rank.
-        object_to: Objects to an agreement that the given rank leads.
-        next_occurrence: Counts an attempt at an agreement that this rank does not join, and returns its key.
+        joins: Joins of the agreements that this rank leads; updated by their owner.
+        next_occurrence: Counts a start that this rank does not join, and returns the key of its agreement.
 
     Attributes:
-        sent_count, received_count: Numbers of reminders. A watchdog subtracts them, since reminders are sent all the
-            time while ranks wait.
+        sent_count, received_count: Numbers of reminders. A watchdog subtracts these from its message counts, since
+            reminders are no sign of progress.
     """
 
     def __init__(
@@ -120,13 +112,13 @@ class Rivals:
         self._next_occurrence = next_occurrence
         self._starts: dict[AgreementKey, OpenStart] = {}
         self._duties: list[Duty] = []
-        self._look: Timer | None = None  # for starts that this rank leads but does not join because of a duty
+        self._look: Timer | None = None  # timer to check starts that this rank leads but cannot join because of a duty
         self.sent_count = 0
         self.received_count = 0
 
     @contextlib.contextmanager
     def starting(self, meeting: Meeting) -> Iterator[OpenStart]:
-        """Look for rivals of ``meeting`` while the body runs, which sets ``have_all_come``."""
+        """Detect deadlocks between ``meeting`` and other starts while the body runs, which sets ``have_all_come``."""
         start = self._starts[meeting.key] = OpenStart(meeting)
         self._remind_later(start)
         try:
@@ -138,13 +130,11 @@ class Rivals:
 
     @contextlib.contextmanager
     def serving(self, served: Callable[[], Iterable[int]], text: str) -> Iterator[None]:
-        """While the body runs, object to starts in which a served rank waits for this rank.
-
-        The body runs in the rank's main, so this rank joins no start before its end.
+        """While the body serves other ranks, object to starts in which a served rank waits for this rank.
 
         Args:
-            served: Returns the ranks without which the body does not end.
-            text: Description of the work, such as "serves the replay buffer 'replay'".
+            served: Returns the ranks that must leave the service before the body ends.
+            text: Description of the service, such as "serves the replay buffer 'replay'".
         """
         duty = Duty(served, text)
         self._duties.append(duty)
@@ -158,7 +148,7 @@ class Rivals:
                 self._look = None
 
     def on_waiting(self) -> None:
-        """Note that other ranks may wait in a start that this rank leads."""
+        """Schedule a check of the starts that this rank leads, because other ranks may wait for it there."""
         if self._duties and self._joins and self._look is None:
             self._look = self._engine.call_later(REMIND_AFTER_S, WaitId(WaitKind.LOOK_AT_STARTS), self._look_at_led)
 
@@ -171,7 +161,7 @@ class Rivals:
         self._engine.recheck()
 
     def _object_because_of_duty(self, reminder: Reminder, leader: int) -> None:
-        """Object to a start if this rank's duty waits for one of the waiting members; see :func:`find_rival`."""
+        """Object to a start if one of its waiting members must leave a service of this rank before the service ends."""
         now = self._engine.clock()
         for duty in self._duties:
             waiting = sorted(rank for rank in duty.served() if is_in(rank, reminder.present))
@@ -185,15 +175,14 @@ class Rivals:
                 return
 
     def rival_of(self, key: AgreementKey, refusal: str) -> Rival | None:
-        """Return this rank's rival because of which ``key`` was refused with the given text; or None."""
+        """Return the rival start because of which ``key`` was refused with the text ``refusal``, or None."""
         return self._starts[key].rivals.get(refusal) if key in self._starts else None
 
     def on_reminder(self, reminder: Reminder, leader: int) -> None:
-        """Object if members of the reminded start and this rank wait for each other.
+        """Object to this rank's start if this rank and members of the reminded start wait for each other.
 
         Args:
-            reminder: Reminder of another start.
-            leader: Leader of that start, which has sent the reminder.
+            leader: Leader of the reminded start, which has sent the reminder.
         """
         self.received_count += leader != self._rank
         starts = self._starts.values()
@@ -211,7 +200,7 @@ class Rivals:
         start.timer = self._engine.call_later(REMIND_AFTER_S, what, self._remind, start)
 
     def _remind(self, start: OpenStart) -> None:
-        """Send reminders of ``start`` to missing members, and check other starts that wait for this rank."""
+        """Remind missing members of ``start`` if this rank leads it; else check the starts that this rank leads."""
         if start.have_all_come:
             return
         meeting = start.meeting
@@ -230,22 +219,11 @@ class Rivals:
 
 
 def find_rival(reminder: Reminder, leader: int, rank: int, now: float, starts: Collection[OpenStart]) -> Rival | None:
-    """Judge a reminder of a start that this rank may not have joined.
+    """Return the reminded start as a rival if it and this rank's only open start wait for each other; else None.
 
-    A rank objects only after a second reminder, because the first may have crossed its join, or one of its tasks may be
-    about to join. A rank with several open starts does not object, since it may join the reminded start after any of
-    them. The waiting members may also have joined this rank's own start, in another task; then its leader ignores the
-    objection.
+    The result is None until a second reminder, because this rank may be about to join the reminded start. It is also
+    None if this rank has several open starts, because one of them may end without the waiting members.
 
-    Args:
-        reminder: Reminder of another start.
-        leader: Leader that has sent it.
-        rank: This rank.
-        now: Time on the loop's clock.
-        starts: Open starts of this rank.
-
-    Returns:
-        The rival of this rank's only open start; None if there is none.
     """
     mine = next(iter(starts)) if len(starts) == 1 else None
     if mine is None or mine.have_all_come:
@@ -267,7 +245,7 @@ def find_rival(reminder: Reminder, leader: int, rank: int, now: float, starts: C
 
 
 def _duty_text(rank: int, duty: str, waiting: Sequence[int], key: AgreementKey) -> str:
-    """Describe why a start waits for a rank that will not join, and what to do."""
+    """Return an error text: why a start waits for a rank that will not join, and what to do."""
     others = sorted(key.members() - {rank})
     named = others if len(others) <= _NAMED_COUNT_MAX else "ranks"
     have, they_wait = ("has", "it waits") if len(waiting) == 1 else ("have", "they wait")

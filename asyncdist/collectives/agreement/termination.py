@@ -1,25 +1,17 @@
-"""Ends an agreement whose leader is lost: either all living members learn its verdict, or none of them ever does.
+"""Ends agreements whose leader is lost, so that either all living members receive its decision, or none of them does.
 
-A leader sends its verdict to the members in turn. If it dies in between, the members that have received "go" begin, and
-count on the others, which have received nothing. A member without the verdict therefore asks all others, as in the
-cooperative termination protocol of two-phase commit (Bernstein, Hadzilacos, Goodman, "Concurrency Control and Recovery
-in Database Systems", 1987, section 7.4):
+If a leader is lost while it sends its decision, some members may have received "go" and started. A member without the
+decision therefore asks all others, as in the cooperative termination protocol of two-phase commit (Bernstein,
+Hadzilacos, Goodman, "Concurrency Control and Recovery in Database Systems", 1987, section 7.4):
 
-- A member that knows the verdict passes it on.
-- A member that does not know it answers so, and promises to accept it from none of the absent ranks: the leader, and
-  all others that are gone. Messages of these ranks may still be on their way.
-- If all members that are not absent have promised, the verdict is lost, and they start again without the leader.
+- A member that has received the decision sends it to the asking member.
+- Any other member answers that it is undecided, and promises to accept the decision from none of the absent ranks (the
+  leader, and all other ranks that are gone), whose messages may still be in transit.
+- If all present members have promised, no member can receive the decision, and they start again without the leader. If
+  another rank is lost before that, all members are asked again, with this rank among the absent ranks.
 
-After that, no member can learn the verdict: the first to learn it would need it from a rank that knows it, but no
-present member knows it, and the absent ranks are ignored. If another rank is lost meanwhile, it may have passed the
-verdict on to a member that has already answered. Therefore all members are asked again, with that rank among the
-absent.
-
-In a large agreement (:mod:`asyncdist.collectives.agreement.relays`) ranks relay the verdict. A rank keeps a verdict
-before it relays it, and does not relay one that it has promised not to accept.
-
-A promise holds for one agreement, whose key includes the number of the attempt. A restarted process is not a member of
-agreements with its previous process, and does not answer for them.
+In a large agreement (:mod:`asyncdist.collectives.agreement.relays`) a rank stores a decision before it relays it, and
+does not relay a decision that it has promised not to accept.
 """
 
 from __future__ import annotations
@@ -42,52 +34,46 @@ from asyncdist.waits import WaitId, WaitKind
 if TYPE_CHECKING:
     from asyncdist.messaging.engine import Engine
 
-#: Maximum number of agreements whose verdicts or promises are kept.
+#: Maximum number of agreements whose decisions are stored, and of those whose promises are stored.
 _KEPT_COUNT_MAX: Final = 64
 
 
 @dataclass(slots=True)
 class _Asking:
-    """A question of this rank: the absent ranks, and the members whose answer is outstanding."""
+    """A request for a lost leader's decision: the absent ranks, and the members that have not answered."""
 
     absent: Set[int] = frozenset()
     silent: set[int] = field(default_factory=set)
 
 
 class Termination:
-    """Passes on the verdicts of lost leaders.
-
-    Args:
-        engine: Engine of this rank.
-        rank: This rank.
-        send: Sends a message to another rank.
-    """
+    """Asks other members for the decisions of lost leaders, and answers their requests."""
 
     def __init__(self, engine: Engine, rank: int, send: Callable[[Any, int], None]) -> None:
         self._engine = engine
         self._rank = rank
         self._send = send
-        self._open: set[AgreementKey] = set()  # agreements for whose verdicts this rank waits
+        self._open: set[AgreementKey] = set()  # agreements for whose decisions this rank waits
         self._heard: dict[AgreementKey, Verdict] = {}
-        self._excluded: dict[AgreementKey, Set[int]] = {}  # by agreement: the ranks from which it accepts no verdict
+        self._excluded: dict[AgreementKey, Set[int]] = {}  # ranks from which no decision is accepted, by agreement
         self._asking: dict[AgreementKey, _Asking] = {}
 
     def expect(self, key: AgreementKey) -> None:
-        """Note that this rank waits for the verdict of ``key``, so that it is kept for other members."""
+        """Store the decision on ``key`` for other members when it arrives, because this rank waits for it."""
         self._open.add(key)
 
     def expect_no_more(self, key: AgreementKey) -> None:
-        """Note that this rank no longer waits for the verdict of ``key``."""
+        """Record that this rank no longer waits for the decision on ``key``."""
         self._open.discard(key)
 
     def excludes(self, key: AgreementKey, rank: int) -> bool:
-        """Return whether this rank has promised to accept no verdict about ``key`` from ``rank``."""
+        """Return whether this rank has promised not to accept a decision on ``key`` from ``rank``."""
         return rank in self._excluded.get(key, ())
 
     def takes(self, verdict: Verdict, source: int) -> bool:
-        """Return whether this rank accepts ``verdict`` from ``source``; an accepted verdict is kept for others.
+        """Return whether this rank accepts ``verdict`` from ``source``, and store an accepted decision for others.
 
-        A second verdict, or one excluded by a promise, is not accepted.
+        A second decision, and a decision from a rank excluded by a promise, are not accepted.
         """
         key = verdict.key
         if key in self._heard or self.excludes(key, source):
@@ -97,11 +83,11 @@ class Termination:
         return True
 
     def keep(self, verdict: Verdict) -> None:
-        """Keep a verdict for members that ask for it."""
+        """Store a decision for members that ask for it."""
         _keep(self._heard, verdict.key, verdict)
 
     def on_request(self, request: DecisionRequest, source: int) -> None:
-        """Pass the verdict on, or promise not to accept it from the ranks that ``source`` regards as absent."""
+        """Send ``source`` the decision, or the promise not to accept it from the request's absent ranks."""
         key = request.key
         if key in self._heard:
             self._send(self._heard[key], source)
@@ -112,7 +98,7 @@ class Termination:
         self._send(Undecided(key.text, runs_of(tuple(sorted(excluded)))), source)
 
     def on_undecided(self, answer: Undecided, source: int) -> None:
-        """Note the promise of ``source``. An answer to an earlier question may lack an absent rank."""
+        """Record the promise of ``source``, unless it answers an earlier request and lacks an absent rank."""
         asking = self._asking.get(answer.key)
         if asking is not None and all(is_in(rank, answer.absent) for rank in asking.absent):
             asking.silent.discard(source)
@@ -125,14 +111,13 @@ class Termination:
         on_late: Callable[[tuple[int, ...]], None],
         deadline: float | None,
     ) -> None:
-        """Ask the others for the verdict of ``meeting``; return when it has arrived, or can never arrive.
+        """Ask the other members for the decision on ``meeting``; return when it has arrived, or can never arrive.
 
         Args:
             meeting: A meeting whose leader is absent.
             gone: Returns the members that are gone.
-            is_told: Returns whether the verdict has arrived.
-            on_late: Called once with the members that have not answered by the deadline; the wait continues.
-            deadline: Time on the loop's clock, in seconds; or None.
+            on_late: Called once after the deadline with the members that have not answered; the wait continues.
+            deadline: Time on the loop's clock, in seconds, or None.
         """
         key = meeting.key
         asking = self._asking[key] = _Asking()
@@ -156,13 +141,13 @@ class Termination:
                     on_late(tuple(sorted(asking.silent)))
                     deadline = None
             if not is_told():
-                _keep(self._excluded, key, asking.absent)  # their messages may still arrive
+                _keep(self._excluded, key, asking.absent)  # because the absent ranks' messages may still arrive
         finally:
             del self._asking[key]
 
 
 def _keep(kept: dict[AgreementKey, Any], key: AgreementKey, value: object) -> None:
-    """Store ``value`` under ``key``, and forget the oldest entries beyond the maximum."""
+    """Store ``value`` under ``key``, and remove the oldest entry beyond the maximum number."""
     kept.pop(key, None)
     kept[key] = value
     if len(kept) > _KEPT_COUNT_MAX:

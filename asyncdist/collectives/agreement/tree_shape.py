@@ -1,7 +1,7 @@
-"""The shape of a binary tree of the numbers from 0 on, in which every subtree is a range of consecutive numbers.
+"""Shape of the binary tree along which the messages of large groups are relayed.
 
-The root is 0. The root a of the subtree with the range a to b divides the numbers after a in halves, one for each
-child. A tree of N numbers has about log2 N levels.
+The nodes are numbers from 0, the root. Every subtree is a range of consecutive numbers: the root a of the subtree with
+the numbers a to b divides the numbers after a into two halves, one for each child.
 """
 
 from __future__ import annotations
@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-#: Largest number of ranks that talk to one of them directly; larger groups form a tree.
+#: Largest size of a group whose members exchange messages with one member directly; larger groups use a tree.
 DIRECT_COUNT_MAX: Final = 16
 
 
 def halves(rank: int, last: int) -> Iterator[tuple[int, int]]:
-    """Yield the children of ``rank``, whose range ends with ``last``, each with the end of its own range."""
+    """Yield each child of ``rank`` with the last number of the child's subtree.
+
+    Args:
+        rank: Root of a subtree.
+        last: Last number of this subtree.
+    """
     first = rank + 1
     if first <= last:
         middle = first + (last - first) // 2
@@ -24,7 +29,7 @@ def halves(rank: int, last: int) -> Iterator[tuple[int, int]]:
 
 
 def path_to(size: int, rank: int) -> tuple[tuple[int, ...], int]:
-    """Return the ancestors of ``rank`` from the root on, and the last rank of its subtree."""
+    """Return the ancestors of ``rank``, from the root, and the last number of the subtree of ``rank``."""
     above = []
     current, last = 0, size - 1
     while current != rank:

@@ -1,4 +1,4 @@
-"""Decides agreements from the members' joins, and keeps verdicts for late members; nothing here waits."""
+"""Decides agreements from the members' joins, stores decisions for late members, and converts refusals to errors."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from asyncdist.errors import (
 from asyncdist.transports.rank_sets import RankSet
 from asyncdist.wording import ranks_in_words
 
-#: The kind of a postponing rank's objection, and of the verdict that answers it.
+#: Kind of the objection with which a rank asks to join later, and of the decision that releases the rank.
 POSTPONED: Final = "(postponed)"
-#: Maximum number of agreements that a rank has messages for and has not joined; more cannot result from timing.
+#: Maximum number of agreements that a rank has not joined and for which messages are stored.
 _KEPT_COUNT_MAX: Final = 4096
 
 
 @dataclass(slots=True)
 class _LateVerdict:
-    """The verdict of an agreement that failed before all joined; ``absent`` are the members that do not know it."""
+    """Decision of an agreement that failed before all members joined, and the absent members, which must get it."""
 
     verdict: Verdict
     absent: set[int]
 
 
 class LateVerdicts:
-    """Keeps the verdict of each failed agreement until every absent member has joined, or will never join."""
+    """Stores the decision of each failed agreement until every absent member has joined, or can no longer join."""
 
     def __init__(self) -> None:
         self._kept: dict[AgreementKey, _LateVerdict] = {}
@@ -44,14 +44,14 @@ class LateVerdicts:
         return len(self._kept)
 
     def keep(self, verdict: Verdict, absent: set[int]) -> None:
-        """Keep ``verdict`` for the members in ``absent``; with no such member it is dropped."""
+        """Store ``verdict`` for the members in ``absent``, if there are any."""
         if absent:
-            if len(self._kept) >= _KEPT_COUNT_MAX:  # forget the oldest, which is the least likely to be needed
+            if len(self._kept) >= _KEPT_COUNT_MAX:
                 del self._kept[next(iter(self._kept))]
             self._kept[verdict.key] = _LateVerdict(verdict, absent)
 
     def hear(self, key: AgreementKey, rank: int) -> Verdict | None:
-        """Return the verdict for ``rank``, which joins ``key`` now; None if the agreement has not failed."""
+        """Return the decision for ``rank``, which has just joined ``key``; None if the agreement has not failed."""
         late = self._kept.get(key)
         if late is None:
             return None
@@ -59,16 +59,16 @@ class LateVerdicts:
         return late.verdict
 
     def on_withdrawn(self, rank: int, key: AgreementKey) -> None:
-        """Note that ``rank`` has withdrawn from ``key``."""
+        """Stop storing decisions for ``rank``, which has withdrawn from ``key``."""
         self._expect_no_more(rank, [kept for kept in self._kept if kept.of_all_occurrences == key])
 
     def on_gone(self, ranks: RankSet) -> None:
-        """Note that ranks are gone, and join no further agreement."""
+        """Stop storing decisions for ``ranks``, which join no further agreement."""
         for rank in ranks if self._kept else ():
             self._expect_no_more(rank, list(self._kept))
 
     def take_all(self) -> list[tuple[Verdict, set[int]]]:
-        """Remove and return all verdicts, each with the members that do not know it."""
+        """Remove and return all decisions, each with the members that have not received it."""
         kept = [(late.verdict, late.absent) for late in self._kept.values()]
         self._kept.clear()
         return kept
@@ -82,34 +82,32 @@ class LateVerdicts:
 
 
 def check_room(kept: Mapping[AgreementKey, object], key: AgreementKey) -> None:
-    """Raise RemoteProtocolError if ``kept`` is full, which timing alone cannot explain."""
+    """Raise RemoteProtocolError if ``kept`` has no room for ``key``; only faulty peers can cause this."""
     if len(kept) >= _KEPT_COUNT_MAX and key not in kept:
         raise RemoteProtocolError(f"{str(key)!r:.200}: {_KEPT_COUNT_MAX} other agreements are still to come")
 
 
 class Postponed(Exception):
-    """The leader has released this rank, which is to meet again later: see :meth:`Agreements.postpone`."""
+    """Raised if the leader has released this rank from an agreement at its request. The rank must join again later."""
 
 
 class Caller(Protocol):
-    """Receives the progress of a start, and may abandon it; see ``collectives.agreed_start.Start``."""
+    """Interface of the object that is notified of an agreement's progress (``collectives.agreed_start.Start``)."""
 
     def on_asked(self) -> None:
-        """Note that this rank has joined, or is about to join."""
+        """Called when this rank joins the agreement."""
 
     def on_time_up(self, error: StartTimeoutError) -> None:
-        """Note that the leader has not answered in time. The wait continues, since the verdict may be "go"."""
+        """Called if the leader has not answered in time. The wait continues, because the decision may be "go"."""
 
 
 class Absentees:
-    """Finds the ranks because of which a meeting cannot succeed.
+    """Finds the ranks because of which an agreement cannot succeed. The given sets may change later.
 
     Args:
-        ranks: Members.
-        bound_to: Ranks that are not members, but whose loss ends the meeting.
-        left: All ranks that have left the world or are lost; a growing set.
-        lost: All lost ranks; a growing set.
-        withdrawn: Members that have withdrawn from the subject; a growing set.
+        bound_to: Ranks that are not members, but whose loss ends the agreement.
+        left: All ranks that have left the world or are lost.
+        withdrawn: Members that have withdrawn from the agreement's subject.
         replaced: Returns the members that were lost and restarted.
     """
 
@@ -130,7 +128,7 @@ class Absentees:
         self._replaced = replaced
 
     def ranks(self) -> tuple[int, ...]:
-        """Return the members that will not join, in the order of the group, and then lost ranks of ``bound_to``."""
+        """Return the members that will not join, in the group's order, and then the lost ranks of ``bound_to``."""
         replaced = self._replaced()
         if not self._left and not self._withdrawn and not replaced:
             return ()
@@ -143,15 +141,11 @@ class Absentees:
 
 
 class Absences:
-    """Tracks the ranks that join no further agreement.
-
-    Args:
-        incarnations: Incarnations of restarted ranks.
+    """Records the ranks that have left, are lost, or have withdrawn from subjects, and join no further agreement.
 
     Attributes:
         gone: All ranks that have left the world or are lost.
-        lost: All lost ranks.
-        withdrawn: Members that have withdrawn from a subject, by its key for all occurrences.
+        withdrawn: Members that have withdrawn from a subject, by the subject's key for all occurrences.
     """
 
     def __init__(self, incarnations: Incarnations) -> None:
@@ -161,7 +155,7 @@ class Absences:
         self.withdrawn: dict[AgreementKey, set[int]] = {}
 
     def of(self, meeting: Meeting) -> Absentees:
-        """Return a view of the absent ranks of one meeting."""
+        """Return an object that finds the absent ranks of one agreement, now and after later changes."""
         withdrawn = self.withdrawn.setdefault(meeting.key.of_all_occurrences, set())
         replaced = functools.partial(self._incarnations.replaced, meeting.key)
         return Absentees(meeting.ranks, meeting.bound_to, self.gone, self.lost, withdrawn, replaced)
@@ -188,14 +182,12 @@ def judge(
     lost: set[int],
     waited_s: float,
 ) -> Verdict:
-    """Decide an agreement that some members have joined.
+    """Return the decision of an agreement that some members have joined.
 
     Args:
         joins: Joins of these members by rank.
         said: Members whose values are compared, in the group's order; at least one.
         missing: Members that have not joined.
-        gone: Members that will not join.
-        lost: All lost ranks.
         waited_s: Seconds that the leader has waited.
     """
     name, refusal = first_difference(joins, said)
@@ -213,10 +205,9 @@ def judge(
 
 
 def first_difference(joins: Mapping[int, Join], ranks: Sequence[int]) -> tuple[str, str]:
-    """Compare the values of ``ranks`` with those of the first of them.
+    """Compare the named values of ``ranks``; return the name and the description of the first difference.
 
-    Returns:
-        The name of the first value that differs, and its description; both empty if all values are equal.
+    Both are empty if all values are equal.
     """
     first = ranks[0]
     expected = dict(joins[first].values)
@@ -232,7 +223,7 @@ def first_difference(joins: Mapping[int, Join], ranks: Sequence[int]) -> tuple[s
 
 
 def raise_refusal(verdict: Verdict, rank: int) -> None:
-    """Raise the error of ``verdict`` on ``rank``, unless the verdict is "go"."""
+    """Raise the error that ``verdict`` means for ``rank``, unless the decision is "go"."""
     if verdict.objector >= 0:
         raise remote_error(verdict.objector, verdict.difference, verdict.refusal)
     if verdict.lost:
@@ -247,12 +238,12 @@ def raise_refusal(verdict: Verdict, rank: int) -> None:
 
 
 def is_go(verdict: Verdict) -> bool:
-    """Return whether ``verdict`` is "go"."""
+    """Return whether ``verdict`` allows the members to start."""
     return not (verdict.refusal or verdict.missing or verdict.gone) and verdict.objector < 0
 
 
 def start_timeout_error(verdict: Verdict) -> StartTimeoutError:
-    """Make the error that names the missing ranks, and in ``difference`` the value in which the other ranks differ."""
+    """Return the error for missing ranks; its ``difference`` names a value that differs between the other ranks."""
     difference = {"difference": verdict.difference} if verdict.difference else {}
     return StartTimeoutError(
         f"{verdict.key}: {ranks_in_words(verdict.missing)} did not join within {verdict.waited_s:g} s",
@@ -262,7 +253,7 @@ def start_timeout_error(verdict: Verdict) -> StartTimeoutError:
 
 
 def _too_late_error(verdict: Verdict, rank: int) -> StartTimeoutError:
-    """Make the error of a rank that joined after the others had given up."""
+    """Return the error for a rank that joined after the other ranks had given up."""
     return StartTimeoutError(
         f"{verdict.key}: rank {rank} joined too late, after the other ranks had given up after {verdict.waited_s:g} s; "
         "start again on all ranks",

@@ -1,11 +1,10 @@
-"""Reduces large tensors in rank order with few peers: the partial result passes from rank to rank, piece by piece.
+"""Reduces a large tensor in rank order by passing the partial result from rank to rank, piece by piece.
 
-No rank holds more than its own tensor and a few pieces. Each sends and receives its bytes two or three times: once
-along the ranks, and then down a tree whose root is the last rank, which has the result. A reduction in a tree would
-have fewer hops, but other bits.
+The last rank gets the result. No rank needs more memory than its own tensor and a few pieces. The pieces move at the
+same time, so n ranks and p pieces take n + p hops. A reduction along a tree would need fewer hops, but its result would
+differ in rounding.
 
-The hops overlap: n ranks and p pieces take n + p hops. Every member does its part to the end in spite of errors, as in
-:mod:`asyncdist.collectives.algorithms.over_tree`.
+If a rank fails, it sends the next rank a notice instead of the total, so that no rank waits forever.
 """
 
 from __future__ import annotations
@@ -22,18 +21,14 @@ from asyncdist.tensors.byte_views import byte_view
 
 
 class Passing:
-    """Passes the partial result of one reduction along the ranks.
+    """This rank's part of one reduction along the ranks of a group.
 
     Args:
-        engine: Engine of this rank.
-        group: A group of two or more members.
-        values: Tensor of this rank: flat, contiguous, on the CPU, with equal length and dtype on all members.
-        fold: The reduction, equal on all members.
-        result: Tensor of the same length; filled on the last member.
+        values: This rank's tensor: flat, contiguous, on the CPU, with equal length and dtype on all members.
+        result: Tensor of the same length, which receives the result on the last member.
 
     Attributes:
-        is_whole: On the last member, whether ``result`` holds the reduction. If not, the reduction needs all tensors at
-            once.
+        is_whole: On the last member, whether ``result`` is complete. False if the reduction needs all tensors at once.
     """
 
     def __init__(self, engine: Engine, group: Group, values: Tensor, fold: LeftFold, result: Tensor) -> None:
@@ -47,10 +42,13 @@ class Passing:
         self._dest = group.ranks[group.index + 1] if group.index + 1 < group.size else None
 
     async def run(self, error: AsyncdistError | None) -> AsyncdistError | None:
-        """Do this member's part; return the error that kept the total from this rank or the next one; or None.
+        """Receive the total from the previous rank, add this rank's values, and send the total to the next rank.
 
         Args:
-            error: Error of this rank, which the next rank receives instead of the total; or None.
+            error: Earlier error of this rank, which is sent to the next rank instead of the total; or None.
+
+        Returns:
+            The error because of which this rank or the next rank has not received the total, or None.
         """
         if self._dest is None:
             return await self._take_all(None) or error
@@ -61,7 +59,7 @@ class Passing:
             if error is not None:
                 await outlet.tell(error)
             else:
-                await outlet.put(memoryview(bytearray(1)))  # so that different sizes are detected
+                await outlet.put(memoryview(bytearray(1)))  # an end mark, by which the receiver detects different sizes
             return await outlet.flush() or error
 
     async def _take_all(self, outlet: Outlet | None) -> AsyncdistError | None:

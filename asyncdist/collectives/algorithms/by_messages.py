@@ -1,8 +1,8 @@
-"""Collectives made of messages, for backends that have none of their own.
+"""Collectives made of point-to-point messages, for backends without native collectives.
 
-In a small group the messages go through one member: the first one, or the root. In a larger group that member would
-handle as many messages as there are members, so a tree is used (:mod:`asyncdist.collectives.algorithms.over_tree`). Two
-collectives never use the tree: a gather of rows whose bytes cost more than their messages, and ``all_to_all``.
+In a small group, all messages go to or from one member: the first member or the root. In a large group, they are
+relayed along a tree (:mod:`asyncdist.collectives.algorithms.over_tree`), except for a gather of large rows and for
+``all_to_all``.
 """
 
 from __future__ import annotations
@@ -25,17 +25,12 @@ from asyncdist.messaging.engine import Engine
 from asyncdist.tensors.byte_views import byte_view, empty_stack, flat_bytes
 from asyncdist.waits import WaitId, WaitKind
 
-#: Format of the message that follows an empty message: the lost rank.
+#: Format of the second message of a notice of a loss, which follows an empty message: the lost rank.
 _LOST: Final = struct.Struct("<q")
 
 
 class MessageCollectives:
-    """The collectives of one rank, made of messages on the tag of the group.
-
-    Args:
-        engine: Engine of the rank.
-        rank: Number of the rank in the world.
-    """
+    """Runs the collectives of one rank as messages on the tag of the group."""
 
     def __init__(self, engine: Engine, rank: int) -> None:
         self._engine = engine
@@ -43,14 +38,14 @@ class MessageCollectives:
         self._tree = TreeCollectives(engine)
 
     async def barrier(self, group: Group) -> None:
-        """Return once every member has entered."""
+        """Wait until every member has entered the barrier."""
         if _is_large(group):
             await self._tree.barrier(group)
         else:
             await self.all_gather(group, torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
     async def broadcast(self, group: Group, view: memoryview, root: int) -> None:
-        """Send ``root``'s bytes to all."""
+        """Send the root's bytes to all members, which receive them into ``view``."""
         if _is_large(group):
             await self._tree.broadcast(group, view, root)
         elif self._rank == root:
@@ -59,13 +54,13 @@ class MessageCollectives:
             await self._receive_exactly(view, root, group.tag, may_be_notice=True)
 
     async def gather(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
-        """Gather equally many bytes of every member on ``root``, which alone passes ``receive``: a row per member."""
+        """Gather the same number of bytes from every member on ``root``, whose ``receive`` has a row per member."""
         if _is_large(group):
             if 0 < len(send) <= ROW_NBYTES_MAX:
                 flat = None if receive is None else flat_bytes(receive)
                 await self._tree.gather(group, send, [len(send)] * group.size, flat, root)
                 return
-            await self._tree.meet(group, root)  # the root detects members that pass small rows
+            await self._tree.meet(group, root)  # so that the root detects members that pass small rows
         await self._gather_directly(group, send, receive, root)
 
     async def _gather_directly(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
@@ -79,7 +74,7 @@ class MessageCollectives:
                 continue
             try:
                 await self._receive_exactly(byte_view(receive[position]), rank, group.tag)
-            except RankLostError as error:  # the other members still wait for their sends to complete
+            except RankLostError as error:  # The loop continues, because other members wait for their sends.
                 lost = lost or error
         if lost is not None:
             raise lost
@@ -87,7 +82,7 @@ class MessageCollectives:
     async def gather_ragged(
         self, group: Group, send: memoryview, sizes: Sequence[int], receive: torch.Tensor | None, root: int
     ) -> None:
-        """Concatenate every member's bytes on ``root``; ``sizes`` holds the number of bytes of each member."""
+        """Concatenate every member's bytes on ``root``; ``sizes`` are the members' numbers of bytes."""
         if _is_large(group) and sum(sizes) <= ROW_NBYTES_MAX * group.size:
             await self._tree.gather(group, send, sizes, receive, root)
             return
@@ -109,7 +104,7 @@ class MessageCollectives:
             raise lost
 
     async def _gather_or_tell(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
-        """Gather; after a loss, the root sends the others an empty message and the lost rank instead of the result."""
+        """Gather on ``root``. After a loss, the root notifies the other members, which wait for a broadcast."""
         try:
             await self._gather_directly(group, send, receive, root)
         except RankLostError as error:
@@ -130,7 +125,7 @@ class MessageCollectives:
         return receive
 
     async def fold(self, group: Group, work: torch.Tensor, fold: LeftFold) -> torch.Tensor:
-        """Return the reduction in rank order on all members."""
+        """Return the reduction of all members' tensors, in rank order, on every member."""
         if not _is_large(group):
             return await self._fold_on_first(group, work, fold)
         if work.nbytes <= ROW_NBYTES_MAX:
@@ -152,7 +147,7 @@ class MessageCollectives:
         return work
 
     async def all_to_all(self, group: Group, send: torch.Tensor, receive: torch.Tensor) -> None:
-        """Send row i to member i, and receive one from each."""
+        """Send row i of ``send`` to member i, and receive a row from each member into ``receive``."""
         work: list[Awaitable[Any]] = []
         for position, rank in enumerate(group.ranks):
             work.append(self._send(byte_view(send[position]), rank, group.tag))

@@ -1,4 +1,4 @@
-"""Native collectives in pieces, if one call would be slow or exceed the sizes that the backend can count."""
+"""Runs native collectives in pieces if a single call would be slow, or too large for the backend's 32-bit sizes."""
 
 from __future__ import annotations
 
@@ -15,31 +15,27 @@ from asyncdist.tensors.byte_views import byte_view, empty_stack, flat_bytes, spl
 from asyncdist.transports.base import GroupHandle, ReduceOp, Request
 from asyncdist.waits import WaitId, WaitKind
 
-#: Larger native reductions are made in pieces, this many at a time, through buffers that stay in the cache. In place,
-#: the backend allocates temporaries. 64 MiB of float32 took 78 ms in pieces, 150 ms in place, and 90 ms with a raw
-#: Iallreduce into a second tensor (medians; two ranks of Open MPI on two cores under other load).
+#: Largest size in bytes of a native reduction in one call. Larger reductions are made in pieces of this size, several
+#: at a time, through buffers that stay in the cache. 64 MiB of float32 took 78 ms in pieces, 150 ms in place, and 90 ms
+#: with a raw Iallreduce into a second tensor (medians; two ranks of Open MPI on two cores under other load).
 PIECE_NBYTES: Final = 1 << 20
 _PIECES_AT_ONCE: Final = 4
-#: Maximum size of one ragged exchange, since MPI counts bytes and displacements in 32-bit integers.
+#: Largest size in bytes of one ragged exchange, since MPI counts bytes and displacements in 32-bit integers.
 _RAGGED_NBYTES_MAX: Final = 1 << 30
-#: Maximum size of any native call, for the same reason: Open MPI 5 lacks the larger counts of MPI-4. Larger data is
-#: moved in pieces; pieces of several members pass through staging memory of this size.
+#: Largest size in bytes of any native call, since Open MPI 5 lacks the larger counts of MPI-4. Larger data is moved in
+#: pieces, with staging memory for the pieces of several members.
 COUNT_NBYTES_MAX: Final = (1 << 31) - 1
 _STAGED_NBYTES: Final = 64 << 20
 
 
 class PiecewiseCollectives:
-    """The native collectives of one rank, in pieces.
-
-    Args:
-        engine: Engine of the rank.
-    """
+    """Runs the native collectives of one rank in pieces."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     async def all_reduce(self, native: GroupHandle, work: torch.Tensor, op: ReduceOp) -> None:
-        """Reduce through a ring of a few buffers, since in place the backend would allocate memory for every piece."""
+        """Reduce ``work`` in place, piece by piece, through a few buffers that are reused in turn."""
         ring = torch.empty(_PIECES_AT_ONCE, PIECE_NBYTES // work.itemsize, dtype=work.dtype, device="cpu")
         under_way: deque[tuple[Request, torch.Tensor, torch.Tensor]] = deque()
 
@@ -58,11 +54,11 @@ class PiecewiseCollectives:
             while under_way:
                 await finish_oldest()
         finally:
-            for request, _, _ in under_way:  # after a failure or a departure they may never complete
+            for request, _, _ in under_way:  # They may never complete after a failure or a departure.
                 self._engine.disown(request)
 
     async def broadcast(self, native: GroupHandle, view: memoryview, position: int) -> None:
-        """Send the bytes of the member at ``position`` to all."""
+        """Send the bytes of the member at ``position`` in the group to all members."""
         what = WaitId(WaitKind.BROADCAST_IN_PIECES, number=len(view))
         for piece in split(view, COUNT_NBYTES_MAX):
             await self._engine.wait_or_disown(native.broadcast(piece, position), what)
@@ -76,15 +72,13 @@ class PiecewiseCollectives:
         exchange: Callable[[memoryview, memoryview | None], Request],
         kind: WaitKind,
     ) -> None:
-        """Exchange the parts of all members, the same byte range of every part at a time.
+        """Run a gather, all-gather or all-to-all in pieces: the same byte range of every member's part at a time.
 
         Args:
-            group: Group whose members call this.
             send: Data of this member: one part for all members, or one part for each.
             receive: Memory for one part from each member; None if this member receives nothing.
-            part_nbytes: Size of each part.
-            exchange: Starts the collective on pieces.
-            kind: The kind of the waits for it.
+            part_nbytes: Size of each part in bytes.
+            exchange: Starts the collective on one piece.
         """
         own = flat_bytes(send).view(-1, part_nbytes)
         parts = None if receive is None else flat_bytes(receive).view(group.size, part_nbytes)
@@ -100,7 +94,7 @@ class PiecewiseCollectives:
     async def gather_ragged(
         self, group: Group, send: memoryview, sizes: Sequence[int], receive: memoryview, position: int
     ) -> None:
-        """Gather the concatenation in consecutive ranges; each member sends its part of each range."""
+        """Gather all members' bytes, concatenated, on the member at ``position``, one byte range at a time."""
         assert group.native is not None
         starts = [0, *itertools.accumulate(sizes)]
         mine = starts[group.index]

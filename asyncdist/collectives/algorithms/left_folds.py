@@ -1,4 +1,4 @@
-"""Reductions that add the ranks' tensors in rank order, at once or step by step with the same bits."""
+"""Reductions that combine the ranks' tensors in rank order, all at once or step by step, with bit-equal results."""
 
 from __future__ import annotations
 
@@ -15,40 +15,34 @@ from asyncdist.transports.base import ReduceOp
 
 
 class LeftFold(Protocol):
-    """Reduces tensors of one dtype in rank order: all at once, or step by step with the same bits."""
+    """Interface of a reduction of tensors in rank order: all at once, or step by step with the same result."""
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the reduction of all ranks' tensors."""
 
     def add(self, total: Tensor, values: Tensor) -> None:
-        """Add the next rank's values in place to a total that begins with the first rank's values."""
+        """Combine the total of the preceding ranks with the next rank's values, in place."""
 
     def finish(self, total: Tensor, last: Tensor, count: int) -> bool:
-        """Turn the total into the result, in place; return False if that needs all ranks' tensors at once.
-
-        Args:
-            total: Total of all ranks.
-            last: Values of the last rank.
-            count: Number of ranks, at least two.
-        """
+        """Convert the total to the result in place; return False if this needs all ranks' tensors at once."""
 
 
 class OrderedReduction:
-    """Reduces with one operation, on numbers made by :mod:`asyncdist.collectives.algorithms.reduction_dtypes`."""
+    """Reduces tensors from :func:`~asyncdist.collectives.algorithms.reduction_dtypes.to_numbers` with one operation."""
 
     def __init__(self, op: ReduceOp) -> None:
         self._op = reduction_dtypes.OPERATIONS[op]
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
-        """Reduce in the memory of the first part."""
+        """Return the reduction of all parts, computed in the memory of the first part."""
         for part in parts[1:]:
             self.add(parts[0], part)
         return parts[0]
 
     def add(self, total: Tensor, values: Tensor) -> None:
-        """See :class:`LeftFold`."""
+        """Combine the total of the preceding ranks with the next rank's values, in place."""
         numbers = total.numpy()
-        with np.errstate(all="ignore"):  # integers wrap, and infinities make NaN
+        with np.errstate(all="ignore"):  # Overflow and NaN are valid results.
             self._op(numbers, values.numpy(), out=numbers)
 
     def finish(self, total: Tensor, last: Tensor, count: int) -> bool:
@@ -58,20 +52,20 @@ class OrderedReduction:
 
 
 class Mean:
-    """Makes the mean of :mod:`asyncdist.tensors.means`, of flat tensors of float32, complex64 or wider."""
+    """Computes the mean of :mod:`asyncdist.tensors.means` for flat tensors of float32, complex64 or wider."""
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the mean in fresh memory."""
+        """Return the mean of all parts in new memory."""
         total = torch.empty_like(parts[0])
         mean_into(total, parts)
         return total
 
     def add(self, total: Tensor, values: Tensor) -> None:
-        """See :class:`LeftFold`."""
+        """Add the next rank's values to the total of the preceding ranks, in place."""
         total += values
 
     def finish(self, total: Tensor, last: Tensor, count: int) -> bool:
-        """Divide the sum; return False if it is not finite."""
+        """Divide the sum by the number of ranks; return False if the sum is not finite."""
         return mean_of_sum(total, last, count)
 
 

@@ -1,8 +1,7 @@
-"""Reduces in rank order with as many bytes as a ring: each rank folds its share of every piece, and sends the result.
+"""Reduces large tensors in rank order: each rank reduces its share of every piece, and sends the result to all.
 
-With n ranks, (n - 1) / n of a piece is sent as shares to the ranks that fold them, and as much again is sent as results
-to all. Several pieces are in progress at a time, so ranks that do not get a core at the same time rarely wait for each
-other.
+This sends as many bytes as a ring reduction. Several pieces are in progress at a time, so that ranks which share cores
+rarely wait for each other.
 
 Invariants: all members send and receive the same messages in the same order, so one tag is enough. No message is
 received into memory that is still being sent. No request is dropped unless it has completed or can never complete.
@@ -25,29 +24,28 @@ from asyncdist.tensors.byte_views import byte_view
 from asyncdist.transports.base import Request
 from asyncdist.waits import WaitId, WaitKind
 
-#: Returns the elementwise reduction of the ranks' tensors, given in rank order, without changing them. The result's
-#: dtype follows from theirs.
+#: Function that returns the elementwise reduction of the ranks' tensors, given in rank order, without changing them.
+#: The result may have a different dtype.
 Reduction: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
 
-#: 64 MiB between two ranks, under other load, took 36 ms of CPU time in pieces of 1 MiB, 26 of 2, 22 of 4 and 33 of 16.
+#: Size of a piece in bytes. With pieces of 1, 2, 4 and 16 MiB, 64 MiB between two ranks took 36, 26, 22 and 33 ms of
+#: CPU time under other load.
 PIECE_NBYTES: Final = 4 << 20
-#: Number of pieces that begin before one is folded, and again before its result is awaited.
+#: Number of pieces that are begun before a piece is reduced, and again before its result is awaited.
 _AHEAD_COUNT: Final = 4
-#: Bytes folded at once; with the fold's temporaries they fit into a core's own cache.
+#: Number of bytes reduced at once, which fit into a core's own cache together with temporaries.
 _BLOCK_NBYTES: Final = 256 << 10
-#: A cache line, and a multiple of every element's size.
+#: Alignment in bytes: a cache line, and a multiple of every element's size.
 _ALIGNMENT_NBYTES: Final = 64
 _WHAT: Final = WaitId(WaitKind.ORDERED_REDUCTION)
 
 
 @dataclass(frozen=True, slots=True)
 class ReductionPiece:
-    """A range of elements, cut into equal shares; those of the last ranks may be shorter or empty.
+    """A range of a tensor's elements, divided into equal shares; the last ranks' shares may be shorter or empty.
 
     Attributes:
-        start: Index of the first element.
-        count: Number of elements.
-        share_count: Number of elements that each rank folds.
+        share_count: Number of elements that each rank reduces.
     """
 
     start: int
@@ -60,45 +58,42 @@ class ReductionPiece:
         return self.start + self.count
 
     def share(self, index: int) -> slice:
-        """Return a rank's share, relative to the piece's start."""
+        """Return the share of the member at ``index``, relative to the piece's start."""
         return slice(min(index * self.share_count, self.count), min((index + 1) * self.share_count, self.count))
 
 
 def pieces(count: int, size: int, share_count: int) -> Iterator[ReductionPiece]:
-    """Cut ``count`` elements into pieces for ``size`` ranks."""
+    """Divide ``count`` elements into pieces with shares of at most ``share_count`` elements for ``size`` ranks."""
     for start in range(0, count, size * share_count):
         length = min(size * share_count, count - start)
         yield ReductionPiece(start, length, -(-length // size))
 
 
 class BufferPool:
-    """Keeps memory for pieces from one reduction to the next.
-
-    Fresh memory costs page faults: the 8,000 pages of one reduction took as long as all its copying.
-    """
+    """Reuses memory for pieces between reductions, because page faults of new memory take as long as all copying."""
 
     def __init__(self) -> None:
         self._kept: Tensor | None = None
 
-    @torch.inference_mode(False)  # it outlives the caller's mode
+    @torch.inference_mode(False)  # because the memory outlives the caller's mode
     def take(self, nbytes: int) -> Tensor:
-        """Return memory of ``nbytes`` or more, which belongs to the caller until :meth:`give_back`."""
+        """Return memory of at least ``nbytes`` bytes for the caller's exclusive use until :meth:`give_back`."""
         kept, self._kept = self._kept, None
         return (
             kept if kept is not None and len(kept) >= nbytes else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         )
 
     def give_back(self, memory: Tensor) -> None:
-        """Keep memory for the next :meth:`take`; no request may use it."""
+        """Store memory for the next :meth:`take`. No request may use the memory any longer."""
         if self._kept is None or len(self._kept) < len(memory):
             self._kept = memory
 
 
 class Into:
-    """Stores results in one tensor.
+    """Destination of a reduction's result: one tensor.
 
     Args:
-        tensor: 1-D tensor of the length of the input, which it may be itself, and of the fold's dtype.
+        tensor: 1-D tensor with the input's length and the result's dtype; may be the input itself.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -108,15 +103,12 @@ class Into:
 async def fold_in_shares(
     engine: Engine, pool: BufferPool, group: Group, flat: Tensor, fold: Reduction, target: Into | Bucket
 ) -> None:
-    """Reduce every member's ``flat``; all members await this at the same time.
+    """Reduce every member's tensor ``flat`` in rank order, and write the result to ``target``. All members await this.
 
     Args:
-        engine: Engine of this rank.
-        pool: Memory to use.
         group: A group of two or more members; no other messages may be in progress on its tag.
         flat: 1-D contiguous CPU tensor of equal length and dtype on all members.
-        fold: The reduction, equal on all members.
-        target: Destination of the results. The flat tensor of a bucket is also filled, piece by piece.
+        target: Destination of the result. For a bucket, ``flat`` is its flat tensor, which is filled piece by piece.
     """
     await _Folding(engine, pool, group, flat, fold, target).run()
 
@@ -148,10 +140,7 @@ class _Folding:
         self._under_way: deque[list[Request]] = deque()
 
     async def run(self) -> None:
-        """Reduce in turns that are equal on all members: begin a piece, fold an earlier one, finish an older one.
-
-        Each wait is for the oldest requests, since requests begin in the order in which they are needed.
-        """
+        """Reduce all pieces. Each turn begins one piece, reduces an earlier piece, and finishes a still earlier one."""
         count = len(self._pieces)
         try:
             for turn in range(count + 2 * _AHEAD_COUNT):
@@ -165,12 +154,12 @@ class _Folding:
                     self._finish(turn - 2 * _AHEAD_COUNT)
             self._pool.give_back(self._memory)
         finally:
-            for requests in self._under_way:  # after a failure or a departure they may never complete
+            for requests in self._under_way:  # They may never complete after a failure or a departure.
                 for request in requests:
                     self._engine.disown(request)
 
     def _begin(self, turn: int) -> None:
-        """Send each member its share of a piece, and receive this rank's share from each."""
+        """Start to send each member its share of a piece, and to receive this rank's share from each member."""
         piece = self._pieces[turn]
         if self._bucket is not None:
             self._bucket.copy_in(piece.start, piece.end)
@@ -181,7 +170,7 @@ class _Folding:
         )
 
     def _fold_share(self, turn: int) -> None:
-        """Fold this rank's share of a piece, send the result to the members, and receive their results."""
+        """Reduce this rank's share of a piece; start to send the result to all members and to receive theirs."""
         piece, buffer = self._pieces[turn], self._buffers[turn % len(self._buffers)]
         own = piece.share(self._group.index)
         parts = [*buffer[:, : own.stop - own.start]]
@@ -202,10 +191,10 @@ class _Folding:
         return self._results[turn % len(self._results), : piece.count]
 
     def _exchange(self, sides: Sequence[tuple[Tensor, Tensor, int]]) -> None:
-        """Start the sends and receives with some ranks; empty ones are skipped."""
+        """Start the sends and receives of tuples (tensor to send, tensor to receive, rank); skip empty tensors."""
         transport, tag = self._engine.transport, self._group.tag
         requests: list[Request] = []
-        self._under_way.append(requests)  # even if a later one could not be started
+        self._under_way.append(requests)  # added first, in case a later request cannot be started
         requests.extend(transport.irecv(byte_view(into), rank, tag) for _, into, rank in sides if len(into))
         requests.extend(transport.isend(byte_view(values), rank, tag) for values, _, rank in sides if len(values))
 

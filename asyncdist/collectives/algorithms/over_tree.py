@@ -1,12 +1,11 @@
-"""Collectives made of messages along a tree of the members, so that each member exchanges few messages with few others.
+"""Collectives made of messages that are relayed along a tree, so that each member of a large group sends few messages.
 
-The members are numbered from the root on, in the cyclic order of the group. In the tree
-(:mod:`asyncdist.collectives.agreement.tree_shape`) every subtree is a range of consecutive numbers, so the data of a
-subtree is contiguous in memory. Bytes travel down in pieces, each of which is passed on while the next one arrives.
+The members are numbered from the root, in the group's cyclic order. In the tree
+(:mod:`asyncdist.collectives.agreement.tree_shape`) every subtree is a range of consecutive numbers, so a subtree's data
+is contiguous in memory. Bytes are relayed down the tree in pieces, each while the next piece arrives.
 
-Every member does its part to the end in spite of errors: it receives from each neighbour, and sends each neighbour the
-expected bytes, or a notice of a loss instead (:mod:`asyncdist.collectives.algorithms.pieces`). A loss therefore leaves
-no member waiting: a lost member's children and its parent detect the loss.
+After an error, each member still sends every neighbour the expected bytes, or a notice of the error instead
+(:mod:`asyncdist.collectives.algorithms.pieces`), so that no member waits forever.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from asyncdist.errors import AsyncdistError, RankLostError
 from asyncdist.messaging.engine import Engine
 from asyncdist.tensors.byte_views import byte_view, empty_stack
 
-#: Largest row, in bytes, that is gathered along the tree; with larger ones, members near the root would have to receive
-#: and keep a large part of all rows.
+#: Largest row, in bytes, that is gathered along the tree. With larger rows, members near the root would receive and
+#: store too many bytes.
 ROW_NBYTES_MAX: Final = 16 << 10
-#: Size of the flag before the result of a reduction: whether there is one. It keeps the result aligned.
+#: Bytes before the result of a reduction, the first of which tells whether there is a result; 64 keep it aligned.
 _HEAD_NBYTES: Final = 64
 
-#: Returns the range of bytes of the members from one number to another.
+#: Function that takes the first and the last number of some members, and returns the byte range of their data.
 Stretch: TypeAlias = Callable[[int, int], tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A child of a member, whose subtree is the range from its own number to ``last``."""
+    """A member's child in the tree, whose subtree has the numbers from ``number`` to ``last``."""
 
     rank: int
     number: int
@@ -50,14 +49,11 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One member's place in the tree of a collective.
+    """One member's position in the tree of a collective.
 
     Attributes:
-        tag: Tag of the group.
         number: Number of the member; 0 for the root.
-        last: Largest number in its subtree.
-        parent: Rank of the parent; None for the root.
-        children: Children of the member.
+        last: Largest number in the member's subtree.
     """
 
     tag: int
@@ -68,7 +64,7 @@ class Place:
 
     @classmethod
     def of(cls, group: Group, top: int) -> Place:
-        """Return this rank's place in the tree whose root is the rank ``top``."""
+        """Return this rank's position in the tree whose root is the rank ``top``."""
         size, shift = group.size, group.ranks.index(top)
         number = (group.index - shift) % size
         above, last = path_to(size, number)
@@ -83,49 +79,42 @@ class Place:
 
 
 class TreeCollectives:
-    """The collectives of one rank, along trees.
-
-    Args:
-        engine: Engine of the rank.
-    """
+    """Runs the collectives of one rank as messages along trees."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     async def barrier(self, group: Group) -> None:
-        """Return once every member has entered."""
+        """Wait until every member has entered the barrier."""
         place, token = Place.of(group, group.ranks[0]), memoryview(bytearray(1))
         error = await self._collect(place, token, _everything(token))
         raise_first(error, await self._spread(place, token, error=error))
 
     async def meet(self, group: Group, root: int) -> None:
-        """Wait, on ``root``, until every member has entered.
+        """Wait, on ``root`` only, until every member has called this method.
 
         Raises:
-            LocalProtocolError, TruncationError: On ``root``: a member has called :meth:`gather` instead.
+            LocalProtocolError, TruncationError: On ``root``, if a member has called :meth:`gather` instead.
         """
         token = memoryview(bytearray(1))
         error = await self._collect(Place.of(group, root), token, _everything(token))
         if not isinstance(
             error, RankLostError
-        ):  # the root handles the error later, after it has received from the others
+        ):  # The root raises a loss later, after it has received from the other members.
             raise_first(error)
 
     async def broadcast(self, group: Group, view: memoryview, root: int) -> None:
-        """Send ``root``'s bytes to all."""
+        """Send the root's bytes to all members, which receive them into ``view``."""
         raise_first(await self._spread(Place.of(group, root), view))
 
     async def gather(
         self, group: Group, send: memoryview, sizes: Sequence[int], receive: torch.Tensor | None, root: int
     ) -> None:
-        """Bring every member's bytes to ``root``; ``sizes`` says how many each has, in the group's order.
+        """Gather every member's bytes on ``root``.
 
         Args:
-            group: Group whose members call this.
-            root: Rank that receives.
-            send: Bytes of this member.
-            sizes: Number of bytes of each member; equal on all members.
-            receive: On ``root`` a flat uint8 tensor for the bytes of all members, in the group's order.
+            sizes: Number of bytes of each member, in the group's order; equal on all members.
+            receive: On ``root``, a flat uint8 tensor for the bytes of all members, in the group's order; else None.
         """
         place, shift = Place.of(group, root), group.ranks.index(root)
         starts = [0, *accumulate((*sizes[shift:], *sizes[:shift]))]
@@ -138,7 +127,7 @@ class TreeCollectives:
             into[turn:], into[:turn] = view[: end - turn], view[end - turn :]
 
     async def all_gather(self, group: Group, send: torch.Tensor) -> torch.Tensor:
-        """Return every member's tensor, stacked in the group's order. Each member receives every other tensor once."""
+        """Return every member's tensor, stacked in the group's order, on every member."""
         place, nbytes = Place.of(group, group.ranks[0]), send.nbytes
         receive = empty_stack(send, group.size)
         view = byte_view(receive)
@@ -152,7 +141,7 @@ class TreeCollectives:
         return receive
 
     async def fold_rows(self, group: Group, work: torch.Tensor, fold: Reduction) -> torch.Tensor:
-        """Reduce small tensors in rank order on the first member, and send the result to all."""
+        """Reduce all members' small tensors in rank order on the first member; return the result on every member."""
         place, nbytes = Place.of(group, group.ranks[0]), work.nbytes
         rows = empty_stack(work, place.last - place.number + 1)
         view = byte_view(rows)
@@ -170,16 +159,13 @@ class TreeCollectives:
         return work
 
     async def fold_along_ranks(self, group: Group, values: torch.Tensor, fold: LeftFold) -> torch.Tensor | None:
-        """Return the reduction in rank order on all members; None, on all, if it needs all tensors at once.
+        """Return the reduction of all members' tensors in rank order; None if it needs all tensors at once.
 
         Args:
-            group: Group whose members call this.
             values: Flat contiguous CPU tensor of equal length and dtype on all members.
-            fold: The reduction, equal on all members.
         """
         place, token = Place.of(group, group.ranks[-1]), memoryview(bytearray(1))
-        # Members that pass few bytes are in fold_rows, and detect that here. No member leaves between the stages, since
-        # the others count on it in all of them.
+        # This exchange detects members that pass fewer bytes, and are therefore in fold_rows.
         error = await self._collect(place, token, _everything(token))
         error = await self._spread(place, token, error=error) or error
         memory = torch.empty(_HEAD_NBYTES + values.nbytes, dtype=torch.uint8, device="cpu")
@@ -193,10 +179,10 @@ class TreeCollectives:
     # -- up and down ------------------------------------------------------------------------------------------------
 
     async def _collect(self, place: Place, view: memoryview, stretch: Stretch) -> AsyncdistError | None:
-        """Receive the subtree's bytes, and send them to the parent with this member's own; return the first error."""
+        """Receive the subtree's bytes, and send them with this member's bytes to the parent; return the first error."""
         engine, tag = self._engine, place.tag
         error: AsyncdistError | None = None
-        for child in place.children:  # even after the loss of one child: the next one waits for its send to complete
+        for child in place.children:  # An error does not end the loop, because the next child waits for its send.
             low, high = stretch(child.number, child.last)
             failed = await attempt(take_all(engine, view, low, high, child.rank, tag))
             error = error or failed
@@ -216,13 +202,11 @@ class TreeCollectives:
     async def _spread(
         self, place: Place, view: memoryview, *, has: Stretch | None = None, error: AsyncdistError | None = None
     ) -> AsyncdistError | None:
-        """Pass bytes, or the root's error, down from the root to all; return the first error.
+        """Relay the root's bytes, or a notice of an error, to all members; return the first error.
 
         Args:
-            place: Place of this member.
-            view: Memory for all bytes.
-            has: Returns the range of bytes that a subtree already has; by default none.
-            error: Earlier error of this member. Its parent knows of it, and sends a notice.
+            has: Returns the byte range that a subtree already has; None if subtrees have no bytes.
+            error: Earlier error of this member, of which its children are notified.
         """
         has = has or _nothing
         feeds = [
@@ -249,7 +233,7 @@ class TreeCollectives:
     async def _take_down(
         self, view: memoryview, own: tuple[int, int], parent: int, tag: int, feeds: Sequence[_Feed]
     ) -> AsyncdistError | None:
-        """Receive all bytes except this member's own range, and pass on each piece as soon as it has arrived."""
+        """Receive all bytes except the range ``own`` from the parent, and relay each piece when it has arrived."""
         first, end = own
         for low, high in (*pieces(0, first), *pieces(end, len(view))):
             error = await attempt(take(self._engine, piece_of(view, low, high), parent, tag))
@@ -261,13 +245,10 @@ class TreeCollectives:
 
 
 class _Feed:
-    """Passes the missing bytes on to one child as they arrive.
+    """Relays arriving bytes to one child.
 
     Args:
-        engine, tag: Engine and tag of the collective.
-        view: Memory for all bytes.
-        dest: Rank of the child.
-        has: Range of bytes that the child's subtree already has.
+        has: Byte range that the child's subtree already has.
     """
 
     def __init__(self, engine: Engine, tag: int, view: memoryview, dest: int, has: tuple[int, int]) -> None:
@@ -276,7 +257,7 @@ class _Feed:
         self._pieces = deque((*pieces(0, has[0]), *pieces(has[1], len(view))))
 
     async def advance(self, frontier: int) -> None:
-        """Send the pieces before ``frontier``, up to which all bytes have arrived."""
+        """Send the unsent pieces before ``frontier``, the number of bytes that have arrived."""
         while self._pieces and self._pieces[0][1] <= frontier:
             await self.outlet.put(piece_of(self._view, *self._pieces.popleft()))
 

@@ -1,11 +1,10 @@
-"""Sends bytes between two members of a group in pieces, or a notice of a loss instead.
+"""Sends bytes between two members of a group in pieces, or sends a notice of an error instead.
 
-Up to a limit, bytes travel in one message. More bytes travel in pieces, so that a relaying member can begin before all
-have arrived, and end with a message of one byte. Different sizes on members are detected by this end, and by the first
-piece, which is larger than any single message.
+A small amount of bytes is one message. More bytes are sent in pieces, so that a member can relay the first pieces
+before the last ones have arrived, and end with a message of one byte, by which the receiver detects different sizes.
 
-Each member sends the bytes that others expect, or a *notice* instead: an empty message, followed by the reason. No
-member therefore waits for bytes that a lost member was to pass on, even if nothing else reports the loss.
+A member that cannot send the expected bytes sends a *notice* instead: an empty message, followed by the reason. No
+member therefore waits for bytes that a lost member had to relay.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from asyncdist.messaging.engine import Engine
 from asyncdist.transports.base import Request
 from asyncdist.waits import WaitId, WaitKind
 
-#: Size of a piece. Data of at most half this size is one message.
+#: Size of a piece in bytes. Data of at most half this size is one message.
 PIECE_NBYTES: Final = 512 << 10
 #: Maximum number of messages in progress to one member.
 AHEAD_COUNT: Final = 4
 
-#: Format of the message that follows an empty message: the rank concerned, its number of bytes, and that of another
-#: rank. Both numbers are -1 if the rank is lost.
+#: Format of a notice's second message: a rank, its number of bytes, and the different number of another rank. Both
+#: numbers are -1 if the rank is lost.
 _NOTICE: Final = struct.Struct("<qqq")
 
 
 def pieces(first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of the pieces of the bytes from ``first`` to ``end``; an empty range is the end mark."""
+    """Yield the begin and end of each piece of the bytes from ``first`` to ``end``; an empty range is the end mark."""
     if end - first <= PIECE_NBYTES // 2:
         if first < end:
             yield first, end
@@ -42,12 +41,12 @@ def pieces(first: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def piece_of(view: memoryview, low: int, high: int) -> memoryview:
-    """Return the memory of one of :func:`pieces`, to send from or to receive into."""
+    """Return the memory of a piece that :func:`pieces` yields; for the end mark, new memory of one byte."""
     return view[low:high] if low < high else memoryview(bytearray(1))
 
 
 async def attempt(work: Awaitable[object]) -> AsyncdistError | None:
-    """Await ``work``; return its error if the other members must be notified of it."""
+    """Await ``work``; return, instead of raising, an error of which the other members must be notified."""
     try:
         await work
     except (RankLostError, LocalProtocolError, TruncationError) as error:
@@ -59,9 +58,9 @@ async def take(engine: Engine, view: memoryview, source: int, tag: int) -> None:
     """Receive exactly ``len(view)`` bytes.
 
     Raises:
-        RankLostError: The source, or according to it another member, is lost.
-        LocalProtocolError, TruncationError: The source, or according to it another member, passes another number of
-            bytes.
+        RankLostError: The source is lost, or has sent a notice that another member is lost.
+        LocalProtocolError, TruncationError: The source, or another member according to its notice, passes a different
+            number of bytes.
     """
     _, nbytes = await engine.receive(view, source, tag)
     if nbytes == len(view):
@@ -79,23 +78,16 @@ async def take(engine: Engine, view: memoryview, source: int, tag: int) -> None:
 
 
 async def take_all(engine: Engine, view: memoryview, first: int, end: int, source: int, tag: int) -> None:
-    """Receive the bytes from ``first`` to ``end``. Raises as :func:`take`."""
+    """Receive the bytes from ``first`` to ``end`` in pieces. The errors are the same as for :func:`take`."""
     for low, high in pieces(first, end):
         await take(engine, piece_of(view, low, high), source, tag)
 
 
 class Outlet:
-    """Sends pieces to one member, several at a time, as long as that member lives.
-
-    As a context manager it abandons outstanding sends at its end.
-
-    Args:
-        engine: Engine of this rank.
-        dest: Rank of the member.
-        tag: Tag of the group.
+    """Sends pieces to one member, with a limited number in progress; a context manager that abandons them on exit.
 
     Attributes:
-        error: Error because of which nothing can be sent; or None.
+        error: Error because of which nothing more is sent, or None.
     """
 
     def __init__(self, engine: Engine, dest: int, tag: int) -> None:
@@ -114,12 +106,12 @@ class Outlet:
 
     def give_up(self) -> None:
         """Abandon the outstanding sends."""
-        for request in self._under_way:  # after a loss or a departure they may never complete
+        for request in self._under_way:  # They may never complete after a loss or a departure.
             self._engine.disown(request)
         self._under_way.clear()
 
     async def put(self, view: memoryview) -> None:
-        """Start to send a piece, after waiting for older ones if too many are in progress; no-op after :meth:`tell`."""
+        """Start to send a piece, after waiting while too many are in progress. Does nothing after :meth:`tell`."""
         if self._has_told:
             return
         while len(self._under_way) >= AHEAD_COUNT:
@@ -128,12 +120,12 @@ class Outlet:
             self._under_way.append(self._engine.transport.isend(view, self._dest, self._tag))
 
     async def put_all(self, view: memoryview, first: int, end: int) -> None:
-        """Start to send the bytes from ``first`` to ``end``."""
+        """Start to send the bytes from ``first`` to ``end`` in pieces."""
         for low, high in pieces(first, end):
             await self.put(piece_of(view, low, high))
 
     async def tell(self, error: AsyncdistError) -> None:
-        """Send a notice with the error instead of the remaining bytes."""
+        """Send a notice that describes ``error`` instead of the remaining bytes."""
         facts = error.facts
         if isinstance(error, RankLostError):
             notice = _NOTICE.pack(facts.get("rank", -1), -1, -1)
@@ -148,7 +140,7 @@ class Outlet:
         self._has_told = True
 
     async def flush(self) -> AsyncdistError | None:
-        """Wait until everything has been sent; return the error if it was not."""
+        """Wait until all pieces have been sent; return the error if sending has failed."""
         while self._under_way:
             await self._wait_for_oldest()
         return self.error
@@ -166,14 +158,14 @@ class Outlet:
 
 
 async def give(engine: Engine, dest: int, tag: int, send: Callable[[Outlet], Awaitable[None]]) -> AsyncdistError | None:
-    """Send to one member until everything has left; return the error if the member is lost."""
+    """Call ``send`` with an outlet to ``dest``, and wait until all is sent; return the error if ``dest`` is lost."""
     with Outlet(engine, dest, tag) as outlet:
         await send(outlet)
         return await outlet.flush()
 
 
 def raise_first(*errors: AsyncdistError | None) -> None:
-    """Raise the first error, if there is one."""
+    """Raise the first of the errors that is not None, if any."""
     for error in errors:
         if error is not None:
             raise error

@@ -1,15 +1,13 @@
-"""Defines the elementwise reductions over ranks for each dtype, and the dtype of their computation.
+"""Defines the elementwise reductions of ``all_reduce`` for each dtype, and the dtype of their computation.
 
-- Booleans: "sum" and "max" are "or", "prod" and "min" are "and", as in numpy and in torch's NCCL backend. (As bytes,
-  the True values of 256 ranks would add up to 0.)
-- Integers keep their dtype and wrap: 128 + 128 is 0 in uint8. Sums of 8 and 16 bits are computed in int32, because Open
-  MPI 5.0.11 saturates in the elements that its vector instructions handle, and wraps in the others.
+- Booleans: "sum" and "max" are "or", "prod" and "min" are "and", as in numpy and in torch's NCCL backend.
+- Integers keep their dtype and wrap: 128 + 128 is 0 in uint8. Sums of 8- and 16-bit integers are computed in int32,
+  because Open MPI 5.0.11 wraps only some elements, and saturates those that its vector instructions handle.
 - float16, bfloat16 and float8 are reduced in float32 and rounded once; complex32 is reduced in complex64.
-- The minimum or maximum of floating-point numbers is NaN if any rank has NaN, and -0 is less than +0. MPI does not
-  define NaN in MPI_MIN and MPI_MAX: with NaN on one of four ranks, Open MPI 5.0.11 returned the result of some of the
-  ranks, and MPICH 5.0.2 returned different results on different ranks. Therefore both are computed on integers in the
-  same order.
-- Complex numbers have no order, so only sum and product exist.
+- The minimum or maximum of floating-point numbers is NaN if any rank has NaN, and -0 is less than +0. MPI_MIN and
+  MPI_MAX do not define NaN, and returned different results on different ranks with MPICH 5.0.2. Both reductions are
+  therefore computed on integers that sort like the numbers.
+- Complex numbers have no order, so only "sum" and "prod" exist.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from torch import Tensor
 from asyncdist.tensors.byte_views import to_host, write
 from asyncdist.transports.base import ReduceOp
 
-#: Operations on the numbers of :func:`to_numbers`.
+#: The numpy function of each reduction, applied to the results of :func:`to_numbers`.
 OPERATIONS: Final[dict[ReduceOp, Any]] = {"sum": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
 
 _INTEGERS: Final = tuple(getattr(torch, f"{sign}int{bits}") for bits in (8, 16, 32, 64) for sign in ("", "u"))
@@ -40,7 +38,7 @@ _OF_BOOLEANS: Final[dict[ReduceOp, ReduceOp]] = {"sum": "max", "prod": "min", "m
 
 
 def check(tensor: Tensor, op: ReduceOp) -> None:
-    """Raise TypeError if the tensor's dtype does not have the reduction."""
+    """Raise TypeError if the reduction ``op`` is not defined for the tensor's dtype."""
     if tensor.dtype not in _WIDE:
         raise TypeError(f"all_reduce takes bool, integers, floating and complex numbers, got {tensor.dtype}")
     if tensor.is_complex() and op not in ("sum", "prod"):
@@ -50,11 +48,10 @@ def check(tensor: Tensor, op: ReduceOp) -> None:
 
 
 def to_numbers(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp]:
-    """Return the numbers to reduce instead of the tensor's, and the operation to reduce them with.
+    """Convert a tensor to a dtype that numpy and MPI can reduce; return the converted tensor and its reduction.
 
     Returns:
-        A contiguous CPU tensor of a dtype that numpy and MPI support, possibly in the tensor's own memory; and the
-        operation.
+        A contiguous CPU tensor, possibly in the memory of ``tensor``, and the operation with which to reduce it.
     """
     numbers = to_host(tensor).to((_WIDE_SUM if op == "sum" else _WIDE)[tensor.dtype])
     if tensor.dtype == torch.bool:
@@ -65,12 +62,12 @@ def to_numbers(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp]:
 
 
 def depends_on_order(numbers: Tensor) -> bool:
-    """Return whether a reduction of these numbers over three or more ranks depends on the order, through rounding."""
+    """Return whether rounding makes a reduction of these numbers over three or more ranks depend on the order."""
     return numbers.is_floating_point() or numbers.is_complex()
 
 
 def store(numbers: Tensor, tensor: Tensor, op: ReduceOp) -> None:
-    """Write the reduced numbers of :func:`to_numbers` into the tensor, unless they share its memory."""
+    """Convert reduced numbers, made by :func:`to_numbers`, to the tensor's dtype, and write them into the tensor."""
     if tensor.is_floating_point() and op in ("min", "max"):
         numbers = _from_ordered(numbers)
     if numbers.data_ptr() != tensor.data_ptr():
@@ -78,7 +75,7 @@ def store(numbers: Tensor, tensor: Tensor, op: ReduceOp) -> None:
 
 
 def _to_ordered(numbers: Tensor, op: ReduceOp) -> Tensor:
-    """Return floats as integers in the same order, and NaN as the integer that ``op`` always chooses."""
+    """Return floats as integers that sort in the same order, and NaN as the integer that ``op`` always selects."""
     bits = numbers.view(torch.int32 if numbers.itemsize == 4 else torch.int64)
     limits = torch.iinfo(bits.dtype)
     return torch.where(numbers.isnan(), limits.min if op == "min" else limits.max, _flipped(bits))
@@ -89,5 +86,5 @@ def _from_ordered(ordered: Tensor) -> Tensor:
 
 
 def _flipped(bits: Tensor) -> Tensor:
-    """Flip the bits of negative floats (sign and magnitude) so that results sort as integers. Its own inverse."""
+    """Flip all bits except the sign of negative floats, so that the floats sort as integers. Its own inverse."""
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)

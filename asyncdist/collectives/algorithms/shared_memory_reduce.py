@@ -1,24 +1,17 @@
 """Reduces in rank order among the ranks of one host through shared memory, without sending any element.
 
-Each rank copies its tensors to a flat tensor that all members map (:mod:`asyncdist.host_memory.shared_memory`). It
-then folds its share of all members' elements into its own result buffer. Finally it copies the results of all members
-to its tensors. After each of these three phases the ranks meet at a barrier. Tensors of more than 64 MiB are processed
-in pieces, and one *turn* handles the three phases of three consecutive pieces.
+Each rank copies its tensors to a flat tensor that all members map (:mod:`asyncdist.host_memory.shared_memory`). It then
+reduces its share of all members' elements into its result buffer, and finally copies the results of all members to its
+tensors. A barrier follows each of these three phases, and also orders the ranks' memory accesses. Tensors of more than
+64 MiB are processed in pieces, and one *turn* handles the three phases of three consecutive pieces. The result is
+bit-equal to that of :mod:`asyncdist.collectives.algorithms.ordered_reduce`.
 
-64 MiB between two ranks took 0.55 to 0.6 of the time of MPI's own Iallreduce, and 38 ms instead of 60 ms of CPU time on
-both ranks together. Pieces of 2 MiB, which fit into the caches, took 0.8 and 51 ms: a cache line that another core has
-just written costs more than one from memory, which the hardware prefetches.
-
-The result equals that of :mod:`asyncdist.collectives.algorithms.ordered_reduce` to the bit: the same fold of the same
-parts in the same order.
+64 MiB between two ranks took 0.55 to 0.6 of the time of MPI's Iallreduce, and 38 ms instead of 60 ms of CPU time.
+Pieces of 2 MiB, which fit into the caches, were slower (0.8 and 51 ms), because a cache line that another core has just
+written takes longer to read than prefetched memory.
 
 Invariants: data is read only after the barrier of the turn that wrote it, and overwritten only after the barrier of the
-turn that read it. No rank reads after the end of the call. The barrier, native or made of messages, also orders memory
-accesses of the ranks.
-
-In addition to the flat tensor, which every transport keeps for each model, the result buffers take half as much memory,
-and at most 64 MiB, for any number of ranks. From 64 KiB on, members compare what they can map before anything is
-written; unless all can map everything, they use messages (see :func:`map_shared_buffers`).
+turn that read it. No rank reads after the end of the call.
 """
 
 from __future__ import annotations
@@ -36,74 +29,72 @@ from asyncdist.collectives.groups import Group
 from asyncdist.host_memory.shared_memory import Address, SharedMemory, find
 from asyncdist.tensors.bucket import Bucket
 
-#: Writes the elementwise reduction of the ranks' tensors, given in rank order, into its first argument.
+#: Function that writes the elementwise reduction of the ranks' tensors, given in rank order, to its first argument.
 FoldInto: TypeAlias = Callable[[Tensor, Sequence[Tensor]], None]
-#: Every member's tensor, in the group's order.
+#: Function that returns every member's tensor, in the group's order.
 AllGather: TypeAlias = Callable[[Tensor], Awaitable[Sequence[Tensor]]]
 
-#: Larger tensors are reduced in pieces, so that the result buffers do not grow.
+#: Largest size in bytes reduced at once; larger tensors are reduced in pieces, to limit the size of result buffers.
 PIECE_NBYTES: Final = 64 << 20
-#: Smaller tensors are sent, since four barriers took 2.1 to 2.5 times as long as messages of 0.4 to 16 KiB on torch,
-#: 1.1 to 0.8 times as long with 62 KiB, and half as long with 1 MiB; on MPI about as long up to 62 KiB.
+#: Smallest size in bytes for shared memory. Its four barriers took, on torch, 2.1 to 2.5 times as long as messages of
+#: 0.4 to 16 KiB, 0.8 to 1.1 times as long with 62 KiB, and half as long with 1 MiB; on MPI, as long up to 62 KiB.
 SHARED_NBYTES_MIN: Final = 64 << 10
-#: Number of buffers: one that is being written, and one that is being read.
+#: Number of result buffers: one that is being written, and one that is being read.
 _RESULT_COUNT: Final = 2
-#: Bytes folded at once; with their result they fit into a core's own cache.
+#: Number of bytes reduced at once, which fit into a core's own cache together with their result.
 _BLOCK_NBYTES: Final = 512 << 10
-#: A cache line, and a multiple of every element's size.
+#: Alignment in bytes: a cache line, and a multiple of every element's size.
 _ALIGNMENT_NBYTES: Final = 64
 _WORD_NBYTES: Final = 16
 _NOWHERE: Final = bytes(Address.PACKED_NBYTES)
 
 
 def is_worth_sharing(count: int, dtype: torch.dtype) -> bool:
-    """Return whether ranks of a host share a flat tensor of this size instead of sending it; equal on all ranks."""
+    """Return whether a flat tensor of this size is large enough to be shared between a host's ranks, and not sent."""
     return count * dtype.itemsize >= max(1, SHARED_NBYTES_MIN)
 
 
 class SharedFlatBuffers:
-    """Makes flat tensors that the ranks of a host share, followed by memory for results.
+    """Allocates flat tensors in memory that the ranks of a host share, each followed by result buffers.
 
     Args:
-        is_shared: Whether there is any rank to share with.
+        is_shared: Whether there is another rank with which to share memory.
     """
 
     def __init__(self, is_shared: bool) -> None:
         self._is_shared = is_shared
         self._memories: dict[int, SharedMemory] = {}  # by the address of their tensors
 
-    @torch.inference_mode(False)  # it outlives the caller's mode
+    @torch.inference_mode(False)  # because the memory outlives the caller's mode
     def new(self, count: int, *, dtype: torch.dtype) -> Tensor:
-        """Make an uninitialised tensor, in shared memory if that is possible and useful."""
+        """Return an uninitialised tensor of ``count`` elements, in shared memory if this is possible and faster."""
         if self._is_shared and (dtype.is_floating_point or dtype.is_complex) and is_worth_sharing(count, dtype):
-            with contextlib.suppress(OSError):  # no shared memory on this system, or no free file descriptor
+            with contextlib.suppress(OSError):  # raised without shared memory or a free file descriptor
                 memory = SharedMemory(_memory_nbytes(count, dtype))
                 self._memories[memory.tensor.data_ptr()] = memory
                 return memory.tensor[: count * dtype.itemsize].view(dtype)
         return torch.empty(count, dtype=dtype, device="cpu")
 
     def memory_of(self, flat: Tensor) -> SharedMemory | None:
-        """Return the shared memory that begins with ``flat``; None if it is not shared."""
+        """Return the shared memory that begins with the tensor ``flat``; None if ``flat`` is not in shared memory."""
         return self._memories.get(flat.data_ptr())
 
     def keep(self, flats: Iterable[Tensor]) -> None:
-        """Release all tensors except these."""
+        """Release the shared memory of all tensors except ``flats``."""
         kept = {flat.data_ptr() for flat in flats}
         self._memories = {start: memory for start, memory in self._memories.items() if start in kept}
 
 
 async def map_shared_buffers(memory: SharedMemory | None, group: Group, all_gather: AllGather) -> list[Tensor] | None:
-    """Map every member's memory. All members await this at the same time.
+    """Map every member's shared memory into this process. All members await this function.
 
-    This takes a small all-gather, and a second one if the members have not mapped the same memory before.
+    It takes a small all-gather, and a second one if the members have not mapped the same memory before.
 
     Args:
-        memory: Shared memory of this rank; or None.
-        group: A group of two or more members.
         all_gather: Gathers 1-D uint8 tensors over the group.
 
     Returns:
-        Every member's memory; None on all members if a member has none, or cannot map that of another member.
+        Every member's memory. None on all members if a member has no memory, or cannot map another member's memory.
     """
     known, views = (b"", None) if memory is None else memory.views.get(group, (b"", None))
     address = _NOWHERE if memory is None else memory.address.pack()
@@ -135,18 +126,16 @@ def _find_all(memory: SharedMemory, index: int, packed: Sequence[bytes]) -> list
 async def fold_on_host(
     group: Group, bucket: Bucket, views: Sequence[Tensor], fold: FoldInto, barrier: Callable[[], Awaitable[None]]
 ) -> None:
-    """Reduce every member's tensors; all members await this at the same time.
+    """Replace every member's tensors by their reduction in rank order. All members await this function.
 
     Args:
-        group: A group of two or more members.
         bucket: The tensors, of equal length on all members, not empty.
-        views: Every member's memory from :func:`map_shared_buffers`; this rank's begins with the bucket's flat tensor.
-        fold: The reduction, equal on all members.
-        barrier: Barrier of the group.
+        views: Every member's memory from :func:`map_shared_buffers`. This rank's memory begins with the bucket's flat
+            tensor.
     """
     folding = _Folding(group, bucket, views, fold)
     count = len(folding.pieces)
-    for turn in range(count + 2):  # copy a piece in, fold the previous one, copy the one before that out
+    for turn in range(count + 2):
         if turn < count:
             bucket.copy_in(folding.pieces[turn].start, folding.pieces[turn].end)
         if 1 <= turn <= count:
@@ -157,7 +146,7 @@ async def fold_on_host(
 
 
 class _Folding:
-    """Holds the layout of the members' memory."""
+    """One reduction through shared memory: views of the members' flat tensors and result buffers, and its phases."""
 
     def __init__(self, group: Group, bucket: Bucket, views: Sequence[Tensor], fold: FoldInto) -> None:
         self._group = group
@@ -194,7 +183,7 @@ class _Folding:
 
 
 def _memory_nbytes(count: int, dtype: torch.dtype) -> int:
-    """Return the size of a flat tensor with its result buffers, in bytes."""
+    """Return the size in bytes of a flat tensor with its result buffers."""
     result_count = min(_RESULT_COUNT, -(-count // (PIECE_NBYTES // dtype.itemsize)))
     return _results_start(count, dtype) + result_count * _result_nbytes(count, dtype)
 
@@ -204,7 +193,7 @@ def _results_start(count: int, dtype: torch.dtype) -> int:
 
 
 def _result_nbytes(count: int, dtype: torch.dtype) -> int:
-    """Return the size of a result buffer in bytes: a share of two members, since shares of more members are smaller."""
+    """Return the size of a result buffer in bytes: half of a piece, the largest share that a member can have."""
     return _aligned(-(-min(PIECE_NBYTES // dtype.itemsize, count) // 2) * dtype.itemsize)
 
 
