@@ -77,11 +77,11 @@ class TorchRival(Rival):
         self._dist = dist
 
     def send(self, tensor: torch.Tensor, dest: int) -> None:
-        """As of the class above."""
+        """Send a contiguous tensor of bytes on the CPU."""
         self._dist.send(tensor, dest, tag=_TAG)
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """As of the class above."""
+        """Receive into a contiguous tensor of bytes on the CPU."""
         self._dist.recv(tensor, source, tag=_TAG)
 
 

@@ -36,7 +36,7 @@ async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
 
 
 async def _our_ring(world: ad.World, channel: ad.Channel[Ping], message: Ping, count: int) -> float:
-    """Return the time from rank to rank in microseconds."""
+    """Send a message ``count`` times around the ring; return the time from rank to rank in microseconds."""
     following = (world.rank + 1) % world.size
     await ad.barrier()
     began_at = time.perf_counter()

@@ -21,7 +21,7 @@ from asyncdist.story.finding import job_of_process
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: Minimum length, in characters, of a line that is printed in parts.
+#: Maximum length of a printed line, in characters; longer lines are printed in parts.
 _LINE_LENGTH_MAX: Final = 1 << 16
 
 
@@ -43,7 +43,7 @@ def run(words: Sequence[str]) -> int:
         child = subprocess.Popen(
             command,
             env={**environment.VARIABLES, environment.LAST_COUNTERS_VARIABLE: folder},
-            stdin=subprocess.DEVNULL,  # a prompt could not be shown
+            stdin=subprocess.DEVNULL,  # the child must not ask for input, because a prompt could not be shown
             stdout=subprocess.PIPE if 1 in shown else None,
             stderr=subprocess.PIPE if 2 in shown else None,
             preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),

@@ -114,7 +114,7 @@ def table(rows: Sequence[Row], width: int) -> Table:
         drawn.add_column(column.name, justify=side, no_wrap=True, overflow="ellipsis", max_width=width_max)
     for row in rows:
         for number, policy in enumerate(_policies_of(row)):
-            # Rich would interpret markup in plain strings
+            # Text is used because rich interprets markup in plain strings.
             cells = [Text(_cell(column, row, policy)) for column in columns]
             is_first = number == 0
             drawn.add_row(*(c if is_first or k.is_of_policy else "" for c, k in zip(cells, columns, strict=True)))
@@ -199,7 +199,7 @@ def _cell(column: _Column, row: Row, policy: PolicyCounters | None) -> str:
 
 
 def _policies_of(row: Row) -> Sequence[PolicyCounters | None]:
-    """Return a rank's policies; a single None if it has none."""
+    """Return a rank's policies, or a list with None if the rank has no policy."""
     return (None,) if row.now is None else row.now.policies or (None,)
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 #: Seconds between two requests to the ranks.
 PERIOD_S: Final = 1.0
-#: Seconds without a step after which a rank is asked what it is doing (its story).
+#: Seconds without a step after which a rank is asked what it is doing.
 _STILL_S: Final = 3.0
 NEEDS_RICH: Final = validation.missing_library("the table", "rich", "live")
 
@@ -51,12 +51,12 @@ class JobView:
     def __init__(self) -> None:
         self._readings = Readings()
         self._rows: list[Row] = []
-        # For each rank, the number of its steps and the time of the last step
+        # The number of steps of each rank, and the time of its last step.
         self._moved: dict[int, tuple[int, float]] = {}
         self._answered_at_s: dict[int, float] = {}
 
     def ask(self, places: Sequence[Place]) -> None:
-        """Ask all ranks at once for their counters, and ranks that make no steps also for their stories."""
+        """Ask all ranks at once for their counters, and ranks that make no steps also for what they are doing."""
         answers = sockets.exchange(places, sockets.COUNTERS)
         self._answered_at_s |= dict.fromkeys(answers, time.monotonic())
         for data in answers.values():
@@ -103,8 +103,8 @@ def _screen(rows: Sequence[Row], console: Console, before_end_s: Mapping[int, fl
 def run(name: str | None) -> int:
     """Show the table until the job ends or Ctrl-C is pressed; return the exit code.
 
-    If the output is not a terminal, or cannot be redrawn (``TERM=dumb``), the table is printed once, after the second
-    that rates need. ``name`` is the name of the job, or the pid of one of its processes or of their parent; None
+    If the output is not a terminal, or cannot be redrawn (``TERM=dumb``), the table is printed once, after one second,
+    which rates need. ``name`` is the name of the job, or the pid of one of its processes or of their parent; None
     selects the only job.
     """
     if not has_rich():

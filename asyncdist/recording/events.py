@@ -1,7 +1,11 @@
 """Defines the events of a rank, keeps the latest of them in memory, and passes all of them to a recording.
 
 An event has a time, a kind and fields. In a file, a kind is represented by its index in :data:`KINDS`, so new kinds and
-new fields are appended (see :mod:`asyncdist.recording.writer`).
+new fields are appended (see :mod:`asyncdist.recording.writer`). Some fields are needed only for replays: ``pass`` is
+the number of a polling pass modulo 65536, -1 for a message that a task received without a pass, and -2 for a message
+before the world was open. ``turn`` counts the passes and yields of the current safe point. ``woken`` and ``begun``
+count the waits that have ended and begun since the last safe point began; ``woken`` of a safe point itself counts from
+the previous one. The beginning of a safe point without events is not recorded.
 """
 
 from __future__ import annotations
@@ -48,13 +52,9 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "coordinator": ("policy", "epoch", "rank"),
     # A policy ended on this rank.
     "closed": ("policy", "iteration"),
-    # A message was passed to the transport. The k-th message sent to a rank on a tag is the k-th that it receives
-    # there.
+    # A message was passed to the transport. The k-th message sent to a rank on a tag is the k-th received there.
     "sent": ("dest", "tag", "nbytes"),
-    # A message was received. ``pass`` is the number of the polling pass modulo 65536: all messages of a pass are
-    # received together. It is -1 if a task received the message without a pass, and -2 before the world was open.
-    # ``turn`` counts the passes and yields of the safe point. ``woken`` and ``begun`` count the waits that have ended
-    # and begun since the last safe point began. These fields have the same meaning in all kinds.
+    # A message was received from the transport.
     "received": ("source", "tag", "nbytes", "pass", "turn", "woken", "begun"),
     # A task's wait of at least :data:`asyncdist.recording.writer.WAIT_S_MIN` seconds ended.
     "waited": ("what", "seconds"),
@@ -63,8 +63,7 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "returned": ("rank", "incarnation"),
     # Main ended with this error; "" if it returned.
     "over": ("error",),
-    # For replays: a safe point began or ended, a line of code read the clock, or a deadline expired. A safe point
-    # without events has one event at its end. Its ``woken`` counts the waits that ended since the previous safe point.
+    # For replays: a safe point began or ended, a line of code read the clock, or a deadline expired.
     "safe_point": ("has_ended", "turns", "woken"),
     "clock": ("seconds", "line"),
     "deadline": ("what", "turn", "woken"),
@@ -86,8 +85,7 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "cut": ("why",),
     # A rank that was restarted or joined late started with the state of another rank, including its weights.
     "joined": ("policy", "round", "iteration", "donor"),
-    # The ranks of a host logged an explanation (a "story") of why the job made no progress or was aborted. The rank
-    # that logs the story and a few others record it.
+    # The ranks of a host reported why the job made no progress or was aborted; some of the ranks record the report.
     "told": ("story",),
 }
 _PLACES: Final = {kind: {name: place for place, name in enumerate(names)} for kind, names in KINDS.items()}

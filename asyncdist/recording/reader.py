@@ -89,7 +89,7 @@ class RankRecording:
                 yield from read(block.content, block.time_s)
 
     def check(self) -> str:
-        """Check the whole file; return a description of the damage at its end, or "". Raise if invalid."""
+        """Check the whole file; return a description of the damage at its end, or "". Raise for invalid content."""
         damage, waiting, nbytes = "", list[_Block](), 0
         for block in self.blocks():
             if isinstance(block, str):
@@ -197,7 +197,7 @@ def told_of_other_version(recording: Recording) -> str | None:
 
 
 def _chosen_job(root: Path, found: Sequence[RankRecording], job: str | None) -> str:
-    """Return the job to read. Raise RecordingError if it is not in the folder, or if several jobs could be meant."""
+    """Return the job to read. Raise RecordingError if it is not in the folder, or not given and not unique."""
     jobs = sorted({each.header.job: each.header.unix_s for each in found}.items(), key=lambda item: item[1])
     names = [name for name, _ in jobs]
     known = ", ".join(names[-_JOB_COUNT_MAX:])

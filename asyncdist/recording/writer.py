@@ -4,8 +4,8 @@ The file is a stream of MessagePack objects (https://github.com/msgpack/msgpack/
 
 1. The header, a map (see :func:`header_of`).
 2. Blocks, arrays of three elements: the time of the block in seconds (float 64), the CRC-32 of its content (zlib's),
-and its content (bin). The content is a stream of events. An event is an array: the index of the kind in
-:data:`~asyncdist.recording.events.KINDS`, the microseconds since the block's time, and the fields.
+   and its content (bin). The content is a stream of events. An event is an array: the index of the kind in
+   :data:`~asyncdist.recording.events.KINDS`, the microseconds since the block's time, and the fields.
 
 A block is written with one system call when it is large or old, and when the rank fails or ends. A killed process
 therefore loses about the last second, and a file that ends within a block loses only that block. If the file cannot be
@@ -203,7 +203,7 @@ class RecordWriter:
         except UnicodeEncodeError:  # for example from the name of a file in an error message
             del block[begin:]  # removes the part of the event that was encoded
             _encode_into((code, int((time_s - self._block_began_at) * 1e6), *_readable_fields(fields)), block, -1)
-        # A story is written at once, because the process may be killed soon after it.
+        # A report on a job without progress is written at once, because the process may be killed next.
         if self._is_block_due(time_s) or (self._has_sent and code in (_STEP, _POLICY)) or code == _TOLD:
             self.flush()
 

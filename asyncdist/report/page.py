@@ -25,11 +25,11 @@ ROUND_COUNT_MAX: Final = 400
 MARK_COUNT_MAX: Final = 1500
 #: Number of columns of the heat maps over time.
 COLUMN_COUNT: Final = 200
-#: The metric's scale shows the values between the first and the last of these quantiles, but extends at most
-#: _SCALE_SPREADS quartile distances beyond the quartiles. It shows all values unless they spread over more than
-#: _SCALE_FACTOR times that range.
+#: The metric's scale shows the values between the first and the last of these quantiles.
 _SCALE_QUANTILES: Final = (0.02, 0.25, 0.75, 0.98)
+#: The metric's scale extends at most this number of quartile distances beyond the quartiles.
 _SCALE_SPREADS: Final = 8.0
+#: The metric's scale shows all values if this makes it at most this number of times longer.
 _SCALE_FACTOR: Final = 2.0
 _QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
 #: Minimum range of a colour scale, as a fraction of the step time, because ranks always differ slightly.

@@ -47,7 +47,7 @@ class LogHistogram:
             return math.nan
         wanted, up_to = max(fraction * self.count, 1), np.cumsum(self._counts)
         place = int(np.searchsorted(up_to, wanted))
-        # Assumes that a bin's values are spread over it evenly
+        # Assumes that a bin's values are spread over it evenly.
         within = 1 - (up_to[place] - wanted) / self._counts[place]
         return min(float(10 ** (_LOWEST_DECADE + (place + within) / _PER_DECADE)), self._largest)
 

@@ -129,7 +129,7 @@ class Summary:
             a restarted rank, the error of its last process.
         message_count: Number of messages of all ranks, including messages of policies and of the runtime.
         sent_counts, received_counts: Numbers of messages of the program's own channels, by (source, destination, tag).
-        told: Texts in ``news`` that are beginnings of stories, which several ranks may record.
+        told: Texts in ``news`` that summarise reports on a job without progress, which several ranks may record.
     """
 
     size: int
@@ -150,7 +150,7 @@ class Summary:
     received_counts: Counter[Line] = field(default_factory=Counter)
 
     def lost_messages(self) -> dict[Line, int]:
-        """Return, by line, the number of messages that were sent but not received by ranks with a recording."""
+        """Return the numbers of messages that were sent but not received by ranks with a recording, by line."""
         return {
             line: count - self.received_counts[line]
             for line, count in self.sent_counts.items()
@@ -234,7 +234,7 @@ class _Populations:
 
 @dataclass(slots=True)
 class _Span:
-    """The time for which policies with one name were open, on any rank; it ended when ``open_count`` became 0."""
+    """Counts the open policies of one name on all ranks; the last of them ended at ``ended_s``."""
 
     open_count: int = 0
     ended_s: float = -np.inf
@@ -279,7 +279,7 @@ class _Policies:
         return self.place(policy)[0]
 
     def place(self, policy: int) -> tuple[int, int]:
-        """Return the population of a policy, and its number among this process's policies in the population, from 0."""
+        """Return the index of a policy's population, and the policy's index among this process's policies in it."""
         return self._places.get(policy, (0, 0))
 
 
@@ -339,7 +339,7 @@ def _add(
             _add_to_round(rounds, rank, time_s, event)
         case _:
             text = _news_of(event)
-            if text and not (event.kind == "told" and text in summary.told):  # several ranks record the same story
+            if text and not (event.kind == "told" and text in summary.told):  # several ranks record the same report
                 summary.news.append((time_s, rank, text))
             if event.kind == "told":
                 summary.told.add(text)
@@ -445,7 +445,7 @@ def _follow(summary: Summary) -> None:
 
 
 def _begin(summary: Summary, begun: Begun) -> None:
-    """Set the shares of a restarted process to those of its donor, or to its own first weights."""
+    """Set the shares of a restarted process's weights: the shares of its donor, or its own first weights alone."""
     population = _population(summary, begun.population)
     if population is not None and 0 <= begun.donor < summary.size:
         own = np.eye(summary.size, dtype=np.float32)[begun.rank]

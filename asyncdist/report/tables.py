@@ -102,7 +102,7 @@ def export_csv(recording: Recording, folder: Path) -> list[Path]:
 
 
 def export_parquet(recording: Recording, folder: Path) -> list[Path]:
-    """Write each table that is not empty as ``KIND.parquet``; return the files. ImportError: pyarrow does not work."""
+    """Write each table that is not empty as ``KIND.parquet``, with pyarrow; return the files."""
     import pyarrow
     import pyarrow.parquet
 

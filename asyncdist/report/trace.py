@@ -298,7 +298,7 @@ def _profile(recording: Recording, clocks: Clocks, path: Path, number: int) -> l
 
     The trace names its rank if the program uses torch.distributed. Otherwise, the process number determines the rank.
     """
-    # Processes on different hosts may have the same number
+    # Processes on different hosts may have the same number.
     process_counts = Counter(each.header.pid for each in recording.ranks)
     rank_of_pid = {each.header.pid: each.rank for each in recording.ranks if process_counts[each.header.pid] == 1}
     try:

@@ -85,7 +85,7 @@ class LogNormalSampler:
     def __init__(self, median: float, sigma: float, generator: random.Random) -> None:
         self._median = median
         self._sigma = sigma
-        self._rng: Any = generator  # typeshed knows no gauss_next
+        self._rng: Any = generator  # typeshed does not declare gauss_next
         self._uniform = generator.random
 
     def draw(self) -> float:

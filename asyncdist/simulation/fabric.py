@@ -257,7 +257,7 @@ class Fabric:
         self._ring(message.dest)  # the receiver's next poll may post a receive for this message
 
     def _is_held(self, message: Message) -> bool:
-        """Drop a message if a process has ended, or hold it until its receiver accepts the sender; return if so."""
+        """Drop or hold a message whose sender and receiver are not connected; return whether this was the case."""
         if self.liveness.is_stale(message):
             self.fail_send(message)
             return True

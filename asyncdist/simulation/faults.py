@@ -146,7 +146,7 @@ class Interrupt:
 class Restart:
     """Starts a new process of the killed ``rank`` at ``at_s``, which runs ``main`` from its beginning.
 
-    The fault fires only if the rank is dead and some other rank has not ended. The new process has the next
+    The fault fires only if the rank is dead and another rank is still running. The new process has the next
     ``world.incarnation``, and each peer detects it at a different time. Its result is the rank's result.
     """
 
@@ -162,8 +162,7 @@ class Join:
     """Leaves ``rank`` without a process at first; its first process joins the job at ``at_s``.
 
     Until then, the other ranks regard the rank as lost. Its process joins like a restarted one, with
-    ``world.incarnation`` 1, if some other rank has not ended by ``at_s``. :class:`Kill` and :class:`Restart` may
-    follow.
+    ``world.incarnation`` 1, if another rank is still running. :class:`Kill` and :class:`Restart` may follow.
     """
 
     rank: int

@@ -40,7 +40,7 @@ class MessageFaults:
         for index, fault in enumerate(faults):
             match fault:
                 case Kill(rank, at_message=int(number)):
-                    # Only the first of two faults counts, because a rank dies once
+                    # Only the first of two faults counts, because a rank dies once.
                     self._kills.setdefault((rank, number), index)
                 case Delay(source, dest, number):
                     self._delays.setdefault((source, dest, number), []).append((index, fault))
@@ -71,7 +71,7 @@ class MessageFaults:
                 changed = bytearray(data)
                 for index, corruption in corruptions:
                     place = corruption.byte % len(changed)
-                    # Adding a number, unlike XOR, still changes the byte if two faults corrupt it
+                    # Adding a number, unlike XOR, still changes the byte if two faults corrupt it.
                     changed[place] = (changed[place] + 0x55) % 256
                     self._on_fired(index)
                 data = bytes(changed)
@@ -91,7 +91,7 @@ class MessageFaults:
         return factor
 
     def after_partitions(self, pair: tuple[int, int], now: float, arrival: float) -> float:
-        """Return when a message, which would arrive at ``arrival`` without partitions, arrives."""
+        """Return the arrival time of a message, delayed by partitions; without partitions it would be ``arrival``."""
         between = [
             (index, fault)
             for index, fault in self._partitions

@@ -55,8 +55,8 @@ class SimReport(Generic[T_co]):
     def value(self) -> T_co | Any:
         """Return rank 0's value, or raise the first failure of any rank, causes before consequences.
 
-        The exit of a rank by a signal of the fault plan is raised only if there is no other failure. ``sys.exit(0)``
-        counts as returning None.
+        The exception of a rank that a signal of the fault plan ended is raised only if there is no other failure. A
+        rank that calls ``sys.exit(0)`` is considered to have returned None.
         """
         failures = {
             rank: result
@@ -74,7 +74,7 @@ class SimReport(Generic[T_co]):
         return {fault.rank for fault, count in fired if isinstance(fault, Interrupt) and count}
 
     def is_exit_by_signal(self, rank: int) -> bool:
-        """Return whether ``rank`` ended with the exception of a signal of the fault plan."""
+        """Return whether ``rank`` ended with the exception that a signal of the fault plan raises."""
         return isinstance(self.results[rank], (SystemExit, KeyboardInterrupt)) and rank in self.interrupted_ranks()
 
     def check_faults(self) -> None:

@@ -76,7 +76,7 @@ class Scheduler:
         self._on_many = on_many
 
     def at(self, when: float, action: Callable[..., object], args: tuple[Any, ...] = ()) -> None:
-        """Schedule ``action(*args)`` at ``when``, in virtual seconds; at once if that time has passed."""
+        """Schedule ``action(*args)`` at the virtual time ``when``, in seconds, or now if that time has passed."""
         self._pushed_count += 1
         now = self.now
         heappush(self._heap, (when if when > now else now, self.random(), self._pushed_count, action, args))
@@ -181,7 +181,7 @@ class Scheduler:
         return bool(self._after_event())
 
     def switch_loop(self, loop: object) -> None:
-        """Set asyncio's running loop; it stays set after a turn, because each change costs a system call."""
+        """Set asyncio's running loop, which stays set after a turn because each change costs a system call."""
         if loop is not self._running_loop:
             self._running_loop = loop
             set_running_loop(loop)  # type: ignore[arg-type]

@@ -129,7 +129,7 @@ def simulate(
             "inherited_random", inherited, f"a list of names out of {', '.join(map(repr, sorted(INHERITABLE)))}"
         )
     run = functools.partial(_Simulation.run, options=options, until_s=until_s, after_event=after_event)
-    # Must end after the simulation's objects are freed
+    # These contexts must end after the objects of the simulation are freed.
     with one_at_a_time(), collecting_at_fixed_points(arguments.size):
         return _run_alone(arguments, inherited_random, lambda simulation: run(simulation, main, args))
 
@@ -161,7 +161,7 @@ def _no_time() -> Generator[None, None, None]:
 
 
 class _Clock:
-    """The virtual clock of a simulated rank's world, which charges the rank for its computations."""
+    """Adds the virtual time of computations to a simulated rank: at safe points, and for work in threads."""
 
     def __init__(self, simulation: _Simulation, loop: RankLoop) -> None:
         self._simulation = simulation

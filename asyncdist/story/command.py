@@ -11,7 +11,7 @@ from asyncdist.story.telling import Silent, tell_job
 
 
 def run(name: str | None, recorded: str | None = None) -> int:
-    """Print the story of a job; return the exit code.
+    """Print what the ranks of a job are doing, or did last; return the exit code.
 
     ``name`` is the name of the job, the pid of one of its processes or of their launcher, or the folder of a recording;
     None selects the only job. ``recorded`` is the name of the job if a folder has recordings of several jobs.

@@ -7,8 +7,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-#: State of main: it awaits something, has returned, or keeps the loop from running. In the last case it computes, or
-#: blocks in a call that uses no CPU.
+#: State of main: it awaits something, has returned, computes, or blocks in a call that uses no CPU.
 MainState: TypeAlias = Literal["awaits", "returned", "computes", "blocks"]
 
 
@@ -115,7 +114,7 @@ _decoder: Final = msgspec.msgpack.Decoder(RankStory)
 
 
 def to_bytes(story: RankStory) -> bytes:
-    """Return the story as MessagePack, which can represent NaN. Undecodable bytes in strings become ``?``."""
+    """Encode the story as MessagePack, which can represent NaN. Undecodable bytes in strings become ``?``."""
     try:
         return msgspec.msgpack.encode(story)
     except UnicodeEncodeError:

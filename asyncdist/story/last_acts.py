@@ -27,7 +27,7 @@ class _LastOf:
         last_s: Time of its last event, in seconds since 1970.
         over: Error with which main ended, "" if main returned; None if no end is recorded.
         cut: Reason why the file ends before main; "" if none is recorded.
-        told: Last recorded stories of its host; the key says whether the story preceded an abort.
+        told: Last recorded reports on its host's ranks; the key says whether a report preceded an abort.
         latest: Latest other events, oldest first.
         sent, received: Number of messages, by peer and tag.
     """
@@ -48,7 +48,7 @@ def tell_recording(folder: str, job: str | None = None) -> str:
     """Return what each rank of a recorded job did last, as several lines.
 
     A wait is recorded when it ends. A wait in progress at the end of the job is known only if a signal ended it, or if
-    the running job logged its story, because it made no progress or was aborted.
+    the running job reported what its ranks were doing, because it made no progress or was aborted.
 
     Args:
         folder: Folder of the recordings, as passed to ``record=``.
@@ -120,7 +120,7 @@ def _rank(rank: int, last: _LastOf, end_s: float) -> list[str]:
     how = f"its recording {last.cut or 'ends before main does'}"
     if last.over:
         words = [line.strip() for line in last.over.splitlines() if line.strip()]
-        # The message may be a worker's traceback
+        # The message may be a whole traceback, from a worker.
         how = f"ended by {' ... '.join([*words[:1], *words[1:][-1:]]).rstrip(': ')}"
     lines = [f"  rank {rank}: {how}; its last event was {age} before that of the job"]
     if last.steps:
@@ -139,7 +139,7 @@ def _rank(rank: int, last: _LastOf, end_s: float) -> list[str]:
 
 
 def _told(ranks: dict[int, _LastOf], end_s: float) -> list[str]:
-    """Return the last stories that each host logged while the job ran: without progress, and before an abort."""
+    """Return each host's last reports on its ranks: one made for lack of progress, and one made before an abort."""
     latest: dict[tuple[str, bool], tuple[float, str]] = {}
     for last in ranks.values():
         for event in last.told.values():

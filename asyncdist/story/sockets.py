@@ -32,8 +32,7 @@ from asyncdist.trust import private_folders
 
 logger = logging.getLogger("asyncdist.story.sockets")
 
-#: Requests: the story, the counters, whether the rank answers, or whether a signal has just requested its story. TOLD
-#: is a notice that the story of a job without progress has already been logged.
+#: Requests to a rank's socket, their answers, and TOLD, a notice that a job without progress was already reported.
 STORY: Final = b"story\n"
 COUNTERS: Final = b"count\n"
 PULSE: Final = b"pulse\n"
@@ -41,7 +40,7 @@ ASKED: Final = b"asked\n"
 YES: Final = b"1"
 NO: Final = b"0"
 TOLD: Final = b"told!\n"
-#: Maximum length of the story that follows TOLD, in bytes.
+#: Maximum length of the report that follows TOLD, in bytes.
 TOLD_NBYTES_MAX: Final = 1 << 15
 #: Seconds that a rank may take to answer, which it does from a thread while it computes.
 ANSWER_S: Final = 1.0
@@ -135,7 +134,7 @@ def listen(job: str, rank: int) -> tuple[socket.socket, Path] | None:
 def _listen_in(base: Path, job: str, rank: int) -> tuple[socket.socket, Path] | None:
     """Create the socket for :func:`listen` in this folder, or return None. Raise NotPrivateError for unsafe folders."""
     path = base / job / f"{rank}.{os.getpid()}"
-    # Renamed once it listens, because other processes remove sockets on which nothing listens
+    # The socket is renamed once it listens, because other processes remove sockets on which nothing listens.
     begun = path.with_name(f"{path.name}~")
     for _ in range(_TRY_COUNT):  # another rank may remove the folder while it is empty
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -196,7 +195,7 @@ def clear(base: Path) -> None:
 
 
 def _clear_job(base: int, path: Path) -> None:
-    """Remove the sockets and the folder of a job without living processes. Other files are kept."""
+    """Remove the sockets and the folder of a job without living processes. Files of other kinds are kept."""
     with contextlib.suppress(OSError), private_folders.opened(path.name, parent=base) as folder:
         names = [name for name in os.listdir(folder) if _NAME.fullmatch(name) and _is_own_socket(name, folder)]
         found = _places(path, names)
@@ -243,12 +242,12 @@ def jobs() -> dict[str, list[Place]]:
 
 
 def ask(asked: Sequence[Place], timeout_s: float = ANSWER_S) -> dict[int, RankStory]:
-    """Return the stories of the ranks that answer in time, by rank. All ranks are asked at the same time."""
+    """Ask all ranks at once what they are doing; return the answers that arrive in time, by rank."""
     return dict(_decoded(exchange(asked, STORY, timeout_s)))
 
 
 def exchange(asked: Sequence[Place], question: bytes, timeout_s: float = ANSWER_S) -> dict[int, bytes]:
-    """Return the answers of the ranks that answer in time, by rank. All ranks are asked at the same time."""
+    """Send a request to all ranks at once; return the answers that arrive in time, by rank."""
     answers: dict[int, bytes] = {}
     with selectors.DefaultSelector() as ready, contextlib.ExitStack() as opened:
         waiting = 0
@@ -283,7 +282,7 @@ def answers_pulse(place: Place) -> bool:
 
 
 def was_asked(place: Place) -> bool:
-    """Return whether a signal has just requested the rank's story, so that it will print the story of the whole job."""
+    """Return whether a signal has just asked the rank to print what all ranks of the job are doing."""
     return _answer(place, ASKED) == YES
 
 
@@ -301,7 +300,7 @@ def _answer(place: Place, question: bytes) -> bytes:
 
 
 def say_told(place: Place, story: str = "") -> None:
-    """Notify a rank that the story of a job without progress has been logged; ``story`` is the text to record."""
+    """Notify a rank that a job without progress has already been reported; ``story`` is the report to record."""
     client = _connect(place, TOLD + story.encode("utf-8", "replace")[:TOLD_NBYTES_MAX])
     if client is not None:
         client.close()

@@ -1,4 +1,4 @@
-"""Formats the stories of all ranks as text that fits one screen."""
+"""Formats descriptions of what all ranks are doing as text that fits one screen."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class Silent:
 
 
 def in_short(story: RankStory, stories: Mapping[int, RankStory]) -> str:
-    """Return what a rank's main does, as one line."""
+    """Describe what a rank's main does, as one line."""
     return printable(_what_main_does(story, {**stories, story.rank: story}))
 
 
 def tell_rank(story: RankStory) -> str:
-    """Return the story of one rank, as several lines."""
+    """Describe what one rank is doing, as several lines."""
     own = {story.rank: story}
     lines = [f"rank {story.rank} (of {story.size}, pid {story.pid}) {_what_main_does(story, own)}"]
     return "\n".join(map(printable, [*lines, *_details(story, own)]))
 
 
 def tell_job(stories: Mapping[int, RankStory], silent: Sequence[Silent] = ()) -> str:
-    """Return which ranks wait for which, for all ranks that have answered, as several lines."""
+    """Describe which ranks wait for which, for all ranks that have answered, as several lines."""
     some = next(iter(stories.values()), None)
     if some is None:
         return "\n".join(printable(_tell_silent(each, stories)) for each in silent)

@@ -1,4 +1,4 @@
-"""Decides from the stories of ranks which rank waits for which, and which ranks are deadlocked."""
+"""Decides which rank waits for which, and which ranks are deadlocked, from descriptions of what they are doing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replaces the operating system's random bytes by bytes that follow from the simulation's seed.
+"""Replaces the operating system's random bytes with bytes that follow from the simulation's seed.
 
 ``os.urandom``, ``secrets``, ``uuid.uuid4``, ``random.Random()``, ``random.SystemRandom``, ``random.seed()``,
 ``numpy.random.default_rng()``, ``numpy.random.seed()`` and ``torch.seed()`` return different values in each run of a
@@ -32,7 +32,7 @@ known_torch_seed: ContextVar[int | None] = ContextVar("asyncdist_known_torch_see
 
 @contextlib.contextmanager
 def entropy_from(source: Callable[[int], bytes | None]) -> Iterator[None]:
-    """Draw this thread's system random bytes from ``source``, or from the system if it returns None."""
+    """Replace this thread's system random bytes with bytes from ``source``, unless ``source`` returns None."""
     thread = threading.get_ident()
     process = os.getpid()
 

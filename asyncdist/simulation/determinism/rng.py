@@ -98,7 +98,7 @@ class RandomStates:
         self._numpy.append(numpy_outside)
         self._random.append(random._inst)
         self._entropy: dict[int, random.Random] = {}
-        # Names of the ranks' processes, which are part of their seeds
+        # The names of the ranks' processes are part of their seeds.
         self._processes = [str(rank) for rank in range(size)]
         self._thread = get_ident()
         self._names_outside: tuple[dict[str, Any], ...] = ()

@@ -23,8 +23,7 @@ from typing import Any, Final, NoReturn
 
 from asyncdist.errors import LocalProtocolError
 
-#: Owner, name and description of each refused call. The constructors of process pools and event loops are refused,
-#: because a pool forks before it starts a thread, and a half-constructed pool or loop logs errors when it is destroyed.
+#: Owner, name and description of each refused call. Constructors are refused, because half-made objects log errors.
 _ENTRIES: Final[tuple[tuple[Any, str, str], ...]] = (
     (threading.Thread, "start", "starting a thread"),
     (socket.socket, "__init__", "a socket"),

@@ -65,7 +65,7 @@ def _sleeping(original: Callable[[float], None]) -> Callable[[float], None]:
     @functools.wraps(original)
     def sleep(seconds: float, /) -> None:
         loop = _calling_rank()
-        # The original function raises the error for a negative or infinite duration
+        # The original function raises the error for a negative or infinite duration.
         if loop is None or not 0 <= seconds < math.inf:
             original(seconds)
         else:

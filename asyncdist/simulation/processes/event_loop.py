@@ -67,7 +67,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         self._exception_handler: Callable[[RankLoop, dict[str, Any]], object] | None = None
 
     def be_busy(self, seconds: float) -> Awaitable[None]:
-        """Make the rank busy for ``seconds``. The caller must await the result at once, and then continues first."""
+        """Make the rank busy for ``seconds``. The caller must await the result now, and continues before others."""
         self.become_busy(seconds)
         return _fall_asleep()  # a future would double the cost
 

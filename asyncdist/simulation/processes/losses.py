@@ -23,9 +23,9 @@ class Liveness:
     """Tracks which simulated ranks are dead, and which ranks have detected each death.
 
     Attributes:
-        dead: Ranks without a process.
+        dead: Ranks that have no process, because it was killed or has not joined yet.
         died_at: Time of death of each dead rank.
-        closed: Ranks whose process has ended.
+        closed: Ranks whose process has ended normally.
         known_lost: For each rank, the ranks that it regards as lost.
         stale_count: Number of messages dropped because their receiver has been replaced by a later process.
     """

@@ -18,8 +18,8 @@ class Admission:
     """Admits messages to a replayed rank's receives in the recorded order.
 
     A receive may return a message that a recorded polling pass received up to now, or that a recorded task received
-    without a polling pass. ``on_late`` is called if a task tries to receive a message that has not arrived yet, and
-    ``on_taken`` when a message is received.
+    directly, outside a polling pass. ``on_late`` is called if a task tries to receive a message that has not arrived
+    yet, and ``on_taken`` when a message is received.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Admission:
         self._engine: ObservedEngine
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin the replay of observations, just before main starts."""
+        """Begin to admit messages in the recorded order, just before main starts."""
         self._engine = engine
         self._early.clear()  # drops messages recorded before main, because a simulated start may need fewer
 
@@ -74,16 +74,16 @@ class Admission:
         return self._key_of_task(source, tag)
 
     def _key_of_task(self, source: int, tag: int) -> Key | None:
-        """Return the key of a message that a task may receive without a polling pass now; None if there is none."""
+        """Return the key of a message that a task may receive now, outside a polling pass; None if there is none."""
         if isinstance(self._agenda.next(), Lost):
             first = next((sight for sight in self._agenda.sights() if not isinstance(sight, Lost)), None)
             if isinstance(first, TakenByTask) and fits(first.keys[0], source, tag):
-                # In the recorded run, the rank detected these losses when the task tested for this message
+                # In the recorded run, the rank detected these losses when the task tested for this message.
                 self._see_losses()
         late: list[TakenByTask] = []
         for sight in self._agenda.sights():
             if tag not in COLLECTIVE_TAGS and self._agenda.is_seen_at_point(sight):
-                continue  # the user's task first receives the messages of its next safe point
+                continue  # this message is received at the user's next safe point instead
             if not isinstance(sight, TakenByTask) or (late and not sight.is_beside(late[0])):
                 break
             (key,) = sight.keys

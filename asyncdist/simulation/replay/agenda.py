@@ -1,8 +1,8 @@
-"""Stores the remaining observations of a replayed rank, and decides which of them are due.
+"""Stores the remaining recorded inputs of a replayed rank, and decides which of them are due.
 
-An observation is a message, the end of a timer or deadline, or a loss that the rank noticed in the recorded run. It is
-due when the replayed rank has reached the recorded *position*: the same turn of the same safe point, or, between two
-safe points, the same numbers of begun waits, ended waits and sent messages.
+An input is a message, the end of a timer or deadline, or a loss. It is due when the replayed rank has reached the point
+at which it was recorded: the same turn of the same safe point, or, between two safe points, the same numbers of begun
+waits, ended waits and sent messages.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ COLLECTIVE_TAGS: Final = range(tags.COLLECTIVE_FIRST, tags.COLLECTIVE_LAST + 1)
 
 
 class Agenda:
-    """The remaining observations in a replayed rank's record, and the rank's current position in the record.
+    """The remaining inputs in a replayed rank's record, and the rank's current point in the record.
 
     Attributes:
-        is_open: Whether the rank's world is open. Before that, no observation is delivered.
-        progress_count: Number of observations delivered and safe points begun.
+        is_open: Whether the rank's world is open. Before that, no input is delivered.
+        progress_count: Number of inputs delivered and safe points begun.
         progressed_at_s: Virtual time at which ``progress_count`` last grew.
-        catch_up: Delivers all due observations. The first n observations of the record, where n is its argument, are
-            not deferred.
-        seen_count: Number of observations delivered, of the kinds that are counted between clock readings.
+        catch_up: Delivers all inputs that are due. The first n inputs of the record, where n is its argument, are not
+            deferred.
+        seen_count: Number of inputs delivered, of the kinds that are counted between clock readings.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class Agenda:
         self._engine: ObservedEngine  # counts the waits that have ended
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin the replay of observations, just before main starts."""
+        """Begin to count waits and messages, just before main starts."""
         self._engine = engine
         self._sent_count = engine.woken_count = engine.begun_count = 0
         self.is_open = True
 
-    # -- next observations ------------------------------------------------------------------------------------------
+    # -- next inputs -------------------------------------------------------------------------------------------------
 
     @property
     def is_done(self) -> bool:
@@ -92,15 +92,15 @@ class Agenda:
         return self._point is not None
 
     def next(self) -> Sight | None:
-        """Return the next observation; None if user code must begin or end a safe point first."""
+        """Return the next recorded input; None if user code must begin or end a safe point first."""
         return next(self.sights(), None)
 
     def next_entry(self) -> Entry | None:
-        """Return the next observation or safe point; None at the end of the record."""
+        """Return the next recorded input or safe point; None at the end of the record."""
         return self.next() or next(iter(self._log.entries), None)
 
     def sights(self) -> Iterator[Sight]:
-        """Yield the observations up to the beginning of the next safe point, or up to the end of the current one."""
+        """Yield the recorded inputs up to the beginning of the next safe point, or up to the end of the current one."""
         for sight in self._all_sights():
             if isinstance(sight, SafePoint) or (self._point is not None and sight.turn > self._turn):
                 return
@@ -110,11 +110,11 @@ class Agenda:
         return self._log.entries if self._point is None else self._point.sights
 
     def is_to_come(self, what: WaitId) -> bool:
-        """Return whether a timer, or the end of a collective, with this identity is still in the record."""
+        """Return whether the rest of the record contains a timer, or the end of a collective, with this identity."""
         return self._named[what] > 0
 
     def remove(self, sight: Sight) -> None:
-        """Remove an observation that is being delivered."""
+        """Remove a recorded input that is being delivered."""
         self._all_sights().remove(sight)
         if isinstance(sight, (Fired, Left)):
             self._named[sight.what] -= 1
@@ -148,7 +148,7 @@ class Agenda:
         )
 
     def is_seen_at_point(self, sight: Sight) -> bool:
-        """Return whether main reaches its next safe point before a task that this message wakes continues."""
+        """Return whether main must reach its next safe point before this message wakes a task."""
         if self._point is not None or type(sight) is not Taken:
             return False
         point = next((entry for entry in self._log.entries if isinstance(entry, SafePoint)), None)
@@ -160,17 +160,16 @@ class Agenda:
         return first if isinstance(first, TakenByTask) and first.late_for is not None else None
 
     def wakes_one_before_point(self, sight: Taken) -> bool:
-        """Return whether exactly one wait ended between this observation, which is next, and the next safe point."""
+        """Return whether exactly one wait ended between this input, which is next, and the next safe point."""
         if self._point is not None or len(sight.keys) == 1:
             return False
         entry = next(iter(self._log.entries), None)
         return isinstance(entry, SafePoint) and entry.woken_count == self._engine.woken_count + 1
 
     def exit_after(self, sight: Sight) -> tuple[Left, bool] | None:
-        """Return a collective's end after which a task continued before the task that this observation woke.
+        """Return the recorded end of a collective after which a task continued before this input woke another task.
 
-        The second item of the result says whether that end is due, and all observations before it are possible now.
-        Return None if there is no such collective.
+        The second item of the result tells whether that end can be replayed now. Return None if there is no such end.
         """
         if type(sight) not in (Taken, Fired):
             return None
@@ -185,7 +184,7 @@ class Agenda:
         return None
 
     def has_late_timer_after(self, sight: Sight) -> bool:
-        """Return whether a timer that is not set yet fired before a task that this message wakes continued."""
+        """Return whether a timer that is not set yet must fire before this message wakes a task."""
         if type(sight) is not Taken:
             return False
         beside = itertools.takewhile(sight.is_beside, self.sights())
@@ -209,14 +208,14 @@ class Agenda:
         """End the safe point."""
         self._point = None
 
-    # -- positions --------------------------------------------------------------------------------------------------
+    # -- points in the record ---------------------------------------------------------------------------------------
 
     def note_sent(self, tag: int) -> None:
         """Count a message sent by the rank."""
         self._sent_count += not (self._log.is_native and tag in COLLECTIVE_TAGS)
 
     def is_due(self, sight: Sight, ending_count: int = 0) -> bool:
-        """Return whether the rank has reached an observation's position; ``ending_count`` more waits end now."""
+        """Return whether the rank has reached the point at which an input was recorded."""
         if not isinstance(sight, Taken) and not self.is_possible(sight):
             return False  # needs a timer or wait of this rank itself
         return (
@@ -226,7 +225,7 @@ class Agenda:
         )
 
     def is_before_next_begin(self, sight: Sight) -> bool:
-        """Return whether the rank made this observation before it began its next wait."""
+        """Return whether this input was recorded before the beginning of the rank's next wait."""
         engine = self._engine
         return (
             type(sight) in (Taken, Fired)
@@ -235,11 +234,11 @@ class Agenda:
         )
 
     def must_be_there(self, sight: Sight, ending_count: int = 0) -> bool:
-        """Return whether an observation must become possible, without this rank's help, before the rank's next step."""
+        """Return whether an input must arrive, without this rank's help, before the rank's next step."""
         return self.is_due(sight, ending_count + isinstance(sight, TakenByTask))
 
     def is_possible(self, sight: Sight) -> bool:
-        """Return whether an observation can be delivered now: its messages have arrived, or its timer is set."""
+        """Return whether a recorded input can be delivered now: its messages have arrived, or its timer is set."""
         match sight:
             case Taken():
                 return not self.missing_sources(sight)
@@ -251,13 +250,13 @@ class Agenda:
                 return True
 
     def missing_sources(self, sight: Sight | None) -> set[int]:
-        """Return the sources of the observation's messages that have not arrived."""
+        """Return the sources of the recorded messages that have not arrived yet."""
         if not isinstance(sight, Taken):
             return set()
         return {key[0] for key, count in self._keys_with(sight).items() if self._mailbox.count(key) < count}
 
     def _keys_with(self, first: Taken) -> Counter[Key]:
-        """Count, by key, the messages of this observation and those that tasks received in the step after it."""
+        """Count, by key, the messages of this input and those that tasks received in the step after it."""
         keys = Counter(first.keys)
         for sight in self.sights():
             if isinstance(sight, TakenByTask) and sight is not first:
@@ -274,7 +273,7 @@ class Agenda:
     # -- the clock --------------------------------------------------------------------------------------------------
 
     def seen_before_reading(self) -> int:
-        """Return the number of observations before the next recorded clock reading."""
+        """Return the number of recorded inputs before the next recorded clock reading."""
         firsts = (readings[0] for readings in self._log.clock.values() if readings)
         reading = min(firsts, key=lambda reading: reading.number, default=None)
         return 0 if reading is None else reading.seen_count
@@ -285,8 +284,7 @@ class Agenda:
             return self._now()
         readings = self._log.clock[sys._getframe(1).f_lineno]
         if readings and readings[0].seen_count > self.seen_count and not self._engine._in_pass:
-            # In the recorded run, the rank had made more observations before this reading, and the calling task depends
-            # on them.
+            # In the recorded run, the rank received more inputs before this reading, and the caller depends on them.
             self.catch_up(readings[0].seen_count)
         while len(readings) > 1 and readings[0].seen_count < self.seen_count >= readings[1].seen_count:
             readings.popleft()  # was read by a task that runs only in the recorded run, where it had nothing to do
@@ -296,7 +294,7 @@ class Agenda:
 
 
 def _may_bring(sight: Taken, left: Left) -> bool:
-    """Return whether the messages of an observation may complete a collective, or make it fail."""
+    """Return whether these recorded messages may complete a collective, or make it fail."""
     tags_of = [tag for _, tag in sight.keys if tag in COLLECTIVE_TAGS]
     return bool(tags_of) if left.what == FAILED else any(left.what == end_of_collective(tag) for tag in tags_of)
 

@@ -41,7 +41,7 @@ class Comparison:
         )
 
     def on_event(self, time_s: float, kind: str, fields: tuple[Field, ...], has_stopped: bool) -> None:
-        """Compare one event with the record; raise DivergenceError if it differs. ``has_stopped``: main has ended."""
+        """Compare one event with the record, and raise DivergenceError if the event differs."""
         if kind == "step":
             self.iteration = whole(fields[1])
         if kind not in DECISIONS or self._found:
@@ -61,14 +61,14 @@ class Comparison:
         if isinstance(error, asyncio.CancelledError):
             return
         now, recorded = "" if error is None else type(error).__name__, self._log.error.partition(":")[0]
-        # The job failed on another rank while this main returned
+        # The job failed on another rank while this main returned.
         came_late = recorded == RankLostError.__name__ and not now
         if self._log.is_over and not self._found and now != recorded and not came_late:
             told = now if error is None else f"{now}: {error}".partition("\n")[0]
             self.divergence(f"main ended with [{self._log.error}] in the recording, but with [{told[:300]}] now")
 
     def where(self) -> str:
-        """Describe how far the rank has come."""
+        """Describe the rank's progress, for example as "after iteration 3"."""
         return f"after iteration {self.iteration}" if self.iteration >= 0 else "before its first step"
 
     def divergence(self, what: str) -> DivergenceError:
@@ -79,7 +79,7 @@ class Comparison:
 
 
 def in_words(sight: Sight | None) -> str:
-    """Describe a recorded observation that does not happen in the replay. None means a safe point."""
+    """Describe a recorded input that does not occur in the replay. None means a safe point."""
     match sight:
         case Taken(keys=keys):
             ranks = sorted({rank for rank, _ in keys})
@@ -105,7 +105,7 @@ def _name_of(tag: int) -> str:
 
 
 def _essence(event: Event) -> tuple[str, list[Any]]:
-    """Return an event's kind, and its fields without position and duration. NaN equals NaN."""
+    """Return an event's kind and the fields that a replay must repeat. NaN equals NaN."""
     named = zip(KINDS[event.kind], event.fields, strict=False)
     plain = ((name, list(field) if isinstance(field, (tuple, list)) else field) for name, field in named)
     return event.kind, [field if field == field else "nan" for name, field in plain if name not in _NOT_REPEATED]

@@ -29,7 +29,7 @@ def cut_at_signals(records: Mapping[int, Sequence[Event]]) -> dict[int, Sequence
 
 
 def _end(events: Sequence[Event]) -> int:
-    """Return the number of events before a signal. If its error was raised in user code, count up to the last step."""
+    """Return the number of events before a signal, or up to the last step if its error was raised in user code."""
     end = 0
     for place, event in enumerate(events):
         if event.kind == "interrupted":

@@ -1,4 +1,4 @@
-"""Implements the engine of a replayed rank, which ends waits, timers and sends at their recorded positions."""
+"""Implements the engine of a replayed rank, whose waits, timers and sends end where they ended in the recorded run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class ReplayedEngine(ObservedEngine):
-    """Polls the requests of a replayed rank, and ends its coroutines' waits at their recorded positions."""
+    """Polls the requests of a replayed rank, and ends waits at the same points as in the recorded run."""
 
     def __init__(self, transport: Transport, loop: RankLoop, gate: Gate) -> None:
         super().__init__(transport, loop)
@@ -29,7 +29,7 @@ class ReplayedEngine(ObservedEngine):
         self.clock = gate.agenda.read_clock
 
     def begin(self) -> None:
-        """Begin to deliver the recorded observations, just before main starts."""
+        """Begin to deliver the recorded inputs, just before main starts."""
         super().begin()
         self._gate.open(self)
 

@@ -1,4 +1,4 @@
-"""Delivers the recorded observations (messages, timers and losses) to a replayed rank, in the recorded order."""
+"""Delivers the recorded inputs (messages, timers and losses) to a replayed rank, in the recorded order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from asyncdist.waits import WaitId, WaitKind
 _DEFERRAL_S: Final = 1.0
 #: Virtual seconds for which a message is deferred until work in a thread ends, which may sleep in virtual time.
 _WORK_S: Final = 100.0
-#: Number of times that the rank's other tasks run so that they reach the position of an observation.
+#: Number of times that the rank's other tasks run so that they reach the point at which an input was recorded.
 _TRY_COUNT: Final = 20
 
 
@@ -39,7 +39,7 @@ class Tasks:
 
     Attributes:
         waiters: Future for which each task waits.
-        counted: Tasks whose waits are counted in positions.
+        counted: Tasks whose waits are counted in the record.
         woken_late: Tasks that wait for a message in the replay, but did not wait for it in the recorded run.
         user: Task that reached the last safe point.
         main: The task ``user``; None while this task waits for something other than a safe point.
@@ -53,7 +53,7 @@ class Tasks:
 
 
 class Gate:
-    """Delays the messages, timers and losses of a replayed rank until their recorded positions.
+    """Delays the messages, timers and losses of a replayed rank until the points at which they were recorded.
 
     Args:
         found: List to which differences from the record are appended.
@@ -100,7 +100,7 @@ class Gate:
         mailbox.ring = self._on_arrival
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin the replay of observations, just before main starts."""
+        """Begin to deliver the recorded inputs, just before main starts."""
         self._engine = engine
         for part in (self.agenda, self.admission, self.hold, self.lookout, self.wakings):
             part.open(engine)
@@ -134,7 +134,7 @@ class Gate:
         return missing.union(unrecorded)
 
     def missing(self) -> tuple[float, str]:
-        """Return the recorded time of the next observation, on the rank's clock, and its description."""
+        """Return the recorded time of the next input, on the rank's clock, and its description."""
         entry = self.agenda.next_entry()
         time_s = math.inf if entry is None else entry.time_s
         return time_s, f"rank {self.rank}, {self.comparison.where()}: {in_words(self.agenda.next())}"
@@ -156,7 +156,7 @@ class Gate:
             self._show(sight)
 
     def note_sent(self, tag: int) -> None:
-        """Count a sent message, and deliver the observations that are due after it."""
+        """Count a sent message, and deliver the recorded inputs that are due after it."""
         self.agenda.note_sent(tag)
         self.hold.begin_if_late()
         self.lookout.look_soon()
@@ -164,7 +164,7 @@ class Gate:
     # -- showing ----------------------------------------------------------------------------------------------------
 
     def _show(self, sight: Sight) -> None:
-        """Deliver an observation to the rank, and wake the tasks that wait for it."""
+        """Deliver a recorded input to the rank, and wake the tasks that wait for it."""
         self.agenda.remove(sight)
         match sight:
             case Taken(keys=keys):
@@ -204,7 +204,7 @@ class Gate:
             self.timers.fire(sight.what)
 
     def _wake_user(self, keys: Collection[Key]) -> None:
-        """Wake the user's task first if it waits for one of these messages, because a recorded timeout had woken it."""
+        """Wake the user's task first if it waits for one of these messages, because a recorded timeout woke it."""
         if (waiter := self.tasks.waiters.get(self.tasks.user)) is None:
             return
         what, peers = self._engine.awaited(waiter), frozenset(self._engine.awaited_peers(waiter))
@@ -212,7 +212,7 @@ class Gate:
             resolve_waiter(waiter, None)
 
     def _catch_up(self, seen_count: int = 0) -> None:
-        """Deliver all observations that are due and possible; those up to number ``seen_count`` are not deferred."""
+        """Deliver all recorded inputs that are due and possible; those up to number ``seen_count`` are not deferred."""
         while (sight := self.agenda.next()) is not None and self.agenda.is_due(sight):
             if self.admission.has_permitted and self._engine.poll() == 0 and self.admission.has_permitted:
                 return
@@ -225,7 +225,7 @@ class Gate:
             left = self.agenda.exit_after(sight)
             if left is not None and self.agenda.is_due(left[0]):
                 self._show(left[0])
-                sight.woken_count += 1  # the tasks that this observation wakes continued after the collective's end
+                sight.woken_count += 1  # the tasks that this input wakes continued after the collective's end
                 continue
             self._show(sight)
 
@@ -236,11 +236,11 @@ class Gate:
         return any(request.is_for(sight.keys[0]) for request in requests if hasattr(request, "is_for"))
 
     def _is_deferred(self, sight: Sight) -> bool:
-        """Return whether to defer an observation, because another task continued before the tasks that it wakes.
+        """Return whether to defer a recorded input, because a different task must continue before the input wakes one.
 
-        The other task reaches a safe point, or continues after a collective, a sleep or work in a thread. In the
-        recorded run, that task was ready when a polling pass received the message. The time is limited, in case user
-        code does wait for the observation.
+        The different task reaches a safe point, or continues after a collective, a sleep or work in a thread. In the
+        recorded run, it was ready when a polling pass received the message. The deferral ends after a limited time, in
+        case user code does wait for the input.
         """
         left = self.agenda.exit_after(sight)
         is_late = self.agenda.has_late_timer_after(sight)
@@ -255,12 +255,12 @@ class Gate:
         return True
 
     def on_wait_begun(self) -> None:
-        """Check the next observation, which may be due after the beginning of this wait."""
+        """Check whether the next recorded input is due now that a wait has begun."""
         self.hold.begin_if_late()
         self.lookout.look_soon()
 
     async def before_wait_ends(self) -> None:
-        """Deliver all observations that preceded the end of this wait and did not end a wait themselves."""
+        """Deliver all inputs that were recorded before the end of this wait and did not end a wait themselves."""
         if asyncio.current_task(self._loop) in self.tasks.woken_late:  # the task did not wait in the recorded run
             return
         for _ in range(_TRY_COUNT):
@@ -271,10 +271,10 @@ class Gate:
             if not self.agenda.is_due(sight):
                 await yield_to_loop()
             elif self.agenda.is_possible(sight) or not await self._until_possible(sight):
-                return  # the observation is deferred or never becomes possible
+                return  # the input is deferred or never arrives
 
     async def see_all_before_begin(self, is_ready: Callable[[], bool]) -> None:
-        """Deliver all messages and timers that preceded the next wait, until ``is_ready`` returns True."""
+        """Deliver all messages and timers that were recorded before the next wait, until ``is_ready`` returns True."""
         for _ in range(_TRY_COUNT):
             sight = self.agenda.next()
             if is_ready() or sight is None or not self.agenda.is_before_next_begin(sight):
@@ -290,7 +290,7 @@ class Gate:
                 self._show(sight)
 
     def on_wait_ended(self, counts: bool) -> None:
-        """Deliver the observations that preceded the next step of the current task."""
+        """Deliver the inputs that were recorded before the current task continued."""
         if self.agenda.is_done and not self.admission.has_permitted:
             return
         self._catch_up()
@@ -299,10 +299,10 @@ class Gate:
             self.tasks.woken_late.remove(task)
             self._engine.woken_count -= counts
         self.hold.begin_if_late(counts)
-        self.lookout.look_soon()  # the next observation may be due after this wait
+        self.lookout.look_soon()  # the next recorded input may be due after this wait
 
     def _is_main_running(self) -> bool:
-        """Return whether the current task is main, whose next safe point waits for earlier observations anyway."""
+        """Return whether the current task is main, whose next safe point waits for earlier inputs anyway."""
         return self.tasks.main is not None and asyncio.current_task(self._loop) is self.tasks.main
 
     # -- safe points ------------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ class Gate:
             self._catch_up()
 
     async def _see_all_before(self) -> None:
-        """Deliver the remaining observations before this safe point."""
+        """Deliver the remaining inputs that were recorded before this safe point."""
         while (sight := self.agenda.next()) is not None or self.admission.has_permitted:
             if sight is not None and self.agenda.is_due(sight) and not _is_left_to_task(sight):
                 await self._see(sight)
@@ -352,7 +352,7 @@ class Gate:
             await yield_to_loop()
 
     async def _until_changed(self, sight: Sight | None) -> bool:
-        """Let other tasks run until the next observation changes or becomes possible; return False if this fails."""
+        """Let other tasks run until the next input changes or can be delivered; return False if neither happens."""
         for try_count in range(_TRY_COUNT):
             self._engine.poll()
             self._engine.recheck()
@@ -368,7 +368,7 @@ class Gate:
         return False
 
     async def _see_turn(self, turn: int) -> None:
-        """Deliver the observations up to a turn of this safe point."""
+        """Deliver the inputs that were recorded up to a turn of this safe point."""
         self.agenda.set_turn(turn)
         while (sight := self.agenda.next()) is not None:
             is_due = self.agenda.is_due(sight) and not _is_left_to_task(sight)
@@ -376,7 +376,7 @@ class Gate:
                 await self._see(sight)
 
     async def _wait_for_next(self) -> None:
-        """Pause the rank until the next observation is possible, if this observation is due."""
+        """Pause the rank until the next recorded input arrives, if this input is due."""
         while (sight := self.agenda.next()) is not None and self.agenda.must_be_there(sight):
             await self._until_possible(sight)
             if not isinstance(sight, Passed):
@@ -385,7 +385,7 @@ class Gate:
             self._engine.recheck()
 
     async def _see(self, sight: Sight) -> None:
-        """Pause the rank until an observation is possible, and deliver the observation."""
+        """Pause the rank until a recorded input arrives, and deliver it."""
         while not await self._until_possible(sight):
             is_late = self.agenda.progressed_at_s < self._loop.time() - _TRY_COUNT * PATIENCE_S
             if any(self._is_cut_off(rank, is_late) for rank in self.agenda.missing_sources(sight)):
@@ -420,7 +420,7 @@ class Gate:
                 self._show(sight)
 
     async def see_all_before_reading(self) -> None:
-        """Deliver the observations that preceded the next clock reading, because the task that begins now makes it."""
+        """Deliver the inputs that were recorded before the next clock reading, which the task that begins now makes."""
         seen_count = self.agenda.seen_before_reading()
         while self.agenda.seen_count < seen_count and (sight := self.agenda.next()) and self.agenda.is_due(sight):
             await self._see(sight)

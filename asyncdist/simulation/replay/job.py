@@ -54,7 +54,7 @@ class ReplayedJob:
         self.cut_ranks = tuple(rank for rank, log in sorted(self._logs.items()) if not log.is_over)
 
     def open_rank(self, transport: Transport, loop: RankLoop) -> ReplayedRank:
-        """Return an object that replays a rank; it replaces the rank's recording."""
+        """Return the object that replays a rank, in place of the object that would record it."""
         rank = transport.rank
         gate = Gate(rank, self._logs[rank], self._mailboxes[rank], loop, self._found, self._is_cut_off)
         self._gates[rank] = gate
@@ -145,7 +145,7 @@ class _Watch:
 
 
 class ReplayedRank:
-    """Replays one rank; replaces its :class:`asyncdist.runtime.recording.Recording`."""
+    """Replays one rank; has the interface of :class:`asyncdist.runtime.recording.Recording`."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class ReplayedRank:
         self.engine = ReplayedEngine(self.transport, loop, gate)
 
     def begin(self, world: World) -> None:
-        """Restore the rank's random states, and begin to deliver its recorded observations."""
+        """Restore the rank's random states, and begin to deliver its recorded inputs."""
         draw_as(self._conditions)
         world.services.reports_in_turn = not self._conditions.capabilities.shares_process
         world.services.events.sink = self._gate.on_event

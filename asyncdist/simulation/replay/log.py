@@ -1,4 +1,4 @@
-"""Reads one rank's recorded events into the observations that a replay delivers and the decisions that it compares."""
+"""Reads one rank's recorded events: the inputs that a replay delivers, and the decisions that it compares."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Key: TypeAlias = tuple[int, int]
 
 @dataclass(slots=True)
 class Sight:
-    """One recorded observation of a rank: a message arrived, a timer or deadline expired, or a rank was lost.
+    """A recorded input of a rank: a message arrived, a timer or deadline expired, or a rank was lost.
 
     ``woken_count``, ``begun_count`` and ``sent_count`` are the numbers of waits ended, waits begun and messages sent
     since the last safe point began. ``turn`` is the turn of the safe point, or 0 outside safe points. ``time_s`` is on
@@ -38,10 +38,10 @@ class Sight:
     sent_count: int
     time_s: float
     begun_count: int = field(default=0, kw_only=True)
-    counts: ClassVar[bool] = True  #: Whether ``Reading.seen_count`` counts this kind of observation.
+    counts: ClassVar[bool] = True  #: Whether ``Reading.seen_count`` counts this kind of input.
 
     def is_beside(self, other: Sight) -> bool:
-        """Return whether no wait ended and no message was sent between the two observations."""
+        """Return whether no wait ended and no message was sent between the two inputs."""
         return (self.woken_count, self.sent_count) == (other.woken_count, other.sent_count)
 
 
@@ -99,7 +99,7 @@ def end_of_collective(tag: int) -> WaitId:
 
 @dataclass(slots=True)
 class Reading:
-    """A recorded reading of the clock, after ``seen_count`` counted observations and ``number`` earlier readings."""
+    """A recorded reading of the clock, after ``seen_count`` inputs and ``number`` earlier readings."""
 
     seconds: float
     seen_count: int
@@ -112,7 +112,7 @@ class SafePoint:
 
     Attributes:
         woken_count, sent_count: Numbers of waits ended and messages sent between the previous safe point and this one.
-        sights: The rank's observations in the safe point.
+        sights: The inputs that were recorded during the safe point.
         turn_count: Number of polling passes and yields in the safe point.
         has_ended: Whether the end of the safe point is recorded.
     """
@@ -130,11 +130,11 @@ Entry: TypeAlias = Sight | SafePoint
 
 @dataclass(slots=True)
 class RankLog:
-    """A rank's record: its observations and its decisions.
+    """A rank's record: its inputs and its decisions.
 
     Attributes:
-        entries: Observations and safe points, oldest first.
-        early: Messages received before the rank's world was open, with their numbers.
+        entries: Inputs and safe points, oldest first.
+        early: Number of messages received before the rank's world was open, by source and tag.
         clock: Readings of the clock, by the line of code that read it.
         decisions: Decisions by kind, because the order between kinds depends on the order of tasks.
         is_over: Whether the end of main is recorded.
@@ -177,9 +177,10 @@ def log_of(
     tells_sleeps: bool = False,
     tells_collectives: bool = False,
 ) -> RankLog:
-    """Return the record that consists of a rank's events; the flags are described at :class:`RankLog`.
+    """Sort the recorded events of a rank into the inputs and the decisions of its record.
 
     ``events`` ends at a signal that ended the rank. ``sent_before_count`` messages were sent before its world was open.
+    The other arguments are attributes of :class:`RankLog`.
     """
     events = list(events)
     log = RankLog(is_native=is_native, tells_sleeps=tells_sleeps, tells_collectives=tells_collectives)
@@ -191,12 +192,12 @@ def log_of(
 
 
 class _Reader:
-    """Fills a RankLog event by event; ``tells_ends`` if collectives' ends are recorded instead of their messages."""
+    """Fills a RankLog event by event; ``tells_ends``: collectives' ends are recorded instead of their messages."""
 
     def __init__(self, log: RankLog, sent_before_count: int, *, tells_ends: bool) -> None:
         self._log = log
         self._tells_ends = tells_ends
-        self._sights: deque[Any] = log.entries  # or the observations of the safe point in progress
+        self._sights: deque[Any] = log.entries  # or the inputs during the safe point in progress
         self._point: SafePoint | None = None
         self._last_pass = -1
         self._sent_count = -sent_before_count
@@ -234,7 +235,7 @@ class _Reader:
 
     def _read_safe_point(self, event: Event, has_ended: bool, turn_count: int) -> None:
         point = self._point
-        if point is None or not has_ended:  # the beginning of a safe point without observations is not recorded
+        if point is None or not has_ended:  # the beginning of a safe point without inputs is not recorded
             point = SafePoint(event.get("woken") or 0, self._sent_count, time_s=event.time_s)
             self._log.entries.append(point)
             self._sent_count = 0
@@ -262,7 +263,7 @@ class _Reader:
 
 
 def _seen(event: Event, sent_count: int) -> Sight:
-    """Return an observation that is not a message: the end of a wait, a failure, or a loss."""
+    """Return an input that is not a message: the end of a wait, a failure, or a loss."""
     turn, woken_count = int(event.get("turn") or 0), int(event.get("woken") or 0)
     at = (turn, woken_count, sent_count, event.time_s)
     match event.kind:

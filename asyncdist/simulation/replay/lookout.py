@@ -1,4 +1,4 @@
-"""Delivers observations to a replayed rank that waits outside its safe points, and pauses a rank that is early."""
+"""Delivers recorded inputs to a replayed rank that waits outside its safe points, and pauses a rank that is early."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from asyncdist.simulation.replay.log import Sight
 from asyncdist.simulation.replay.timers import Deadlines, Timers
 from asyncdist.simulation.scheduler import Handle
 
-#: Virtual seconds between two checks of the next observation. Other ranks need no virtual time to make it possible.
+#: Virtual seconds between two checks of the next recorded input. Other ranks need no virtual time to provide it.
 PAUSE_S: Final = 1e-5
-#: Longest pause between two checks of the next observation, in virtual seconds.
+#: Longest pause between two checks of the next recorded input, in virtual seconds.
 PAUSE_MAX_S: Final = 0.1
-#: Virtual seconds after which a replay without the expected observation is considered to differ from the record.
+#: Virtual seconds after which a replay without the expected input is considered to differ from the record.
 PATIENCE_S: Final = 300.0
 
 
 class Lookout:
-    """Checks, shortly after each event, whether the next observation of a replayed rank is due.
+    """Checks, shortly after each event, whether the next recorded input of a replayed rank is due.
 
-    ``show`` delivers one observation, and ``catch_up`` all due observations.
+    ``show`` delivers one input, and ``catch_up`` all inputs that are due.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class Lookout:
         self._engine: ObservedEngine
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin the replay of observations, just before main starts."""
+        """Begin to deliver the recorded inputs, just before main starts."""
         self._engine = engine
         self.look_soon()
 
     def note_end(self) -> None:
-        """Record that main has ended; observations are delayed only briefly from now on."""
+        """Record that main has ended; inputs are delayed only briefly from now on."""
         self._has_main_ended = True
         self.look_soon()
 
@@ -72,7 +72,7 @@ class Lookout:
         self._timer, self._look_at_s = self._loop.call_later(after_s, self._look), at_s
 
     def _look(self) -> None:
-        """Deliver the next observation, unless user code must reach a safe point first."""
+        """Deliver the next recorded input, unless user code must reach a safe point first."""
         self._timer = None
         if self._agenda.is_done:
             if not self._agenda.is_cut_short:  # a rank whose record is cut short stops here
@@ -86,7 +86,7 @@ class Lookout:
             if self._has_main_ended:
                 self._show_all()
         elif self._agenda.is_possible(sight) and not self._admission.has_permitted:
-            # The rank waits before this observation is due, because its tasks ran in a different order.
+            # The rank waits before this input is due, because its tasks ran in a different order.
             if sight is not self._put_off:
                 self._put_off = sight
                 self.look_soon(PATIENCE_S)
@@ -97,7 +97,7 @@ class Lookout:
             self._show_all()
 
     def _has_no_patience(self) -> bool:
-        """Return whether no observation was delivered for PATIENCE_S; if False, schedule the next check."""
+        """Return whether no input was delivered for PATIENCE_S; if False, schedule the next check."""
         ends_at_s = self._agenda.progressed_at_s + PATIENCE_S
         if self._loop.time() >= ends_at_s:
             return True
@@ -137,12 +137,12 @@ class Hold:
         self._context: contextvars.Context
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin the replay of observations, just before main starts in this context."""
+        """Store the engine and the context, just before main starts in this context."""
         self._engine = engine
         self._context = contextvars.copy_context()
 
     def begin_if_late(self, ending_count: int = 0) -> None:
-        """Pause the rank if its next message is late; ``ending_count`` waits end now and are not counted yet."""
+        """Pause the rank if its next recorded message has not arrived, although it is due."""
         if self.is_on or not self._agenda.is_open or not self._may_begin():
             return
         sight = self._agenda.next()

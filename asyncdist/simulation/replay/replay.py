@@ -2,9 +2,9 @@
 
 Recording and replaying a process's external inputs is an established method to debug parallel programs (T. J. LeBlanc
 and J. M. Mellor-Crummey, Debugging Parallel Programs with Instant Replay, IEEE Transactions on Computers C-36, 1987). A
-rank of asyncdist has three external inputs: messages, the clock, and losses. A rank's *record* contains these
-*observations* in order, and the rank's initial random states. The replay computes everything else again, and compares
-each decision and the weights with the record.
+rank of asyncdist has three external inputs: messages, the clock, and losses. A rank's *record* contains these inputs in
+order, and the rank's initial random states. The replay computes everything else again, and compares each decision and
+the weights with the record.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stores the timers, sleeps and deadlines of a replayed rank, which end at their recorded positions."""
+"""Stores the timers, sleeps and deadlines of a replayed rank, which end where they ended in the recorded run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Timer:
 
 
 class Timers:
-    """The timers of a replayed rank, which fire at their recorded positions instead of by the clock."""
+    """The timers of a replayed rank, which fire at the same points as in the recorded run instead of by the clock."""
 
     def __init__(self, loop: RankLoop) -> None:
         self._loop = loop
@@ -62,7 +62,7 @@ class Timers:
         self._is_released = False
 
     def call_later(self, delay_s: float, what: WaitId, call: Callable[..., object], *args: Any) -> _Timer:
-        """Schedule a call, which :meth:`fire` makes; after :meth:`release`, the call is made at its virtual time."""
+        """Schedule a call, to be made by :meth:`fire` or, after :meth:`release`, at its virtual time."""
         return self._keep(_Timer(what, self._loop.time() + delay_s, call, args))
 
     def call_at(
@@ -72,7 +72,7 @@ class Timers:
         call: Callable[..., object],
         context: contextvars.Context | None,
     ) -> _Timer:
-        """Schedule a call for a time on the loop's clock, which :meth:`fire` makes."""
+        """Schedule a call, to be made by :meth:`fire` or, after :meth:`release`, at ``when_s`` on the loop's clock."""
         return self._keep(_Timer(what, when_s, call, (), context))
 
     def _keep(self, timer: _Timer) -> _Timer:
@@ -106,7 +106,7 @@ class Timers:
 
 
 class Wakings:
-    """Wakes tasks after sleeps and after work in threads, at the recorded positions."""
+    """Wakes tasks after sleeps and after work in threads, at the same points as in the recorded run."""
 
     def __init__(
         self, loop: RankLoop, timers: Timers, is_to_come: Callable[[WaitId], bool], look_soon: Callable[[], None]
@@ -118,11 +118,11 @@ class Wakings:
         self._engine: ObservedEngine
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin the replay of observations, just before main starts."""
+        """Begin to wake tasks, just before main starts."""
         self._engine = engine
 
     def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
-        """Call ``wake`` at its recorded position, or immediately if it is not recorded."""
+        """Call ``wake`` at the point at which the task woke in the recorded run, or now if this is not recorded."""
         if self._is_to_come(what):
             self._keep(self._loop.time(), what, wake, None)
         else:
@@ -136,7 +136,7 @@ class Wakings:
         args: tuple[object, ...],
         context: contextvars.Context | None,
     ) -> object:
-        """Set a timer of asyncio, which fires at its recorded position."""
+        """Set a timer of asyncio, which fires at the same point as in the recorded run."""
         return self._keep(when_s, what, functools.partial(callback, *args), context)
 
     def _keep(
@@ -161,7 +161,7 @@ class Deadline:
 
 
 class Deadlines:
-    """The deadlines of a replayed rank's tasks, which expire at their recorded positions."""
+    """The deadlines of a replayed rank's tasks, which expire at the same points as in the recorded run."""
 
     def __init__(self, loop: RankLoop) -> None:
         self._loop = loop
