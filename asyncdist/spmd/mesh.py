@@ -45,11 +45,7 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Axis:
-    """One axis of a mesh, as seen by one rank: runs collectives among the ranks along the axis.
-
-    Attributes:
-        group: Group of the ranks that differ from this rank only in their index along this axis.
-    """
+    """One axis of a mesh, as seen by one rank: runs collectives among the ranks along the axis (``group``)."""
 
     name: str
     world: World
