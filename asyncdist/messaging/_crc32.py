@@ -16,7 +16,7 @@ LOOP_NBYTES_MAX: Final = _LOOP_NBYTES_MAX
 
 
 def _remainders() -> array[int]:
-    """Return a table of CRC32 remainders; row n, from 0 to 7, is for each byte followed by n zero bytes."""
+    """Return a table with eight rows; row n contains the CRC32 remainder of each byte followed by n zero bytes."""
     first = [~zlib.crc32(bytes([byte]), 0xFFFFFFFF) & 0xFFFFFFFF for byte in range(256)]
     rows = [first]
     for _ in range(7):

@@ -215,12 +215,7 @@ class TagDemultiplexer:
         return [channel.name for channel in self._channels.values() if channel.is_awaited]
 
     def drop(self, source: int, reason: str, particulars: str = "") -> None:
-        """Count a dropped frame, and log the first one from each peer.
-
-        Args:
-            reason: Reason under which the frame is counted.
-            particulars: Reason with this frame's numbers, for the log.
-        """
+        """Count a dropped frame by reason, and log the first one from each peer with its particulars."""
         what = particulars or reason
         self.dropped[reason] += 1
         self.drop_examples[reason] = f"tag {self.tag}, rank {source}: {what}"

@@ -31,11 +31,7 @@ _COUNT_NBYTES: Final = 8
 
 
 class DirectWriteSender:
-    """Writes the tail of one outbound stream piece by piece, and then sends the unwritten rest.
-
-    Attributes:
-        stream: The stream that carries the messages; more chunks follow until :meth:`send_rest`.
-    """
+    """Writes the tail of one outbound stream piece by piece, and then sends the unwritten rest."""
 
     def __init__(
         self, slots: streams.Slots, chunks: Sequence[memoryview], dest: int, slot: int, tail: DirectWrite

@@ -61,10 +61,7 @@ class EarlyFrames:
         return count
 
     def watch(self) -> None:
-        """Schedule a warning about unclaimed frames if a task awaits a different channel of this tag.
-
-        Without the warning, a rank that opens a channel with a different type or name than its peers waits silently.
-        """
+        """Schedule a warning about frames for unopened channels if a task waits for a different channel of this tag."""
         is_news = self._timer is None and not self._sources <= self._told_of
         if is_news and self._awaited():
             self._timer = self._loop.call_later(EARLY_PATIENCE_S, self._tell)

@@ -58,11 +58,7 @@ def yield_to_loop() -> Generator[None, None, None]:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """Numbers of passes and completions since the engine was created, and of outstanding requests.
-
-    Attributes:
-        request_count: Number of completions other than messages delivered to channels.
-    """
+    """Numbers of passes and completions since the engine was created, and of outstanding requests."""
 
     pass_count: int
     completion_count: int
@@ -406,9 +402,6 @@ class Engine(Poller):
         """Call ``wake()``, which resumes a task after an event outside of the engine, such as an asyncio timer.
 
         A recording stores the time of the call, and a replay repeats the call at that time.
-
-        Args:
-            wake: Makes the task's next step ready, and has no other effect.
         """
         wake()
 
@@ -452,12 +445,7 @@ class Engine(Poller):
     async def settled_by(
         self, task: asyncio.Task[Any], future: asyncio.Future[T], what: WaitId | None = None, *, counts: bool = True
     ) -> T:
-        """Return the result of ``future``, and let reports show that the caller waits for ``task``.
-
-        Args:
-            what: The identity of the wait; by default a wait for ``task``.
-            counts: Whether a recording counts this wait.
-        """
+        """Return the result of ``future``, and let reports show that the caller waits for ``task``."""
         self._settlers[future] = task
         began_at = None if self.on_waited is None else self.loop.time()
         try:
@@ -503,11 +491,7 @@ class Engine(Poller):
         """Record that a collective has failed, unless the whole job has; in a replay, wait until that happened."""
 
     def _settled(self, future: asyncio.Future[T], counts: bool) -> Awaitable[T]:
-        """Return an awaitable for the result of ``future``; in a replay, it ends at the recorded time.
-
-        Args:
-            counts: Whether a recording counts this wait; recordings locate events by the number of counted waits.
-        """
+        """Return an awaitable for the result of ``future``; in a replay, it ends at the recorded time."""
         del counts
         return future
 
@@ -532,10 +516,7 @@ class Engine(Poller):
     # -- reports -----------------------------------------------------------------------------------------------------
 
     def outstanding(self, spoiled_tags: Collection[int] = ()) -> tuple[str, ...]:
-        """Return descriptions of the outstanding requests and of the unreceived messages of cancelled receives.
-
-        Messages that failed collectives leave behind are omitted.
-        """
+        """Describe the outstanding requests, and the unreceived messages of cancelled receives."""
         has_losses = bool(self.transport.lost_ranks())
         stashed = (
             f"unreceived message from {source}, tag {tag}"

@@ -194,8 +194,6 @@ class Inbox:
     Attributes:
         on_first: Called with a rank when its first message arrives; set only after a restart of a rank.
         waiters: Futures of waiting tasks; each arriving message wakes one task.
-        received_count: Number of messages that tasks have received.
-        failure: Error that every receive raises, or None.
     """
 
     def __init__(
@@ -308,7 +306,7 @@ class Inbox:
         return envelope
 
     def take_all(self) -> list[Envelope[Any]]:
-        """Remove and return all messages in the mailbox. If it is empty, raise an error like :meth:`take`."""
+        """Remove and return all messages in the mailbox. Raise an error if the channel has failed or is closed."""
         envelope = self.take(0)
         if envelope is None:
             return []
@@ -376,7 +374,6 @@ class FrameReceiver(Pollable):
         routes: Maps the key of each route to its stamp, its inbox and its decoder.
         stalled_on: The full inbox because of which the tag receives nothing; this object if ``explain`` was the
             reason; otherwise None.
-        is_posted: Whether the receive is posted.
         received_late_count: Number of messages that tasks took from inboxes after these were closed.
     """
 
@@ -443,7 +440,7 @@ class FrameReceiver(Pollable):
         return delivered
 
     def deliver(self, frame: FrameReader, nbytes: int, source: int) -> bool:
-        """Pass a frame to the inbox of its route; return whether the tag must stop receiving, as the inbox is full."""
+        """Pass a frame to the inbox of its route; return whether the inbox is full, so that the tag stops receiving."""
         try:
             frame.open(nbytes)
         except wire.FrameError as error:
@@ -470,7 +467,7 @@ class FrameReceiver(Pollable):
         self._inbox = None
 
     def resume(self, full: Inbox | FrameReceiver | None) -> None:
-        """Resume receiving if it was stopped because of ``full``, which has space again or was closed."""
+        """Resume receiving if ``full``, which has space again or was closed, has stopped the tag's receives."""
         if self.stalled_on is full and full is not None:
             self.stalled_on = None
             self._ring()

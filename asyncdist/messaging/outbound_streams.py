@@ -10,12 +10,7 @@ from asyncdist.waits import WaitId, WaitKind
 
 
 class OutboundStream(StreamEnd):
-    """Sends the chunks of one stream to the rank that granted it.
-
-    Args:
-        chunks: Bytes to send, in order. They must not change until :meth:`run` has returned.
-        is_open: Whether :meth:`send_more` or :meth:`send_last` will add more chunks.
-    """
+    """Sends the chunks of one stream, which must not change until :meth:`run` has returned, to the granting rank."""
 
     _kind = WaitKind.STREAM_SEND
 
@@ -71,11 +66,7 @@ class OutboundStream(StreamEnd):
         return complete
 
     async def run_told(self, tag: int, *, aborts: bool = False) -> bool:
-        """Send all chunks, or only the abort if ``aborts`` is true, and record the end; return whether all were sent.
-
-        Args:
-            tag: Tag of the channel on which the stream was granted.
-        """
+        """Send all chunks, or only the abort, and record the end; return whether all chunks were sent."""
         name = self._told = self._engine.name_send(WaitKind.STREAM_LEFT, self.dest, tag)
         try:
             complete = False
@@ -99,11 +90,7 @@ class OutboundStream(StreamEnd):
         return complete
 
     async def abort(self) -> None:
-        """Answer the grant with only the abort. Called instead of :meth:`run`.
-
-        Raises:
-            RankLostError: The receiver is gone.
-        """
+        """Answer the grant with only the abort. Called instead of :meth:`run`."""
         self.is_stopping = True
         self._post(memoryview(b""))
         await self._until(lambda: self.under_way_count == 0, is_of_request=True)

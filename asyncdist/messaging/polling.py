@@ -39,13 +39,13 @@ from asyncdist.transports.base import Buffer, Request, Transport
 from asyncdist.waits import WaitId
 
 HOT_PASS_COUNT: Final = 100
-#: Seconds without a completion for which the driver stays hot during a transfer, about the time of 16 MiB. A sleep of
-#: 20 us takes 50 to 100 us on common kernels, and as long again until the caches are warm.
+#: Seconds without a completion for which the driver polls without sleeping during a transfer: about the time to send
+#: 16 MiB. A sleep of 20 us takes 50 to 100 us on common kernels, and as long again until the caches are warm.
 TRANSFER_HOT_S: Final = 0.004
 WARM_SLEEP_S: Final = 20e-6
 WARM_PASS_COUNT: Final = 20
-#: Seconds after the last step of a transfer, about the time of two chunks, during which safe points sleep briefly to
-#: let the transport's threads run. The limit keeps a receive that never completes from slowing training.
+#: Seconds after the last step of a transfer during which safe points sleep briefly to let the transport's threads run:
+#: about the time to send two chunks. The limit keeps a receive that never completes from slowing training.
 TRANSFER_GIVES_S: Final = 0.01
 IDLE_PERIOD_S: Final = 0.001
 #: Seconds between passes if the transport may fail to ring for a message (ucxx#30).
@@ -89,12 +89,7 @@ class Pollable:
 
 
 class PendingRequest:
-    """A request of the transport that has not completed, with its completion callback.
-
-    Attributes:
-        on_done: Called once with the error, or None.
-        disowned: Whether the request is no longer tested, because it cannot complete.
-    """
+    """A request that has not completed, and its callback. If ``disowned``, it can never complete, and is not tested."""
 
     __slots__ = ("disowned", "error", "on_done", "request", "what")
 
@@ -138,11 +133,7 @@ class AbandonedReceive:
 
 
 class Poller:
-    """Tests the outstanding requests of one rank, and wakes the tasks that wait for them.
-
-    Attributes:
-        failure: Error that every wait raises, or None.
-    """
+    """Tests the outstanding requests of one rank, and wakes the tasks that wait for them."""
 
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
         self.transport = transport

@@ -285,12 +285,7 @@ class Services:
     # -- peers ------------------------------------------------------------------------------------------------------
 
     def check_peer(self, rank: int) -> None:
-        """Check that ``rank`` is a valid rank and the job has not failed.
-
-        Raises:
-            LocalProtocolError: There is no such rank.
-            RankLostError: The job has failed.
-        """
+        """Raise LocalProtocolError if ``rank`` is not a valid rank, and the job's error if the job has failed."""
         if type(rank) is not int or not 0 <= rank < self.size:
             raise LocalProtocolError(f"rank must be from 0 to {self.size - 1}, got {rank!r}", rank=rank)
         if self.engine.failure is not None:
@@ -360,11 +355,7 @@ class Services:
         self.engine.recheck()
 
     def note_returned(self, ranks: RankSet) -> list[tuple[int, int]]:
-        """Record that main has returned on ``ranks``, which no longer receive the user's messages.
-
-        Returns:
-            Pairs (tag, rank) for which messages to the rank may be in transit; none for ranks recorded earlier.
-        """
+        """Record that main has returned on ``ranks``; return (tag, rank) pairs for which messages may be in transit."""
         new = ranks - self._returned
         self._returned |= new
         return [(each.tag, rank) for each in self._demultiplexers.values() for rank in each.on_left(new)] if new else []

@@ -130,7 +130,6 @@ class InboundStream(StreamEnd):
         kept: Memory that the sender may write to. It stays referenced forever if the slot is retired.
 
     Attributes:
-        slot: Number of the taken slot.
         received_nbytes: Number of bytes that the caller has received.
         taken_count: Number of chunks that the caller has received.
     """
@@ -352,11 +351,7 @@ class Slots:
         return self._incarnations.get(rank, 0) if self._incarnations else 0
 
     def take(self, source: int) -> int:
-        """Allocate and return the lowest free slot for streams from ``source``.
-
-        Raises:
-            BusyError: All slots are taken.
-        """
+        """Allocate and return the lowest free slot for streams from ``source``; raise BusyError if there is none."""
         if self._given_back[source]:
             return heapq.heappop(self._given_back[source])
         slot = self._used_counts[source]
@@ -395,11 +390,7 @@ class Slots:
         *,
         window: int = WINDOW_COUNT,
     ) -> _Inbound:
-        """Return a context manager that opens a stream from ``source``, and finishes the stream on exit.
-
-        Args:
-            cancel: Sends the cancel for a slot number. Called on exit if the sender has not finished or aborted.
-        """
+        """Return a context manager that receives a stream, and on exit calls ``cancel(slot)`` unless it has ended."""
         return _Inbound(InboundStream(self, source, targets, window), cancel)
 
 

@@ -50,12 +50,7 @@ class AttachAccept:
 
 
 class _Outgoing:
-    """A tensor that is being sent.
-
-    Attributes:
-        stream: Stream that sends the tensor; None before the receiver's grant has arrived.
-        refused: Grant with a different size than the tensor's, which makes the send fail; otherwise None.
-    """
+    """A tensor to send, and the stream that sends it, or the receiver's grant if its size differs from the tensor's."""
 
     __slots__ = ("address", "refused", "stream", "view")
 

@@ -50,11 +50,7 @@ def _rounded_up(nbytes: int) -> int:
 
 
 class FrameError(ValueError):
-    """Raised if a received frame fails a check.
-
-    Attributes:
-        reason: The failed check, without this frame's numbers.
-    """
+    """Raised if a received frame fails a check. ``reason`` names the check without this frame's numbers."""
 
     def __init__(self, reason: str, particulars: str = "") -> None:
         super().__init__(particulars or reason)
@@ -114,11 +110,7 @@ class FrameWriter:
 
 
 class FrameBuffer:
-    """Writes frames that have the same route and size into one buffer, each over the previous frame.
-
-    Args:
-        buffer: Buffer whose length is a multiple of eight bytes. Several objects may write to it.
-    """
+    """Writes frames that have the same route and size into one buffer, each over the previous frame."""
 
     def __init__(self, route: bytes, buffer: bytearray, payload_nbytes: int) -> None:
         view = memoryview(buffer)
@@ -162,11 +154,7 @@ class FrameReader:
         self.key = self.stamp = self.round = self.sequence = 0
 
     def open(self, nbytes: int) -> None:
-        """Check the length and the CRC of a frame of ``nbytes`` bytes in the buffer, and read its header.
-
-        Raises:
-            FrameError: The length or the CRC is wrong.
-        """
+        """Read the header of a frame of ``nbytes`` bytes. Raise FrameError if the length or the CRC is wrong."""
         if nbytes != self.nbytes:  # Consecutive frames often have the same length.
             if nbytes < _HEADER_NBYTES:
                 raise FrameError("too short", f"{nbytes} bytes, shorter than a header of {HEADER_NBYTES}")
