@@ -32,12 +32,7 @@ _HOLD_S: Final = 0.005
 
 
 class Start(Generic[T]):
-    """One collective operation that this rank starts together with the other members of a group.
-
-    Args:
-        give_back: Releases the result. Called if the caller has given up.
-        part_of: Outer start whose work includes this start, or None.
-    """
+    """One collective operation that this rank starts together with the other members of a group."""
 
     def __init__(
         self,
@@ -176,9 +171,6 @@ async def assemble(agreements: Agreements, ranks: Sequence[int], what: str) -> N
 
     No rank therefore blocks while another rank computes. A ready rank polls for a moment without yielding to its loop,
     since another of its tasks may be about to compute.
-
-    Args:
-        ranks: Ranks that have agreed on the call, all of which call this function.
     """
     if len(ranks) > 1:
         await agreements.agree(ranks, what, {}, timeout_s=None, hold_s=_HOLD_S)

@@ -114,9 +114,6 @@ def _users_line() -> str:
 
 
 def _file_of(frame: FrameType) -> str:
-    """Return the path of a frame's file, relative to the file's entry in ``sys.path``.
-
-    The path is sent to peers, and a simulation must send the same bytes wherever its program is installed.
-    """
+    """Return the path of a frame's file, relative to its entry in ``sys.path``, so that it is equal on all machines."""
     name = str(frame.f_globals.get("__name__"))
     return "/".join(Path(frame.f_code.co_filename).parts[-1 - name.count(".") :])

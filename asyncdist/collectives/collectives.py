@@ -144,11 +144,7 @@ class Collectives:
         return [part.to(tensor.device) for part in receive]
 
     async def all_mean(self, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        """Replace ``tensor`` by the mean over all members, as :mod:`asyncdist.tensors.means` defines it, and return it.
-
-        Args:
-            tensor: Contiguous CPU tensor of float32, complex64 or wider, of equal shape and dtype on all members.
-        """
+        """Replace a contiguous CPU tensor of float32, complex64 or wider by its mean over all members; return it."""
         flat = tensor.view(-1)
         if group.size == 1 or not len(flat):
             await self.all_reduce(tensor, group, "sum")
@@ -257,12 +253,7 @@ class Collectives:
     async def gather_bytes(
         self, send: torch.Tensor, sizes: Sequence[int], group: Group, root: int
     ) -> torch.Tensor | None:
-        """Return every member's bytes, concatenated in the group's order, on ``root``; None on other ranks.
-
-        Args:
-            send: This member's bytes, a 1-D uint8 CPU tensor.
-            sizes: Number of bytes of each member; equal on all members.
-        """
+        """Return all members' bytes, of the given sizes, in the group's order, on ``root``; None on other ranks."""
         position = _position(group, root)
         if send.nbytes != sizes[group.index]:
             raise LocalProtocolError(f"send must have the announced {sizes[group.index]} bytes, got {send.nbytes}")
@@ -285,7 +276,6 @@ class Collectives:
         """Start a sequence of collectives that counts as one collective of the group.
 
         Args:
-            group: The only group that ``work`` may use.
             work: Called with a :class:`Collectives` object for the sequence.
 
         Returns:

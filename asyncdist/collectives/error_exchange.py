@@ -50,12 +50,7 @@ _NO_ROOT: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The operation that a rank has called, with its root.
-
-    Attributes:
-        operation: Name of an operation that exchanges headers.
-        root: Root of the operation, or None. An invalid root raises an error on all members.
-    """
+    """The operation that a rank has called, and its root. An invalid root raises an error on all members."""
 
     operation: str
     root: Any = None
@@ -66,12 +61,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class LocalResult:
-    """The result of a computation on this rank: a value, an exception, or nothing.
-
-    Attributes:
-        payload: The value as bytes; None if there is an error, or nothing was computed.
-        error: Exception of the computation, or of the value's conversion to bytes; otherwise None.
-    """
+    """Result of a computation on this rank: a value with its bytes (``payload``), an exception, or neither."""
 
     value: Any = None
     payload: bytes | None = None
@@ -180,11 +170,7 @@ async def run_and_raise(
 async def exchange_headers(
     collectives: Collectives, group: Group, outcome: LocalResult, call: Call
 ) -> list[ResultHeader]:
-    """Return every member's header, in the group's order, on every member.
-
-    Raises:
-        DisagreementError: Members have called different operations, or with different roots. Raised on every member.
-    """
+    """Return all members' headers, in the group's order. Raise DisagreementError if operations or roots differ."""
     parts = await collectives.all_gather(_to_tensor(_pack_header(outcome, call)), group)
     headers = [_read_header(rank, part) for rank, part in zip(group.ranks, parts, strict=True)]
     _check_same_call(headers)
@@ -207,11 +193,7 @@ def _check_same_call(headers: Sequence[ResultHeader]) -> None:
 async def collect(
     collectives: Collectives, group: Group, outcome: LocalResult, call: Call
 ) -> tuple[list[ResultHeader], list[bytes] | None]:
-    """Gather every member's payload on the call's root.
-
-    Returns:
-        Every member's header, and the payloads. The payloads are None on other ranks, and if a member failed.
-    """
+    """Return every member's header, and the payloads; these are None except on the root, and if a member failed."""
     headers = await exchange_headers(collectives, group, outcome, call)
     root = call.root
     sizes = [header.later_nbytes for header in headers]

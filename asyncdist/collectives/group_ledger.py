@@ -61,12 +61,7 @@ class _Entry:
 
 
 class GroupLedger:
-    """Records the groups of one rank, and which members have freed them.
-
-    Args:
-        give_back: Frees a group; awaited by :meth:`Group.free`.
-        forget: Called with a group that all members have freed.
-    """
+    """Records the groups of one rank, and which members have freed them."""
 
     def __init__(
         self,

@@ -140,13 +140,7 @@ def short(ranks: tuple[int, ...]) -> str:
 
 
 def check_member(group: Group, rank: int) -> None:
-    """Check that ``group`` is an open group with ``rank`` as a member.
-
-    Raises:
-        TypeError: ``group`` is not a :class:`Group`.
-        LocalProtocolError: ``rank`` is not a member.
-        ClosedError: The group was freed.
-    """
+    """Raise an error unless ``group`` is a :class:`Group` that has ``rank`` as a member and is not freed."""
     check_group(group)
     check_open(group)
     if not 0 <= group.index < group.size or group.ranks[group.index] != rank:
@@ -156,11 +150,7 @@ def check_member(group: Group, rank: int) -> None:
 
 
 def check_ranks(ranks: Sequence[int], *, rank: int, size: int) -> tuple[int, ...]:
-    """Check and return the members of a new group.
-
-    Raises:
-        LocalProtocolError: ``ranks`` is empty, has a duplicate or an invalid rank, or lacks this rank.
-    """
+    """Return the members of a new group. Raise LocalProtocolError if a rank is invalid, repeated or missing."""
     given = tuple(ranks)
     members = validation.whole_numbers(given) or given
     wrong = [member for member in members if type(member) is not int or not 0 <= member < size]

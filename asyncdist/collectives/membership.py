@@ -25,12 +25,7 @@ from asyncdist.transports.rank_sets import RankSet
 
 @dataclass(eq=False, slots=True)
 class Participation:
-    """A collective in progress on this rank.
-
-    Attributes:
-        number: Number of the collective in its group, from 1.
-        stop: Ends the wait for the collective with an error.
-    """
+    """A collective in progress on this rank; ``stop`` ends the wait for it with an error."""
 
     group: Group
     number: int
@@ -62,11 +57,7 @@ class MembershipLog:
         self._under_way: dict[Participation, None] = {}  # oldest first
 
     def begin(self, group: Group) -> int:
-        """Count the start of a collective of the group; return the collective's number, from 1.
-
-        Raises:
-            ClosedError: The group was freed on this rank, or this rank has left.
-        """
+        """Count a collective that starts, and return its number in the group. Raise ClosedError if it cannot start."""
         check_open(group)
         if self._has_left:
             raise ClosedError(f"this rank has left, and cannot start a collective of the group {short(group.ranks)}")
@@ -82,12 +73,7 @@ class MembershipLog:
         return tuple(self._started.items())
 
     def check(self, group: Group, number: int) -> None:
-        """Check that a collective can complete, before this rank sends its first message.
-
-        Raises:
-            ClosedError: A member left the world or freed the group before it started the collective.
-            RankLostError: A member is lost.
-        """
+        """Raise ClosedError or RankLostError if a collective cannot complete, because a member has left or is lost."""
         if self._left or self._lost_at or self._freed:
             error = self._reason(group, number)
             if error is not None:

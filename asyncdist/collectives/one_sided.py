@@ -94,11 +94,7 @@ class VersionedWindow(abc.ABC):
         """Make the version begun with :meth:`begin` available to readers, and return its record."""
 
     async def published_by(self, rank: int, *, deadline: float = math.inf) -> VersionRecord | None:
-        """Return the newest record of another member; None if that member has no version or is gone.
-
-        Args:
-            deadline: Time on the loop's clock, in seconds. If the member has not answered before it, None is returned.
-        """
+        """Return the newest record of another member; None without a version, or an answer before ``deadline``."""
         return (await self.published_by_each((rank,), deadline=deadline)).get(rank)
 
     @abc.abstractmethod
@@ -174,11 +170,7 @@ async def _drop(memories: list[torch.Tensor] | None) -> None:
 
 
 async def _map_memories(services: Services, group: Group, nbytes: int, scope: int) -> list[torch.Tensor] | None:
-    """Allocate shared memory on this rank, and return all members' memories, in the group's order.
-
-    All members must await this function. It returns None on all members if one member has no shared memory, or is on a
-    different host.
-    """
+    """Return all members' shared memory, in the group's order; None if a member has none, or is on a different host."""
     memory = None
     with contextlib.suppress(OSError):  # raised if this system has no shared memory, or not enough
         memory = SharedMemory(nbytes)

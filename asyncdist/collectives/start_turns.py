@@ -35,12 +35,7 @@ from asyncdist.waits import WaitId, WaitKind
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
-    """A start that all members have requested, and that waits for its turn on this rank.
-
-    Attributes:
-        number: Number that determines the start's place in the order of all starts.
-        meeting: The start's second agreement.
-    """
+    """A start that all members have requested, and that waits for its turn on this rank; ordered by ``number``."""
 
     number: int
     meeting: Meeting

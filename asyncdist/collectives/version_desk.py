@@ -42,10 +42,7 @@ class VersionRecord:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Message with which a reader asks an owner for the record of its newest version in a window.
-
-    ``number`` identifies the question among the reader's questions.
-    """
+    """Message with which a reader asks an owner for the record of its newest version in a window."""
 
     window: int
     number: int
@@ -70,7 +67,7 @@ class _Inquiry:
 
 
 class VersionDesk:
-    """Asks other ranks for records, and answers their questions. One per rank: ``services.shared(VersionDesk)``."""
+    """Asks other ranks for the records of their newest versions, and answers such questions. There is one per rank."""
 
     def __init__(self, services: Services) -> None:
         self._services = services

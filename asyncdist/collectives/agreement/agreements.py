@@ -78,7 +78,6 @@ class Agreements:
     Attributes:
         comings: Joins large agreements for this rank.
         rivals: Detects ranks that wait for each other in different starts.
-        termination: Ends agreements whose leader is lost.
     """
 
     def __init__(self, engine: Engine, channel: Channel[Any], rank: int) -> None:

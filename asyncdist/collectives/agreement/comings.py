@@ -20,11 +20,7 @@ _KEPT_COUNT_MAX: Final = 1024
 
 
 class Comings:
-    """Joins large agreements for one rank, and filters repeated decisions.
-
-    Args:
-        send: Sends a message to another rank, even if that rank has left, but not if it is lost.
-    """
+    """Joins large agreements for one rank, and filters repeated decisions."""
 
     def __init__(self, relays: Relays, absences: Absences, send: Callable[[Any, int], None]) -> None:
         self._relays = relays

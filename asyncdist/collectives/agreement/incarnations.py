@@ -16,7 +16,7 @@ _QUALIFIED: Final = re.compile(r" \(restarted: ([0-9. ]+)\)$")
 
 
 class Incarnations:
-    """Records the incarnations of restarted ranks, as far as this rank knows."""
+    """Records the incarnation (number of restarts) of each restarted rank, as far as this rank knows."""
 
     def __init__(self, rank: int, incarnation: int) -> None:
         self._known: dict[int, int] = {rank: incarnation} if incarnation else {}

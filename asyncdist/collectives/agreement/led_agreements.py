@@ -84,14 +84,7 @@ class LedAgreements:
         ] = {}  # objections that take effect when a rank answers that it has not joined
 
     def decide(self, meeting: Meeting, gone: tuple[int, ...], waited_s: float) -> tuple[Verdict, Join]:
-        """Decide an agreement that this rank has joined, and send the decision to the members that have joined.
-
-        Args:
-            gone: Members that will not join.
-
-        Returns:
-            The decision, and the join of the first member whose values were compared.
-        """
+        """Decide an agreement that this rank has joined; return the decision, and the join with the compared values."""
         key, ranks = meeting.key, meeting.ranks
         joins = self.joins.pop(key)
         missing = tuple(rank for rank in ranks if rank not in joins)
@@ -157,10 +150,7 @@ class LedAgreements:
         return heard
 
     def on_inquiry(self, inquiry: Inquiry) -> None:
-        """Refuse an agreement because a member's timeout has passed, even if this rank's own timeout has not.
-
-        In a large agreement, seemingly missing members are asked first.
-        """
+        """Refuse an agreement because a member's timeout has passed; in a large one, first ask the missing members."""
         joins = self.joins.get(inquiry.key, {})
         missing = tuple(sorted(inquiry.key.members() - joins.keys()))
         if not joins or not missing:
@@ -184,7 +174,7 @@ class LedAgreements:
                 self._on_called(key)
 
     def _on_called(self, key: AgreementKey) -> None:
-        """Refuse an agreement after the answers of seemingly missing members, unless all members have joined."""
+        """Refuse an agreement after its missing members have been asked to join, unless all members have joined."""
         if key in self._called:
             inquiry, _ = self._called.pop(key)
             joins = self.joins.get(key, {})
@@ -215,7 +205,7 @@ class LedAgreements:
             return
         has_decided = source != self._rank and self._has_come(key) and self._rank not in joins
         if has_decided or objection.is_void(joins):
-            return  # All members have joined, or at least those that were said to wait in a different start.
+            return  # The objection is no longer valid, because the members concerned have joined.
         absent = [rank for rank in key.members() - joins.keys() if is_in(rank, objection.absent)]
         if absent and self._rank not in absent and self._relays.carry(key):
             self._doubted[key] = objection, source

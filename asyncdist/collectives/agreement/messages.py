@@ -83,11 +83,7 @@ class AgreementKey:
 
     @classmethod
     def parse(cls, text: str) -> AgreementKey:
-        """Make the key from its :attr:`text`.
-
-        Raises:
-            RemoteProtocolError: ``text`` is not a key.
-        """
+        """Make the key from its :attr:`text`. Raise RemoteProtocolError if the text is invalid."""
         return _parse(text)
 
 
@@ -166,11 +162,7 @@ class Objection(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Reminder(Keyed):
-    """Message with which a leader reminds a missing member that other ranks wait in a start.
-
-    Attributes:
-        subject: String of the key for all occurrences.
-    """
+    """Message with which a leader reminds a missing member that other ranks wait. Its key is for all occurrences."""
 
     subject: str
     present: Runs
@@ -178,11 +170,7 @@ class Reminder(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Inquiry(Keyed):
-    """Message with which a member whose timeout has passed asks the leader to refuse and name the missing ranks.
-
-    Attributes:
-        waited_s: The member's timeout, in seconds.
-    """
+    """Message with which a member whose timeout has passed asks the leader to refuse, naming the missing ranks."""
 
     subject: str
     waited_s: float
@@ -201,7 +189,7 @@ class Verdict(Keyed):
         lost: The lost ranks among ``gone``.
         agreed: Smallest resource number that no member uses.
         objector: Rank that objected, or -1.
-        marks: Up to two different marks of the members.
+        marks: Up to two different numbers that members passed as their ``mark``.
     """
 
     subject: str
@@ -235,11 +223,7 @@ class DecisionRequest(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Undecided(Keyed):
-    """Answer of a member that has not received the decision, and no longer accepts the decision from the absent ranks.
-
-    Attributes:
-        absent: Ranks from which the sender no longer accepts a decision, including the request's absent ranks.
-    """
+    """Answer of a member that has no decision, and no longer accepts one from the ranks ``absent``."""
 
     subject: str
     absent: Runs
@@ -266,11 +250,7 @@ class Gathered(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Spread(Keyed):
-    """Message with which a member of a large agreement relays the leader's decision to its child in the tree.
-
-    Attributes:
-        ranks: Ranks in the receiver's subtree that must receive the decision.
-    """
+    """Message that relays a large agreement's decision down the tree, for ``ranks`` in the receiver's subtree."""
 
     verdict: Verdict
     leader: int
@@ -301,12 +281,7 @@ class NotHere(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Withdraw(Keyed):
-    """Message with which a member notifies the others that it will never start an operation again.
-
-    Attributes:
-        subject: String of the key for all occurrences.
-        lost: Ranks that the sender knows to be lost.
-    """
+    """Message with which a member notifies the others that it will never start an operation again."""
 
     subject: str
     lost: Losses = ()
@@ -343,7 +318,7 @@ class Agreed:
         number: Smallest resource number, for example for a group tag, that no member uses.
         time: Number of this start of the operation, from 1, including failed starts; equal on all ranks. The started
             operation must be numbered with it.
-        marks: Up to two different marks of the members; equal on all ranks.
+        marks: Up to two different numbers that members passed as their ``mark``; equal on all ranks.
     """
 
     number: int

@@ -70,7 +70,7 @@ class _Coming:
         come: Bit set of the ranks that have joined.
         said: Bit sets of the joined ranks that have not been reported to the parent, by the ranks' named values.
         taken: Resource numbers, such as group tags, in use on unreported ranks.
-        marks: Up to two different marks of unreported ranks.
+        marks: Up to two different numbers that unreported ranks passed as their ``mark``.
         late_count: Number of reports so far.
     """
 
@@ -83,15 +83,7 @@ class _Coming:
 
 
 class Relays:
-    """Relays joins and decisions of large agreements on one rank.
-
-    Args:
-        send: Sends a message to another rank, unless that rank is gone.
-        gone: Ranks that have left or are lost; the caller updates this set.
-
-    Attributes:
-        heard: Verdicts that this rank has decided or relayed, by key and leader.
-    """
+    """Relays joins and decisions of large agreements on one rank; ``heard`` stores the decisions by key and leader."""
 
     def __init__(self, engine: Engine, rank: int, send: Callable[[Any, int], None], gone: Collection[int]) -> None:
         self._engine = engine

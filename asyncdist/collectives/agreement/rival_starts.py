@@ -112,7 +112,7 @@ class Rivals:
         self._next_occurrence = next_occurrence
         self._starts: dict[AgreementKey, OpenStart] = {}
         self._duties: list[Duty] = []
-        self._look: Timer | None = None  # timer to check starts that this rank leads but cannot join because of a duty
+        self._look: Timer | None = None  # timer to check starts that this rank leads but cannot join
         self.sent_count = 0
         self.received_count = 0
 
@@ -130,12 +130,7 @@ class Rivals:
 
     @contextlib.contextmanager
     def serving(self, served: Callable[[], Iterable[int]], text: str) -> Iterator[None]:
-        """While the body serves other ranks, object to starts in which a served rank waits for this rank.
-
-        Args:
-            served: Returns the ranks that must leave the service before the body ends.
-            text: Description of the service, such as "serves the replay buffer 'replay'".
-        """
+        """While the body serves other ranks, object to starts in which a served rank waits for this rank."""
         duty = Duty(served, text)
         self._duties.append(duty)
         self.on_waiting()
@@ -179,11 +174,7 @@ class Rivals:
         return self._starts[key].rivals.get(refusal) if key in self._starts else None
 
     def on_reminder(self, reminder: Reminder, leader: int) -> None:
-        """Object to this rank's start if this rank and members of the reminded start wait for each other.
-
-        Args:
-            leader: Leader of the reminded start, which has sent the reminder.
-        """
+        """Object to this rank's start if this rank and members of the reminded start wait for each other."""
         self.received_count += leader != self._rank
         starts = self._starts.values()
         rival = find_rival(reminder, leader, self._rank, self._engine.clock(), starts)

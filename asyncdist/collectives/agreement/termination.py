@@ -71,10 +71,7 @@ class Termination:
         return rank in self._excluded.get(key, ())
 
     def takes(self, verdict: Verdict, source: int) -> bool:
-        """Return whether this rank accepts ``verdict`` from ``source``, and store an accepted decision for others.
-
-        A second decision, and a decision from a rank excluded by a promise, are not accepted.
-        """
+        """Return whether ``verdict`` is the first and no promise excludes ``source``; store it for others if so."""
         key = verdict.key
         if key in self._heard or self.excludes(key, source):
             return False
@@ -114,10 +111,7 @@ class Termination:
         """Ask the other members for the decision on ``meeting``; return when it has arrived, or can never arrive.
 
         Args:
-            meeting: A meeting whose leader is absent.
-            gone: Returns the members that are gone.
             on_late: Called once after the deadline with the members that have not answered; the wait continues.
-            deadline: Time on the loop's clock, in seconds, or None.
         """
         key = meeting.key
         asking = self._asking[key] = _Asking()

@@ -14,12 +14,7 @@ DIRECT_COUNT_MAX: Final = 16
 
 
 def halves(rank: int, last: int) -> Iterator[tuple[int, int]]:
-    """Yield each child of ``rank`` with the last number of the child's subtree.
-
-    Args:
-        rank: Root of a subtree.
-        last: Last number of this subtree.
-    """
+    """Yield the children of ``rank``, whose subtree ends with ``last``, each with the end of the child's subtree."""
     first = rank + 1
     if first <= last:
         middle = first + (last - first) // 2

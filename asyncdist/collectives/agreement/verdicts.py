@@ -141,12 +141,7 @@ class Absentees:
 
 
 class Absences:
-    """Records the ranks that have left, are lost, or have withdrawn from subjects, and join no further agreement.
-
-    Attributes:
-        gone: All ranks that have left the world or are lost.
-        withdrawn: Members that have withdrawn from a subject, by the subject's key for all occurrences.
-    """
+    """Records the ranks that have left, are lost, or have withdrawn from subjects, and join no further agreement."""
 
     def __init__(self, incarnations: Incarnations) -> None:
         self._incarnations = incarnations
@@ -187,8 +182,6 @@ def judge(
     Args:
         joins: Joins of these members by rank.
         said: Members whose values are compared, in the group's order; at least one.
-        missing: Members that have not joined.
-        waited_s: Seconds that the leader has waited.
     """
     name, refusal = first_difference(joins, said)
     return Verdict(

@@ -44,9 +44,6 @@ class Passing:
     async def run(self, error: AsyncdistError | None) -> AsyncdistError | None:
         """Receive the total from the previous rank, add this rank's values, and send the total to the next rank.
 
-        Args:
-            error: Earlier error of this rank, which is sent to the next rank instead of the total; or None.
-
         Returns:
             The error because of which this rank or the next rank has not received the total, or None.
         """

@@ -77,7 +77,6 @@ class PiecewiseCollectives:
         Args:
             send: Data of this member: one part for all members, or one part for each.
             receive: Memory for one part from each member; None if this member receives nothing.
-            part_nbytes: Size of each part in bytes.
             exchange: Starts the collective on one piece.
         """
         own = flat_bytes(send).view(-1, part_nbytes)

@@ -42,11 +42,7 @@ _WHAT: Final = WaitId(WaitKind.ORDERED_REDUCTION)
 
 @dataclass(frozen=True, slots=True)
 class ReductionPiece:
-    """A range of a tensor's elements, divided into equal shares; the last ranks' shares may be shorter or empty.
-
-    Attributes:
-        share_count: Number of elements that each rank reduces.
-    """
+    """A range of elements, of which each rank reduces ``share_count``; the last ranks' shares may be shorter."""
 
     start: int
     count: int
@@ -90,11 +86,7 @@ class BufferPool:
 
 
 class Into:
-    """Destination of a reduction's result: one tensor.
-
-    Args:
-        tensor: 1-D tensor with the input's length and the result's dtype; may be the input itself.
-    """
+    """Destination of a reduction's result: a 1-D tensor of the input's length, possibly the input itself."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

@@ -49,12 +49,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One member's position in the tree of a collective.
-
-    Attributes:
-        number: Number of the member; 0 for the root.
-        last: Largest number in the member's subtree.
-    """
+    """One member's position in the tree of a collective, whose subtree has the numbers ``number`` to ``last``."""
 
     tag: int
     number: int
@@ -110,12 +105,7 @@ class TreeCollectives:
     async def gather(
         self, group: Group, send: memoryview, sizes: Sequence[int], receive: torch.Tensor | None, root: int
     ) -> None:
-        """Gather every member's bytes on ``root``.
-
-        Args:
-            sizes: Number of bytes of each member, in the group's order; equal on all members.
-            receive: On ``root``, a flat uint8 tensor for the bytes of all members, in the group's order; else None.
-        """
+        """Gather every member's bytes, of the given sizes, into the root's flat uint8 tensor ``receive``."""
         place, shift = Place.of(group, root), group.ranks.index(root)
         starts = [0, *accumulate((*sizes[shift:], *sizes[:shift]))]
         own, end = starts[place.number], starts[place.last + 1]
@@ -159,11 +149,7 @@ class TreeCollectives:
         return work
 
     async def fold_along_ranks(self, group: Group, values: torch.Tensor, fold: LeftFold) -> torch.Tensor | None:
-        """Return the reduction of all members' tensors in rank order; None if it needs all tensors at once.
-
-        Args:
-            values: Flat contiguous CPU tensor of equal length and dtype on all members.
-        """
+        """Return the reduction of all flat tensors in rank order; None if it needs all tensors at once."""
         place, token = Place.of(group, group.ranks[-1]), memoryview(bytearray(1))
         # This exchange detects members that pass fewer bytes, and are therefore in fold_rows.
         error = await self._collect(place, token, _everything(token))
@@ -245,11 +231,7 @@ class TreeCollectives:
 
 
 class _Feed:
-    """Relays arriving bytes to one child.
-
-    Args:
-        has: Byte range that the child's subtree already has.
-    """
+    """Relays arriving bytes to one child, except the byte range ``has``, which the child's subtree already has."""
 
     def __init__(self, engine: Engine, tag: int, view: memoryview, dest: int, has: tuple[int, int]) -> None:
         self.outlet = Outlet(engine, dest, tag)

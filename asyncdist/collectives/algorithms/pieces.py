@@ -84,11 +84,7 @@ async def take_all(engine: Engine, view: memoryview, first: int, end: int, sourc
 
 
 class Outlet:
-    """Sends pieces to one member, with a limited number in progress; a context manager that abandons them on exit.
-
-    Attributes:
-        error: Error because of which nothing more is sent, or None.
-    """
+    """Sends pieces to one member, with a limited number in progress; a context manager that abandons them on exit."""
 
     def __init__(self, engine: Engine, dest: int, tag: int) -> None:
         self._engine = engine

@@ -48,11 +48,7 @@ def check(tensor: Tensor, op: ReduceOp) -> None:
 
 
 def to_numbers(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp]:
-    """Convert a tensor to a dtype that numpy and MPI can reduce; return the converted tensor and its reduction.
-
-    Returns:
-        A contiguous CPU tensor, possibly in the memory of ``tensor``, and the operation with which to reduce it.
-    """
+    """Return a contiguous CPU tensor that numpy and MPI can reduce instead of ``tensor``, and the operation to use."""
     numbers = to_host(tensor).to((_WIDE_SUM if op == "sum" else _WIDE)[tensor.dtype])
     if tensor.dtype == torch.bool:
         return numbers, _OF_BOOLEANS[op]

@@ -50,16 +50,12 @@ _NOWHERE: Final = bytes(Address.PACKED_NBYTES)
 
 
 def is_worth_sharing(count: int, dtype: torch.dtype) -> bool:
-    """Return whether a flat tensor of this size is large enough to be shared between a host's ranks, and not sent."""
+    """Return whether sharing a flat tensor of this size between a host's ranks is faster than sending it."""
     return count * dtype.itemsize >= max(1, SHARED_NBYTES_MIN)
 
 
 class SharedFlatBuffers:
-    """Allocates flat tensors in memory that the ranks of a host share, each followed by result buffers.
-
-    Args:
-        is_shared: Whether there is another rank with which to share memory.
-    """
+    """Allocates flat tensors in memory that the ranks of a host share, each followed by result buffers."""
 
     def __init__(self, is_shared: bool) -> None:
         self._is_shared = is_shared
