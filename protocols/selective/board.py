@@ -1,8 +1,8 @@
 """Carries the messages about a policy's coordinator, its newcomers and its emigrants.
 
-One channel carries these messages for all policies of a rank. A rank may be nominated, or notified of a new
-coordinator, after it has left the policy. It then answers that it has left, for which it keeps the number of each such
-policy.
+One channel carries these messages for all policies of a rank. A rank may be nominated as a coordinator, or notified of
+a new one, after it has left the policy. It then answers that it has left. For this answer, the rank remembers the
+numbers of the policies that it has left.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ logger = logging.getLogger("protocols.selective.board")
 
 @dataclass(frozen=True, slots=True)
 class Nomination:
-    """Nominates a rank to coordinate: the coordinator of epoch ``epoch``, the newest that the sender knows, is gone."""
+    """Asks the receiver to coordinate, because the coordinator of ``epoch`` is gone.
+
+    ``epoch`` is the newest epoch that the sender knows.
+    """
 
     policy: int
     epoch: int
@@ -32,7 +35,10 @@ class Nomination:
 
 @dataclass(frozen=True, slots=True)
 class TakeOver:
-    """Notifies a member of an epoch's coordinator, with the number of restarts of the coordinator's rank."""
+    """Notifies a member that ``coordinator`` coordinates in ``epoch``.
+
+    ``incarnation`` is the number of restarts of the coordinator's rank.
+    """
 
     policy: int
     epoch: int
@@ -42,7 +48,7 @@ class TakeOver:
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """Answers that this rank has left the policy."""
+    """Answers a message about a policy: the sender has left that policy."""
 
     policy: int
 
@@ -51,19 +57,22 @@ SuccessionMessage: TypeAlias = Nomination | TakeOver | Declined
 IslandMessage: TypeAlias = Emigrant | Invitation | Declined
 BoardMessage: TypeAlias = SuccessionMessage | IslandMessage | Request | Welcome | Refusal | Over | Ambiguous
 
-#: Number of policies that a rank remembers to have left; older ones no longer have members.
+#: Number of policies that a rank remembers after it has left them. Older policies no longer have members.
 LEFT_COUNT_MAX: Final = 1024
 
 
 class Board:
-    """Passes messages to the policies of one rank, and answers for the policies that it has left. Each rank has one."""
+    """Passes messages about coordinators to this rank's policies, and answers those about policies that it has left.
+
+    Each rank has one board.
+    """
 
     def __init__(self, services: Services) -> None:
         self._policies: dict[int, Callable[[Any, int], None]] = {}
-        self._left: dict[int, int | None] = {}  # oldest first, with the key of requests
-        self._askable: dict[int, tuple[int, Callable[[Request, int], bool]]] = {}  # by policy, with the key of requests
-        self._serving: set[int] = set()  # policies that this rank has left and may coordinate
-        self._applications: dict[int, Application] = {}  # by the key of requests
+        self._left: dict[int, int | None] = {}  # key of admission requests by policy, oldest policy first
+        self._askable: dict[int, tuple[int, Callable[[Request, int], bool]]] = {}  # by policy: request key and handler
+        self._serving: set[int] = set()  # policies that this rank has left as a member, but may still coordinate
+        self._applications: dict[int, Application] = {}  # by the key of their requests
         self._loop = services.engine.loop
         self._channel: Channel[BoardMessage] = services.open_channel(
             BoardMessage,
@@ -80,20 +89,20 @@ class Board:
         key: int | None = None,
         on_request: Callable[[Request, int], bool] = lambda *_: False,
     ) -> None:
-        """Call ``handler(message, source)`` for the messages about a policy, or between its islands.
+        """Begin to call ``handler(message, source)`` for messages about a policy.
 
         Args:
-            policy: Number of the policy.
-            handler: Handles the messages.
-            key: Key of requests for admission to the policy; None if it takes no requests.
-            on_request: Handles a request, and returns whether it may be granted, now or later.
+            policy: Number of the policy, or the number that the policies of all islands share.
+            handler: Function that handles a message.
+            key: Key of requests for admission to the policy; None if the policy accepts no requests.
+            on_request: Function that handles a request, and returns whether it may be granted now or later.
         """
         self._policies[policy] = handler
         if key is not None:
             self._askable[policy] = key, on_request
 
     def close(self, policy: int) -> None:
-        """From now on, answer that this rank has left the policy."""
+        """Stop passing on messages about a policy, and answer them with ``Declined`` from now on."""
         del self._policies[policy]
         self._left[policy] = self._askable.pop(policy, (None,))[0]
         self._serving.discard(policy)
@@ -101,30 +110,30 @@ class Board:
             del self._left[next(iter(self._left))]
 
     def newest_left(self, key: int) -> int:
-        """Return the newest policy with this key of requests that this rank has left; 0 if there is none."""
+        """Return the newest policy with this request key that this rank has left; 0 if there is none."""
         return next((policy for policy in reversed(self._left) if self._left[policy] == key), 0)
 
     def leave(self, policy: int) -> None:
-        """Note that this rank has left a policy; it may still coordinate it until :meth:`close`."""
+        """Record that this rank has left a policy as a member; it may coordinate the policy until :meth:`close`."""
         self._serving.add(policy)
 
     def apply(self, application: Application) -> None:
-        """Pass the answers to this rank's requests to ``application``."""
+        """Begin to pass the answers to this rank's admission requests to ``application``."""
         self._applications[application.key] = application
 
     def end_application(self, application: Application) -> None:
-        """Drop later answers to this application."""
+        """Stop passing answers to this application."""
         self._applications.pop(application.key, None)
 
     def send(self, message: BoardMessage, dest: int) -> None:
-        """Send a message, unless ``dest`` cannot be reached; senders repeat messages that are lost."""
+        """Send a message, or drop it if ``dest`` cannot be reached; the callers repeat lost messages."""
         try:
             self._channel.send_nowait(message, dest)
         except (RankLostError, BusyError) as error:
             logger.debug("%s to rank %d: %s", type(message).__name__, dest, error)
 
     def _on_message(self, envelope: Envelope[Any]) -> None:
-        """Handle a message in the loop's next turn, since a policy may be carrying out instructions during a pass."""
+        """Handle a message in the event loop's next turn, since a policy may be carrying out instructions right now."""
         self._loop.call_soon(self._handle, envelope.message, envelope.source)
 
     def _handle(self, message: BoardMessage, source: int) -> None:

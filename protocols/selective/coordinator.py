@@ -1,12 +1,12 @@
-"""Coordinates selective averaging: receives messages, passes them to the decision core, and sends its answers.
+"""The coordinator's task in selective averaging: exchanges messages with the members.
 
-The coordinator runs on the group's first rank, alongside that rank's training, or on a reserved rank that does not
-train (:mod:`protocols.selective.reserved`). If its rank is lost, another rank runs a new coordinator in a new epoch
-(:mod:`protocols.selective.leadership`). On a training rank it only runs at that rank's safe points, so its answers are
-delayed by up to one step.
+The task passes the messages that it receives to its state machine (:mod:`protocols.selective.rounds`), and sends the
+resulting messages. It runs on the group's first rank, alongside that rank's training, or on a reserved rank that does
+not train (:mod:`protocols.selective.reserved`). On a training rank it runs only at that rank's safe points, so answers
+are delayed by up to one step. If the coordinating rank is lost, another rank starts a new coordinator in a new epoch
+(:mod:`protocols.selective.leadership`).
 
-It belongs to the world, not to the policy: a rank may leave the policy while its coordinator serves the other members,
-until the last one has left.
+The coordinator continues after its own rank has left the policy, until the last member has left.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _HEARD: Final = Heard()
 
 
 class Coordinator:
-    """Carries out the decisions of the core. It owns the core and two channels.
+    """Exchanges the coordinator's messages with the members, and carries out the decisions of its state machine.
 
     Args:
         services: Services of the coordinator's rank.
@@ -82,7 +82,7 @@ class Coordinator:
     ) -> None:
         self._services = services
         self._journal = journal or Journal("")
-        self._told: tuple[type, int] = (type(None), 0)  # type and round of the last message that was an event
+        self._told: tuple[type, int] = (type(None), 0)  # type and round of the last message recorded in the journal
         self._migration = migration
         self._metric_mode = rules.metric_mode
         self._scopes = scopes
@@ -96,10 +96,10 @@ class Coordinator:
             incarnations={**services.restarted, services.rank: services.incarnation},
         )
         self._is_stopped = False
-        self._inform: Callable[[int], None] = lambda rank: None  # notifies a rank of the new coordinator
+        self._inform: Callable[[int], None] = lambda rank: None  # after `stop`: notifies a rank of the new coordinator
         self._left: list[int] = []
-        self._newcomers: dict[int, int] = {}  # ranks with a request to handle, with their incarnations
-        self._guests: dict[int, int] = {}  # ranks of other islands to invite, with their incarnations
+        self._newcomers: dict[int, int] = {}  # incarnations of the ranks whose request for admission is not yet handled
+        self._guests: dict[int, int] = {}  # incarnations of the other islands' ranks that are not yet invited
         self._gone = [rank for rank in members if rank in services.gone]
         services.on_gone(self._gone.append)
         self._reports: Channel[Report] = services.open_channel(
@@ -115,16 +115,16 @@ class Coordinator:
         )
 
     async def serve(self, *, is_reserved: bool = False) -> None:
-        """Coordinate until every member has left or is lost, or until :meth:`stop`.
+        """Coordinate until every member has left or is lost, or until :meth:`stop` is called.
 
         Args:
-            is_reserved: Whether a user awaits this call. If the user cancels it before the members have left, they are
-                notified.
+            is_reserved: Whether the user awaits this call on a reserved rank. If the user cancels the call, the members
+                are notified.
         """
         core, services = self._core, self._services
         try:
             while not self._is_over():
-                # All arrived messages are handled before any deadline is judged: this rank may have been computing.
+                # All arrived messages are handled before any deadline is checked: this rank may have been computing.
                 self._hear_all(self._control)
                 self._hear_all(self._reports)
                 while self._gone:
@@ -148,7 +148,7 @@ class Coordinator:
         except asyncio.CancelledError:
             if (
                 is_reserved and services.engine.failure is None
-            ):  # otherwise donors would wait for the end of their round
+            ):  # donors would otherwise wait for the end of their round
                 self._send(core.on_stop())
             raise
         finally:
@@ -156,7 +156,7 @@ class Coordinator:
             self._close()
 
     def stop(self, inform: Callable[[int], None]) -> None:
-        """Stop, since another rank coordinates; call ``inform`` with each rank that still sends a message here."""
+        """Stop, since another rank coordinates. ``inform`` is called with each rank that still sends messages here."""
         if not self._is_stopped:
             self._send(self._core.migrants.dismissals())
         self._is_stopped, self._inform = True, inform
@@ -167,26 +167,26 @@ class Coordinator:
         self._control.close(afterwards=afterwards)
 
     def note_left(self, rank: int) -> None:
-        """Note that a rank has reported that it left the policy."""
+        """Schedule the removal of a rank that has reported that it left the policy."""
         self._left.append(rank)
         self._services.engine.recheck()
 
     def members(self) -> tuple[tuple[int, int], ...]:
-        """Return the ranks that take part, each with its incarnation."""
+        """Return the rank and incarnation of each member that takes part."""
         return self._core.members()
 
     def note_newcomer(self, rank: int, incarnation: int) -> None:
-        """Note that a process of ``rank`` asks for admission."""
+        """Schedule a restarted rank's request for admission."""
         self._newcomers[rank] = incarnation
         self._services.engine.recheck()
 
     def note_guest(self, rank: int, incarnation: int) -> None:
-        """Note that a rank of another island can give weights here."""
+        """Schedule the invitation of another island's rank as a donor."""
         self._guests[rank] = incarnation
         self._services.engine.recheck()
 
     def statistics(self) -> CoordinatorStatistics:
-        """Return the counts of the decisions so far."""
+        """Return the counts of reports, decisions and rounds so far."""
         return self._core.statistics()
 
     def _tells_trend(self) -> bool:
@@ -205,7 +205,7 @@ class Coordinator:
         )
 
     def _hear_newcomer(self, rank: int, incarnation: int) -> None:
-        """Handle a request, unless the process that made it is gone, and maybe replaced by another."""
+        """Handle a request for admission, unless the requesting process is gone."""
         services = self._services
         if rank not in services.gone and services.restarted.get(rank, 0) == incarnation:
             self._control.admit(rank)
@@ -220,7 +220,7 @@ class Coordinator:
             self._migration.invite(rank, scopes.to_members, scopes.to_coordinator, self._epoch)
 
     def _hear_all(self, channel: Channel[Report] | Channel[ControlMessage]) -> None:
-        """Handle all arrived messages at the same `now`: a thousand members report within one of this rank's steps."""
+        """Handle all messages that have arrived on a channel, with one reading of the clock for all of them."""
         if self._is_stopped or not channel.is_ready:
             return
         now, envelopes = self._services.time(), channel.receive_all()
@@ -230,11 +230,11 @@ class Coordinator:
 
     def _hear(self, message: Report | ControlMessage, rank: int, number: int, now: float) -> Sequence[Send]:
         core = self._core
-        if self._is_stopped:  # since an earlier message of this batch was handled
+        if self._is_stopped:  # an earlier message of the same batch has stopped this coordinator
             self._inform(rank)
             return ()
         match message:
-            case Report() as report:  # nearly all are; a pattern with its fields takes five times as long
+            case Report() as report:  # nearly all messages are reports; a pattern with fields is five times slower
                 if report.asks:
                     self._answer(rank)
                 if report.host:
@@ -260,7 +260,7 @@ class Coordinator:
                 assert_never(unknown)
 
     def _answer(self, rank: int) -> None:
-        """Confirm a report that asks for an answer, as those of the watching members do."""
+        """Confirm to a member that its report was read; the members that watch the coordinator ask for this answer."""
         try:
             self._control.send_nowait(_HEARD, rank)
         except RankLostError:
@@ -283,7 +283,7 @@ class Coordinator:
             self._migration.emigrate(*emigrant)
 
     def _tell(self, send: Send) -> None:
-        """Record the event that a round's first message of a kind stands for."""
+        """Record in the journal that a round was decided, was frozen or has ended."""
         match send.message:
             case PackedAssign(packed):
                 plan = unpack_plan(packed)

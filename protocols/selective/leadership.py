@@ -1,8 +1,8 @@
-"""Runs the coordinator on the coordinating rank, and exchanges the messages that change the coordinator.
+"""Runs the coordinator on the coordinating rank, and exchanges the messages that elect a new coordinator.
 
-:mod:`protocols.selective.succession` makes the decisions, and this module carries them out. A :class:`Leadership`
-belongs to one policy on one rank. It outlives the policy while its rank coordinates for the other members, and holds no
-tensors.
+:mod:`protocols.selective.succession` decides which rank coordinates, and this module carries out the decisions. Each
+rank has one :class:`Leadership` for each policy. The object outlives the policy while its rank still coordinates for
+the other members, so it holds no tensors.
 """
 
 from __future__ import annotations
@@ -35,22 +35,21 @@ from asyncdist.protocols.selective.succession import (
 logger = logging.getLogger("protocols.selective.leadership")
 
 
-_UNKNOWN: Final = "after a rank that is gone"  # which coordinated in an epoch unknown to this rank
+_UNKNOWN: Final = "after a rank that is gone"  # for a coordinator of an epoch that this rank did not know
 
 
 class Leadership:
-    """Knows which rank coordinates one policy, and coordinates it if that is this rank.
+    """Tracks which rank coordinates one policy, and runs the coordinator if it is this rank.
 
     Args:
         services: Services of this rank.
-        succession: This rank's view of the succession; it knows the coordinator.
+        succession: State machine that decides which rank coordinates.
         members: Ranks of the policy's group.
         rules, scopes: Options and scopes of the policy.
         model_nbytes: Size of a snapshot in bytes.
-        member: This rank's part in the rounds. It is notified when the coordinator is gone or replaced, and when a
-            restarted rank takes part. None if this rank is not a member and only coordinates, in
-            :meth:`serve_reserved`.
-        replaced: Members that were lost while they agreed to start. Some may have been restarted.
+        member: This rank's roles in rounds, which are notified when the coordinator changes and when a restarted rank
+            is admitted. None on a reserved coordinator, which is not a member.
+        replaced: Members that were lost while the start was agreed on. Some may have been restarted.
         migration: Exchanges messages with other islands; None without islands.
         journal: Records this rank's decisions; None to record nothing.
     """
@@ -73,7 +72,7 @@ class Leadership:
         self._migration = migration
         self._services = services
         self._members = tuple(members)
-        # For the whole world this is a range: a list on each of thousands of ranks would take much memory.
+        # A range for the whole world, since a list of thousands of ranks on each rank would take much memory.
         is_world = len(members) == services.size
         coordinator = succession.coordinator
         assert coordinator is not None, "a policy begins with a coordinator"
@@ -89,10 +88,10 @@ class Leadership:
         self._watch = Watch()
         self._serving: Coordinator | None = None
         self._served: CoordinatorStatistics | None = None
-        # Incarnation that takes part: of each restarted rank, and of all ranks if this one was restarted.
+        # Admitted incarnation of each restarted rank; of every rank, if this rank itself was restarted.
         self._admitted: dict[int, int] = {}
         self._replaced = tuple(replaced)
-        self._unnoted: list[int] = []  # ranks that are gone, and not yet handled in the loop's next turn
+        self._unnoted: list[int] = []  # ranks whose departure will be handled in the event loop's next turn
         self._board = services.shared(Board)
         self._board.open(scopes.policy, self._on_message, key_of(members, scopes.values), self._on_request)
         if migration is not None:
@@ -106,19 +105,22 @@ class Leadership:
 
     @staticmethod
     def listen(services: Services) -> None:
-        """Begin to receive messages about coordinators: others may have started even if this rank's start fails."""
+        """Begin to receive messages about coordinators, before this rank's own start is complete.
+
+        Other ranks may have started even if this rank's start fails.
+        """
         services.shared(Board)
 
     def begin(self) -> None:
-        """Handle the ranks that have gone since the start was agreed on."""
+        """Handle the loss of ranks that were lost, or have left, since the start was agreed on."""
         absent = sorted({*self._services.gone, *self._replaced})
-        self._unnoted.extend(absent)  # all at once: if this rank takes over from one, the others are not members either
+        self._unnoted.extend(absent)  # all at once: if this rank takes over, none of the absent ranks is a member
         for rank in absent:
             self._note_peer(rank)
 
     @property
     def coordinator(self) -> int | None:
-        """The coordinator's rank, as far as this rank knows; None if that rank is gone."""
+        """The coordinator's rank, as far as this rank knows; None if the coordinator is gone."""
         return self._succession.coordinator
 
     @property
@@ -131,20 +133,20 @@ class Leadership:
         return self._serving.statistics() if self._serving is not None else self._served
 
     def note_stopped(self, rank: int) -> None:
-        """Note that the coordinator has announced that it stops."""
+        """Look for a new coordinator, since ``rank`` has announced that it stops coordinating."""
         if rank == self._succession.coordinator:
             self._lose("has stopped", rank)
 
     def note_admitted(self, rank: int, incarnation: int) -> None:
-        """Note that a restarted process of ``rank``, which may be this rank, takes part."""
+        """Record that a restarted process of ``rank`` (possibly this rank) was admitted to the policy."""
         if rank in self._everybody:
             self._admitted[rank] = max(
                 incarnation, self._admitted.get(rank, 0)
-            )  # an older incarnation may be reported later
+            )  # a message about an older incarnation may arrive late
             self._look_at(rank)
 
     def _look_at(self, rank: int) -> None:
-        """Let a rank take part, if its admitted process is the present one."""
+        """Accept a restarted rank as a member if its admitted process is its present process."""
         services = self._services
         known = services.incarnation if rank == services.rank else services.restarted.get(rank, 0)
         if self._admitted.get(rank) == known and rank not in services.gone:
@@ -153,14 +155,26 @@ class Leadership:
                 self._member.admit(rank, known)
 
     def note_welcome(self, welcome: Welcome, rank: int) -> None:
-        """Note the members and the coordinator, ``rank``, from a welcome to this rank, which waits for admission."""
+        """Record the members and the coordinator from a welcome, while this rank waits for admission.
+
+        Args:
+            welcome: The coordinator's answer to this rank's request for admission.
+            rank: The coordinator's rank.
+        """
         for member in welcome.members:
             self.note_admitted(*member)
         self._carry_out(self._succession.on_claim(welcome.epoch, rank, rank))
 
     @staticmethod
     def apply(services: Services, values: Mapping[str, str], ranks: Sequence[int], timeout_s: float) -> Application:
-        """Return an application to the policy on ``ranks`` with these agreed values; it asks when it is awaited."""
+        """Return a restarted rank's application for admission; it sends requests while it is awaited.
+
+        Args:
+            services: Services of this rank.
+            values: Class, name, model and options of the policy that this rank wants to rejoin.
+            ranks: Ranks of the policy's group.
+            timeout_s: Seconds to wait for each answer.
+        """
         board = services.shared(Board)
         left = board.newest_left(key_of(ranks, values))
         application = Application(services, board, ranks, values, timeout_s, left=left)
@@ -168,17 +182,14 @@ class Leadership:
         return application
 
     def on_report(self, step: int, interval_s: float) -> bool:
-        """Check on the coordinator; called before each report of this rank.
+        """Check the coordinator before this rank sends a report; return whether the report asks for an answer.
 
         Without a coordinator, this rank continues to look for one. If the coordinator does not answer, this rank takes
         over.
 
         Args:
             step: Number of this rank's step.
-            interval_s: Seconds since its previous report.
-
-        Returns:
-            Whether the report asks the coordinator for an answer.
+            interval_s: Seconds since this rank's previous report.
         """
         if self._succession.coordinator is None:
             self._carry_out(self._succession.on_cadence())
@@ -193,26 +204,22 @@ class Leadership:
         return why is None
 
     def note_answer(self, step: int) -> None:
-        """Note that the coordinator has read a report that asked for an answer.
-
-        Args:
-            step: Number of this rank's step.
-        """
+        """Record that the coordinator's answer to a report has arrived in this rank's step ``step``."""
         self._watch.on_answer(step, self._services.time())
 
     async def serve_reserved(self) -> CoordinatorStatistics:
-        """Coordinate in the caller's task until every member has left, or another rank has taken over."""
+        """Coordinate in the caller's task until every member has left or another rank has taken over."""
         assert self._serving is not None, "this rank is not a reserved coordinator"
         return await self._run(self._serving)
 
     def leave(self) -> None:
-        """Stop taking part. A coordinator on this rank serves the other members until they have left."""
+        """Leave the policy as a member. A coordinator on this rank continues until the other members have left."""
         self._has_left = True
         self._board.leave(self._scopes.policy)
         if self._migration is not None:
             self._migration.leave()
         self._succession.leave()
-        self._member = None  # it has the model
+        self._member = None  # frees the model, which the roles refer to
         if self._serving is None:
             self._close()
 
@@ -226,8 +233,12 @@ class Leadership:
                 self._board.close(self._scopes.between)
 
     def _on_request(self, request: Request, source: int) -> bool:
-        """Answer a request for admission if this rank coordinates; return whether the request may be granted."""
-        if self._serving is None or source not in self._members:  # a rank that waits itself relies on its coordinator
+        """Answer a request for admission if this rank coordinates.
+
+        Returns:
+            Whether the request may still be granted, by this rank or by its coordinator.
+        """
+        if self._serving is None or source not in self._members:
             is_waiting = (
                 self._succession.is_newcomer and self._admitted.get(self._services.rank) != self._services.incarnation
             )
@@ -248,12 +259,12 @@ class Leadership:
         self._services.engine.loop.call_soon(self._note_peer, rank)
 
     def _on_met(self, rank: int) -> None:
-        """Note that this rank and a new process of ``rank`` are connected."""
+        """Handle a new connection between this rank and the new process of ``rank``."""
         if rank in self._admitted:
             self._services.engine.loop.call_soon(self._look_at, rank)
 
     def _note_peer(self, rank: int) -> None:
-        """Note that a rank is lost, or that its main has returned; a coordinator continues to serve after that."""
+        """Handle a rank that is lost or has left the world; a coordinator may still serve after its main has returned."""
         if rank in self._unnoted:
             self._unnoted.remove(rank)
         if rank not in self._everybody or self._is_closed:
@@ -303,7 +314,7 @@ class Leadership:
                     serving.note_left(rank)
 
     def _serves_in(self, epoch: int) -> bool:
-        """Whether this rank coordinates in this epoch or a later one."""
+        """Return whether this rank coordinates in ``epoch`` or a later epoch."""
         return self._serving is not None and epoch <= self.epoch
 
     def _carry_out(self, steps: Steps) -> None:
@@ -335,7 +346,7 @@ class Leadership:
             self._member.follow(epoch, coordinator)
 
     def _inform(self, rank: int) -> None:
-        """Notify a rank that still addresses this rank of the present coordinator."""
+        """Notify ``rank``, which still addresses this rank as the coordinator, of the present coordinator."""
         if self.coordinator is not None:
             self._board.send(self._claim_of(self.coordinator), rank)
 
@@ -349,7 +360,7 @@ class Leadership:
         services = self._services
         available = self._succession.is_available
         members = [rank for rank in self._members if available(rank) and rank not in self._unnoted]
-        if self._serving is not None:  # in an epoch that is over on other ranks
+        if self._serving is not None:  # this rank still coordinates an epoch that other ranks have left
             self._serving.stop(self._inform)
         self._serve(epoch=epoch, members=members)
         for rank in self._everybody:

@@ -1,10 +1,9 @@
-"""Implements the member's side of a round, as a state machine that turns events into instructions.
+"""State machine of a member in a round of selective averaging: turns events into instructions.
 
-`RoundMember` is the counterpart of `protocols.selective.rounds.RoundCoordinator`: a plain synchronous object without
-asyncio, torch or a clock, so the same events give the same instructions. `protocols.selective.roles.member_roles`
-passes each event (a message of the coordinator, a step, the end of a copy or of an exchange) to it, and carries out the
-instructions in the given order. Copying and changing weights is only possible inside a step: these are `StepAction`
-values, which `on_step` returns.
+`RoundMember` is a plain synchronous object without asyncio, torch or a clock, so the same events give the same
+instructions. `protocols.selective.roles.member_roles` passes each event to it (a message from the coordinator, a step,
+the end of a copy or of an exchange) and carries out the instructions in the given order. Weights are copied and changed
+only inside a step; `on_step` returns these actions. The coordinator's state machine is `protocols.selective.rounds`.
 
 A member has one role at a time. `TRANSITIONS` lists all changes of its state:
 
@@ -15,26 +14,26 @@ IDLE       no part in a round           an assignment
 CHOSEN     donor; the next step copies  a step
 COPYING    donor; the weights are       the end of the copy, finite or not
            being copied
-GIVING     donor; the snapshot is on    the end of the round
-           offer
+GIVING     donor; the snapshot can be   the end of the round
+           requested
 ASKING     replacer; the round can      `Frozen`
            still change
 READING    replacer; adds the streams   the complete average, or a failure
 COMPLETE   replacer; the next step      the application
            applies the average
 LEAVING    declines every role          the end of the policy
-LASTING    leaves, with its snapshot    the end of the round
-           still on offer
-OUT        takes no part any longer     nothing
+LASTING    leaves; the snapshot can     the end of the round
+           still be requested
+OUT        has left the policy          nothing
 ========== ============================ ==================================================
 
-A newer assignment, `End` and the loss of the coordinator end any role. A message of the coordinator that does not fit
+A newer assignment, `End` and the loss of the coordinator end any role. A message from the coordinator that does not fit
 the state is late, and has no effect.
 
-On the sharded route, a member may reduce in addition to its role: it adds up one part of the donors' snapshots, and
-gives the mean of that part to the replacers. It does so from the assignment to the end of the round, even if its own
-average has been applied. It stops early if it fails to give, or if it leaves before it has given or taken. A replacer
-that fetches parts for other ranks of its host shares them for the same time.
+On the sharded route, a member may also be a reducer: it adds up one part of the donors' snapshots, and sends the mean
+of that part to the replacers. A reducer works from the assignment to the end of the round, even if its own average has
+been applied. It stops early if its own snapshot fails, or if it leaves before its role is complete. A replacer that
+fetches parts for other replacers on its host serves them for the same time.
 """
 
 import math
@@ -60,7 +59,7 @@ from asyncdist.protocols.selective.messages import (
 
 
 class State(Enum):
-    """Names a member's activity; the module's table explains the values."""
+    """Lists the states of a member in a round, from IDLE to OUT; the module's table explains them."""
 
     IDLE = auto()
     CHOSEN = auto()
@@ -75,7 +74,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """Names the causes of a member's changes of state."""
+    """Lists the events that change a member's state."""
 
     CHOSEN_TO_GIVE = auto()
     CHOSEN_TO_TAKE = auto()
@@ -117,52 +116,52 @@ TRANSITIONS: Final[Mapping[tuple[State, Event], State]] = {
 
 
 class Tell(NamedTuple):
-    """Send the coordinator a message, with ``round`` in the frame's header."""
+    """Instruction: send a message to the coordinator, with ``round`` in the frame's header."""
 
     message: ControlMessage
     round: int = 0
 
 
 class EnterEpoch(NamedTuple):
-    """Exchange messages of this epoch from now on, and drop messages of earlier epochs."""
+    """Instruction: send and accept only messages of this epoch from now on, and drop those of earlier epochs."""
 
     epoch: int
 
 
 class RefuseUpTo(NamedTuple):
-    """Abort the streams of replacers that ask for a snapshot of a round up to this one."""
+    """Instruction: from now on, abort requests for a snapshot of this round or an earlier one."""
 
     round: float
 
 
 class RefuseMeans(NamedTuple):
-    """Abort the streams of replacers that ask for a part of the mean of a round up to this one."""
+    """Instruction: from now on, abort requests for a part of the mean of this round or an earlier one."""
 
     round: int
 
 
 class Withdraw(NamedTuple):
-    """Withdraw the snapshot on offer, and stop its streams."""
+    """Instruction: stop the streams of this donor's snapshot, and free the snapshot."""
 
 
 class Give(NamedTuple):
-    """Offer the snapshot that was taken at this iteration."""
+    """Instruction: let the replacers of the round request the snapshot that was taken at ``iteration``."""
 
     round: int
     iteration: int
 
 
 class Ask(NamedTuple):
-    """Prepare the exchange of a round that is not frozen, and ask its donors, if it has any, for their snapshots."""
+    """Instruction: prepare a replacer's exchange, and request the donors' snapshots before the round is frozen."""
 
     round: int
     assign: Assign
 
 
 class Reduce(NamedTuple):
-    """Ask the donors for this member's part, and prepare to share the parts that it fetches for its host.
+    """Instruction: begin a reducer's work, without adding anything up before the round is frozen.
 
-    Nothing is added up before the round is frozen.
+    Request this member's part from the donors, and prepare to share the parts that it fetches for its host.
     """
 
     round: int
@@ -170,27 +169,27 @@ class Reduce(NamedTuple):
 
 
 class AddUp(NamedTuple):
-    """Make the mean of this member's part, and offer it to the replacers."""
+    """Instruction: compute the mean of this reducer's part, and let the replacers request it."""
 
     round: int
     frozen: Frozen
 
 
 class StopReducing(NamedTuple):
-    """Stop making the mean of the part, or withdraw it."""
+    """Instruction: end a reducer's work, and stop the streams of its mean."""
 
     round: int
 
 
 class Read(NamedTuple):
-    """Add up the donors' snapshots; `on_averaged` or `on_failed` reports the result."""
+    """Instruction: add up the donors' snapshots, and then call `on_averaged` or `on_failed`."""
 
     round: int
     frozen: Frozen
 
 
 class Discard(NamedTuple):
-    """Stop the exchange and free its memory; the next step reports the reason."""
+    """Instruction: stop a replacer's exchange and free its memory. The next step reports the reason to the user."""
 
     round: int
     reason: str
@@ -214,13 +213,13 @@ Instructions: TypeAlias = tuple[Instruction, ...]
 
 
 class TakeSnapshot(NamedTuple):
-    """Start to copy the weights; `on_copied` reports the end of the copy."""
+    """Action inside a step: begin to copy the weights, and call `on_copied` when the copy is complete."""
 
     round: int
 
 
 class Apply(NamedTuple):
-    """Apply the new weights, and then call `on_applied`."""
+    """Action inside a step: replace this rank's weights by the new weights, and then call `on_applied`."""
 
     round: int
     frozen: Frozen
@@ -231,20 +230,19 @@ StepAction: TypeAlias = TakeSnapshot | Apply
 
 
 class RoundMember:
-    """Keeps one member's role, and turns events into instructions.
+    """State machine of one member: tracks its role in the current round, and turns events into instructions.
 
     Attributes:
-        state: Activity of the member.
         round: Round of the current role; 0 without a role.
         last_round: Newest round that named this member.
         reducing: Round in which this member adds up a part or shares fetched parts; 0 for none.
-        admitting: Newest round in which this member gave or took the whole state of a rank; 0 for none.
-        wants_step: Whether the next step has work to do.
-        newest: This member's newest report; None before the first one.
+        admitting: Newest round in which this member sent or received a rank's whole state; 0 for none.
+        wants_step: Whether the next step must copy or change weights, or report a failed round.
+        newest: This member's newest report; None before the first report.
         is_joining: Whether this rank was restarted and waits for admission.
         declined: Number of refused roles, by reason.
-        abandoned: Number of rounds given up as a replacer, by reason.
-        unapplied_count: Number of complete averages that are never applied.
+        abandoned: Number of rounds abandoned as a replacer, by reason.
+        unapplied_count: Number of complete averages that were discarded.
     """
 
     __slots__ = (
@@ -284,7 +282,7 @@ class RoundMember:
     # ---------------------------------------------------------------- the coordinator's messages
 
     def on_assign(self, assign: Assign, round: int) -> Instructions:
-        """Take a role in a new round, and end the role in the last round."""
+        """Begin the assigned role in a new round, or decline the role; end the role in the previous round."""
         self.last_round = max(self.last_round, round)
         self._judged_iteration = max(self._judged_iteration, assign.judged_iteration)
         if self.state is State.OUT:
@@ -309,9 +307,9 @@ class RoundMember:
         return (*before, *self._reduce(round, assign), Ask(round, assign))
 
     def on_frozen(self, frozen: Frozen, round: int) -> Instructions:
-        """Note that the donors are fixed, so that their snapshots may be added up."""
+        """Begin to add up the donors' snapshots, since the round's donors no longer change."""
         adds_up: Instructions = ()
-        if round and self.reducing == round and not self._adds_up:  # 0 is not a round
+        if round and self.reducing == round and not self._adds_up:  # round 0 means none
             self._adds_up = True
             adds_up = (AddUp(round, frozen),)
         if self.state is not State.ASKING or self.round != round:
@@ -321,7 +319,7 @@ class RoundMember:
         return (*adds_up, Read(round, frozen)) if frozen.donors else adds_up
 
     def on_end(self, reason: str, round: int) -> Instructions:
-        """Give up the role in that round."""
+        """End this member's role in ``round``, since the coordinator has ended the round."""
         if self.state is State.OUT:
             return ()
         reducing = self._end_reducing() if self.reducing == round else ()
@@ -329,22 +327,22 @@ class RoundMember:
         return (*reducing, *giving, RefuseUpTo(round), *(self._end_taking(reason) if self.round == round else ()))
 
     def on_coordinator_gone(self, why: str) -> Instructions:
-        """Give up the role: the coordinator is lost, has stopped or is replaced, as ``why`` says."""
+        """End the role, since the coordinator is lost, has stopped or is replaced; ``why`` is the reason."""
         if self.state is State.OUT:
             return ()
         giving = (*self._end_reducing(), *self._end_giving())
         return (*giving, RefuseUpTo(self.last_round), *self._end_taking(f"the coordinator {why}"))
 
     def on_epoch(self, epoch: int, incarnation: int) -> Instructions:
-        """Take part in the epoch of a new coordinator; its predecessor is gone already."""
+        """Enter the epoch of a new coordinator, and send the coordinator this member's state."""
         return (EnterEpoch(epoch), *self.on_rejoin(incarnation))
 
     def on_rejoin(self, incarnation: int) -> Instructions:
-        """Answer a coordinator that does not know this member; a rank that waits for admission does not answer."""
+        """Send this member's state to a coordinator that lacks it, unless this rank waits for admission."""
         return () if self.is_joining else (self.joined(self.newest, incarnation),)
 
     def joined(self, newest: Report | None, incarnation: int = 0) -> Tell:
-        """Return the message for a new coordinator; ``newest`` is this rank's newest report."""
+        """Return the instruction to send a new coordinator this member's state and its newest report."""
         report = newest or Report(-1, 0.0, 0.0, 0.0)
         facts = self.last_round, self._applied_iteration, self._judged_iteration
         times = report.step_time_s, report.interval_s
@@ -353,14 +351,14 @@ class RoundMember:
     # ---------------------------------------------------------------- steps, copies and exchanges
 
     def on_step(self) -> StepAction | None:
-        """Return the action that is due in this step; None if there is none."""
+        """Return the action that is due in this step, or None."""
         self.wants_step = False
         if self.state is State.CHOSEN:
             self._go(Event.STEP, self.round)
             return TakeSnapshot(self.round)
         if self.state is State.COMPLETE:
             assert self._frozen is not None, f"round {self.round} is complete without having been frozen"
-            self.wants_step = True  # until it is applied: `model_builder` may raise, and the next step retries
+            self.wants_step = True  # `model_builder` may raise; the next step then tries to apply the average again
             return Apply(self.round, self._frozen)
         return None
 
@@ -369,13 +367,13 @@ class RoundMember:
         return self.state is State.COPYING and self.round == round
 
     def on_copied(self, round: int, iteration: int, *, fault: str = "", state_safe_points: int = 0) -> Instructions:
-        """Note that a copy is complete. No instructions are returned if its round has ended meanwhile.
+        """Offer the completed copy to the replacers, or decline; do nothing if the round has already ended.
 
         Args:
             round: Round of the copy.
             iteration: Iteration of the copy.
-            fault: Reason why the copy cannot be given; "" if it can.
-            state_safe_points: Value of the same name in `Ready`.
+            fault: Reason why the copy cannot be sent, such as values that are not finite; "" if it can.
+            state_safe_points: Number of safe points to transfer the rest of the state; see `Ready`.
         """
         if not self.awaits_copy(round):
             return ()
@@ -386,28 +384,28 @@ class RoundMember:
         return (Give(round, iteration), Tell(Ready(iteration, state_safe_points), round))
 
     def on_refused(self, round: int, reason: str) -> Instructions:
-        """Give up a complete average, since the rest of the donor's state has not arrived."""
+        """Abandon a complete average, since the rest of the donor's state has not arrived."""
         if self.state is not State.COMPLETE or self.round != round:
             return ()
         self._go(Event.FAILED)
         return (self._discard(round, reason), Tell(Abandoned(reason), round))
 
     def on_averaged(self, round: int) -> bool:
-        """Note that the average is complete, and return whether it is still needed."""
+        """Record that the average is complete; return whether the round still needs it."""
         if self.state is not State.READING or self.round != round:
             return False
         self._go(Event.AVERAGED, round)
         return True
 
     def on_failed(self, round: int, reason: str) -> Instructions:
-        """Give up the round, since its exchange has failed."""
+        """Abandon the round, since its exchange has failed."""
         if self.state is not State.READING or self.round != round:
             return ()
         self._go(Event.FAILED)
         return (self._discard(round, reason), Tell(Abandoned(reason), round))
 
     def on_applied(self, iteration: int) -> Instructions:
-        """Note that the new weights are in place; reports up to this iteration are void."""
+        """Record that the new weights are in place, which voids this rank's reports up to ``iteration``."""
         applied = Tell(Applied(iteration), self.round)
         self._go(Event.APPLIED)
         self.wants_step = False
@@ -416,11 +414,11 @@ class RoundMember:
         return (applied,)
 
     def on_leave(self) -> Instructions:
-        """Begin to leave: roles end, but a snapshot on offer stays available until its round has ended."""
+        """Begin to leave the policy: end all roles, but keep a finished snapshot available until its round has ended."""
         if self.state is State.OUT:
             return ()
         instructions: list[Instruction] = []
-        if self.state not in (State.GIVING, State.IDLE):  # the replacers ask the donors for this member's part
+        if self.state not in (State.GIVING, State.IDLE):  # the replacers request this member's part from the donors
             instructions += self._end_reducing()
         instructions += self._end_taking("the policy ended")
         if self.state in (State.CHOSEN, State.COPYING):
@@ -429,7 +427,7 @@ class RoundMember:
         return (*instructions, RefuseUpTo(math.inf))
 
     def on_left(self) -> Instructions:
-        """Finish leaving: the last streams have ended, or the timeout has passed."""
+        """Finish leaving the policy, after the last streams have ended or the timeout has passed."""
         if self.state is State.OUT:
             return ()
         instructions = (*self._end_reducing(), *self._end_giving(), Tell(Leave()))
@@ -439,7 +437,7 @@ class RoundMember:
     # ---------------------------------------------------------------- helpers
 
     def _go(self, event: Event, round: int = 0) -> None:
-        """Change the state according to the table."""
+        """Change the state according to `TRANSITIONS`."""
         assert (self.state, event) in TRANSITIONS, f"{event} in {self.state} of round {self.round}"
         self.state = TRANSITIONS[self.state, event]
         self.round = round
@@ -447,19 +445,19 @@ class RoundMember:
             self.wants_step = True
 
     def _reduce(self, round: int, assign: Assign) -> Instructions:
-        """Begin to reduce, or to share, if the assignment says so. There is no round 0."""
+        """Begin to add up a part, or to share fetched parts, if the assignment demands it."""
         if (assign.part < 0 and not assign.sources) or round < 1:
             return ()
         self.reducing, self._adds_up = round, assign.part < 0
         return (Reduce(round, assign),)
 
     def _end_reducing(self) -> Instructions:
-        """Stop reducing and sharing."""
+        """Stop adding up a part and sharing fetched parts."""
         number, self.reducing = self.reducing, 0
         return (StopReducing(number),) if number else ()
 
     def _end_giving(self) -> Instructions:
-        """End a donor's role, if there is one."""
+        """End the role if this member is a donor."""
         if self.state not in GIVING_STATES:
             return ()
         withdraw = (Withdraw(),) if self.state in (State.GIVING, State.LASTING) else ()
@@ -468,7 +466,7 @@ class RoundMember:
         return (*withdraw, refuse)
 
     def _end_taking(self, reason: str) -> Instructions:
-        """End a replacer's role before its average is applied, if there is one."""
+        """End the role if this member is a replacer; its average is not applied."""
         if self.state not in _TAKING_STATES:
             return ()
         number = self.round
@@ -478,7 +476,7 @@ class RoundMember:
         return (self._discard(number, reason),)
 
     def _discard(self, round: int, reason: str) -> Discard:
-        """Count a round that is given up. The next step reports it, even if the coordinator's `End` arrives first."""
+        """Count an abandoned round. The next step reports it to the user, even if the coordinator's `End` arrives first."""
         count_reason(self.abandoned, reason)
         self._frozen = None
         self.wants_step = True

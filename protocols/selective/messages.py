@@ -1,13 +1,12 @@
 """Defines the messages between the members and the coordinator of a selective-averaging policy.
 
-Every message is flat: ints, floats, strings, bools, bytes and tuples of ints or floats, the types that the wire codec
-packs and checks. The content that is equal for all ranks of a round travels in packed form as `PackedAssign` and
-`PackedFrozen`, and is checked on decoding (`protocols.selective.round.plan`). Each rank unpacks its own `Assign` or
-`Frozen`. The round of a control message travels in the frame's header, never in the message, so that a frame of another
-round is recognised before its body is read. Parameter streams have their own messages (`asyncdist.messaging.streams`).
-This module decides nothing and imports nothing of the runtime.
+Every message is flat: its fields are ints, floats, strings, bools, bytes and tuples of numbers, which the wire codec
+packs and checks. `PackedAssign` and `PackedFrozen` carry the content that is equal for all ranks of a round in packed
+form; each rank unpacks its own `Assign` or `Frozen`. The number of the round is in the frame's header, so that a frame
+of another round is recognised before its body is read. The messages of parameter streams are defined in
+`asyncdist.messaging.streams`.
 
-Invariant: `get_type_hints` of each class returns plain types, so annotations here are real objects, never strings.
+Annotations are real objects, never strings, since `get_type_hints` of each class must return plain types.
 """
 
 import math
@@ -19,28 +18,27 @@ from typing import Final
 
 from asyncdist.protocols.selective.round.plan import place_of, unpack_freeze, unpack_plan
 
-#: Number of different reasons that are counted separately.
+#: Largest number of different reasons that are counted separately.
 REASON_LIMIT: Final = 32
 DONOR: Final = "donor"
 REPLACER: Final = "replacer"
 
-#: The tuples that were checked last: in a simulation a thousand members receive the same ones.
+#: The tuples that were checked last. In a simulation a thousand members receive the same tuples, checked only once.
 _ascending: Final[dict[str, tuple[int, ...]]] = {}
 _weights: Final[dict[str, tuple[float, ...]]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Member to coordinator, on the metric tag: the rank's metric and its pace.
+    """Member to coordinator, on the metric tag: the member's metric and the duration of its steps.
 
     Attributes:
         iteration: Step at which `value` was measured.
-        value: The metric. NaN and infinities are legal: they rank worst and are counted.
-        step_time_s: Recent seconds from one call of this rank's policy to the next. Deadlines for the rank follow from
-            it.
+        value: The metric. NaN and infinities are allowed: they rank worst.
+        step_time_s: Recent seconds from one call of the policy's `step` to the next, for the coordinator's deadlines.
         interval_s: Seconds since this rank's previous report.
-        asks: Whether the coordinator is to confirm that it has read the report.
-        host: A number that ranks of one host share; 0 if unknown.
+        asks: Whether the coordinator must confirm that it has read the report.
+        host: Number that all ranks on one host share; 0 if unknown.
     """
 
     iteration: int
@@ -53,29 +51,28 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Coordinator to a member whose report asks for an answer: it has read the report."""
+    """Coordinator to a member: confirms that the coordinator has read a report with `asks`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """One rank's part in a round, and the start of it: replacers ask the donors as soon as they read it.
+    """Assigns a role in a new round to one rank, the receiver.
 
     Attributes:
-        role: `DONOR` or `REPLACER`, for the receiver.
-        donors: All ranks that are to give, ascending; empty if weights are to be built anew.
-        replacers: All ranks that are to take, ascending.
-        judged_iteration: Iteration of the receiver's report that the decision used. A replacer that has applied an
-            average since then can decline.
-        best: Donor whose integer and bool entries are taken if all donors are ready; -1 for none.
-        admits: Whether the replacer is a newcomer, which also takes the donor's optimizer and policy state.
-        restarted: Restarted ranks among the above, with their incarnations: the round belongs to these processes, not
-            to later ones of the same ranks.
+        role: The receiver's role, `DONOR` or `REPLACER`.
+        donors: All ranks that send their weights, ascending; empty if the replacers build fresh weights.
+        replacers: All ranks that receive new weights, ascending.
+        judged_iteration: Iteration of the receiver's report that the decision used. A replacer declines if it has
+            applied an average since then.
+        best: Donor whose integer and bool entries are copied if all donors are ready; -1 for none.
+        admits: Whether the replacers are restarted ranks, which also receive the donor's optimizer and policy state.
+        restarted: Restarted ranks in this round, with their incarnations. Later processes of these ranks are not in it.
         reducers: On the sharded route, the ranks that each add up one part of the donors' snapshots, ascending: all
-            donors or all replacers, or those of one host. Empty on the direct route.
-        part: Index of the receiver among the reducers, which is the number of its part; -1 for none.
-        sources: For each part, the rank that the receiver takes the mean from, if several replacers share its host: the
-            reducer if that is on this host, otherwise the replacer that fetches the part for the host. Empty if each
-            part is taken from its reducer.
+            donors or replacers, or the donors or replacers on one host. Empty on the direct route.
+        part: Index of the receiver among the reducers, which is also the number of its part; -1 for none.
+        sources: If replacers on the receiver's host share parts, the rank to request each part's mean from: the reducer
+            if it is on this host, otherwise the replacer that fetches the part for the host. Empty if each part is
+            requested from its reducer.
     """
 
     role: str
@@ -90,7 +87,7 @@ class Assign:
     sources: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values that no coordinator sends."""
+        """Raise ValueError if a field has a value that no coordinator sends."""
         _check_sources(self.sources, self.reducers)
         if self.role not in (DONOR, REPLACER):
             raise ValueError(f"role must be 'donor' or 'replacer', got {self.role!r}")
@@ -100,29 +97,29 @@ class Assign:
             raise ValueError(f"part {self.part} of the reducers {self.reducers}, with the donors {self.donors}")
 
     def is_among(self, members: tuple[int, ...], population: Sequence[int] = ()) -> bool:
-        """Return whether all named ranks are in ``members``; a donor may also be in ``population``."""
+        """Return whether all ranks named in this message are in ``members``; donors may also be in ``population``."""
         named = *self.replacers, *self.reducers, *self.sources
         return set(members).issuperset(named) and _are_in(self.donors, members, population)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedAssign:
-    """Coordinator to each rank named in a round, equal for all but for `sources`. Each rank finds its own part.
+    """Coordinator to each rank named in a new round: the roles of all ranks, from which each rank unpacks its `Assign`.
 
     Attributes:
-        plan: Bytes of `protocols.selective.round.plan.Plan.packed`.
-        sources: Field of `Assign`.
+        plan: Bytes of `protocols.selective.round.plan.Plan.packed`, equal for all ranks.
+        sources: The `sources` of the receiver's `Assign`.
     """
 
     plan: bytes
     sources: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ValueError for bytes that are not a plan."""
+        """Raise ValueError if `plan` is not a packed plan or `sources` does not fit it."""
         _check_sources(self.sources, unpack_plan(self.plan).reducers)
 
     def opened(self, rank: int) -> Assign | None:
-        """Return the part of a rank; None if it has no part."""
+        """Return the assignment of a rank; None if the round does not name it."""
         plan = unpack_plan(self.plan)
         place = place_of(rank, plan.named)
         if place < 0:
@@ -134,12 +131,12 @@ class PackedAssign:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Donor to coordinator: its finite snapshot is available to all replacers.
+    """Donor to coordinator: the donor's snapshot has only finite values and is available to all replacers.
 
     Attributes:
         iteration: Iteration of the snapshot.
-        state_safe_points: Number of safe points that each end needs to transfer the rest of the state to a newcomer; 0
-            without a newcomer.
+        state_safe_points: Number of safe points that sender and receiver each need to transfer the rest of the state to
+            a newcomer; 0 without a newcomer.
     """
 
     iteration: int
@@ -148,23 +145,23 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """Donor or replacer to coordinator: it takes no part in the round, for this reason."""
+    """Donor or replacer to coordinator: the rank declines its role in the round, for this reason."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """One rank's view of a frozen round: its donors no longer change, and their snapshots may be added up.
+    """Describes a frozen round to one rank: the donors no longer change, so their snapshots may be added up.
 
-    The first three tuples are parallel, ascending by rank, which is the order of the sum.
+    `donors`, `weights` and `iterations` are parallel, ascending by rank, which is the order of the sum.
 
     Attributes:
-        donors: Ranks that give; empty if the replacer builds fresh weights instead.
-        weights: Unnormalised weights; the receiver divides by their sum.
+        donors: Ranks that send their weights; empty if the replacers build fresh weights.
+        weights: Unnormalised weight of each donor; the receiver divides by their sum.
         iterations: Step at which each donor took its snapshot.
-        best: Donor whose integer and bool entries are taken unchanged; -1 for none.
-        timeout_s: Seconds that the receiving replacer may take from the moment when it reads this.
+        best: Donor whose integer and bool entries are copied unchanged; -1 for none.
+        timeout_s: Seconds for the receiver to complete its average, from the moment when it reads this message.
         reducers: Assigned reducers that still add up their parts.
     """
 
@@ -176,7 +173,7 @@ class Frozen:
     reducers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values that no coordinator sends."""
+        """Raise ValueError if a field has a value that no coordinator sends."""
         _check_ascending(self.donors)
         _check_ascending(self.reducers, "reducers")
         if not len(self.donors) == len(self.weights) == len(self.iterations):
@@ -192,30 +189,30 @@ class Frozen:
             raise ValueError(f"the timeout is {self.timeout_s} s")
 
     def is_among(self, members: tuple[int, ...], population: Sequence[int] = ()) -> bool:
-        """Return whether all named ranks are in ``members``; a donor may also be in ``population``."""
+        """Return whether all ranks named in this message are in ``members``; donors may also be in ``population``."""
         return set(members).issuperset(self.reducers) and _are_in(self.donors, members, population)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFrozen:
-    """Coordinator to replacers and reducers: `Frozen`, equal for all but for `timeout_s`.
+    """Coordinator to replacers and reducers: the round is frozen. Each rank unpacks a `Frozen` from this message.
 
     Attributes:
-        freeze: Bytes of `protocols.selective.round.plan.Freeze.packed`.
-        timeout_s: Field of `Frozen`.
+        freeze: Bytes of `protocols.selective.round.plan.Freeze.packed`, equal for all ranks.
+        timeout_s: Seconds for the receiver to complete its average.
     """
 
     freeze: bytes
     timeout_s: float
 
     def __post_init__(self) -> None:
-        """Raise ValueError for bytes that are not a freeze, and for a negative timeout."""
+        """Raise ValueError if `freeze` is not a packed freeze or the timeout is negative."""
         unpack_freeze(self.freeze)
         if not self.timeout_s >= 0.0:
             raise ValueError(f"the timeout is {self.timeout_s} s")
 
     def opened(self) -> Frozen:
-        """Return the unpacked message."""
+        """Return the unpacked `Frozen`."""
         freeze = unpack_freeze(self.freeze)
         facts = freeze.donors, freeze.weights, freeze.iterations, freeze.best
         return Frozen(*facts, self.timeout_s, freeze.reducers)
@@ -223,40 +220,40 @@ class PackedFrozen:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Replacer to coordinator: new weights are in place since `iteration`, which voids its reports up to then."""
+    """Replacer to coordinator: the new weights are in place, which voids the replacer's reports up to `iteration`."""
 
     iteration: int
 
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """Replacer to coordinator: it keeps its own weights in this round, for this reason."""
+    """Replacer to coordinator: the replacer has abandoned the round and keeps its weights, for this reason."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Coordinator to a rank named in a round: its part is over. An average that is not yet applied never will be."""
+    """Coordinator to a rank named in a round: the rank's role has ended. An average not yet applied is discarded."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Member to coordinator: this rank leaves the policy. A coordinator that stops sends it to the members."""
+    """Member to coordinator: the member leaves the policy. Coordinator to members: the coordinator stops."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Member to a new coordinator: its state, which the coordinator needs before it names the member in a round.
+    """Member to a new coordinator: the member's state, needed before the coordinator can name it in a round.
 
     Attributes:
-        last_round: Newest round that named this rank; the coordinator continues with higher numbers.
-        applied_iteration: Iteration of its last average, -1 for none; its reports up to then are void.
-        judged_iteration: Iteration of its newest report that a decision with a round has used; -1 for none.
-        iteration, value, step_time_s, interval_s: Its newest report; the iteration is -1 if there is none.
-        incarnation: Number of restarts of its process.
+        last_round: Newest round that named the member; the coordinator continues with higher numbers.
+        applied_iteration: Iteration of the member's last average; reports up to it are void. -1 for none.
+        judged_iteration: Iteration of the member's newest report that led to a round; -1 for none.
+        iteration, value, step_time_s, interval_s: The member's newest report; the iteration is -1 if there is none.
+        incarnation: Number of restarts of the member's process.
     """
 
     last_round: int
@@ -271,11 +268,11 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Rejoin:
-    """Coordinator to a member that reports without having joined: send `Joined` again."""
+    """Coordinator to a member whose report arrives before its `Joined`: asks the member to send `Joined` again."""
 
 
 def count_reason(counts: Counter[str], reason: str) -> None:
-    """Count a reason, which may contain numbers. Beyond `REASON_LIMIT` different ones, the others share a count."""
+    """Count a reason; once `REASON_LIMIT` different reasons are counted, further ones share the entry "other"."""
     counts[reason if reason in counts or len(counts) < REASON_LIMIT else "other"] += 1
 
 
@@ -299,7 +296,7 @@ def _check_ascending(ranks: tuple[int, ...], what: str = "donors") -> None:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Coordinator to every member: a process of that rank has taken a member's state, and counts from now on."""
+    """Coordinator to every member: a restarted process of `rank` has a member's state and is now a member."""
 
     rank: int
     incarnation: int

@@ -1,22 +1,21 @@
-"""Asynchronous selective averaging: the worst ranks take the average of the good ones, and no rank waits for another.
+"""Asynchronous selective averaging: the worst ranks adopt the average of the best ranks, and no rank waits for others.
 
-This module is the member's side: :mod:`protocols.selective.member` is its state machine, and
-:mod:`protocols.selective.roles.member_roles` carries out its instructions. On the other side,
+This module contains the policy that each member runs. :mod:`protocols.selective.member` is the member's state machine,
+and :mod:`protocols.selective.roles.member_roles` carries out its instructions. On the coordinator's rank,
 :mod:`protocols.selective.coordinator` exchanges the messages, and :mod:`protocols.selective.rules` decides.
-A round, as a member sees it:
 
-1. Every ``average_every`` steps it reports its metric, and continues to train.
-2. At some time the coordinator assigns it a role. A **donor** takes a snapshot of its state inside its next ``step``
-   and reports it. A **replacer** asks the donors, as many at once as its window allows, and each snapshot is streamed
-   as soon as it exists.
-3. When all donors have answered, the coordinator freezes the round. The replacer adds up the streams in rank order, and
-   asks the remaining donors. Streams progress at the safe points of both ranks. If a donor was left out, the replacer
-   asks all others again.
+One round on a member:
+
+1. Every ``average_every`` steps the member reports its metric and continues to train.
+2. The coordinator may assign a role to the member. A **donor** copies its weights inside its next ``step``. A
+   **replacer** requests the donors' snapshots, which are streamed as soon as they exist.
+3. When all donors have answered, the coordinator freezes the round: its donors no longer change. The replacer adds up
+   the streams in rank order. If a donor was left out, the replacer requests all other snapshots again.
 4. The replacer's next ``step`` applies the average and notifies the coordinator.
 5. ``End`` closes the round for every rank named in it, and frees the donor's snapshot.
 
-Invariants: weights change only inside ``step``; a snapshot is taken only inside ``step``; a rank has one role at a
-time; a round that does not complete leaves the weights unchanged and reports the reason.
+Invariants: weights are changed and copied only inside ``step``. A rank has one role at a time. A round that does not
+complete leaves the weights unchanged and reports the reason.
 """
 
 from __future__ import annotations
@@ -70,14 +69,12 @@ logger = logging.getLogger("protocols.selective.policy")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Membership:
-    """Holds this rank's part in a policy. It is created as a whole when the policy opens.
+    """Bundles the objects that exist only while this rank is a member of an open policy.
 
     Attributes:
-        channels: Carry messages and streams.
-        states: Gives this rank's state to newcomers.
-        roles: Carry out this rank's roles in rounds.
-        coordination: Knows which rank coordinates.
-        reporter: Reports the metric.
+        states: Sends this rank's optimizer and policy state to restarted ranks.
+        roles: Carries out this rank's roles in rounds.
+        coordination: This rank's view of which rank coordinates.
     """
 
     channels: MemberChannels
@@ -91,8 +88,8 @@ class Membership:
 class AsyncSelectiveAveragingPolicy(Ported):
     """Asynchronous selective averaging, after torchgfn's policy of the same name.
 
-    Every ``average_every`` steps a rank reports its metric. When enough members have reported, the worst
-    ``replacement_ratio`` of them take the average of the others. No rank waits for another: a straggler is judged by
+    Each rank reports its metric every ``average_every`` steps. When enough members have reported, the worst
+    ``replacement_ratio`` of them adopt the average of the others. No rank waits for another: a straggler is judged by
     its newest report.
 
     ::
@@ -102,15 +99,15 @@ class AsyncSelectiveAveragingPolicy(Ported):
                 loss = train_step(model, optimizer, batch)
                 info = await policy.step(loss=loss)
 
-    A restarted rank (``world.incarnation``) enters the policy in the same way while the others continue: between two
-    rounds it takes the weights, optimizer state and iteration of a healthy member. That member copies its optimizer's
-    state in the same step as its weights; with Adam, these copies are three times the model. If several policies of one
-    class are open on the same ranks, each needs a ``name``. Without names, a restarted rank gets DisagreementError.
+    A restarted rank (``world.incarnation`` > 0) enters the running policy with the same code: between two rounds it
+    receives the weights, optimizer state and iteration of a healthy member. That member copies its optimizer's state in
+    the same step as its weights; with Adam, these copies are three times the model's size. If several policies of this
+    class are open on the same ranks, give each a ``name``; otherwise a restarted rank raises DisagreementError.
 
     Args:
         model: The model; see :class:`SpawnPolicy`. Its floating and complex entries are averaged. Integer and bool
-            entries (BatchNorm's counter) are taken from the best donor.
-        optimizer: The optimizer, which keeps its state when weights are averaged, unless ``optimizer_state="reset"``.
+            entries (such as BatchNorm's counter) are copied from the best donor.
+        optimizer: The optimizer. It keeps its state when weights are averaged, unless ``optimizer_state="reset"``.
         average_every, metric, options: The options below.
 
     Raises:
@@ -154,7 +151,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         self._membership: Membership | None = None  # None before the policy opens
 
     def statistics(self) -> SelectiveStatistics:
-        """Return the counts of this member's work so far; all are 0 until the start is complete."""
+        """Return this member's counts so far; all are 0 until the policy has started."""
         member, buffers = self._member, self._resources.buffers
         counts = SelectiveStatistics(
             iteration=self.iteration,
@@ -211,7 +208,11 @@ class AsyncSelectiveAveragingPolicy(Ported):
         }
 
     async def __aenter__(self) -> Self:
-        """Enter as :class:`SpawnPolicy`. Raises ValueError if a coordinator or successor is out of range."""
+        """Start the policy together with the other ranks, or join the running policy if this rank was restarted.
+
+        Raises:
+            ValueError: ``coordinator`` or a rank in ``successors`` is out of range.
+        """
         world, coordinator = self._given_world or current_world(), self._coordinators.coordinator
         if coordinator is not None and coordinator >= world.size:
             validation.refuse("coordinator", coordinator, f"a rank from 0 to {world.size - 1} or None")
@@ -222,13 +223,13 @@ class AsyncSelectiveAveragingPolicy(Ported):
         return await super().__aenter__()
 
     def _choose_members(self) -> tuple[int, ...]:
-        """Return the ranks of this rank's island. Raises ValueError if the ranks cannot be divided as requested."""
+        """Return the ranks of this rank's island; raise ValueError if the islands cannot be formed as requested."""
         population = range(self._world.size) if self._group is self._world.group else self._group.ranks
         self._island = self._islands.island_of(self._world.rank, population, self._services.hosts)
         return self._group.ranks if self._island is None else self._island.ranks
 
     def _has_company(self) -> bool:
-        """Whether other ranks take part; a reserved coordinator serves a lone member too, until it has left."""
+        """Return whether other ranks take part: other members, or a reserved coordinator."""
         return super()._has_company() or self._coordinators.coordinator not in (None, *self._group.ranks)
 
     def _choose_leader(self, members: tuple[int, ...]) -> int:
@@ -252,22 +253,18 @@ class AsyncSelectiveAveragingPolicy(Ported):
         self._open_at_start(scopes, meeting.leader, lost_members(self._world, self._members, meeting))
 
     def _open_at_start(self, scopes: PolicyScopes, coordinator: int, replaced: Sequence[int]) -> None:
-        """Take part in a policy that starts on all members; the arguments are those of :meth:`_open`."""
+        """Open a policy that starts on all members at the same time; see :meth:`_open` for the arguments."""
         self._open(scopes, coordinator, replaced=replaced)
 
     def _open(
         self, scopes: PolicyScopes, coordinator: int, epoch: int | None = None, replaced: Sequence[int] = ()
     ) -> Leadership:
-        """Open the channels, and take part.
+        """Open the policy's channels, start this rank's tasks, and return the coordinator's representation on this
+        rank.
 
         Args:
-            scopes: Scopes of the policy.
-            coordinator: Rank of the coordinator.
-            epoch: Epoch of the coordinator, if this rank waits for admission.
-            replaced: Members that were lost before they agreed, or that were restarted since.
-
-        Returns:
-            This rank's view of the coordinator, which also runs the coordinator on this rank.
+            epoch: Epoch of the coordinator, if this rank waits for admission to a running policy.
+            replaced: Members that were lost before the start was agreed on, or were restarted since.
         """
         services, members = self._services, self._members
         states = self._open_states(scopes)
@@ -306,7 +303,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         return StateTransfer(self._services, scope)
 
     def _open_migration(self, scopes: PolicyScopes, succession: Succession) -> Migration | None:
-        """Exchange donors with other islands, if there are any."""
+        """Return the exchange of donors with other islands; None without islands."""
         if self._island is None:
             return None
         self._visits = Visits(self._services, self._island, self._member, self._resources)
@@ -333,19 +330,19 @@ class AsyncSelectiveAveragingPolicy(Ported):
     # -- joining a running policy -----------------------------------------------------------------------------------
 
     async def _join(self) -> None:
-        """Take a member's whole state, and then take part in the policy that runs on the other ranks."""
+        """Receive a member's whole state, and then take part in the policy that runs on the other ranks."""
         self._own.begin()
         was_admitted, self._services.is_admitted = (
             self._services.is_admitted,
             False,
-        )  # it does not count until it is admitted
+        )  # other ranks must not count this rank as a member until it is admitted
         Leadership.listen(self._services)
         values = self._agreed_values()
         application = Leadership.apply(self._services, values, self._members, self._start_timeout_s)
         try:
             try:
                 welcome, coordinator = await application.welcomed()
-            except ClosedError:  # all others were restarted, too, and wait for each other
+            except ClosedError:  # all other ranks were restarted, too, so that no policy is running
                 if not was_admitted:
                     raise
                 await self._start_among_newcomers()
@@ -372,11 +369,11 @@ class AsyncSelectiveAveragingPolicy(Ported):
         return Arrival(self._member, roles, states, self, self._journal, model_nbytes=nbytes)
 
     def whole_state(self) -> Mapping[str, Any]:
-        """Return all of this member's state except its weights, for a restarted rank."""
+        """Return this member's optimizer and policy state, which a restarted rank receives with the weights."""
         return {"optimizer": self.optimizer.state_dict(), "policy": self.state_dict()}
 
     def restore_whole_state(self, parts: Mapping[str, Any]) -> int:
-        """Restore the state of another member, and return its iteration."""
+        """Load another member's optimizer and policy state, and return its iteration."""
         self.optimizer.load_state_dict(parts["optimizer"])
         self._restore(parts["policy"])
         return self.iteration
@@ -384,7 +381,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
     # -- leaving ----------------------------------------------------------------------------------------------------
 
     async def _stop(self, error: BaseException | None) -> None:
-        """Leave the policy. Streams in progress are finished first, unless ``error`` makes that pointless."""
+        """Leave the policy. Without an ``error``, streams in progress are finished first."""
         opened = self._opened
         if self._member.state is State.COMPLETE:
             logger.info("round %d: the policy ended before the complete average was applied", self._member.round)
@@ -395,18 +392,18 @@ class AsyncSelectiveAveragingPolicy(Ported):
             if error is None and self._services.engine.failure is None:
                 until = self._world.time() + self._averaging.drain_timeout_s
                 await self._services.engine.until(self._is_quiet, WaitId(WaitKind.OWN_ROUND), deadline=until)
-        finally:  # cancelled or not: the others must be notified
+        finally:  # the other ranks must be notified even if this task is cancelled
             opened.roles.finish()
             if self._visits is not None:
                 self._visits.close()
             opened.states.close()
             opened.channels.close()
             opened.coordination.leave()
-            if not self._leftovers():  # otherwise it would keep model and buffers alive as long as the world
+            if not self._leftovers():  # the probe would keep the model and its buffers alive as long as the world
                 self._services.leftover_probes.remove(self._leftovers)
 
     def _is_quiet(self) -> bool:
-        """Whether this rank has no part in a round: no role, no stream, and no stream being discarded."""
+        """Return whether this rank has no role in a round, and no stream that is sent, received or discarded."""
         member = self._member
         is_moving = self._opened.roles.is_giving or member.reducing or self._services.slots.discarding_count
         is_abroad = self._visits is not None and not self._visits.is_quiet
@@ -436,19 +433,19 @@ class AsyncSelectiveAveragingPolicy(Ported):
         return info
 
     def _act(self) -> StepInfo:
-        """Do the work that is due in this step."""
+        """Take or apply the snapshot or average that is due in this step."""
         info = self._opened.roles.step(self.iteration)
         return info if self._visits is None else self._visits.located(info)
 
     # -- the coordinator's messages ---------------------------------------------------------------------------------
 
     async def _listen(self, leadership: Leadership, channels: MemberChannels, roles: MemberRoles) -> None:
-        """Pass the coordinator's messages to the roles, and to this rank's view of the coordinator."""
+        """Pass the coordinator's messages to ``roles`` and ``leadership`` until the channel closes."""
         own = self._world.rank
         known = self._members, () if self._island is None else self._island.population
         async for envelope in channels.control:
             if envelope.source != leadership.coordinator:
-                continue  # its loss was noticed before its last messages were read
+                continue  # a former coordinator, whose last messages are read after its loss was noticed
             match envelope.message:
                 case PackedAssign() as told if (assign := told.opened(own)) and assign.is_among(*known):
                     roles.take(assign, envelope.round)

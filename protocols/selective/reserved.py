@@ -23,19 +23,23 @@ async def coordinate(
 ) -> CoordinatorStatistics:
     """Coordinate one policy on a reserved rank, which is not a member and does not train.
 
-    The members name this rank as ``coordinator=`` of their policy, and pass a group without this rank as ``group=``,
-    such as ``await ad.new_group(members)``. The call returns when all members have left, or when one of them has taken
-    over because this rank did not answer.
+    The members pass this rank as ``coordinator=`` to their policy, and a group without this rank as ``group=``, such as
+    ``await ad.new_group(members)``. The call returns when all members have left, or when one of them has taken over
+    because this rank did not answer.
 
     Args:
         members: Ranks of the policy's group, in the group's order.
-        world: The world; by default the current one.
-        start_timeout_s: Seconds to wait for the last member at the start.
+        world: The world; the current world by default.
+        start_timeout_s: Seconds to wait at the start until the last member has arrived.
+
+    Returns:
+        The coordinator's counts.
 
     Raises:
-        TypeError, ValueError: ``members`` is not a list of ranks, is empty, names a rank twice or names this rank; or
-            the timeout is out of range.
-        StartTimeoutError, DisagreementError: The start has failed, as on the members.
+        TypeError, ValueError: ``members`` is not a list of ranks, is empty, contains a rank twice or contains this
+            rank; or the timeout is out of range.
+        StartTimeoutError: A member has not arrived in time.
+        DisagreementError: The ranks have passed different arguments.
 
     **Cancellation**: the members are notified and log a warning, and one of them takes over.
     """

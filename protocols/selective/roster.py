@@ -1,4 +1,4 @@
-"""Keeps the members of one coordinator, and counts the live ones and those that have reported."""
+"""The coordinator's list of members, with the number of live members and of members that have reported."""
 
 from collections.abc import Collection, Iterable, Mapping
 from decimal import ROUND_CEILING, Decimal
@@ -8,7 +8,9 @@ from asyncdist.protocols.selective.waiting import Pace, cadence_s, is_late
 
 
 class Roster:
-    """Tracks the ranks that a coordinator serves. It keeps counts, since there may be thousands of ranks.
+    """Tracks a coordinator's members: who is live, who has reported, and how many reports meet the quorum.
+
+    The numbers are updated with each change rather than counted anew, since there may be thousands of ranks.
 
     Args:
         ranks: The initial members.
@@ -17,9 +19,9 @@ class Roster:
         incarnations: Incarnations of the restarted ranks.
 
     Attributes:
-        members: All members by rank, including gone ones and newcomers.
-        live_count: Number of members that are waited for and judged.
-        fresh_count: Number of these that have reported since the last decision.
+        members: All members by rank, including members that are gone, and newcomers.
+        live_count: Number of live, admitted members.
+        fresh_count: Number of live members that have reported since the last decision.
         quorum_count: Number of reports that meet the quorum of the live members.
 
     Raises:
@@ -44,16 +46,16 @@ class Roster:
         self._count_live(len(ordered))
 
     def add(self, rank: int) -> None:
-        """Add a rank that an earlier coordinator has admitted."""
+        """Add a restarted rank that an earlier coordinator has admitted."""
         self.members[rank] = Member(joined=False)
         self._count_live(1)
 
     def add_newcomer(self, rank: int, incarnation: int) -> None:
-        """Add a process that asks for admission, in place of a member that is gone."""
+        """Replace a member that is gone by its new process, which asks for admission."""
         self.members[rank] = Member(joined=False, admitted=False, incarnation=incarnation)
 
     def admit(self, member: Member) -> None:
-        """Make a newcomer count."""
+        """Make a newcomer a live member."""
         member.admitted = member.joined = True
         self._count_live(1)
 
@@ -63,29 +65,32 @@ class Roster:
         member.fresh = fresh
 
     def depart(self, member: Member) -> None:
-        """Note that a live member, or newcomer, is gone."""
+        """Remove a member or newcomer from the live ones, since it has left or is lost."""
         self.mark(member, fresh=False)
         member.live, member.report = False, None
         self._count_live(-1 if member.admitted else 0)
 
     def note_host(self, rank: int, host: int) -> None:
-        """Note the host that a rank has reported; 0 if it has not reported one."""
+        """Store the number of a rank's host; 0, for an unknown host, is ignored."""
         if host:
             self._hosts[rank] = host
 
     def hosts_of(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Return the hosts of these ranks; empty if a member's is unknown. Each guest gets a host of its own."""
+        """Return each rank's host number; empty if a member's host is unknown.
+
+        Each rank of another island is assumed to be on a host of its own.
+        """
         if not self._hosts:
             return {}
         hosts = {rank: self._hosts.get(rank, 0) if rank in self.members else -1 - rank for rank in ranks}
         return hosts if all(hosts.values()) else {}
 
     def live_ranks(self) -> list[int]:
-        """Return the ranks that receive messages, including newcomers."""
+        """Return the ranks of all live members and newcomers."""
         return [rank for rank, member in self.members.items() if member.live]
 
     def reported_since(self, moment: float) -> dict[int, ReportRecord]:
-        """Return the newest reports of live members that have arrived since that moment."""
+        """Return the live members' newest reports, without reports received before `moment`."""
         return {
             rank: report
             for rank, member in self.members.items()
@@ -105,7 +110,10 @@ class Roster:
         return {rank: member.pace(now) for rank, member in self.members.items() if not member.fresh and member.counts}
 
     def slowest_pace(self, ranks: Iterable[int], now: float) -> Pace | None:
-        """Return the longest step, shortest interval and longest silence; None if an interval is unknown."""
+        """Return the longest step, shortest report interval and longest silence of these ranks.
+
+        None if the interval of a rank is unknown.
+        """
         members = [self.members[rank] for rank in ranks]
         interval_s = min(
             min([member.interval_s for member in members], default=0.0),
@@ -117,9 +125,9 @@ class Roster:
         return Pace(max([member.step_s for member in members]), interval_s, now - heard_at)
 
     def stragglers(self, slow: Collection[int], start: float, now: float) -> list[tuple[int, float | None]]:
-        """Return the ranks in `slow` and the members that are late for a decision.
+        """Return the ranks in `slow` and the members that are late for a decision, each with its delay.
 
-        Each rank has the seconds from `start` until its report arrived; None if it has not arrived.
+        The delay is the number of seconds from `start` to the arrival of the report; None if it has not arrived.
         """
         if not slow and self.fresh_count == self.live_count:
             return []
@@ -131,7 +139,7 @@ class Roster:
         ]
 
     def taking_part(self) -> tuple[tuple[int, int], ...]:
-        """Return the ranks that take part, each with its incarnation."""
+        """Return the rank and incarnation of each member that takes part."""
         return tuple((rank, member.incarnation) for rank, member in self.members.items() if member.counts)
 
     def cadence_s(self) -> float:

@@ -1,12 +1,11 @@
-"""Decides when selective averaging judges its members, and carries each round to its end.
+"""State machine of the coordinator in selective averaging: decides when to judge the members, and runs each round.
 
-`RoundCoordinator` is the coordinator's state machine: it turns events (a report, an answer, a departure, the time) into
-messages to send. Like the rules in `protocols.selective.rules`, it is a plain synchronous object: the same calls give
-the same answers.
+`RoundCoordinator` turns events (a report, an answer, a departure, a deadline) into messages to send. It is a plain
+synchronous object without asyncio or a clock, so the same calls return the same messages.
 
-Invariants, asserted: rounds are numbered from 1 and never overlap; a rank has one role in a round; every live rank
-named in a round gets exactly one `End` for it; no message goes to a rank that has left or was lost; a round always has
-a deadline. No message of a peer can make a call raise: messages that do not fit are ignored and counted.
+Invariants, checked by assertions: rounds are numbered from 1 and never overlap. A rank has one role in a round. Every
+live rank named in a round receives exactly one `End` for it. No message is sent to a rank that has left or was lost. A
+round always has a deadline. No peer's message can make a call raise: unexpected messages are ignored and counted.
 """
 
 import math
@@ -25,14 +24,14 @@ from asyncdist.protocols.selective.waiting import BELIEVED_MAX_S, Patience, beli
 
 
 class RoundCoordinator:
-    """Turns the events of the coordinator's task into messages to send.
+    """State machine of the coordinator: turns reports, answers, departures and deadlines into messages to send.
 
-    Messages cause decisions at once; only `on_time` judges deadlines. A coordinator that was busy during a training
-    step passes on all messages that have arrived and then calls `on_time`, so no member is late because the coordinator
-    was busy. All methods take `now`, in seconds of any monotonic clock.
+    A message can cause a decision at once, but only `on_time` checks deadlines. After a training step, the caller first
+    passes on all messages that have arrived and then calls `on_time`, so no member is late because the coordinator was
+    busy. `now` is the time in seconds of any monotonic clock.
 
     Attributes:
-        migrants: The emigrant to another island, and the guests from other islands.
+        migrants: The member chosen to give weights to another island, and the donors from other islands.
         trend: Detects that the best metric becomes worse.
         blanks: Detects that no metric is finite.
     """
@@ -47,16 +46,17 @@ class RoundCoordinator:
         may_join: Collection[int] | None = None,
         incarnations: Mapping[int, int] | None = None,
     ) -> None:
-        """Start with all members live and no reports.
+        """Start with all members live and without reports.
 
         Args:
             members: Ranks of the policy that take part, as far as is known.
             rules: The options.
-            stream_safe_points: Number of safe points that each end of one donor's stream needs if messages progress
-                only inside calls of the ends; in practice chunks per stream divided by chunks in flight, rounded up.
-            model_nbytes: Size of a snapshot in bytes, by which `route="auto"` chooses.
-            may_join: For a later coordinator, all ranks of the policy: ranks admitted by an earlier coordinator may
-                join in addition to the members, and no member is named in a round before its `Joined` has arrived.
+            stream_safe_points: Number of safe points that the sender and the receiver of one snapshot each need: chunks
+                per snapshot divided by chunks in flight, rounded up.
+            model_nbytes: Size of a snapshot in bytes, for the choice of `route="auto"`.
+            may_join: All ranks of the policy, for a coordinator that replaces another one; None for the first
+                coordinator. Ranks that the predecessor has admitted may join, and no member is named in a round before
+                its `Joined` has arrived.
             incarnations: Number of restarts of each member's process; 0 for members that are not listed.
 
         Raises:
@@ -96,13 +96,13 @@ class RoundCoordinator:
     def on_report(
         self, rank: int, iteration: int, value: float, step_time_s: float, now: float, *, interval_s: float = 0.0
     ) -> tuple[Send, ...]:
-        """Handle a member's report. The newest one counts, unless it was measured before its last average."""
+        """Handle a member's report, which is ignored if it was measured before the member's last average was applied."""
         member = self._members.get(rank)
         if member is None or not (member.live and member.admitted and member.joined):
             return self._on_strange_report(rank)
         self._note(("{:.6f} rank {} reports {} at iteration {}", (now, rank, value, iteration)))
         member.report_count += 1
-        # Nearly all values are plausible, and a call takes as long as ten comparisons.
+        # Compared inline because nearly all values are plausible, and a call takes as long as ten comparisons.
         step_s = step_time_s if 0.0 < step_time_s <= BELIEVED_MAX_S else believed_s(step_time_s)
         member.hear(step_s, interval_s if 0.0 < interval_s <= BELIEVED_MAX_S else believed_s(interval_s), now)
         if not math.isfinite(value):
@@ -124,14 +124,14 @@ class RoundCoordinator:
             patience.on_arrival(rank, now)
         if self._window_start is None:
             self._window_start = now
-        # Two reports of a thousand change something: the one that meets the quorum, and the last one.
+        # Of a thousand members' reports, only two can start something: the one that meets the quorum, and the last.
         is_mere = roster.fresh_count < roster.quorum_count or patience.deadline is not None
         if is_mere and roster.fresh_count < roster.live_count and not self._newcomers:
             return ()
         return self._advance(now)
 
     def _on_strange_report(self, rank: int) -> tuple[Send, ...]:
-        """Answer a report of a rank that does not take part, as far as is known."""
+        """Answer a report from a rank that is not known to take part."""
         if rank not in self._members and rank in self._may_join:  # admitted by an earlier coordinator
             return (Send(rank, 0, Rejoin()),)
         member = self._live(rank, "Report")
@@ -141,7 +141,7 @@ class RoundCoordinator:
         return (Send(rank, 0, Rejoin()),)
 
     def on_joined(self, rank: int, joined: Joined, now: float) -> tuple[Send, ...]:
-        """Handle a member's state, for a new coordinator, and its newest report."""
+        """Handle the state and the newest report that a member sends to a new coordinator."""
         if self.migrants.on_joined(rank, joined, now):
             return ()
         if rank not in self._members and rank in self._may_join:
@@ -156,7 +156,7 @@ class RoundCoordinator:
             member.applied_iteration = max(joined.applied_iteration, member.applied_iteration or 0)
         if joined.judged_iteration >= 0:
             self._acted_at_iteration = max(joined.judged_iteration, self._acted_at_iteration or 0)
-        # It may have missed the admission of these ranks.
+        # The member may have missed the admission of restarted ranks.
         told = tuple(Send(rank, 0, Admitted(*known)) for known in self.roster.taking_part() if known[1])
         if joined.iteration < 0:
             return told
@@ -168,13 +168,13 @@ class RoundCoordinator:
         return self.roster.taking_part()
 
     def on_newcomer(self, rank: int, incarnation: int, now: float) -> tuple[Send, ...]:
-        """Handle a request for admission. It may be repeated, since answers can be lost."""
+        """Handle a restarted rank's request for admission. Requests are repeated, since answers can be lost."""
         member = self._members.get(rank)
         if member is not None and member.live and member.admitted:
             member.incarnation = incarnation  # admitted by an earlier coordinator, whose message has not arrived
             return (Send(rank, 0, Admitted(rank, incarnation)),)
         if member is not None and (member.live or (member.admitted and member.incarnation == incarnation)):
-            return ()  # it asks again; or it was admitted and has left, and this is an earlier request
+            return ()  # a repeated request, or an old request of a rank that was admitted and has left
         self._tell("{:.6f} rank {} asks to be admitted", now, rank)
         self.roster.add_newcomer(rank, incarnation)
         self._newcomers.add(rank)
@@ -183,7 +183,7 @@ class RoundCoordinator:
     def on_ready(
         self, rank: int, round: int, iteration: int, now: float, *, state_safe_points: int = 0
     ) -> tuple[Send, ...]:
-        """Note that a donor's snapshot is available; the last donor freezes the round."""
+        """Record that a donor's snapshot is available; freeze the round if it was the last donor."""
         state = self._round_of(rank, round, "Ready")
         if state is None:
             return ()
@@ -199,7 +199,7 @@ class RoundCoordinator:
         return self._advance(now)
 
     def on_decline(self, rank: int, round: int, reason: str, now: float) -> tuple[Send, ...]:
-        """Handle a refusal: a replacer may drop out at any time, a donor until the freeze."""
+        """Remove a rank that declines its role: a replacer at any time, a donor until the round is frozen."""
         state = self._round_of(rank, round, "Decline")
         if state is None:
             return ()
@@ -213,9 +213,9 @@ class RoundCoordinator:
         return self._advance(now)
 
     def on_applied(self, rank: int, round: int, iteration: int, now: float) -> tuple[Send, ...]:
-        """Note that a replacer has applied its average, which voids its reports up to then.
+        """Record that a replacer has applied its average, which voids its reports up to `iteration`.
 
-        This is a fact about the rank's weights, so it counts even after the round's timeout.
+        The reports are void even if the round has timed out, since the rank's weights have changed.
         """
         member = self._live(rank, "Applied")
         if member is None or not self._course.take_answer(rank, round):
@@ -231,7 +231,7 @@ class RoundCoordinator:
         return (*admissions, *self._advance(now))
 
     def on_abandoned(self, rank: int, round: int, reason: str, now: float) -> tuple[Send, ...]:
-        """Note that a replacer has failed; the round continues for the others."""
+        """Record that a replacer has abandoned the round, which continues for the other ranks."""
         state = self._round_of(rank, round, "Abandoned")
         if state is None:
             return ()
@@ -243,31 +243,34 @@ class RoundCoordinator:
         return self._advance(now)
 
     def on_leave(self, rank: int, now: float) -> tuple[Send, ...]:
-        """Note that a member has left. It ends its own streams in both directions."""
+        """Remove a member that has left. The member itself ends its streams in both directions."""
         return self._depart(rank, "left", now)
 
     def on_lost(self, rank: int, now: float) -> tuple[Send, ...]:
-        """Note that the runtime has reported a member as lost."""
+        """Remove a member that the runtime has reported as lost."""
         return self._depart(rank, "was lost", now)
 
     def on_time(self, now: float) -> tuple[Send, ...]:
-        """Judge the deadlines. Call this at `next_deadline`, after passing on all messages that have arrived."""
+        """Make the transitions whose deadline has passed.
+
+        Call this method at `next_deadline`, after passing on all messages that have arrived.
+        """
         return self._advance(now, timers=True)
 
     def on_stop(self) -> tuple[Send, ...]:
-        """Stop before the members do, and notify them that no more rounds are decided."""
+        """Return the messages that notify all live members that this coordinator stops."""
         return tuple(Send(rank, 0, Leave()) for rank in self.roster.live_ranks())
 
     # ---------------------------------------------------------------- state
 
     def next_deadline(self) -> float | None:
-        """Return when `on_time` is due; None if only a message can cause a transition."""
+        """Return the time at which `on_time` is due; None if only a message can cause a transition."""
         state = self._course.current
         return self._patience.deadline if state is None else state.deadline
 
     @property
     def finished(self) -> bool:
-        """Whether every member has left or is lost."""
+        """True if every member has left or is lost."""
         return self.roster.live_count == 0
 
     def story(self) -> tuple[str, ...]:
@@ -275,7 +278,7 @@ class RoundCoordinator:
         return self._history.story()
 
     def statistics(self) -> CoordinatorStatistics:
-        """Return the counts so far."""
+        """Return the counts of reports, decisions and rounds so far."""
         members = self.migrants.without_guests()
         return CoordinatorStatistics(
             reports={rank: member.report_count for rank, member in members.items()},
@@ -298,7 +301,7 @@ class RoundCoordinator:
     # ---------------------------------------------------------------- transitions
 
     def _advance(self, now: float, *, timers: bool = False) -> tuple[Send, ...]:
-        """Make all transitions that are due, in turn."""
+        """Make all transitions that are due, and return the messages to send; deadlines count only with `timers`."""
         sends: list[Send] = []
         self._watch_quorum(now)
         while self._transition(sends, now, timers):
@@ -335,7 +338,7 @@ class RoundCoordinator:
         return True
 
     def _watch_quorum(self, now: float) -> None:
-        """Start the grace period when the quorum is met; stop it if a report is void or its rank is gone."""
+        """Start the grace period when the quorum is met; stop it when the quorum is no longer met."""
         if not self.roster.live_count or self.roster.fresh_count < self.roster.quorum_count:
             self._patience.on_no_quorum()
         elif self._patience.deadline is None:
@@ -350,7 +353,7 @@ class RoundCoordinator:
         )
 
     def _judge(self, sends: list[Send], now: float) -> None:
-        """Judge the newest reports, and start a round if they call for one. The reports do not count again."""
+        """Make a decision from the newest reports, and start a round if it names ranks to replace."""
         self._decision_count += 1
         start = now if self._window_start is None else self._window_start
         usable = self.roster.reported_since(now - self._rules.max_report_age_s)
@@ -374,7 +377,7 @@ class RoundCoordinator:
         sends += self._course.start(decision, usable | guests if guests else usable, now)
 
     def _is_cooling_down(self) -> bool:
-        """Return whether the last round is too recent, in iterations of the fastest member."""
+        """Return whether too few iterations of the fastest member have passed since the last round."""
         if self._rules.threshold is None or self._acted_at_iteration is None:
             return False
         return self._largest_iteration - self._acted_at_iteration < self._rules.cooldown
@@ -383,7 +386,7 @@ class RoundCoordinator:
         sends += self._course.end(state, reason, self._decision_count, now)
 
     def _depart(self, rank: int, how: str, now: float) -> tuple[Send, ...]:
-        """Remove a member that is gone from all that waits for it; a second call does nothing."""
+        """Remove a member that is gone, so that no decision or round waits for it; a second call does nothing."""
         self.migrants.remove(rank)
         member = self._members.get(rank)
         if member is None or not member.live:
@@ -398,16 +401,16 @@ class RoundCoordinator:
     # ---------------------------------------------------------------- helpers
 
     def _admit(self, rank: int, member: Member, now: float) -> tuple[Send, ...]:
-        """Make a newcomer with a member's state count, and notify all ranks."""
+        """Make a newcomer a member, since it has applied a member's state, and notify all ranks."""
         self._tell("{:.6f} rank {} is admitted", now, rank)
         self.roster.admit(member)
         self._newcomers.remove(rank)
-        # Members that have not joined may have left, and are notified when they join; other newcomers are notified now.
+        # Members that have not joined yet may have left. They are notified when they join.
         dests = [dest for dest, other in self._members.items() if other.live and (other.joined or not other.admitted)]
         return tuple(Send(dest, 0, Admitted(rank, member.incarnation)) for dest in dests)
 
     def _live(self, rank: int, kind: str) -> Member | None:
-        """Return the member that sent a message; None, and count the message, if that rank is gone or not a member."""
+        """Return the live member that sent a message; otherwise count the message as ignored and return None."""
         member = self._members.get(rank)
         if member is None or not member.live:
             self._ignore(f"{kind} from a rank that is {'gone' if member else 'not a member'}")
@@ -415,10 +418,10 @@ class RoundCoordinator:
         return member
 
     def _round_of(self, rank: int, number: int, kind: str) -> Round | None:
-        """Return a message's round; None, and count the message, if that is not the round in progress."""
+        """Return the round in progress if a message belongs to it; otherwise count the message as ignored."""
         member, state = self._members.get(rank), self._course.current
         if member is None or not member.live:
-            self._live(rank, kind)  # counts it
+            self._live(rank, kind)  # counts the message
             return None
         if state is None or state.number != number:
             self._ignore(f"{kind} of another round")

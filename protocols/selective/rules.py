@@ -1,8 +1,8 @@
-"""Decides which ranks replace which in selective averaging: the options of the decision, and the decision itself.
+"""Decides which ranks are donors and replacers in selective averaging, and on which route the snapshots are sent.
 
-Pure functions on plain values: no asyncio, transport, clock, torch or randomness, so thousands of tests run in
-milliseconds. `protocols.selective.rounds` decides when to judge and carries each round to its end. `protocols.ranking`
-defines the order of the ranks, with ties and NaN, and the number of replaced ranks.
+The functions are pure: they use no asyncio, transport, clock, torch or randomness. `protocols.selective.rounds` decides
+when to judge the members. `protocols.ranking` defines the order of the ranks, including ties and NaN, and the number of
+replaced ranks.
 """
 
 import math
@@ -21,41 +21,41 @@ from asyncdist.protocols.ranking import (
     replacer_count,
 )
 
-#: The route of the donors' snapshots to the replacers.
+#: Route on which the donors' snapshots reach the replacers; `reducers_of` explains the routes.
 Route: TypeAlias = Literal["auto", "direct", "sharded"]
 _ROUNDS: Final = "stragglers and rounds"
-#: `"auto"` takes the sharded route if the busiest rank then moves at most half as many models, and this many bytes
-#: less. Below that, the additional step of the sharded route costs more (8 ranks on 2 cores, 4 MiB: 55 ms, not 13).
+#: `"auto"` chooses the sharded route if the busiest rank then transfers at most half as many models, and at least this
+#: many bytes less. Otherwise the sharded route's extra step costs more (8 ranks on 2 cores, 4 MiB: 55 ms, not 13 ms).
 _SHARDED_SAVING_NBYTES: Final = 64 << 20
 _SHARDED_COUNT_MIN: Final = 4
-#: It also takes the sharded route if all ranks together then have this many streams less.
+#: `"auto"` also chooses the sharded route if this reduces the total number of streams by at least this number.
 _SHARDED_SAVING_STREAMS: Final = 128
-#: Fixed cost of a stream for a rank, in bytes.
+#: Fixed cost of one stream, expressed as a number of bytes.
 _STREAM_NBYTES: Final = 64 << 10
-#: Bytes that a host must save in all before one of its replacers fetches parts for the others on the sharded route,
-#: which takes a step longer.
+#: Number of bytes that a host must save before one of its replacers fetches parts for the others. Such fetching makes
+#: the round one step longer.
 SHARED_NBYTES_MIN: Final = 1 << 20
-#: Largest number of models that a rank may send, or receive, if only the ranks of one host reduce.
+#: Largest number of models that a rank may send or receive if only the ranks of one host are reducers.
 _MODELS_MAX: Final = 2
 _NO_GUESTS: Final[Mapping[int, float]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectiveRules(JudgingRules):
-    """Holds the options of selective averaging that the decisions depend on.
+    """Options of selective averaging that the coordinator's decisions depend on.
 
     Raises:
-        ValueError: An option has the wrong type or is out of range; the error has its name, value and allowed range.
+        ValueError: An option has the wrong type or is out of range.
     """
 
     threshold: float | None = option(
-        "A round replaces ranks only if the worst metric is worse than this; None: every round does.",
+        "Ranks are replaced only if the worst metric is worse than this. None: always.",
         or_none(number("a finite number or None", -validation.LARGEST)),
         default=None,
     )
     cooldown: int = option(
-        "With a `threshold`: number of iterations by which the largest reported iteration must grow before another "
-        "round may replace ranks.",
+        "Number of iterations by which the largest reported iteration must grow before another round may replace "
+        "ranks; applies only with a `threshold`.",
         whole(0),
         default=200,
     )
@@ -66,7 +66,7 @@ class SelectiveRules(JudgingRules):
         group=_ROUNDS,
     )
     grace_s: float | None = option(
-        "Seconds that a decision then waits for the other members; None: as long as that delays no later round.",
+        "Seconds to wait for the other members after the quorum is met. None: as long as no later round is delayed.",
         or_none(number(">= 0 seconds and finite, or None", 0.0)),
         default=None,
         group=_ROUNDS,
@@ -78,32 +78,33 @@ class SelectiveRules(JudgingRules):
         group=_ROUNDS,
     )
     round_timeout_s: float = option(
-        "Seconds for a round's exchange, in addition to the time until the safe points that it needs.",
+        "Seconds for a round's exchange, in addition to the time until its ranks reach the safe points that it needs.",
         validation.seconds,
         default=30.0,
         group=_ROUNDS,
     )
     route: Route = option(
-        'How snapshots are sent. `"direct"`: each donor sends its weights to each replacer. `"sharded"`: each donor '
-        "(or replacer, if there are more) sums one part of the weights and sends its mean to the replacers. "
-        '`"auto"`: `"sharded"` if it relieves the busiest rank or host enough, otherwise `"direct"`.',
+        'How weights are sent. `"direct"`: each donor sends its weights to each replacer. `"sharded"`: each donor (or '
+        "each replacer, if there are more of them) adds up one part of the weights and sends the part's mean to the "
+        'replacers. `"auto"`: `"sharded"` if it reduces the load of the busiest rank or host enough, otherwise '
+        '`"direct"`.',
         one_of(Route),
         default="auto",
         group=_ROUNDS,
     )
-    #: Number of decisions between emigrants; 0 without islands.
+    #: Number of decisions after which an island sends its next emigrant (a donor for another island); 0: no islands.
     migrate_every: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Describes the decision on one set of metrics.
+    """The donors and replacers that the coordinator has chosen from one set of metrics.
 
     Attributes:
-        donors: Ranks that give, ascending; empty for `reset_weights`.
-        replacers: Ranks that take, ascending, at least one, none of them a donor.
+        donors: Ranks whose weights are averaged, ascending; empty for `reset_weights`.
+        replacers: Ranks that receive new weights, ascending; at least one, and none of them a donor.
         weights: Unnormalised positive weight of each donor.
-        best: Donor with the best metric, whose integer and bool entries are taken; -1 without donors.
+        best: Donor with the best metric, whose integer and bool entries are copied; -1 without donors.
         guests: Donors from other islands.
     """
 
@@ -115,7 +116,7 @@ class Decision:
 
     @property
     def waited_for(self) -> tuple[int, ...]:
-        """Ranks whose steps the round waits for until the freeze; a guest is not waited for longer than the others."""
+        """Ranks whose steps the round waits for before it is frozen: the donors of this island, or else the replacers."""
         own = tuple(rank for rank in self.donors if rank not in self.guests)
         return own or (self.replacers if self.donors else ())
 
@@ -125,15 +126,15 @@ def averaging_weights(
 ) -> tuple[float, ...]:
     """Return one unnormalised weight per donor; all are >= 0, with a positive finite sum.
 
-    They are unnormalised because the receiver divides by their sum, and because weights of exactly 1 make the mean of
-    1, 2 and 3 exactly 2. For `weighted_mean`, a donor's weight is its gain over the worst finite participant, including
-    the replaced ones; if no donor gains anything, all weigh 1. Only the ratios matter, so weights that could overflow
+    The receiver divides by their sum; weights of exactly 1 make the mean of 1, 2 and 3 exactly 2. With `weighted_mean`,
+    a donor's weight is the difference of its metric from the worst finite metric of all participants, including the
+    replaced ranks; if all differences are 0, all weights are 1. Only the ratios matter, so weights that could overflow
     float32 (or float64, for metrics near its limits) are scaled by a power of two, which changes no ratio.
 
     Args:
         metrics: Metric of each participant, by rank.
-        donors: Ranks with finite metrics.
-        averaging_strategy: One of `STRATEGIES`; all but `weighted_mean` weigh equally.
+        donors: Donors, all with finite metrics.
+        averaging_strategy: One of `STRATEGIES`. Every strategy except `weighted_mean` weighs all donors equally.
         metric_mode: `"max"` or `"min"`.
     """
     even = (1.0,) * len(donors)
@@ -156,19 +157,16 @@ def averaging_weights(
 def decide(
     metrics: Mapping[int, float], rules: SelectiveRules, guests: Mapping[int, float] = _NO_GUESTS
 ) -> Decision | None:
-    """Judge one set of metrics.
+    """Return the donors and replacers for one set of metrics; None if no rank is to be replaced.
 
-    Donors with weight 0 are left out, since their models would be sent for nothing; the best donor always has a weight.
-    With `reset_weights` no rank gives, so a round acts even if no metric is finite: fresh weights cure that.
+    Donors with weight 0 are left out; the best donor's weight is never 0. With `reset_weights`, ranks are replaced even
+    if no metric is finite, since no donor is needed.
 
     Args:
         metrics: Metric of each participant, by rank.
-        rules: The options. The coordinator applies the cooldown, which needs a memory.
-        guests: Metric of each rank of another island. None of these is replaced; those that are better than all
-            replaced ranks become additional donors.
-
-    Returns:
-        The decision; None if there is no rank to replace, no rank to give, or the threshold is not crossed.
+        rules: The options; the cooldown is applied by the caller.
+        guests: Metric of each available rank of another island. These ranks are never replaced. A guest that is better
+            than all replaced ranks becomes an additional donor.
     """
     count = replacer_count(len(metrics), rules.replacement_ratio)
     if count == 0:
@@ -200,7 +198,10 @@ def decide(
 def _with_guests(
     candidates: Sequence[int], metrics: Mapping[int, float], guests: Mapping[int, float], bar: int, metric_mode: str
 ) -> tuple[list[int], Mapping[int, float]]:
-    """Return the donors, worst first, with the guests that are better than `bar`, the best replaced rank."""
+    """Return the donors including the guests that are better than rank `bar`, and the metrics of all of them.
+
+    The donors are sorted from worst to best; `bar` is the best of the replaced ranks.
+    """
     all_metrics = {**metrics, **guests}
     order = order_worst_first({rank: all_metrics[rank] for rank in (bar, *candidates, *guests)}, metric_mode)
     better = [rank for rank in order[order.index(bar) + 1 :] if math.isfinite(all_metrics[rank])]
@@ -210,23 +211,22 @@ def _with_guests(
 def reducers_of(
     decision: Decision, route: str, model_nbytes: int, turn: int = 0, hosts: Mapping[int, int] | None = None
 ) -> tuple[int, ...]:
-    """Return the ranks that each add up one part of the donors' snapshots; empty for the direct route.
+    """Return the reducers, the ranks that each add up one part of the donors' snapshots; empty for the direct route.
 
-    On the direct route, each of D donors sends its model to each of R replacers, and the busiest rank moves as many
-    models as there are donors or replacers. On the sharded route, a donor sends a part to each reducer, and the reducer
-    sends the mean of that part to each replacer: D + R - 1 models in all. The larger group of donors and replacers
-    reduces, so that the busiest rank moves 1 + (min(D, R) - 1) / max(D, R) models, which is less than two. Both groups
-    together would move more if few ranks are replaced, since a replacer receives a whole mean already. Guests only
-    give. If the hosts are known, only the ranks of one host reduce if that relieves the busiest host's network and no
-    rank moves more than two models.
+    On the direct route, each of D donors sends its model to each of R replacers, so the busiest rank transfers max(D,
+    R) models. On the sharded route, a donor sends one part to each reducer, and each reducer sends the mean of its part
+    to each replacer, D + R - 1 models in total. The larger of the two groups reduces, so that the busiest rank
+    transfers 1 + (min(D, R) - 1) / max(D, R) models, less than two. Donors from other islands never reduce. If the
+    hosts are known, only the ranks of one host reduce if this lowers the load of the busiest host's network and no rank
+    transfers more than two models.
 
-    Parts that take less time than a stream's own messages save nothing, so `"auto"` uses fewer reducers for a small
-    model, which take turns; a single reducer needs D + R streams instead of D x R.
+    For a small model, `"auto"` uses fewer reducers, which alternate from round to round, since very small parts cost
+    more messages than they save. A single reducer needs D + R streams instead of D x R.
 
     Args:
         decision: The donors and replacers.
-        route: One of `Route`. `"auto"` takes the sharded route if that saves many bytes on the busiest rank or on the
-            busiest host's network, or many streams in all.
+        route: One of `Route`. `"auto"` chooses the sharded route if it saves many bytes on the busiest rank or on the
+            busiest host's network, or many streams in total.
         model_nbytes: Size of a snapshot in bytes.
         turn: Number of the round.
         hosts: Number of each rank's host; None or empty if a host is unknown.
@@ -256,15 +256,15 @@ def reducers_of(
 def sources_of(
     decision: Decision, reducers: tuple[int, ...], model_nbytes: int, hosts: Mapping[int, int]
 ) -> dict[int, tuple[int, ...]]:
-    """Return, for each replacer, the rank that it takes the mean of each part from.
+    """Return, for each replacer, the rank from which it requests the mean of each part.
 
-    Replacers that take all parts from the reducers have no entry. Replacers on one host share the parts from other
-    hosts: each part crosses the network once for each host, instead of once for each replacer. They take turns in
-    fetching, so that each has about the same amount to fetch and to give.
+    Replacers that request all parts from the reducers have no entry. Several replacers on one host share the parts from
+    other hosts: one of them fetches a part for all, so that the part crosses the network once. The fetching is divided
+    evenly among them.
 
     Args:
         decision: The donors and replacers.
-        reducers: Ranks that each make a part; empty on the direct route.
+        reducers: Ranks that each add up one part; empty on the direct route.
         model_nbytes: Size of a snapshot in bytes.
         hosts: Number of each rank's host; empty if a host is unknown.
     """
@@ -284,7 +284,10 @@ def sources_of(
 
 
 def _network_load(decision: Decision, hosts: Mapping[int, int]) -> float:
-    """Return the number of models in the busier direction of the busiest host's network on the direct route."""
+    """Return the load of the busiest host's network on the direct route.
+
+    The load is the number of models that the host sends or receives, whichever is larger.
+    """
     donors, replacers = (Counter(hosts[rank] for rank in ranks) for ranks in (decision.donors, decision.replacers))
     return max(
         max(replacers[host] * (donors.total() - donors[host]), donors[host] * (replacers.total() - replacers[host]))
@@ -295,7 +298,11 @@ def _network_load(decision: Decision, hosts: Mapping[int, int]) -> float:
 def _sharded_network_load(
     reducers: tuple[int, ...], decision: Decision, model_nbytes: int, hosts: Mapping[int, int]
 ) -> float:
-    """Return the same number for the sharded route: the donors' parts and the means travel at the same time."""
+    """Return the load of the busiest host's network on the sharded route.
+
+    The load is the number of models that the host sends or receives, whichever is larger. Donors' parts and the
+    reducers' means are counted together, since both are on the network at the same time.
+    """
     are_shared = bool(sources_of(decision, reducers, model_nbytes, hosts))
     replacers_ = {hosts[rank]: rank for rank in decision.replacers}.values() if are_shared else decision.replacers
     groups = decision.donors, replacers_, reducers
@@ -312,7 +319,7 @@ def _sharded_network_load(
 def _least_load(
     candidates: tuple[int, ...], decision: Decision, model_nbytes: int, hosts: Mapping[int, int]
 ) -> tuple[int, ...]:
-    """Return the candidates that load the busiest host's network least: all of them, or those of one host."""
+    """Return the reducers that load the busiest host's network least: all candidates, or all candidates of one host."""
     by_host: dict[int, list[int]] = {}
     for rank in candidates:
         by_host.setdefault(hosts[rank], []).append(rank)
@@ -321,7 +328,7 @@ def _least_load(
         like, unlike = unlike, like
     choices = [
         tuple(ranks)
-        for ranks in by_host.values()  # a rank's load from the other candidates, and from the ranks that it serves
+        for ranks in by_host.values()  # a reducer transfers parts of its own group's models and of the other group's
         if len(ranks) > 1 and max(like - 1, len(ranks) - 1 + unlike) <= _MODELS_MAX * len(ranks)
     ]
     return min([candidates, *choices], key=lambda ranks: _sharded_network_load(ranks, decision, model_nbytes, hosts))

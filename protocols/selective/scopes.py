@@ -1,4 +1,4 @@
-"""Holds the numbers that separate the messages of one policy from those of all others."""
+"""Defines the scopes of a policy: numbers that separate its messages from those of all other policies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncdist.protocols.selective.joining.newcomers import Welcome
 
 
 class PolicyScopes:
-    """Holds the scopes of one policy, equal on all of its ranks.
+    """Numbers that separate one policy's messages from those of other policies; equal on all of its ranks.
 
     Args:
         ranks: Ranks that agreed to start the policy, in the order of the agreement.
@@ -21,8 +21,8 @@ class PolicyScopes:
         policy: Number of the policy.
         to_members, to_coordinator: Scopes of messages to the members, and to the coordinator.
         between: Number that the policies of all islands share.
-        values: Values that all members agree on.
-        marks: Up to two different marks of the members' first weights.
+        values: Class, name, model and options of the policy, on which all members agree.
+        marks: Checksums of the members' initial weights: one if the weights are equal, at most two if they differ.
     """
 
     def __init__(self, ranks: tuple[int, ...], agreed: Agreed, population: str = "") -> None:
@@ -35,7 +35,7 @@ class PolicyScopes:
 
     @classmethod
     def of_running(cls, welcome: Welcome, values: Mapping[str, str]) -> PolicyScopes:
-        """Return the scopes of a running policy that has welcomed this rank."""
+        """Return the scopes of a running policy, from its welcome to this restarted rank."""
         scopes = cls.__new__(cls)
         scopes.policy, scopes.values = welcome.policy, dict(values)
         scopes.to_members, scopes.to_coordinator = welcome.to_members, welcome.to_coordinator
@@ -44,7 +44,7 @@ class PolicyScopes:
 
     @classmethod
     def elsewhere(cls, to_members: int, to_coordinator: int) -> PolicyScopes:
-        """Return the scopes of another island's messages."""
+        """Return scopes for the messages of another island's policy."""
         scopes = cls.__new__(cls)
         scopes.policy = scopes.between = 0
         scopes.values, scopes.marks = {}, ()

@@ -14,14 +14,14 @@ from asyncdist.wording import size_in_words
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """Names a live member that was late for a decision, or got no role because its round would have waited for it.
+    """Records that a live member was late for a decision, or was given no role because its steps are too slow.
 
-    A member whose last report is less than the population's cadence old is not late.
+    A member is not late if its last report is more recent than the usual time between reports.
 
     Attributes:
         decision: Number of the decision, from 1; not every decision starts a round.
         rank: The member.
-        offset_s: Seconds from the decision's first report to the member's report; None while it has not arrived.
+        offset_s: Seconds from the decision's first report to the member's report; None until that report arrives.
     """
 
     decision: int
@@ -31,7 +31,7 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Names a donor that a round continued without, and the reason."""
+    """Records that a round continued without one of its donors, and why."""
 
     round: int
     rank: int
@@ -40,27 +40,27 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorStatistics:
-    """Counts a coordinator's work so far. The mappings are copies.
+    """Counts of a coordinator's reports, decisions and rounds so far. The mappings are copies.
 
-    For ended rounds, replacers named = applied in time + abandoned + declined (as replacers) + overdue. An `Applied`
-    that arrives after its round's timeout is counted in `applied`, and as late in `ignored`.
+    In ended rounds, each replacer has applied its average in time, abandoned it, declined or was overdue. An average
+    that is applied after its round's timeout is counted in `applied` and, as a late message, in `ignored`.
 
     Attributes:
         reports: Number of reports received, by rank.
         nonfinite_report_count: Number of reports whose metric was NaN or infinite.
         decision_count: Number of times the reports were judged, with or without a round.
         rounds_decided: Number of rounds started.
-        rounds_ended: Number of rounds ended; at most one less than started.
+        rounds_ended: Number of rounds ended; at most one less than the number started.
         routes: Number of rounds with donors, by the route of their snapshots: `"direct"` or `"sharded"`.
         applied: Number of averages applied, by rank.
-        abandoned: Number of replacers that gave up, left or were lost, by reason.
+        abandoned: Number of replacers that abandoned a round, left or were lost, by reason.
         declines: Number of refused roles, by rank.
         overdue_count: Number of replacers that had not answered before their round's timeout.
-        left_out: Latest donors that rounds continued without.
-        stragglers: Latest members that decisions, or rounds, did not wait for.
+        left_out: Latest donors that were left out of a round.
+        stragglers: Latest members that a decision or a round did not wait for.
         ignored: Number of ignored messages, by reason.
-        emigrant_count: Number of members that were chosen to give to another island.
-        guests: Latest ranks of other islands that gave to a round here, as pairs of round and rank.
+        emigrant_count: Number of times that a member was chosen to send its weights to another island.
+        guests: Latest donors from other islands, as pairs of the round and the rank.
     """
 
     reports: Mapping[int, int]
@@ -80,20 +80,20 @@ class CoordinatorStatistics:
     guests: tuple[tuple[int, int], ...] = ()
 
 
-#: Number of entries that each list keeps.
+#: Number of latest entries that each list in the history keeps.
 HISTORY_LENGTH: Final = 64
 _STORY_LENGTH: Final = 32
 
 
 class History:
-    """Keeps a coordinator's recent events, for statistics and error messages.
+    """Records a coordinator's recent events, for its statistics and for error messages.
 
     Attributes:
-        left_out: Donors that rounds continued without.
-        stragglers: Members that decisions did not wait for, each with the arrival time of the decision's first report.
-        ignored: Number of messages that were late or not allowed, by kind.
-        guests: Pairs of a round and a rank of another island that gave to it.
-        note: Takes the arguments of :meth:`tell` as one pair (template, facts), in half the time.
+        left_out: Donors that were left out of a round.
+        stragglers: Members that a decision did not wait for, each with the arrival time of the decision's first report.
+        ignored: Number of late or unexpected messages, by kind.
+        guests: Donors from other islands, as pairs of the round and the rank.
+        note: Faster form of :meth:`tell`, with one argument: a tuple of template and values.
         abandoned: Number of replacers that failed, by reason.
     """
 
@@ -107,7 +107,7 @@ class History:
         self.note = self._story.append
 
     def tell(self, words: str, *facts: object) -> None:
-        """Record an event. Its string is formatted only if it is needed, since formatting is slow."""
+        """Record an event as a format string and its values, which are formatted only if the story is requested."""
         self._story.append((words, facts))
 
     def story(self) -> tuple[str, ...]:
@@ -115,23 +115,29 @@ class History:
         return tuple(words.format(*facts) for words, facts in self._story)
 
     def broken(self, fact: str) -> str:
-        """Return the message of a failed assertion, with the latest events."""
+        """Return ``fact`` followed by the latest events, as the message of a failed assertion."""
         return "\n  ".join((fact, "the latest events:", *self.story()))
 
     def ignore(self, what: str) -> None:
-        """Count a message without effect."""
+        """Count a message that was ignored; ``what`` is its kind and the reason."""
         self.ignored[what] += 1
 
     def note_abandoned(self, reason: str) -> None:
-        """Count a failed replacer."""
+        """Count a replacer that failed, left or was lost."""
         count_reason(self.abandoned, reason)
 
     def note_stragglers(self, decision: int, late: Iterable[tuple[int, float | None]], start: float) -> None:
-        """Note the members that a decision, or its round, did not wait for; ``start`` is its first report's time."""
+        """Record the members that a decision or its round did not wait for.
+
+        Args:
+            decision: Number of the decision.
+            late: Rank and delay in seconds of each of these members.
+            start: Arrival time of the decision's first report.
+        """
         self.stragglers.extend((Straggler(decision, rank, offset_s), start) for rank, offset_s in late)
 
     def note_arrival(self, rank: int, now: float) -> None:
-        """Set the offset of a straggler whose report has arrived."""
+        """Set ``offset_s`` of a straggler whose report has arrived."""
         for index, (straggler, start) in enumerate(self.stragglers):
             if straggler.rank == rank and straggler.offset_s is None:
                 self.stragglers[index] = (replace(straggler, offset_s=now - start), start)
@@ -139,30 +145,30 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class SelectiveStatistics:
-    """Counts a member's work so far.
+    """Counts of one member's reports, roles and transferred bytes so far.
 
     Attributes:
         iteration: Number of steps.
         report_count: Number of metrics reported.
-        nonfinite_metric_count: Number of these that were NaN or infinite.
+        nonfinite_metric_count: Number of reported metrics that were NaN or infinite.
         snapshot_count: Number of snapshots taken as a donor.
         replacement_count: Number of averages applied.
-        abandoned: Number of rounds given up as a replacer, by reason.
+        abandoned: Number of rounds abandoned as a replacer, by reason.
         declined: Number of refused roles, by reason.
-        unapplied_count: Number of complete averages that were discarded, because the policy or the round ended first.
+        unapplied_count: Number of complete averages that were discarded because the policy or the round ended first.
         last_round: Newest round that named this rank.
         reduction_count: Number of parts of an average that this rank has added up for the replacers of a sharded round.
         reasked_count: Number of parts of an average that this rank, as a replacer, has requested from the donors
             because their reducer had failed.
-        sent_nbytes: Number of bytes streamed as a donor, or as a reducer of a sharded round.
-        received_nbytes: Number of bytes streamed or read as a replacer or a reducer, including abandoned rounds.
-        read_nbytes: Number of these bytes that were read in the memory of donors on this host.
-        epoch: Epoch of the coordinator: 0 for the first one, larger for each later one.
+        sent_nbytes: Number of bytes sent as a donor or reducer.
+        received_nbytes: Number of bytes received as a replacer or reducer, including abandoned rounds.
+        read_nbytes: Number of received bytes that were read directly from the memory of donors on this host.
+        epoch: Epoch of the coordinator: 0 for the first coordinator, and larger for each later one.
         coordinator_rank: Rank of the coordinator, as far as this rank knows; None before the start, and if the
             coordinator is gone.
-        coordinator: Statistics of this rank as a coordinator; None if it has never coordinated.
+        coordinator: Counts of this rank as a coordinator; None if it has never coordinated.
         island: Number of this rank's island, from 0; None without islands.
-        migration_count: Number of snapshots that this rank has given to rounds of other islands.
+        migration_count: Number of snapshots that this rank has sent to rounds of other islands.
         title: Name of the policy and of this rank; "" if unknown.
     """
 
@@ -205,7 +211,7 @@ class SelectiveStatistics:
         return format_table(self.title, rows)
 
     def _shown(self, name: str) -> object:
-        """Return a count as the table shows it; a false value leaves the row out."""
+        """Return a count in the table's format; the table omits a row whose value is false."""
         value = getattr(self, name)
         if name == "island":
             return None if value is None else str(value)
@@ -213,7 +219,7 @@ class SelectiveStatistics:
 
 
 _ALWAYS: Final = ("iteration", "report_count", "snapshot_count", "replacement_count")
-#: The names of the counts in the table, in its order.
+#: Labels of the counts in the printed table, in order.
 _LABELS: Final = {
     "iteration": "iteration",
     "report_count": "metrics reported",

@@ -1,23 +1,20 @@
 """Decides which rank coordinates a policy when its coordinator is lost, has stopped, or does not answer.
 
-`Succession` is one rank's view: a plain synchronous object that turns events into instructions, like
-`protocols.selective.member`. All ranks know the order of succession. A rank that learns that the coordinator is gone
-looks for the first rank of that order that can take over. If that is the rank itself, it claims the task. Otherwise it
-nominates the other rank, which may not know of the loss or may have left the policy.
+`Succession` is a state machine on each rank: a plain synchronous object that turns events into instructions. All ranks
+know the same order of succession. When a rank notices that the coordinator is gone, it determines the first rank in
+that order that can take over. If it is that rank itself, it becomes the coordinator. Otherwise it nominates that rank,
+which may not have noticed the loss, or may have left the policy.
 
-Each claim opens an *epoch*. Every rank has its own epochs: no two ranks ever claim the same one. The largest epoch that
-a rank knows of counts. Ranks that have claimed at the same time, or a coordinator that was only slow, thus end up with
-one coordinator: the others learn of a larger epoch and follow. (This is the term of Raft, Ongaro and Ousterhout 2014,
-without the vote: no decision of a coordinator has to outlive it, since weights change on members only.)
+Each new coordinator opens an *epoch*. No two ranks ever open the same epoch, and each rank follows the largest epoch
+that it knows. If two ranks have taken over at the same time, or a coordinator was only slow, all ranks therefore end up
+with one coordinator. An epoch corresponds to a term of Raft (Ongaro and Ousterhout 2014). No vote is needed, since
+weights change on members only and no decision must outlive its coordinator.
 
-`Watch` judges, on a member, whether the coordinator is responsive. A coordinator answers at the safe points of its
-rank. If that rank has long steps, does something else, or is on a host that has lost its connection, rounds wait for it
-although it is not reported as lost. The first members of the succession therefore ask for an answer in each report. One
-of them takes over if the answer is missing, or if most answers are so late that rounds are lost. This uses no clock of
-another rank and no fixed time: the lateness of an answer is measured in steps and reports of the member that waits for
-it. A pause of the member itself, as for an evaluation, therefore does not count as silence of the coordinator. That is
-the idea of an adaptive failure detector (Hayashibara et al. 2004), with missed rounds instead of a probability. A false
-suspicion costs only the round in progress: the suspected coordinator becomes a member.
+`Watch` detects on a member that the coordinator does not respond, although its rank is not reported as lost. The first
+members of the succession ask for an answer in each report. One of them takes over if the answer is missing, or if most
+answers are so late that rounds are lost. The delay is measured in steps and reports of the waiting member, so a pause
+of the member itself does not count. This is an adaptive failure detector (Hayashibara et al. 2004), with missed rounds
+instead of a probability. A false suspicion costs only the round in progress.
 """
 
 from collections import deque
@@ -28,43 +25,44 @@ from typing import Final, NamedTuple, TypeAlias
 from asyncdist.messaging.wire import EPOCH_MAX
 from asyncdist.protocols.selective.waiting import NOISE_S
 
-#: Number of times that a rank is nominated, once per report of the nominating rank, before the next rank is.
+#: Number of nominations of one rank, one per report of the nominating rank, before the next rank is nominated.
 NOMINATION_COUNT_MAX: Final = 3
-#: Number of members that ask for answers: more than one, since the first may be lost or slow at the same time.
+#: Number of members that ask the coordinator for answers. One is not enough, since it may be lost or slow as well.
 WATCHER_COUNT: Final = 3
-#: Number of consecutive reports and of seconds without an answer after which the first watcher takes over; the others
-#: wait for a multiple. Rounds are lost from the second report on, but processes that share cores pause at times.
+#: The first of these members takes over after this number of reports and this number of seconds without an answer; the
+#: second and third wait twice and three times as long. Shorter limits would react to pauses of processes that share
+#: cores.
 MISSED_REPORT_COUNT: Final = 3
 SILENT_S: Final = 1.0
-#: An answer is late after more than this number of steps. With equal steps, one passes on each of the two ranks.
+#: An answer is late if it arrives after more than this number of steps. With equal steps, it arrives after two.
 LATE_STEPS: Final = 3
 #: Number of answers of the coordinator in a round: the assignment, the freeze, and the end.
 _ROUND_ANSWER_COUNT: Final = 3
 _RECENT_COUNT: Final = 8
-_LATE_COUNT: Final = 6  # of the recent answers
+_LATE_COUNT: Final = 6  # number of late answers, of the recent ones, after which a member takes over
 
 
 class Nominate(NamedTuple):
-    """Notify a rank that the coordinator is gone, and that it is the next one."""
+    """Instruction: notify ``dest`` that the coordinator is gone and that ``dest`` is next in the succession."""
 
     dest: int
 
 
 class Claim(NamedTuple):
-    """Coordinate from now on, in this epoch, and notify all members."""
+    """Instruction: coordinate this epoch from now on, and notify all members."""
 
     epoch: int
 
 
 class Follow(NamedTuple):
-    """Take part in the epoch of another coordinator."""
+    """Instruction: accept ``coordinator`` as the coordinator, and take part in its epoch."""
 
     epoch: int
     coordinator: int
 
 
 class Inform(NamedTuple):
-    """Notify a rank of the present coordinator, which it does not know yet."""
+    """Instruction: notify ``dest`` of the present coordinator."""
 
     dest: int
 
@@ -74,17 +72,17 @@ Steps: TypeAlias = tuple[Step, ...]
 
 
 class Succession:
-    """Keeps one rank's view of the coordinator and its succession.
+    """State machine of one rank: tracks the coordinator and decides which rank takes over from it.
 
     Args:
         rank: This rank.
-        order: Ranks that may take over, in this order; they include this rank, unless it is a reserved coordinator.
+        order: Ranks that may take over, in order; they include this rank, unless it is a reserved coordinator.
         coordinator: Rank that coordinates in epoch 0.
 
     Attributes:
-        epoch: Largest epoch that this rank knows of.
+        epoch: Largest epoch that this rank knows.
         coordinator: Coordinator of that epoch; None if it is gone.
-        is_newcomer: Whether this rank was restarted and has begun in a later epoch.
+        is_newcomer: Whether this rank was restarted and has joined a running policy.
     """
 
     def __init__(self, rank: int, order: Sequence[int], coordinator: int) -> None:
@@ -94,13 +92,13 @@ class Succession:
         self.is_newcomer = False
         self._order = tuple(order)
         self._lost: set[int] = set()
-        self._unavailable: set[int] = set()  # lost, left, or out of the policy
-        self._passed_over: set[int] = set()  # for now, because they do not answer
+        self._unavailable: set[int] = set()  # ranks that are lost, have left, or are not admitted yet
+        self._passed_over: set[int] = set()  # ranks that are skipped for now, because they did not answer nominations
         self._nomination_count = 0
-        self._lost_claim: tuple[int, int] | None = None  # the last claim of a rank that was lost here: epoch and rank
+        self._lost_claim: tuple[int, int] | None = None  # epoch and rank of the last claim that a lost rank had made
 
     def on_lost(self, rank: int) -> Steps:
-        """Note that a rank was lost, or that it has stopped as the coordinator."""
+        """Record that a rank is lost, or has stopped coordinating; look for a new coordinator if there is none."""
         self._lost.add(rank)
         self._unavailable.add(rank)
         if rank == self.coordinator:
@@ -110,27 +108,30 @@ class Succession:
         return self._seek() if self.coordinator is None else ()
 
     def on_left(self, rank: int) -> Steps:
-        """Note that a rank has left the policy and cannot take over. If it coordinates, it continues to do so."""
+        """Record that a rank has left the policy and cannot take over. If it is the coordinator, it remains so."""
         self._unavailable.add(rank)
         return self._seek() if self.coordinator is None else ()
 
     def on_admitted(self, rank: int) -> None:
-        """Note that a restarted rank takes part, and may take over."""
+        """Record that a restarted rank was admitted, and may take over."""
         self._lost.discard(rank)
         self._unavailable.discard(rank)
 
     def begin_in(self, epoch: int) -> None:
-        """Begin in an epoch in progress. :meth:`on_admitted` then names the ranks that take part and may take over."""
+        """Begin in a later epoch, for a restarted rank.
+
+        No rank may take over until :meth:`on_admitted` has named it.
+        """
         self.epoch, self.is_newcomer = epoch, True
         self._unavailable.update(self._order)
         self._unavailable.add(self.rank)
 
     def leave(self) -> None:
-        """Claim nothing from now on, since this rank leaves the policy. If it coordinates, it continues to do so."""
+        """Never take over from now on, since this rank leaves the policy. If it is the coordinator, it remains so."""
         self._unavailable.add(self.rank)
 
     def on_cadence(self) -> Steps:
-        """Continue to look for a coordinator: a message may have been lost, or the next rank may be busy."""
+        """Repeat the search for a coordinator, since a message may have been lost or the nominated rank may be busy."""
         if self.coordinator is not None:
             return ()
         self._nomination_count += 1
@@ -141,32 +142,32 @@ class Succession:
         return self._seek()
 
     def on_nomination(self, source: int, epoch: int) -> Steps:
-        """Answer a rank that knows of no coordinator. If this rank knows of none either, it already looks for one."""
+        """Handle a nomination of this rank by ``source``, for which the coordinator of ``epoch`` is gone."""
         if epoch < self.epoch:
             return () if self.coordinator is None else (Inform(source),)
         if epoch == self.epoch or epoch > EPOCH_MAX:
             return ()
-        self.epoch, self.coordinator = epoch, None  # its coordinator is gone, and this rank never knew it
+        self.epoch, self.coordinator = epoch, None  # the coordinator of this epoch is gone; this rank never knew it
         return self._seek()
 
     def on_suspicion(self) -> Steps:
-        """Take over from a coordinator that does not answer; it may coordinate again later."""
+        """Take over from a coordinator that does not answer."""
         is_due = self.coordinator not in (None, self.rank) and self.rank not in self._unavailable
         return self._claim() if is_due else ()
 
     def on_claim(self, epoch: int, coordinator: int, source: int) -> Steps:
-        """Handle a message of ``source`` that a rank coordinates in an epoch."""
+        """Handle a message from ``source`` which says that ``coordinator`` coordinates in ``epoch``."""
         if epoch < self.epoch:
             return () if self.coordinator is None else (Inform(source),)
         if (epoch == self.epoch and self.coordinator is not None) or epoch > EPOCH_MAX or coordinator == self.rank:
-            return ()  # known, or false: only this rank itself can claim for it
-        if coordinator in self._lost:  # it was lost after its claim
+            return ()  # the claim is known already, or false: no other rank can claim this rank's epoch
+        if coordinator in self._lost:  # the coordinator was lost after it had claimed the epoch
             self.epoch = max(self.epoch, epoch)
             self.coordinator = None
             self._lost_claim = epoch, coordinator
             return self._seek()
-        # A lost coordinator does not coordinate any longer, unless its rank was restarted and this rank meets it only
-        # now.
+        # The epoch's coordinator was lost. The claim counts only if it was made by a restarted process that this rank
+        # had not met yet.
         if epoch == self.epoch and (epoch, coordinator) != self._lost_claim:
             return ()
         self.epoch, self.coordinator = epoch, coordinator
@@ -174,11 +175,11 @@ class Succession:
         return (Follow(epoch, coordinator),)
 
     def is_available(self, rank: int) -> bool:
-        """Return whether a rank may take part, as far as is known."""
+        """Return whether a rank is a live member of the policy, as far as this rank knows."""
         return rank not in self._unavailable
 
     def place(self, limit: int) -> int | None:
-        """Return this rank's place, from 0, in the present order of succession; None if it is >= ``limit``."""
+        """Return this rank's position, from 0, among the ranks that can take over; None if it is >= ``limit``."""
         if self.rank == self.coordinator or self.rank in self._unavailable:
             return None
         able = (rank for rank in self._order if rank != self.coordinator and rank not in self._unavailable)
@@ -187,7 +188,7 @@ class Succession:
     # ---------------------------------------------------------------- helpers
 
     def _next(self) -> int | None:
-        """Return the rank whose turn it is to take over; None if no rank is known that can."""
+        """Return the rank that is next to take over; None if no known rank can take over."""
         for rank in self._order:
             if rank not in self._unavailable and (rank == self.rank or rank not in self._passed_over):
                 return rank
@@ -200,7 +201,7 @@ class Succession:
         return self._claim() if rank == self.rank else (Nominate(rank),)
 
     def _claim(self) -> Steps:
-        """Open the next epoch of this rank; do nothing beyond the last one, which only false claims can reach."""
+        """Open this rank's next epoch; do nothing above ``EPOCH_MAX``, which only false claims can reach."""
         count, place = len(self._order), self._order.index(self.rank)
         epoch = self.epoch - (self.epoch - 1 - place) % count + count
         if epoch > EPOCH_MAX:
@@ -212,30 +213,30 @@ class Succession:
 
 
 class Watch:
-    """Tracks one member's requests for answers, and the delays of the latest answers."""
+    """Detects on one member that the coordinator does not answer, or that its answers are too late."""
 
     def __init__(self) -> None:
         self._asked_at: float | None = None  # time of the first report since the last answer
         self._asked_in = 0  # the step of that report
-        self._missed_count = 0  # number of reports after that one
-        self._silent_s = 0.0  # from that report to the newest one, without pauses of this rank
+        self._missed_count = 0  # number of further reports without an answer
+        self._silent_s = 0.0  # seconds without an answer, not counting this rank's own pauses
         self._interval_s = 0.0
         self._late: deque[bool] = deque(maxlen=_RECENT_COUNT)
 
     def begin(self) -> None:
-        """Forget everything, because another rank coordinates."""
+        """Discard all observations, because another rank coordinates now."""
         self._asked_at = None
         self._late.clear()
 
     def on_report(self, step: int, interval_s: float, now: float) -> None:
-        """Note a report that asks for an answer.
+        """Record that this rank sends a report that asks for an answer.
 
         Args:
             step: Number of this rank's step.
             interval_s: Seconds since this rank's previous report.
             now: The present time.
         """
-        usual_s = min(interval_s, self._interval_s)  # a pause makes one interval long
+        usual_s = min(interval_s, self._interval_s)  # excludes a pause, which makes only one interval long
         self._interval_s = interval_s
         if self._asked_at is None:
             self._asked_at, self._asked_in = now, step
@@ -245,12 +246,7 @@ class Watch:
             self._silent_s += usual_s
 
     def on_answer(self, step: int, now: float) -> None:
-        """Note that the coordinator has read a report.
-
-        Args:
-            step: Number of this rank's step in which the answer was received.
-            now: The present time.
-        """
+        """Record that the coordinator's answer to a report has arrived in this rank's step ``step``."""
         if self._asked_at is None:
             return
         took_s, self._asked_at = now - self._asked_at, None
@@ -258,10 +254,10 @@ class Watch:
         self._late.append(is_long and _ROUND_ANSWER_COUNT * took_s > self._interval_s)
 
     def suspicion(self, place: int) -> str | None:
-        """Return the reason to take over, such as "has not answered for 2.1 s"; None if there is none.
+        """Return the reason to take over, such as "has not answered for 2.1 s"; None to keep the coordinator.
 
         Args:
-            place: This rank's place among the watchers, from 0.
+            place: This rank's position, from 0, among the members that ask for answers.
         """
         is_silent = self._silent_s >= SILENT_S * (1 + place) and self._missed_count >= MISSED_REPORT_COUNT * (1 + place)
         if is_silent and self._asked_at is not None:

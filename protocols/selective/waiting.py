@@ -1,14 +1,14 @@
 """Decides how long a coordinator waits for reports, and which ranks would delay a round too much.
 
-Pure functions of the times that members report, and `Patience`, which keeps their inputs. Two ideas:
+The functions here are pure; `Patience` stores their inputs. The *cadence* is the median member's time between reports.
 
-- **Grace.** Waiting for late reports is free as long as the round ends before the next reports arrive. After the
-  quorum, late reports are waited for during ``max(0, cadence - quorum_time - round_time)`` at most, which is the
-  adaptive grace window of Decoupled DiLoCo (eq. 3, ``gamma * max(0, tau * step - quorum_time - sync_time)``, with gamma
-  1), and only for ranks that can be expected by then. docs/grace.md compares it with other windows.
-- **Roles.** Rounds do not overlap, so a rank with long steps would delay all rounds that give it a role. A round may
-  take a cadence and a quarter, or twice its time with the median rank, at no cost. A rank that needs longer takes part
-  only when the excess is at most a tenth of the time since the last delayed round.
+- **Grace.** Waiting for late reports delays nothing if the round still ends before the next reports arrive. After the
+  quorum, the coordinator therefore waits at most ``max(0, cadence - quorum_time - round_time)``, and only for ranks
+  whose report can be expected within that time. This is the adaptive grace window of Decoupled DiLoCo (eq. 3, ``gamma *
+  max(0, tau * step - quorum_time - sync_time)``, with gamma 1). docs/grace.md compares it with other windows.
+- **Roles.** Rounds do not overlap, so a rank with long steps would delay every round in which it has a role. A round
+  may take 1.25 cadences, or twice its time with the median rank, at no cost. A slower rank gets a role only if the
+  excess is at most a tenth of the time since the last delayed round.
 """
 
 import math
@@ -18,27 +18,28 @@ from functools import partial
 from statistics import median_low
 from typing import Final, NamedTuple
 
-#: Number of cadences, and multiple of the time with the median rank, that a round may take without delaying others.
+#: A round delays no other round if it takes at most this number of cadences, or this multiple of the time that it would
+#: take with only the median rank.
 FREE_CADENCES: Final = 1.25
 FREE_ROUNDS: Final = 2.0
-#: Seconds below which a time says little about a rank, because hosts are busy and timers coarse.
+#: Differences in seconds below this limit are ignored, because busy hosts and coarse timers cause them.
 NOISE_S: Final = 0.1
 #: Fraction of the time for which slow ranks may delay rounds.
 HELD_SHARE: Final = 0.1
 #: Upper limit for reported times, in seconds, so that every deadline is finite.
 BELIEVED_MAX_S: Final = 3600.0
-#: Steps that a rank needs for its role, besides those of streams: one to receive it, and one to complete it.
+#: Number of steps that a rank needs for its role in addition to its streams: one to receive it and one to complete it.
 _ROLE_STEP_COUNT: Final = 2
-_RECENT_ROUND_COUNT: Final = 9  # their median is the duration of a round
+_RECENT_ROUND_COUNT: Final = 9  # the median of so many latest rounds is the expected duration of a round
 
 
 class Pace(NamedTuple):
-    """Holds the coordinator's knowledge of a member's times, in seconds; 0 if unknown.
+    """The speed of one member as the coordinator knows it, in seconds; 0 if unknown.
 
     Attributes:
-        step_s: Duration of its steps; the shorter one of its last two reports.
-        interval_s: Time from one report to the next; the shorter one of the last two.
-        silent_s: Time since its newest report.
+        step_s: Duration of the member's steps; the smaller value of its last two reports.
+        interval_s: Time between the member's reports; the smaller of the last two intervals.
+        silent_s: Time since the member's newest report.
     """
 
     step_s: float
@@ -46,28 +47,28 @@ class Pace(NamedTuple):
     silent_s: float
 
 
-#: Takes half the time of Pace(...); each round creates one for each member.
+#: Creates a Pace from a tuple in half the time of Pace(...); each round creates one for each member.
 as_pace: Final[Callable[[tuple[float, float, float]], Pace]] = partial(tuple.__new__, Pace)
 
 
 def believed_s(claimed_s: float) -> float:
-    """Return a reported time, limited so that deadlines can depend on it; 0 if it is not a positive finite number."""
+    """Return a reported time in seconds, at most `BELIEVED_MAX_S`; 0 if it is not a positive finite number."""
     if 0.0 < claimed_s <= BELIEVED_MAX_S:
         return claimed_s
     return BELIEVED_MAX_S if BELIEVED_MAX_S < claimed_s < math.inf else 0.0
 
 
 def cadence_s(intervals_s: Sequence[float]) -> float:
-    """Return the median member's time between reports; 0 if no interval is known."""
+    """Return the median of the members' times between reports, in seconds; 0 if no interval is known."""
     known = [interval_s for interval_s in intervals_s if interval_s > 0]
     return median_low(known) if known else 0.0
 
 
 def grace_s(cadence_s: float, quorum_s: float, rounds_s: Sequence[float]) -> float:
-    """Return how long reports may be waited for after the quorum without delaying a later round.
+    """Return the seconds to wait for late reports after the quorum, without delaying a later round.
 
     Args:
-        cadence_s: Seconds between reports of the population.
+        cadence_s: Median seconds between a member's reports.
         quorum_s: Seconds from the first report to the quorum.
         rounds_s: Durations of the latest rounds, in seconds.
     """
@@ -75,23 +76,23 @@ def grace_s(cadence_s: float, quorum_s: float, rounds_s: Sequence[float]) -> flo
 
 
 def is_expected(pace: Pace, cadence_s: float, within_s: float) -> bool:
-    """Return whether a member's next report can be expected within that time.
+    """Return whether a member's next report can be expected within the next `within_s` seconds.
 
-    A member that is overdue for longer has stopped for an unknown time. A member with an unknown interval is assumed to
-    have the population's cadence.
+    A member whose report is overdue by more than `within_s` is not expected, since it may have stopped for an unknown
+    time. A member with an unknown interval is assumed to report once per cadence.
     """
     return abs((pace.interval_s or cadence_s) - pace.silent_s) <= within_s
 
 
 def is_late(pace: Pace, cadence_s: float) -> bool:
-    """Return whether a member without a report for a decision is a straggler, and not merely between two reports."""
+    """Return whether a member that has not reported is a straggler, and not merely between two reports."""
     return pace.silent_s > FREE_CADENCES * cadence_s
 
 
 def hold_s(pace: Pace, stream_safe_points: int) -> float:
-    """Return how long a round takes if this member has a role in it.
+    """Return the estimated duration of a round, in seconds, if this member has a role in it.
 
-    An overdue member is assumed to stay away for as long again.
+    A member whose report is overdue is assumed to need as much time again.
     """
     step_s, interval_s, silent_s = pace
     overdue_s = silent_s - interval_s if 0 < interval_s < silent_s else 0.0
@@ -99,26 +100,29 @@ def hold_s(pace: Pace, stream_safe_points: int) -> float:
 
 
 def free_s(holds: Mapping[int, float], cadence_s: float) -> float:
-    """Return how long a round may take without delaying another."""
+    """Return the seconds that a round may take without delaying another, from the estimates of `hold_s` by rank."""
     return max(FREE_CADENCES * cadence_s, FREE_ROUNDS * median_low(holds.values())) if holds else 0.0
 
 
 def slow_ranks(holds: Mapping[int, float], allowed_s: float) -> frozenset[int]:
-    """Return the members without which rounds stay within ``allowed_s``; empty if fewer than two others remain."""
+    """Return the members with which a round would take longer than ``allowed_s``.
+
+    Empty if fewer than two other members remain.
+    """
     slow = frozenset(rank for rank, hold_s in holds.items() if hold_s > allowed_s)
     return slow if len(holds) - len(slow) >= 2 else frozenset()
 
 
 class Patience:
-    """Tracks the members that a coordinator waits for, the deadline, and the last round that a slow rank delayed.
+    """Decides which late members a coordinator waits for, until when, and which members are too slow for a role.
 
     Args:
-        grace_s: Seconds that the user allows for waiting, after the quorum and in a round for a slow rank. None to wait
-            only as long as no later round is delayed.
-        stream_safe_points: Number of safe points that each end of one donor's stream needs.
+        grace_s: The user's limit in seconds for waiting, both after the quorum and in a round for a slow rank. None to
+            wait only as long as no later round is delayed.
+        stream_safe_points: Number of safe points that sender and receiver of one snapshot each need.
 
     Attributes:
-        awaited: Members that the decision waits for, once the quorum is met.
+        awaited: After the quorum is met, the members whose reports the decision still waits for.
     """
 
     def __init__(self, grace_s: float | None, stream_safe_points: int) -> None:
@@ -127,7 +131,7 @@ class Patience:
         self._stream_safe_points = stream_safe_points
         self._rounds_s: deque[float] = deque(maxlen=_RECENT_ROUND_COUNT)
         self._held_at = math.inf  # end of the last round that a slow rank may have delayed
-        self._holding: frozenset[int] = frozenset()  # ranks that may delay the next round
+        self._holding: frozenset[int] = frozenset()  # slow ranks that may have a role in the next round and delay it
         self._first_quorum_at = math.inf
         self._complete_at: float | None = None  # time of the quorum, or of the last awaited report
         self._limit_at = 0.0
@@ -135,7 +139,7 @@ class Patience:
 
     @property
     def round_s(self) -> float:
-        """Median duration of the latest rounds in seconds; 0 if there was none."""
+        """Median duration of the latest rounds in seconds; 0 before the first round."""
         return median_low(self._rounds_s) if self._rounds_s else 0.0
 
     @property
@@ -144,9 +148,15 @@ class Patience:
         return self._limit_at if self.awaited and self._complete_at is not None else self._complete_at
 
     def on_quorum(self, others: Mapping[int, Pace], cadence_s: float, quorum_s: float, now: float) -> None:
-        """Choose the members to wait for, and the deadline.
+        """Choose the late members to wait for, and the deadline.
 
-        A member that has never reported is expected within the first cadence after the first quorum.
+        Members that have never reported are waited for only during the first cadence after the first quorum.
+
+        Args:
+            others: Pace of each member that has not reported.
+            cadence_s: Median seconds between a member's reports.
+            quorum_s: Seconds from the first report to the quorum.
+            now: The present time.
         """
         self._complete_at = now
         self._first_quorum_at = min(now, self._first_quorum_at)
@@ -163,7 +173,7 @@ class Patience:
         }
 
     def on_no_quorum(self) -> None:
-        """Stop waiting: a decision was made, or the quorum is no longer met."""
+        """Stop waiting, because a decision was made or the quorum is no longer met."""
         self._complete_at = None
         self.awaited.clear()
 
@@ -180,13 +190,13 @@ class Patience:
     def slow_ranks(
         self, paces: Iterable[tuple[int, Pace]], cadence_s: float, now: float, *, slowest: Pace | None = None
     ) -> frozenset[int]:
-        """Return the judged members that get no role because rounds would wait for them too long.
+        """Return the judged members that get no role because a round would wait for them too long.
 
         Args:
             paces: Rank and pace of each judged member; not read if `slowest` is fast enough.
-            cadence_s: Seconds between reports of the population.
+            cadence_s: Median seconds between a member's reports.
             now: The present time.
-            slowest: Longest step, shortest interval and longest silence of all of them; None if unknown.
+            slowest: Longest step, shortest interval and longest silence of all judged members; None if unknown.
         """
         self._held_at = min(now, self._held_at)
         if slowest is not None and hold_s(slowest, self._stream_safe_points) <= max(
@@ -201,7 +211,7 @@ class Patience:
         return slow
 
     def on_round(self, named: Sequence[int], took_s: float, now: float) -> None:
-        """Note that a frozen round has ended."""
+        """Record the duration `took_s` of a frozen round that has ended; `named` are its ranks."""
         self._rounds_s.append(took_s)
         if not self._holding.isdisjoint(named):
             self._held_at = now

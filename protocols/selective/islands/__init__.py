@@ -1,1 +1,1 @@
-"""Divides a population into islands, each with its own policy; the best rank of one gives weights to another."""
+"""Islands: a population is divided into groups with separate policies, whose best ranks are donors in other groups."""

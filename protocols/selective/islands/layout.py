@@ -1,7 +1,7 @@
-"""Divides the ranks of a population into islands of equal size, by arithmetic: no rank holds a list of all islands.
+"""Divides the ranks of a population into islands of equal size, and defines the options for islands.
 
-Ranks of the same host are grouped first, so that an island spans as few hosts as possible and little of its traffic
-crosses hosts.
+The ranks are ordered by host first, so that an island spans few hosts and little of its traffic is between hosts. The
+division is computed from each rank's position, so no rank stores a list of all islands.
 """
 
 import contextlib
@@ -18,41 +18,41 @@ MigrationRoute: TypeAlias = Literal["ring", "random"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IslandOptions(Options):
-    """Holds the options for islands.
+    """Options for islands.
 
     Raises:
         ValueError: An option is out of range, both ``islands`` and ``island_size`` are given, or a migration option is
-            given without either of them.
+            given although there are no islands.
     """
 
     islands: int | None = option(
-        "Number of populations of equal size into which the ranks are divided, host by host. Each has a coordinator.",
+        "Number of islands, populations of equal size with separate coordinators, into which the ranks are divided.",
         or_none(whole(1, " or None")),
         default=None,
         group="islands",
     )
     island_size: int | None = option(
-        "Number of ranks in each population, at least 2, instead of `islands`. A few dozen work best.",
+        "Number of ranks in each island, at least 2, instead of `islands`. A few dozen work best.",
         or_none(whole(2, " or None")),
         default=None,
         group="islands",
     )
     migrate_every: int | None = option(
-        "Number of an island's decisions from one migrant to the next; 10 by default. The migrant, the island's best "
-        "rank, becomes an additional donor in a round of another island.",
+        "Number of decisions after which an island's best rank becomes an additional donor (a migrant) in a round of "
+        "another island; 10 by default.",
         or_none(whole(1, " or None")),
         default=None,
         group="islands",
     )
     migration: MigrationRoute | None = option(
-        'Island that receives the migrant: the next one (`"ring"`, the default) or a random one (`"random"`).',
+        'Island that receives the migrant: the next island (`"ring"`, the default) or a random island (`"random"`).',
         or_none(one_of(MigrationRoute)),
         default=None,
         group="islands",
     )
 
     def __post_init__(self) -> None:
-        """Check all values that do not depend on the number of ranks, and fill in the defaults."""
+        """Check the values as far as possible without the number of ranks, and fill in the defaults."""
         Options.__post_init__(self)
         for name, default in (("migrate_every", 10), ("migration", "ring")):
             value = getattr(self, name)
@@ -67,15 +67,15 @@ class IslandOptions(Options):
 
     @property
     def are_on(self) -> bool:
-        """Whether there are islands."""
+        """True if the ranks are divided into islands."""
         return self.islands is not None or self.island_size is not None
 
     def check_beside(self, averaging_strategy: str, **ranks: object) -> None:
-        """Raise ValueError if another option of the policy cannot be used with islands.
+        """Raise ValueError if one of the policy's other options cannot be used with islands.
 
         Args:
             averaging_strategy: The policy's averaging strategy.
-            ranks: Options that name ranks for a single coordinator.
+            ranks: Values of the options that name coordinators, by option.
         """
         if not self.are_on:
             return
@@ -89,7 +89,7 @@ class IslandOptions(Options):
 
     @contextlib.contextmanager
     def told_where_others_miss(self) -> Iterator[None]:
-        """Add a hint to a StartTimeoutError of the body: the missing ranks may be in another island."""
+        """Add to a StartTimeoutError of the body the hint that missing ranks may wait in another island."""
         try:
             yield
         except StartTimeoutError as error:
@@ -104,15 +104,15 @@ class IslandOptions(Options):
         return asdict(self) if self.are_on else {}
 
     def island_of(self, rank: int, population: Sequence[int], hosts: Sequence[int] | None = None) -> "Island | None":
-        """Return the island of a rank; None without islands, and if the rank is alone.
+        """Return the island of a rank; None if there are no islands or no other rank.
 
         Args:
             rank: A rank of ``population``.
-            population: All ranks in order, before `by_host` groups them.
-            hosts: The argument of the same name of `by_host`.
+            population: All ranks, in their original order.
+            hosts: For each rank of the world, a number that identifies its host; None if unknown.
 
         Raises:
-            ValueError: The ranks cannot be divided in this way. The error lists the allowed numbers.
+            ValueError: The ranks cannot be divided into islands of this number or size; the error lists those allowed.
         """
         count = len(population)
         if not self.are_on or count < 2:
@@ -131,15 +131,15 @@ class IslandOptions(Options):
 
 
 def by_host(population: Sequence[int], hosts: Sequence[int] | None) -> Sequence[int]:
-    """Return the ranks grouped by host, with hosts and the ranks of each host in their original order.
+    """Return the ranks grouped by host; hosts, and the ranks of each host, remain in their original order.
 
     Args:
         population: The ranks.
-        hosts: A value for each rank of the world that is equal for ranks of the same host; None if all ranks are on one
-            host, or the hosts are unknown.
+        hosts: For each rank of the world, a number that identifies its host; None if all ranks are on one host or the
+            hosts are unknown.
 
     Returns:
-        ``population`` itself if it is grouped already. For a whole world it is a `range`, which takes no memory.
+        The grouped ranks; ``population`` itself (a `range`, for a whole world) if they are grouped already.
     """
     if hosts is None:
         return population
@@ -152,12 +152,12 @@ def by_host(population: Sequence[int], hosts: Sequence[int] | None) -> Sequence[
 
 @dataclass(frozen=True, slots=True)
 class Island:
-    """Describes one island: its ranks, and its place among the islands.
+    """One island: a group of ranks with a policy of its own, and its position among the other islands.
 
     Attributes:
         index: Number of the island, from 0.
         size: Number of ranks in each island.
-        population: All ranks, in the order of the islands. For a whole world it is a `range`, which takes no memory.
+        population: All ranks, in the order of the islands; for a whole world a `range`, which takes no memory.
     """
 
     index: int

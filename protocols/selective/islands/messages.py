@@ -1,22 +1,21 @@
-"""Defines the messages between islands. All are flat, as in `protocols.selective.messages`."""
+"""Defines the messages between islands, by which the best rank of one island becomes a donor in another."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Emigrant:
-    """Announces the best member of an island, which can give its weights to a round of another island.
+    """Announces the best member of an island, which can be a donor in another island.
 
-    The coordinator of the member's island sends it to a rank of the other island, which forwards it once to its
-    coordinator.
+    The coordinator of the member's island sends this message to a rank of the other island. That rank forwards it once,
+    to its coordinator.
 
     Attributes:
         policy: Number that the policies of all islands share.
-        rank, incarnation: Rank and incarnation of the member.
-        digest: Digest of the values that the members of its island have agreed on.
-        is_passed_on: Whether a rank of the other island has forwarded it.
-        marks: Up to two different marks of first weights, from members of this island and of islands whose emigrants
-            have arrived here.
+        rank, incarnation: Rank and incarnation of the announced member.
+        digest: Digest of the class, name, model and options of the policy.
+        is_passed_on: Whether a rank of the other island has forwarded this message.
+        marks: Checksums of initial weights, at most two different ones, that are known in the sender's island.
     """
 
     policy: int
@@ -29,15 +28,15 @@ class Emigrant:
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """Invites an emigrant to be a donor in a round of another island.
+    """Invites an announced rank of another island to be a donor in the sender's island.
 
-    The coordinator of that island sends it. The emigrant answers with `Joined`, and all later messages use the channels
-    of that island.
+    The sender is the coordinator of its island. The invited rank answers with `Joined`, and all later messages use the
+    channels of the sender's island.
 
     Attributes:
         policy: Number that the policies of all islands share.
-        to_members, to_coordinator: Scopes of that island's messages.
-        epoch: Epoch of the coordinator.
+        to_members, to_coordinator: Scopes of messages in the sender's island.
+        epoch: Epoch of the sender as the coordinator.
     """
 
     policy: int

@@ -1,9 +1,9 @@
-"""Chooses the emigrants of one island, and keeps the guests from other islands until a round uses them.
+"""Chooses the emigrants of one island, and stores the available donors from other islands until a round uses them.
 
-Pure: part of `protocols.selective.rounds`. An island is a population of its own. After a fixed number of decisions, its
-best member becomes a donor in another island. This is the island model of evolutionary computing (Tanese 1989; Whitley,
-Rana and Heckendorn 1999), except that the emigrant stays in its island and gives its weights, instead of a copy that
-moves.
+After a fixed number of decisions, the best member of an island is announced as a donor to another island. There it is
+called a *guest*. This is the island model of evolutionary computing (Tanese 1989; Whitley, Rana and Heckendorn 1999),
+except that no individual moves: the emigrant stays in its island and sends its weights. The module is part of the
+coordinator's state machine (`protocols.selective.rounds`).
 """
 
 from collections.abc import Mapping
@@ -16,29 +16,28 @@ from asyncdist.protocols.selective.waiting import FREE_ROUNDS, NOISE_S, believed
 
 T = TypeVar("T")
 
-#: Number of guests that wait at a coordinator; the newest replace the oldest.
+#: Largest number of guests that wait for a round; a new guest then replaces the oldest.
 GUEST_COUNT_MAX: Final = 4
 
 
 class Guest(NamedTuple):
-    """Holds the report and the incarnation of a rank of another island."""
+    """A rank of another island that can be a donor, with its newest report and its number of restarts."""
 
     report: ReportRecord
     incarnation: int
 
 
 class Migrants:
-    """Keeps the emigrant and the guests of one coordinator.
+    """Tracks one island's emigrant (a donor for another island) and its guests (donors from other islands).
 
     Args:
-        members: Members of the coordinator, which changes them. `Migrants` adds the guests of a round, and removes them
-            after it.
-        every: Number of decisions between emigrants; 0 disables emigration.
+        members: The coordinator's members. The guests of a round are added to them, and removed after the round.
+        every: Number of decisions after which the next emigrant is chosen; 0 disables emigration.
         metric_mode: `"max"` or `"min"`.
 
     Attributes:
-        emigrant_count: Number of emigrants chosen.
-        named: Guests of the round in progress.
+        emigrant_count: Number of emigrants chosen so far.
+        named: Guests in the round in progress.
     """
 
     def __init__(self, members: dict[int, Member], every: int, metric_mode: str) -> None:
@@ -53,7 +52,7 @@ class Migrants:
         self.named: tuple[int, ...] = ()
 
     def on_decision(self, number: int, reports: Mapping[int, ReportRecord]) -> None:
-        """Choose an emigrant if one is due: the best of the judged members, if its metric is finite."""
+        """Choose the best judged member as the emigrant, if one is due after this decision and its metric is finite."""
         if not self._every or number % self._every or not reports:
             return
         best = order_worst_first({rank: report.value for rank, report in reports.items()}, self._metric_mode)[-1]
@@ -62,16 +61,16 @@ class Migrants:
             self.emigrant_count += 1
 
     def take_emigrant(self) -> tuple[int, int] | None:
-        """Return, once, the chosen emigrant and its incarnation; None if there is none."""
+        """Return the newly chosen emigrant's rank and incarnation, only once; None if there is none."""
         rank, self._emigrant = self._emigrant, None
         return None if rank is None else (rank, self._members[rank].incarnation)
 
     def invite(self, rank: int, incarnation: int) -> None:
-        """Note that a rank of another island has been invited."""
+        """Record that a rank of another island has been invited as a guest."""
         _put_newest(self._invited, rank, incarnation)
 
     def on_joined(self, rank: int, joined: Joined, now: float) -> bool:
-        """Keep an invited guest and its newest report for the next round; return False for any other rank."""
+        """Store an invited guest and its newest report for the next round; return False if the rank was not invited."""
         if self._invited.get(rank) != joined.incarnation:
             return False
         del self._invited[rank]
@@ -80,12 +79,16 @@ class Migrants:
         return True
 
     def remove(self, rank: int) -> None:
-        """Forget a guest that is gone."""
+        """Remove a guest that is gone."""
         self._invited.pop(rank, None)
         self._waiting.pop(rank, None)
 
     def usable(self, reports: Mapping[int, ReportRecord], oldest_at: float) -> dict[int, ReportRecord]:
-        """Return the reports of the guests that a round may name: neither stale nor much slower than all members."""
+        """Return the reports of the guests that may be in the next round.
+
+        Guests are excluded if their report is older than ``oldest_at``, or if their steps take more than twice as long
+        as the slowest step in ``reports``.
+        """
         if not self._waiting:
             return {}
         limit_s = FREE_ROUNDS * max([report.step_s for report in reports.values()], default=0.0) + NOISE_S
@@ -96,7 +99,7 @@ class Migrants:
         }
 
     def enter(self, guests: tuple[int, ...], round: int) -> None:
-        """Add these guests to a round, as members that do not count, and drop the other waiting guests."""
+        """Add guests to a round, as members that are neither judged nor counted, and drop the other waiting guests."""
         for rank in guests:
             incarnation = self._waiting[rank].incarnation
             self._members[rank] = Member(joined=True, admitted=False, incarnation=incarnation)
@@ -104,17 +107,20 @@ class Migrants:
         self._waiting.clear()
 
     def leave(self) -> None:
-        """Remove the guests from the members after their round."""
+        """Remove the guests from the members, since their round has ended."""
         for rank in self.named:
             del self._members[rank]
         self.named = ()
 
     def without_guests(self) -> dict[int, Member]:
-        """Return the members of the island."""
+        """Return all members except the guests."""
         return {rank: member for rank, member in self._members.items() if rank not in self.named}
 
     def dismissals(self) -> list[Send]:
-        """Return messages that release the guests of the round in progress: a new coordinator will not know them."""
+        """Return the messages that end the guests' roles in the round in progress.
+
+        They are needed when the coordinator is replaced, since the new coordinator does not know the guests.
+        """
         end = End("the coordinator is replaced")
         return [Send(rank, self._round, end) for rank in self.named if self._members[rank].live]
 

@@ -1,13 +1,13 @@
 """Exchanges the messages between the islands of one policy, on one rank.
 
-The coordinator of an island announces its emigrant to a rank of another island, by default to that island's
-coordinator. A rank that does not coordinate forwards the announcement once. The other coordinator invites the emigrant,
-which may be a donor of the next round once it has answered. Nothing waits for an emigrant: if a message is lost, no
-weights migrate until the next emigrant is chosen. A rank that has left the policy declines, and the announcement goes
-to the next rank of its island, or to the next island if all its ranks have left.
+The coordinator of an island announces its best member, the emigrant, to the first live rank of another island. If that
+rank is not the coordinator, it forwards the announcement once. The other island's coordinator invites the emigrant,
+which may be a donor in the next round after it has answered. No rank waits for an emigrant: if a message is lost, no
+weights migrate until the next emigrant is chosen. A rank that has left the policy declines, and the announcement is
+sent to the next rank of that island, or to the next island if all ranks there have left.
 
-Emigrants also carry the marks of first weights: those of their own island, and those that have arrived from other
-islands. The first island thus learns when ranks of other islands began with different weights.
+Announcements also carry checksums of initial weights that are known in the sender's island. The first island can
+therefore warn if ranks of different islands have begun with different weights.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ from asyncdist.protocols.selective.scopes import PolicyScopes
 
 logger = logging.getLogger("protocols.selective.islands.migration")
 
-#: Number of islands that are tried, at random or along the ring, for one with a live rank.
+#: Largest number of islands that are tried, at random or along the ring, until a live rank is found.
 _TARGET_COUNT_MAX: Final = 64
 
 
 class GuestArrived(NamedTuple):
-    """Instructs the coordinator to admit a donor from another island."""
+    """Instructs the coordinator to invite a rank of another island as a donor."""
 
     rank: int
     incarnation: int
 
 
 class GuestLeft(NamedTuple):
-    """Instructs the coordinator to drop a guest."""
+    """Instructs the coordinator to remove a donor from another island, which has left the policy."""
 
     rank: int
 
 
-#: An instruction for the coordinator of this island, on the coordinating rank.
+#: Instruction for the coordinator of this island, which runs on this rank.
 GuestNews: TypeAlias = GuestArrived | GuestLeft
 
 
 class Migration:
-    """Sends the emigrants of this island and receives those of other islands, if this rank coordinates.
+    """Sends and receives one rank's messages to and from other islands.
 
     Args:
         services: Services of this rank.
         island: Island of this rank.
         policy: Number that the policies of all islands share.
-        digest: Digest of the values that the members of this island have agreed on.
-        marks: Marks of these members' first weights.
+        digest: Digest of the class, name, model and options of the policy.
+        marks: Checksums of the members' initial weights, at most two different ones.
         draw: Generator that chooses islands at random; None for the ring.
-        visits: Give this rank's weights to other islands.
-        coordination: Knows which rank coordinates this island.
+        visits: Sends this rank's weights to other islands.
+        coordination: View of which rank coordinates this island.
 
     Attributes:
-        is_first: Whether this is the first island.
+        is_first: Whether this rank is in the first island.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Migration:
         self._visits: Visits | None = visits
         self._coordination = coordination
         self._absent: set[int] = set()  # ranks of other islands that have left the policy
-        self._sent: tuple[Emigrant, int] | None = None  # the newest emigrant, and the rank it was announced to
+        self._sent: tuple[Emigrant, int] | None = None  # newest announcement, and the rank that it was sent to
         self._has_warned = False
         self.is_first = island.index == 0
         self._board = services.shared(Board)
@@ -106,14 +106,7 @@ class Migration:
         visits: Visits,
         coordination: KnowsCoordinator,
     ) -> Migration:
-        """Return the migration of an island's policy.
-
-        Args:
-            world: World of the policy.
-            options: Options of the policy.
-            scopes: Scopes of the policy in this island.
-            island, visits, coordination: The arguments of the class.
-        """
+        """Create this rank's exchange with other islands from the policy's options and scopes."""
         return cls(
             world.services,
             island,
@@ -126,13 +119,13 @@ class Migration:
         )
 
     def leave(self) -> None:
-        """Stop giving weights to other islands, since this rank leaves the policy. It may still coordinate."""
+        """Decline all later invitations, since this rank leaves the policy. The rank may still coordinate."""
         self._visits = None
 
     # -- on the coordinating rank -----------------------------------------------------------------------------------
 
     def emigrate(self, rank: int, incarnation: int) -> None:
-        """Announce to another island that a member of this island can give weights there."""
+        """Announce to another island that a member of this island can be a donor there."""
         self._send(Emigrant(self._policy, rank, incarnation, self._digest, marks=self._marks))
 
     def _send(self, emigrant: Emigrant) -> None:
@@ -142,7 +135,7 @@ class Migration:
             self._board.send(emigrant, dest)
 
     def _dests(self) -> Iterator[int]:
-        """Return the live ranks of the islands that may be next, in the order in which they are tried."""
+        """Yield the live ranks of other islands, in the order in which an announcement is tried."""
         for index in self._targets():
             ranks = self._island.ranks_of(index)
             yield from (rank for rank in ranks if rank not in self._services.gone and rank not in self._absent)
@@ -153,7 +146,7 @@ class Migration:
             yield (own + (step if self._draw is None else self._draw.randrange(1, count))) % count
 
     def invite(self, rank: int, to_members: int, to_coordinator: int, epoch: int) -> None:
-        """Invite a rank of another island to be a guest here; see :class:`Invitation`."""
+        """Invite a rank of another island to be a donor in this island."""
         self._board.send(Invitation(self._policy, to_members, to_coordinator, epoch), rank)
 
     # -- messages ---------------------------------------------------------------------------------------------------
@@ -163,11 +156,11 @@ class Migration:
 
         Args:
             message: The message.
-            source: Rank that sent it.
+            source: Rank that sent the message.
             is_serving: Whether the coordinator of this island runs on this rank.
 
         Returns:
-            An instruction for that coordinator, or None.
+            An instruction for the coordinator of this island, or None.
         """
         if not self._island.is_elsewhere(source) and not isinstance(message, Emigrant):
             logger.debug("rank %d, which is not in another island, sent a %s", source, type(message).__name__)
@@ -183,14 +176,14 @@ class Migration:
         return None
 
     def _on_emigrant(self, emigrant: Emigrant, is_serving: bool) -> GuestArrived | None:
-        """Keep a guest if this rank coordinates; otherwise forward the message to the coordinator."""
+        """Return the announced guest if this rank coordinates; otherwise forward the announcement once."""
         if not self._island.is_elsewhere(emigrant.rank):
             return None
         if emigrant.digest != self._digest:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "rank %d of another island has another model or other options: its island's weights are not used",
+                    "rank %d of another island has a different model or options: its island's weights are not used",
                     emigrant.rank,
                 )
             return None
@@ -203,13 +196,13 @@ class Migration:
         return None
 
     def _note_marks(self, marks: tuple[int, ...], is_serving: bool) -> None:
-        """Note the marks of other islands. The first island warns once when they differ from its own."""
+        """Record other islands' checksums of initial weights; on the first island, warn once if they differ."""
         known, self._marks = self._marks, first_two((self._marks, marks))
         if self.is_first and is_serving and len(known) < 2:
             warn_of_first_weights(self._marks)
 
     def _on_declined(self, source: int, is_serving: bool) -> GuestLeft | None:
-        """Note that a rank of another island has left the policy, and offer the emigrant to another rank."""
+        """Record that a rank of another island has left the policy, and announce the emigrant to another rank."""
         self._absent.add(source)
         if not is_serving:
             return None

@@ -1,8 +1,8 @@
-"""Gives this rank's weights to rounds of other islands, alongside its own island's rounds.
+"""Makes this rank a donor in other islands, in addition to its role in its own island.
 
-A :class:`Visit` has the state machine, the channels and the snapshots of a donor, in the scopes of the other island,
-whose coordinator and replacers treat it like any donor. This rank's role in its own island is unaffected. An invitation
-opens a visit before any rank of the other island asks for a snapshot. The visit is kept for later rounds.
+A :class:`Visit` has the state machine, the channels and the snapshots of a donor in another island. That island's
+coordinator and replacers treat it like any donor. An invitation opens the visit before any rank requests a snapshot,
+and the visit remains open for later rounds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Visit:
         scopes: Scopes of the other island.
         island: Island of this rank.
         index: Number of the other island.
-        own: This rank's member in its own island, which has the newest report.
+        own: State machine of this rank in its own island, which has the newest report.
         resources: The model, and the memory of the roles.
     """
 
@@ -60,7 +60,7 @@ class Visit:
         services.spawn_service(self._listen(), name="visit to another island")
 
     def on_invitation(self, invitation: Invitation, coordinator: int) -> None:
-        """Accept an invitation: send the coordinator this rank's newest report."""
+        """Accept an invitation by sending this rank's newest report to the other island's coordinator."""
         known = self._coordination
         if invitation.epoch < known.epoch or coordinator in self._services.gone:
             return
@@ -76,36 +76,36 @@ class Visit:
 
     @property
     def wants_step(self) -> bool:
-        """Whether a snapshot is to be taken in the next step."""
+        """True if the next step must take a snapshot for the other island."""
         return self._member.wants_step
 
     def on_step(self, iteration: int) -> None:
-        """Take a snapshot if one is due."""
+        """Take a snapshot for the other island if one is due."""
         self._roles.step(iteration)
 
     def leave(self) -> None:
-        """Begin to leave: a snapshot on offer stays available until its round has ended."""
+        """Begin to leave, but keep a finished snapshot available until its round has ended."""
         self._roles.leave()
 
     def close(self) -> None:
-        """Stop giving weights, and close the channels."""
+        """Stop sending weights to the other island, and close the channels."""
         self._roles.finish()
         self._services.off_gone(self._on_gone)
         self._channels.close()
 
     @property
     def is_quiet(self) -> bool:
-        """Whether this rank has no part in a round of that island."""
+        """True if this rank has no role in a round of the other island."""
         return self._member.state is State.OUT or not self._roles.is_giving
 
     @property
     def snapshot_count(self) -> int:
-        """Number of snapshots given to that island."""
+        """Number of snapshots sent to the other island."""
         return self._roles.donor.snapshot_count
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes streamed to that island."""
+        """Number of bytes sent to the other island."""
         return self._channels.server.sent_nbytes
 
     def _on_gone(self, rank: int) -> None:
@@ -113,7 +113,10 @@ class Visit:
             self._services.engine.loop.call_soon(self._lose, rank)
 
     def _lose(self, rank: int) -> None:
-        """End the round of a coordinator that is gone: a new coordinator does not know the round."""
+        """End this rank's role if ``rank`` is the other island's coordinator, which is gone.
+
+        A new coordinator does not know the round.
+        """
         if rank == self._coordination.coordinator:
             self._coordination.follow(self._coordination.epoch, None)
             self._roles.lose_coordinator("is gone")
@@ -133,17 +136,17 @@ class Visit:
                     logger.debug("a coordinator of another island sent a %s", type(other).__name__)
 
     def _is_given(self, assign: Assign) -> bool:
-        """Return whether an assignment fits a guest: it is a donor's, and names only ranks that may be in the round."""
+        """Return whether an assignment is valid for a guest: a donor's role, and no unknown ranks."""
         return assign.role == DONOR and not assign.admits and assign.is_among(*self._known)
 
 
 class Visits:
-    """Holds the visits of one rank, by island.
+    """Manages this rank's visits, its work as a donor in other islands.
 
     Args:
         services: Services of this rank.
         island: Island of this rank.
-        own: This rank's member in that island.
+        own: State machine of this rank in its own island.
         resources: The model, and the memory of the roles.
     """
 
@@ -156,7 +159,7 @@ class Visits:
         self._visits: dict[int, Visit] = {}
 
     def located(self, info: StepInfo) -> StepInfo:
-        """Return a step's result with this rank's island, and the donors from other islands."""
+        """Return a step's result with the number of this rank's island and the donors from other islands filled in."""
         if info is NOTHING:
             return info
         members = self._island.ranks
@@ -165,7 +168,7 @@ class Visits:
         )
 
     def on_invitation(self, invitation: Invitation, coordinator: int) -> bool:
-        """Prepare to be a donor in another island; return False if this rank is leaving."""
+        """Accept an invitation to be a donor in another island; return False if this rank is leaving."""
         if self._is_leaving:
             return False
         index = self._island.index_of(coordinator)
@@ -182,7 +185,7 @@ class Visits:
         return Visit(self._services, scopes, island, index, self._own, self._resources)
 
     def on_step(self, iteration: int) -> None:
-        """Take the snapshots that are due."""
+        """Take the snapshots for other islands that are due in this step."""
         for visit in self._visits.values():
             if visit.wants_step:
                 visit.on_step(iteration)
@@ -194,21 +197,21 @@ class Visits:
             visit.leave()
 
     def close(self) -> None:
-        """Stop giving weights to other islands."""
+        """Stop sending weights to other islands, and close the channels."""
         for visit in self._visits.values():
             visit.close()
 
     @property
     def is_quiet(self) -> bool:
-        """Whether this rank has no part in a round of another island."""
+        """True if this rank has no role in a round of another island."""
         return all(visit.is_quiet for visit in self._visits.values())
 
     @property
     def snapshot_count(self) -> int:
-        """Number of snapshots given to other islands."""
+        """Number of snapshots sent to other islands."""
         return sum(visit.snapshot_count for visit in self._visits.values())
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes streamed to other islands."""
+        """Number of bytes sent to other islands."""
         return sum(visit.sent_nbytes for visit in self._visits.values())

@@ -1,12 +1,12 @@
-"""Keeps the ranks that ask to be admitted to a running policy, and chooses the donor of their state.
+"""Decides when restarted ranks are admitted to a running policy, and which member sends them its state.
 
-A newcomer is the new process of a lost member. A round of its own, between two other rounds, admits it: one donor gives
-it all of its state. Newcomers that wait at the same time are admitted together. Until it has the state, a newcomer does
-not count: it is neither judged nor waited for.
+A *newcomer* is the new process of a lost member. It is admitted in a separate round in which one donor sends it its
+whole state. Newcomers that wait at the same time are admitted together. Until it has the state, a newcomer is neither
+judged nor waited for.
 
-Rounds do not overlap, so a slow newcomer delays all of them. The time limit of an admission follows from the duration
-of rounds, and doubles after each admission that exceeded it. Before the next attempt, other rounds have nine times as
-long.
+Rounds do not overlap, so a slow newcomer delays all of them. The time limit of an admission is derived from the
+duration of rounds, and doubles after each admission that exceeded it. Other rounds then have nine times as long before
+the next attempt.
 """
 
 import math
@@ -18,15 +18,16 @@ from asyncdist.protocols.selective.round.state import Member, ReportRecord
 from asyncdist.protocols.selective.rules import Decision, SelectiveRules
 from asyncdist.protocols.selective.waiting import HELD_SHARE
 
-#: Number of newcomers that take the state of one donor in one round.
+#: Largest number of newcomers that are admitted in one round.
 NEWCOMER_COUNT_MAX: Final = 8
-#: Time limit of the first attempt, in cadences and in durations of a round; the longer one applies.
+#: Time limit of the first attempt: the larger of this number of cadences (the median time between a member's reports)
+#: and this number of typical round durations.
 _FIRST_CADENCES: Final = 2.0
 _FIRST_ROUNDS: Final = 6.0
 
 
 class _Failures(NamedTuple):
-    """Counts the failed attempts to admit one newcomer, with the decision and the time before the next attempt."""
+    """Failed attempts to admit one newcomer: their number, and the decision and time that the next attempt waits for."""
 
     failed_count: int = 0
     after_decision: int = -1
@@ -34,10 +35,10 @@ class _Failures(NamedTuple):
 
 
 class Newcomers:
-    """Keeps the newcomers of one coordinator.
+    """Restarted ranks that wait for admission to one policy, with their failed attempts.
 
     Args:
-        members: Members of the coordinator, which changes them.
+        members: The coordinator's members, which the coordinator changes.
         rules: The options.
     """
 
@@ -45,26 +46,26 @@ class Newcomers:
         self._members = members
         self._rules = rules
         self._failures: dict[int, _Failures] = {}
-        self._admitted_after = -1  # the decision before the newest round for newcomers
+        self._admitted_after = -1  # number of the last decision before the newest admission
 
     def __bool__(self) -> bool:
         return bool(self._failures)
 
     def add(self, rank: int) -> None:
-        """Note that a rank asks to be admitted."""
+        """Add a rank that asks to be admitted."""
         self._failures[rank] = _Failures()
 
     def remove(self, rank: int) -> None:
-        """Forget a rank that has been admitted or is gone."""
+        """Remove a rank that has been admitted or is gone."""
         self._failures.pop(rank, None)
 
     def on_round(self, ranks: Sequence[int], decision_count: int, held_s: float, now: float) -> None:
-        """Note that a round has ended. Newcomers that it has not admitted wait for the others' next decision.
+        """Count a failed attempt for each newcomer that an ended round was to admit, but has not.
 
         Args:
             ranks: The newcomers of the round.
-            decision_count: Number of decisions so far.
-            held_s: Seconds for which the round has delayed the others, if it exceeded its limit; otherwise 0.
+            decision_count: Number of decisions so far; the next attempt waits for one more.
+            held_s: Duration of the round in seconds if it exceeded its time limit; otherwise 0.
             now: The present time.
         """
         for rank in ranks:
@@ -73,11 +74,11 @@ class Newcomers:
                 self._failures[rank] = _Failures(self._failures[rank].failed_count + 1, decision_count, next_at)
 
     def allowed_s(self, ranks: Sequence[int], cadence_s: float, round_s: float) -> float:
-        """Return the seconds that a round may take to admit these ranks; infinite while round times are unknown.
+        """Return the time limit in seconds of a round that admits these ranks; infinite if a duration is unknown.
 
         Args:
             ranks: The newcomers.
-            cadence_s: Seconds between reports of the population; 0 if unknown.
+            cadence_s: Median seconds between a member's reports; 0 if unknown.
             round_s: Duration of a round in seconds; 0 if unknown.
         """
         first_s = max(_FIRST_CADENCES * cadence_s, _FIRST_ROUNDS * round_s)
@@ -87,11 +88,16 @@ class Newcomers:
     def next(
         self, decision_count: int, is_decision_near: bool, now: float
     ) -> tuple[Decision, dict[int, ReportRecord]] | None:
-        """Return the roles and reports of a round that admits the next newcomers; None if they have to wait.
+        """Return the roles and reports for a round that admits the next newcomers; None if they have to wait.
 
-        The donor is the best member by the newest reports, and after a failure the next best. If no metric is finite,
-        any member with finite weights is the donor. No member is judged in this round. Admissions alternate with
-        decisions when the quorum for the next decision is met.
+        The donor is the member with the best metric, or the next best after each failure. If no metric is finite, any
+        member that has reported may be the donor. While the quorum for a decision is met, admissions and decisions
+        alternate.
+
+        Args:
+            decision_count: Number of decisions so far.
+            is_decision_near: Whether the quorum for the next decision is met.
+            now: The present time.
         """
         if is_decision_near and self._admitted_after == decision_count:
             return None

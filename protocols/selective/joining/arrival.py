@@ -1,4 +1,4 @@
-"""Takes a member's whole state on a newcomer, until the coordinator has admitted it."""
+"""Receives a member's whole state on a restarted rank, and repeats this until the coordinator has admitted the rank."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from asyncdist.protocols.selective.leadership import Leadership
 from asyncdist.protocols.selective.member import RoundMember, State
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
 
-#: Largest state that a newcomer accepts: a number of bytes plus a multiple of its model's size.
+#: Largest state that a restarted rank accepts: this number of bytes plus this multiple of its model's size.
 _STATE_NBYTES_MAX: Final = 64 << 20
 _STATE_MODEL_COUNT_MAX: Final = 16
 
 
 class Arrival:
-    """Makes a welcomed newcomer a member.
+    """Makes a restarted rank a member, after the coordinator has answered its request for admission.
 
     Args:
-        member: Knows whether this rank is admitted, and when its weights have arrived.
-        roles: Receive the weights.
+        member: State machine of this rank, which shows when the weights have arrived and when the rank is admitted.
+        roles: Receives the weights.
         states: Receives the rest of the state.
         whole: This rank's state, which a member's state replaces.
         journal: Records the donor of the state.
@@ -47,11 +47,11 @@ class Arrival:
         self._nbytes_max = _STATE_NBYTES_MAX + _STATE_MODEL_COUNT_MAX * model_nbytes
 
     async def complete(self, application: Application, leadership: Leadership) -> None:
-        """Ask for admission, and take the state in each round that gives one, until this rank is admitted.
+        """Repeat the request for admission, and receive the state of a member, until this rank is admitted.
 
         Args:
             application: Repeats the request.
-            leadership: Is notified of each further welcome, since the coordinator may change meanwhile.
+            leadership: Is notified of each further welcome, since the coordinator may change.
 
         Raises:
             AsyncdistError: See :meth:`Application.until`.
@@ -69,7 +69,7 @@ class Arrival:
         return not self._member.is_joining or self._member.state is State.COMPLETE
 
     async def _take_state(self) -> None:
-        """Receive the state that belongs to the received weights, and restore both."""
+        """Receive the optimizer and policy state that belong to the received weights, and load them all."""
         exchange, number = self._roles.replacer.exchange, self._member.round
         assert exchange is not None, f"round {number} is complete without an exchange"
         try:
@@ -81,7 +81,7 @@ class Arrival:
             self._roles.give_up(number, f"the state of a member did not arrive: {error}")
             return
         if self._roles.replacer.exchange is not exchange or exchange.average is None:
-            return  # the round has ended meanwhile
+            return  # the round has ended, so its weights are no longer available
         iteration = self._whole.restore_whole_state(parts)
         self._roles.take_whole_state(exchange, iteration)
         self._journal.note_joined(number, iteration, exchange.donor)

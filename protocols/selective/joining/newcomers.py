@@ -1,8 +1,8 @@
-"""Finds the policy that runs on the other ranks, and asks to be admitted to it.
+"""Finds the policy that runs on the other ranks, and requests admission of a restarted rank (a *newcomer*).
 
-A newcomer asks all live ranks repeatedly until it is admitted, since the coordinator may change, or may not yet know of
-the newcomer. The coordinator compares class, name, model and options, and answers with the scopes that the newcomer
-needs to exchange messages with the members. A rank that has left the policy says so in its answer.
+A newcomer sends its request to all live ranks until it is admitted, since the coordinator may change, or may not yet be
+connected to the newcomer. The coordinator compares class, name, model and options. It answers with the scopes that the
+newcomer needs to exchange messages with the members. A rank that has left the policy answers that it has left.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.services import Services
 from asyncdist.waits import WaitId, WaitKind
 
-#: Shortest time in seconds after which a newcomer asks again; it waits longer if answers take longer.
+#: Shortest time in seconds between two requests of a newcomer; the time is longer if answers take longer.
 _ASK_AGAIN_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Newcomer to all ranks: asks to be admitted to the policy whose agreed values have this digest.
+    """Newcomer to all ranks: asks to be admitted to a running policy.
 
-    The message is short, since all newcomers ask all ranks, and a short message takes none of their steps. ``left`` is
-    the policy that this process left before, or 0. The newcomer then asks for the next policy, even if other ranks are
-    still in the previous one.
+    The message is short, since every newcomer sends it to every rank.
+
+    Attributes:
+        key: Number of all policies of this class and name on these ranks.
+        incarnation: Number of restarts of the newcomer's process.
+        digest: Digest of the policy's class, name, model and options on the newcomer.
+        left: Policy that the newcomer's process has left before, which is not meant; 0 for none.
     """
 
     key: int
@@ -38,10 +42,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Coordinator to newcomer: the policy's scopes; the newcomer will be admitted between two rounds.
+    """Coordinator to newcomer: the newcomer will be admitted between two rounds, and must use these scopes.
 
-    ``members`` are the present members with their incarnations; only they may become the coordinator. ``between`` is
-    the number that the policies of all islands share.
+    Attributes:
+        key: Key of the newcomer's request.
+        policy: Number of the policy.
+        to_members, to_coordinator: Scopes of messages to the members and to the coordinator.
+        epoch: Epoch of the coordinator.
+        members: Ranks of the present members, with their incarnations. Only they may become the coordinator.
+        between: Number that the policies of all islands share.
     """
 
     key: int
@@ -55,7 +64,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Coordinator to newcomer: the values of the running policy, which differ from the newcomer's."""
+    """Coordinator to newcomer: the running policy has other options or another model, listed in ``values``."""
 
     key: int
     values: tuple[tuple[str, str], ...]
@@ -63,7 +72,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Answers a request: this rank is waiting for admission itself, or has left that policy (``has_ended``)."""
+    """Answers a newcomer's request: the sender waits for admission itself or, if ``has_ended``, has left the policy."""
 
     key: int
     has_ended: bool
@@ -71,7 +80,7 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Ambiguous:
-    """Answers a request: this rank is in several policies of that class and name on the same ranks."""
+    """Answers a newcomer's request: the sender is in ``count`` policies of that class and name on the same ranks."""
 
     key: int
     count: int
@@ -81,36 +90,35 @@ AdmissionMessage: TypeAlias = Request | Welcome | Refusal | Over | Ambiguous
 
 
 def key_of(ranks: Sequence[int], values: Mapping[str, str]) -> int:
-    """Return the number of all policies of one class and name on these ranks, for requests and answers."""
+    """Return the key of requests for admission: a number for all policies of one class and name on these ranks."""
     return wire.scope_of(ranks, f"{values.get('class')} {values.get('name')}", 0)
 
 
 def digest_of(ranks: Sequence[int], values: Mapping[str, str]) -> str:
-    """Return a digest of the values that the members of a policy have agreed on."""
+    """Return a digest of a policy's ranks, class, name, model and options."""
     return hashlib.sha256(repr((tuple(ranks), sorted(values.items()))).encode()).hexdigest()[:16]
 
 
 class RequestBoard(Protocol):
-    """Carries the requests of newcomers and their answers."""
+    """Interface for sending requests for admission and receiving the answers."""
 
     def send(self, message: AdmissionMessage, dest: int) -> None:
         """Send a message, unless ``dest`` cannot be reached."""
 
     def end_application(self, application: Application) -> None:
-        """Drop further answers to this application."""
+        """Stop passing answers to this application."""
 
 
 class Application:
-    """Asks for the admission of one newcomer.
+    """Sends one newcomer's requests for admission, and evaluates the answers.
 
     Args:
         services: Services of this rank.
         board: Carries the requests.
         ranks: Ranks of the policy's group.
-        values: Values on which this rank's policy would agree.
-        timeout_s: Seconds to wait for a coordinator's answer, and then for each further answer. Admission itself takes
-            as long as the rounds before it.
-        left: Policy of this class and name that this process has left before, or 0.
+        values: Class, name, model and options of this rank's policy.
+        timeout_s: Seconds to wait for the coordinator's first answer, and after that for each further answer.
+        left: Policy of this class and name that this process has left before; 0 for none.
     """
 
     def __init__(
@@ -138,18 +146,18 @@ class Application:
         self._began_at = self._ask_again_at = services.time()
         self._answer_s: float | None = None  # seconds until the first answer
         self._welcome: tuple[Welcome, int] | None = None
-        self._policy: int | None = None  # the policy that has welcomed this rank
+        self._policy: int | None = None  # number of the policy whose coordinator has answered
         self._error: AsyncdistError | None = None
 
     def _others(self) -> list[int]:
         return [rank for rank in self._ranks if rank not in self._services.gone]
 
     def on_message(self, message: AdmissionMessage, source: int) -> None:
-        """Handle an answer."""
+        """Handle an answer to a request."""
         if self._answer_s is None:
             self._answer_s = self._services.time() - self._began_at
         match message:
-            case Welcome() if self._policy in (None, message.policy):  # not of the policy that the others start next
+            case Welcome() if self._policy in (None, message.policy):  # the other ranks may start another policy next
                 self._welcome = message, source
                 self._deadline = self._services.time() + self._timeout_s
             case Over(_, has_ended):
@@ -172,15 +180,15 @@ class Application:
         self._services.engine.recheck()
 
     def note_round(self) -> None:
-        """Note that a round has named this rank, which restarts the timeout, as an answer does."""
+        """Restart the timeout, since a round has named this rank."""
         self._deadline = self._services.time() + self._timeout_s
 
     def close(self) -> None:
-        """Drop all later answers."""
+        """Stop receiving answers."""
         self._board.end_application(self)
 
     async def welcomed(self) -> tuple[Welcome, int]:
-        """Ask until a coordinator has answered; return its answer and its rank.
+        """Send requests until a coordinator has answered; return the answer and the coordinator's rank.
 
         Raises:
             AsyncdistError: See :meth:`until`.
@@ -191,14 +199,14 @@ class Application:
         return welcome
 
     def take_welcome(self) -> tuple[Welcome, int] | None:
-        """Return the newest answer that was not taken yet, and the coordinator's rank."""
+        """Return the newest answer that was not returned before, with the coordinator's rank; None without an answer."""
         welcome, self._welcome = self._welcome, None
         if welcome is not None:
             self._policy = welcome[0].policy
         return welcome
 
     def _ask(self) -> None:
-        """Ask all ranks if that is due; ask ranks that have appeared since the last request at once."""
+        """Send a request to all ranks if the next one is due, and to newly connected ranks in any case."""
         now, others = self._services.time(), self._others()
         if now >= self._ask_again_at:
             waited_s = now - self._began_at if self._answer_s is None else 2 * self._answer_s
@@ -215,14 +223,15 @@ class Application:
                 self._board.send(self._request, rank)
 
     async def until(self, is_over: Callable[[], bool]) -> None:
-        """Ask until ``is_over`` returns True or an answer has arrived.
+        """Send requests until ``is_over`` returns True or a coordinator has answered.
 
         Raises:
-            DisagreementError: Class, name, model or an option differs, or several policies have this class and name.
-            LateError: All other ranks have left the world; or they have left the policy and started no other before the
+            DisagreementError: The class, name, model or an option differs, or several policies have this class and
+                name.
+            LateError: All other ranks have left the world, or have left the policy and started no new one before the
                 timeout.
             ClosedError: All other ranks were restarted, too.
-            StartTimeoutError: The timeout has passed.
+            StartTimeoutError: No coordinator has answered before the timeout.
             RankLostError: No other rank is left.
         """
         services = self._services
@@ -241,13 +250,12 @@ class Application:
                 return
             self._met |= {rank for rank in self._ranks if not services.is_unmet(rank)} | services.left_world()
             is_time_up = services.time() >= self._deadline
-            # A rank that was not met yet may have the policy: a slow rank is met late, and a rank met just now was not
-            # asked.
+            # The policy may run on ranks that are not connected yet, and newly connected ranks have not been asked.
             others = self._others()
             are_over = self._over.issuperset(others)
             is_over_everywhere = are_over and self._met.issuperset(self._ranks)
             if self._policy is None and self._have_left.intersection(others):
-                is_over_everywhere = False  # they may enter the next policy
+                is_over_everywhere = False  # ranks that have left this policy may still start the next one
             if not (is_over_everywhere or is_time_up):
                 continue
             if are_over and (self._have_left or services.left_world().intersection(self._ranks)):

@@ -1,8 +1,8 @@
-"""Transfers the optimizer's and the policy's state from a donor to a newcomer, in addition to the weights.
+"""Transfers the optimizer's and the policy's state from a donor to a restarted rank, in addition to the weights.
 
-The donor copies its optimizer's state in the step that takes its snapshot, as bytes: a description without code,
-followed by the tensors. The newcomer receives the size as one stream, allocates memory, and receives the state as
-another. A donor that has left the policy no longer sends messages there, and answers both requests with an abort.
+In the step that takes the snapshot, the donor copies the state into one tensor of bytes: a description without code,
+followed by the contents of all tensors. The restarted rank receives the size in one stream, allocates memory, and
+receives the state in a second stream. A donor that has left the policy answers both requests with an abort.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncdist.tensors.byte_views import byte_view, split
 logger = logging.getLogger("protocols.selective.joining.state_transfer")
 
 _ALIGNMENT_NBYTES: Final = 16
-#: Marks a tensor in the description, followed by its dtype, its shape, and the offset of its bytes.
+#: First item of a tuple that describes a tensor; the others are its dtype, its shape, and the offset of its bytes.
 _TENSOR: Final = "asyncdist tensor"
 _LENGTH_NBYTES: Final = 8
 
@@ -34,7 +34,7 @@ StateMessage: TypeAlias = Grant | Cancel
 
 
 def packed(value: Any) -> torch.Tensor:
-    """Return a copy of a tree of dicts, lists, tuples, numbers, strings and tensors, as bytes."""
+    """Copy a tree of dicts, lists, tuples, numbers, strings and tensors into one tensor of bytes (uint8, on the CPU)."""
     tensors: list[tuple[int, torch.Tensor]] = []
     end = 0
 
@@ -63,14 +63,14 @@ def packed(value: Any) -> torch.Tensor:
 
 
 def unpacked(data: torch.Tensor) -> Any:
-    """Return the tree that :func:`packed` was given; its tensors are views of ``data``.
+    """Restore the tree from the bytes of :func:`packed`; the tree's tensors are views of ``data``.
 
     Raises:
         RemoteProtocolError: The bytes are not a packed tree.
     """
     try:
         return _unpacked(data)
-    except Exception as error:  # torch raises errors of many kinds for malformed data
+    except Exception as error:  # torch raises many types of exceptions for malformed data
         raise RemoteProtocolError(f"{data.numel()} bytes are not a valid state: {error}") from error
 
 
@@ -109,24 +109,27 @@ def _mapped(change: Any, node: Any) -> Any:
 
 
 def _chunks(state: torch.Tensor | None, nbytes: int) -> list[memoryview] | None:
-    """Return the answer to a grant of ``nbytes``: the state's size, or the state; None if neither has that length."""
+    """Return the chunks to send to a receiver that has allocated ``nbytes``: the state's size, or the state.
+
+    None if neither of them has this length.
+    """
     if state is not None and nbytes == _LENGTH_NBYTES:
         return [memoryview(bytearray(state.numel().to_bytes(_LENGTH_NBYTES, "little")))]
     return split(byte_view(state), CHUNK_NBYTES) if state is not None and nbytes == state.numel() else None
 
 
 class WholeState(Protocol):
-    """Provides all of a member's state except its weights."""
+    """Interface to a member's state without its weights: the state of the optimizer and the policy."""
 
     def whole_state(self) -> Mapping[str, Any]:
-        """Return the state, as a tree of dicts, lists, tuples, numbers, strings and tensors."""
+        """Return the state as a tree of dicts, lists, tuples, numbers, strings and tensors."""
 
     def restore_whole_state(self, parts: Mapping[str, Any]) -> int:
-        """Restore the state of a member, and return the iteration from which this rank continues."""
+        """Load another member's state, and return the iteration from which this rank continues."""
 
 
 def copied(whole: WholeState) -> torch.Tensor | None:
-    """Return a copy of a member's state as bytes; None, with a warning, if it cannot be copied."""
+    """Return a copy of a member's state as bytes; log a warning and return None if the state cannot be copied."""
     try:
         return packed(whole.whole_state())
     except (TypeError, ValueError) as error:
@@ -135,7 +138,7 @@ def copied(whole: WholeState) -> torch.Tensor | None:
 
 
 class StateTransfer:
-    """Gives this rank's state to newcomers, or receives another rank's state.
+    """Sends this rank's state to restarted ranks or, on a restarted rank, receives a member's state.
 
     Args:
         services: Services of this rank.
@@ -151,31 +154,31 @@ class StateTransfer:
         )
 
     def offer(self, round: int, state: torch.Tensor) -> None:
-        """Offer ``state`` in that round, until :meth:`withdraw`."""
+        """Let restarted ranks request ``state`` in ``round``, until :meth:`withdraw` is called."""
         self._offered = round, state
 
     def admit(self, rank: int) -> None:
-        """Accept the new process of a restarted rank as a peer."""
+        """Allow messages to and from the new process of a restarted rank."""
         self._channel.admit(rank)
 
     def withdraw(self) -> None:
-        """Withdraw the state on offer, and stop its streams."""
+        """Stop the streams of the offered state, and free the state."""
         self._offered = None
         for stream in self._under_way.values():
             stream.stop()
 
     def withdraw_up_to(self, round: int) -> None:
-        """Withdraw the state if its round is not after this one, since that round's weights are not given either."""
+        """Withdraw a state that was offered in ``round`` or an earlier one, like the weights of these rounds."""
         if self._offered is not None and self._offered[0] <= round:
             self.withdraw()
 
     def close(self) -> None:
-        """Stop giving and receiving states; a newcomer that still asks receives an abort."""
+        """Stop sending and receiving states; later requests are answered with an abort."""
         self.withdraw()
         self._channel.close(afterwards=self._on_message)
 
     async def take(self, donor: int, round: int, *, nbytes_max: int, deadline: float) -> torch.Tensor:
-        """Receive the state that ``donor`` gives in that round.
+        """Receive the state that ``donor`` offers in ``round``, as bytes for :func:`unpacked`.
 
         Raises:
             RankLostError: The donor is gone.
@@ -192,12 +195,12 @@ class StateTransfer:
         return state
 
     async def _receive(self, into: torch.Tensor, donor: int, round: int, deadline: float) -> None:
-        """Receive one stream."""
+        """Request one stream from ``donor`` and receive it into a tensor."""
         services = self._services
 
         def cancel(slot: int) -> None:
             if donor not in services.gone:
-                with contextlib.suppress(BusyError):  # the stream itself is notified if another process has the rank
+                with contextlib.suppress(BusyError):  # a lost Cancel is harmless: a restarted donor ends the stream
                     self._channel.send_nowait(Cancel(slot), donor)
 
         with services.slots.inbound(donor, split(byte_view(into), CHUNK_NBYTES), cancel) as stream:

@@ -1,1 +1,1 @@
-"""Carries out a member's part in a round: it reports its metric, gives its weights, or takes the average."""
+"""The roles of a member in a round: reporting its metric, sending its weights, and receiving and applying an average."""

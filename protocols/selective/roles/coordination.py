@@ -1,4 +1,4 @@
-"""Defines a member's knowledge of its coordinator, on ranks that may coordinate and on ranks that only follow."""
+"""Interfaces through which a member finds its coordinator, and their implementation for ranks that never coordinate."""
 
 from __future__ import annotations
 
@@ -8,52 +8,48 @@ from asyncdist.protocols.selective.statistics import CoordinatorStatistics
 
 
 class KnowsCoordinator(Protocol):
-    """Knows which rank coordinates."""
+    """Interface to the present coordinator's rank."""
 
     @property
     def coordinator(self) -> int | None:
-        """The coordinator's rank, as far as this rank knows; None if that rank is gone."""
+        """The coordinator's rank, as far as this rank knows; None if the coordinator is gone."""
 
 
 class Coordination(KnowsCoordinator, Protocol):
-    """Describes how a member takes part in choosing the coordinator: :class:`Leadership` or :class:`Followed`."""
+    """Interface of a member to the choice of its coordinator; see :class:`Leadership` and :class:`Followed`."""
 
     @property
     def epoch(self) -> int:
-        """The coordinator's epoch, which grows with each new coordinator."""
+        """Epoch of the coordinator, which grows with each new coordinator."""
 
     def statistics(self) -> CoordinatorStatistics | None:
         """Return the statistics of this rank as a coordinator; None if it has never coordinated."""
 
     def on_report(self, step: int, interval_s: float) -> bool:
-        """Check on the coordinator before a report, and return whether the report asks for an answer."""
+        """Check the coordinator before this rank sends a report; return whether the report asks for an answer."""
 
     def leave(self) -> None:
-        """Stop taking part."""
+        """Leave the policy: this rank no longer watches or replaces the coordinator."""
 
 
 class Followed:
-    """Knows the coordinator from messages of other ranks, on a rank that never coordinates.
-
-    Attributes:
-        coordinator, epoch: The newest coordinator, and its epoch.
-    """
+    """Stores the present coordinator, as other ranks have reported it, on a rank that never coordinates."""
 
     def __init__(self) -> None:
         self.coordinator: int | None = None
         self.epoch = 0
 
     def follow(self, epoch: int, coordinator: int | None) -> None:
-        """Note which rank coordinates in which epoch."""
+        """Store a new coordinator (None if it is gone) and its epoch."""
         self.epoch, self.coordinator = epoch, coordinator
 
     def statistics(self) -> None:
-        """Return None: this rank never coordinates."""
+        """Return None, since this rank never coordinates."""
 
     def on_report(self, step: int, interval_s: float) -> bool:
-        """Return False: another rank checks on the coordinator."""
+        """Return False, since this rank does not watch the coordinator."""
         del step, interval_s
         return False
 
     def leave(self) -> None:
-        """Do nothing: the coordinator does not know this rank."""
+        """Do nothing, since this rank does not watch or replace the coordinator."""

@@ -1,7 +1,7 @@
-"""Carries out a donor's part in a round: copies this rank's weights inside a step, and offers the copy.
+"""The donor's role in a round: copies this rank's weights inside a step, and lets the replacers request the copy.
 
-For a newcomer, the donor also copies the rest of its state in the same step: a later copy of the optimizer's state
-would not match the weights. These copies make the step longer; with Adam they are three times the size of the model.
+For a restarted rank, the donor also copies its optimizer and policy state in the same step, since a later copy would
+not match the weights. With Adam, the copies are three times the size of the model.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _UNSOUND: Final = "weights are not finite"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """Describes a copy of this rank's weights.
+    """A copy of this rank's weights that is complete or in progress.
 
     Attributes:
-        round: Round that asks for the copy.
-        snapshot: Buffers of the copy, which are complete when `under_way` has completed.
-        iteration: This rank's iteration.
-        began_at: Time of its start on the loop's clock, in seconds.
-        state_safe_points: Number of safe points for the stream of the rest of the state; 0 without such a stream.
-        under_way: Copy from a device in progress; None if the snapshot is complete.
+        round: Round that the copy is for.
+        snapshot: Buffers of the copy.
+        iteration: This rank's iteration when the copy began.
+        began_at: Time when the copy began, in seconds on the loop's clock.
+        state_safe_points: Number of safe points to send the rest of the state; 0 if only the weights are sent.
+        under_way: Copy from a GPU in progress; None if the snapshot is already complete.
     """
 
     round: int
@@ -43,18 +43,18 @@ class Copy:
 
 
 class Donor:
-    """Gives this rank's state to the rounds that ask for it, in turn.
+    """Copies this rank's weights for a round, and makes the copy available to the round's replacers.
 
     Args:
         services: Services of this rank.
         server: Streams the snapshots.
         resources: The model, and the memory of the copies.
-        states: Gives the rest of the state to newcomers; None if this rank gives to no newcomer.
+        states: Sends the rest of the state to restarted ranks; None if this rank never does.
         island: Number of the other island that the rounds belong to; -1 for this rank's own island.
 
     Attributes:
-        offer: The snapshot on offer; None if there is none.
-        snapshot_count: Number of snapshots that have been offered.
+        offer: The snapshot that replacers can request; None if there is none.
+        snapshot_count: Number of snapshots offered so far.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class Donor:
         """Begin to copy the present weights. A GPU completes the copy during the next steps.
 
         Args:
-            round: Round that asks for the copy.
+            round: Round that the copy is for.
             iteration: This rank's iteration.
-            with_state: Whether to copy the rest of the state for a newcomer, too, before returning.
+            with_state: Whether to copy the optimizer and policy state for a restarted rank as well, before returning.
 
         Raises:
-            ValueError: The model has changed since the policy was made; nothing is given.
+            ValueError: The model has changed since the policy was created; no copy is offered.
         """
         began_at = self._services.time()
         snapshot = self._resources.snapshots.acquire()
@@ -97,7 +97,7 @@ class Donor:
         return Copy(round, snapshot, iteration, began_at, state_safe_points, under_way)
 
     def _offer_state(self, round: int) -> int:
-        """Copy and offer the rest of the state; return the number of safe points for its stream."""
+        """Copy and offer the optimizer and policy state; return the number of safe points needed to send it."""
         assert self._states is not None, "a rank without a state transfer is asked for its state"
         state = copied(self._resources.state)
         if state is None:
@@ -106,15 +106,15 @@ class Donor:
         return safe_point_count(state.numel())
 
     def fault_of(self, copy: Copy) -> str:
-        """Return the reason why a complete copy cannot be given; "" if it can."""
+        """Return the reason why a complete copy cannot be sent; "" if it can."""
         return "" if self._resources.own.may_be_given(copy.snapshot) else _UNSOUND
 
     def keep(self, copy: Copy) -> None:
-        """Keep a copy for :meth:`give`."""
+        """Store a complete copy until :meth:`give` offers it."""
         self._kept = copy
 
     def drop(self, copy: Copy) -> None:
-        """Discard a copy, and the state that belongs to it."""
+        """Discard a copy, and the optimizer and policy state that belong to it."""
         self._give_nothing(copy.round, copy.snapshot)
 
     def _give_nothing(self, round: int, snapshot: FlatBuffers) -> None:
@@ -123,7 +123,7 @@ class Donor:
             self._states.withdraw_up_to(round)
 
     def give(self, round: int) -> None:
-        """Offer the copy that was kept."""
+        """Let the replacers of ``round`` request the copy that :meth:`keep` has stored."""
         copy, self._kept = self._kept, None
         assert copy is not None, f"round {round} has no snapshot to give"
         self.offer = self._server.offer(round, copy.snapshot, self._resources.snapshots.release)
@@ -131,17 +131,17 @@ class Donor:
         self._resources.timing.add("snapshot", self._services.time() - copy.began_at)
 
     def announce(self, copy: Copy) -> None:
-        """Notify the user of a copy that is given."""
+        """Notify the user's ``on_event`` callback that a snapshot was taken."""
         events = self._resources.events
         if events.are_wanted:
             events.tell_now(SnapshotTaken(copy.round, copy.iteration, copy.snapshot.by_name(), self._island))
 
     def snapshot_of(self, round: int) -> FlatBuffers | None:
-        """Return the snapshot on offer in that round; None if there is none."""
+        """Return the snapshot that is offered in ``round``; None if there is none."""
         return self.offer.snapshot if self.offer is not None and self.offer.round == round else None
 
     def withdraw(self) -> None:
-        """Stop the streams of the snapshot on offer, and of the state that belongs to it, if there are any."""
+        """Stop the streams of the offered snapshot, and of the state that belongs to it; do nothing without an offer."""
         offer, self.offer = self.offer, None
         if self._states is not None:
             self._states.withdraw()

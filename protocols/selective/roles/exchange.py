@@ -1,4 +1,4 @@
-"""Carries out a replacer's part in one round: asks the donors or the reducers, and averages their streams."""
+"""A replacer's exchange in one round: requests snapshots from the donors, or means from the reducers, and averages."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ logger = logging.getLogger("protocols.selective.roles.exchange")
 
 
 class Exchange:
-    """Receives the snapshots of one round.
+    """Receives the average of one round on a replacer, from the donors or from the reducers.
 
     Args:
         services: Services of this rank.
-        server: Has the channel of the policy's parameter streams, and the neighbours.
-        buffers: Buffers of the policy's exchanges.
-        reducer: Makes this rank's part of the mean, if it reduces.
+        server: Channel of the policy's parameter streams, and the ranks whose memory can be read directly.
+        buffers: Memory of the replacer's exchanges.
+        reducer: Adds up this rank's part of the mean, if this rank is a reducer.
         relay: Shares the parts that this rank fetches for its host.
         round: Number of the round.
         coordinator: Rank that coordinates the round.
 
     Attributes:
-        round, coordinator: The arguments.
         assigned_at: Time when this rank was named a replacer, on the loop's clock.
-        task: Runs :meth:`run`; None before the freeze, and when the task is about to end on its own.
-        average: The complete average; None until it is complete, and if fresh weights are made instead.
-        deadline: Time by which all streams must be complete, set at the freeze.
+        task: Task of :meth:`run`; None before the freeze, and when the task is about to end on its own.
+        average: The complete average; None before it is complete, and in a round that builds fresh weights.
+        deadline: Time by which all streams must be complete, set when the round is frozen.
         nbytes: Number of bytes received in streams that have ended.
         route: ``"direct"``, or ``"sharded"`` while there are reducers.
     """
@@ -70,11 +69,11 @@ class Exchange:
 
     @property
     def donor(self) -> int:
-        """Rank that was asked or waited for last; -1 if there was none."""
+        """Rank whose stream was requested or awaited last; -1 if there was none."""
         return -1 if self._started is None else self._started.donor
 
     def ask_early(self, assign: Assign) -> None:
-        """Ask before the freeze. A lost or busy donor matters only at the freeze."""
+        """Request the streams before the round is frozen; a failed request is repeated when it is frozen."""
         receiver = self._receive_means(assign) if assign.reducers else self._receive(assign.donors, assign.best)
         try:
             receiver.ask()
@@ -83,14 +82,14 @@ class Exchange:
             self.close()
 
     async def run(self, frozen: Frozen) -> SnapshotReceiver | MeanReceiver:
-        """Receive the average of the frozen round; ask again if the donors are not those that were asked early.
+        """Receive the average of the frozen round; repeat all requests if the donors have changed since the early ones.
 
         Returns:
-            The receiver, whose accumulator holds the average. :meth:`close` frees the accumulator unless
+            The receiver, whose accumulator contains the average. :meth:`close` frees the accumulator unless
                 :meth:`keep_average` was called.
 
         Raises:
-            AsyncdistError, TimeoutError: See :meth:`SnapshotReceiver.run`; ``donor`` is the rank that caused it.
+            AsyncdistError, TimeoutError: A stream has failed; ``donor`` is the rank that caused the failure.
         """
         receiver = self._receiver
         self.deadline = self._services.time() + frozen.timeout_s
@@ -108,7 +107,7 @@ class Exchange:
         return receiver
 
     def close(self) -> None:
-        """Stop the streams in progress. A second call does nothing."""
+        """Stop the streams in progress, and free the memory unless the average is kept. A second call does nothing."""
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.close()
@@ -121,7 +120,7 @@ class Exchange:
                 self._release(self._accumulator)
 
     def discard(self) -> None:
-        """Stop the exchange and free its memory: its average will not be applied."""
+        """Stop the exchange and free its memory, since its average will not be applied."""
         if self.task is not None and self.average is None:
             self.task.cancel()
         self.close()
@@ -133,7 +132,7 @@ class Exchange:
         self._buffers.release(accumulator, is_clean=not self._services.slots.discarding_count)
 
     def keep_average(self) -> None:
-        """Make :meth:`close` keep the accumulator, which holds the complete average."""
+        """Mark the average as complete, so that :meth:`close` does not free the accumulator."""
         self.average = self._accumulator
 
     def _receive(self, donors: tuple[int, ...], best: int) -> SnapshotReceiver:

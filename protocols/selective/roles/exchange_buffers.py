@@ -1,4 +1,4 @@
-"""Keeps the memory that a replacer's exchanges use in turn, and counts the bytes they receive."""
+"""Memory for the averages of a replacer's rounds, and counts of the bytes received."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
 
 
 class Accumulator:
-    """Shares the buffers of one average among their users. The exchange that creates it is the first user.
-
-    Args:
-        pool: Gets the buffers back from the last user.
+    """Reference-counted buffers of one average; the last user returns them to the pool.
 
     Attributes:
         buffers: Flat tensors in the accumulation dtypes.
@@ -22,7 +19,7 @@ class Accumulator:
         self.buffers: FlatBuffers = pool.acquire()
 
     def hold(self) -> None:
-        """Add a user of the buffers, until :meth:`release`."""
+        """Add a user of the buffers, who must call :meth:`release`."""
         self._use_count += 1
 
     def release(self) -> None:
@@ -33,16 +30,13 @@ class Accumulator:
 
 
 class ExchangeBuffers:
-    """Keeps accumulators and a ring of chunks.
-
-    Args:
-        flat: State of the policy's model.
+    """Provides the accumulators and the ring of chunks that a replacer's exchanges reuse.
 
     Attributes:
-        ring: Memory for chunks that cannot be received into an accumulator.
+        ring: Memory for chunks that cannot be received directly into an accumulator.
         received_nbytes: Number of bytes received by all exchanges, including abandoned ones.
-        read_nbytes: Number of these bytes that were read in the donors' memory.
-        reasked_count: Number of parts of means that donors were asked for, because their reducer had failed.
+        read_nbytes: Number of received bytes that were read directly from the donors' memory.
+        reasked_count: Number of parts requested from the donors because their reducer had failed.
     """
 
     def __init__(self, flat: FlatState) -> None:
@@ -61,12 +55,12 @@ class ExchangeBuffers:
         return Accumulator(self._pools[-1])
 
     def release(self, accumulator: Accumulator, *, is_clean: bool) -> None:
-        """Take an accumulator back.
+        """End the use of an accumulator by its exchange.
 
         Args:
             accumulator: The accumulator.
-            is_clean: Whether no chunk can arrive in the accumulator or the ring any longer. Otherwise the next exchange
-                gets new memory.
+            is_clean: Whether no more chunks can arrive in the accumulator or the ring. If false, the next exchange
+                allocates new memory.
         """
         accumulator.release()
         if not is_clean:

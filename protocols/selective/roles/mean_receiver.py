@@ -1,12 +1,12 @@
-"""Receives a replacer's average in a sharded round: a part of the mean from each reducer, in place.
+"""Receives a replacer's average in a sharded round: one part of the mean from each reducer.
 
-If a reducer was left out, has failed or is gone, its part is requested from the donors, as on the direct route. That
-costs more bytes and gives the same bits. A reducer that is only late is waited for until the round's deadline: if the
-network is slow and all reducers are late, requesting everything from all donors would make it worse.
+If a reducer was left out, has failed or is gone, its part is requested from all donors, which costs more bytes and
+gives the same bits. A reducer that is only late is awaited until the round's deadline. If the network is slow and all
+reducers are late, requests to all donors would make it even slower.
 
-Replacers on the same host share the parts of reducers on other hosts: one of them fetches a part, and the others ask
-that rank. If it fails, they ask the reducer. Each rank first receives the parts that it fetches itself, so that no two
-ranks wait for each other.
+Replacers on the same host share the parts of reducers on other hosts: one replacer fetches a part, and the others
+request it from that replacer, or from the reducer if that fails. Each rank first receives the parts that it fetches
+itself, so that no two ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ logger = logging.getLogger("protocols.selective.roles.mean_receiver")
 
 
 class MeanReceiver:
-    """Receives the parts of one mean.
+    """Receives the mean of a sharded round from the reducers.
 
     Args:
         services: Services of this rank.
-        server: Has the channel of the policy's parameter streams, and the neighbours.
-        accumulator: Receives the mean; its content is overwritten.
-        ring: Memory for the chunks of donors that are asked after all.
-        reducers: Ranks that each make a part, in the order of the parts.
-        sources: For each part, the rank that this rank asks: the reducer, or the rank that fetches the part for this
+        server: Channel of the policy's parameter streams, and the ranks whose memory can be read directly.
+        accumulator: Buffers that the mean overwrites.
+        ring: Memory for chunks from the donors, if a reducer has failed.
+        reducers: Ranks that each add up one part, in the order of the parts.
+        sources: For each part, the rank to request it from: the reducer, or the rank that fetches the part for this
             host, which may be this rank.
-        own: Makes this rank's part, if it is a reducer.
-        relay: Offers the parts that this rank fetches for its host.
-        round: Number of the round, for the frames' headers.
+        own: Adds up this rank's part, if this rank is a reducer.
+        relay: Shares the parts that this rank fetches for its host.
+        round: Number of the round.
 
     Attributes:
-        accumulator: Buffers of the given accumulator.
-        donor: Rank that is waited for; if :meth:`run` raises, the rank that caused it.
-        received_nbytes: Number of bytes of complete parts.
-        read_nbytes: Number of these bytes that were read in the reducers' memory.
-        reasked_count: Number of parts that the donors were asked for.
-        is_agreed: Whether the donors agree in their infinite values.
+        accumulator: Buffers that contain the mean after :meth:`run`.
+        donor: Rank whose stream is awaited; if :meth:`run` raises, the rank that caused the failure.
+        received_nbytes: Number of bytes in complete parts.
+        read_nbytes: Number of received bytes that were read directly from the reducers' memory.
+        reasked_count: Number of parts that were requested from the donors.
+        is_agreed: Whether all donors have the same infinite values.
     """
 
     def __init__(
@@ -82,19 +82,19 @@ class MeanReceiver:
         self._relay = relay
         self._round = round
         self._streams: dict[int, InboundStream | PartReading] = {}  # by reducer
-        self._from_donors: SnapshotReceiver | None = None  # receives the part that the donors are asked for
+        self._from_donors: SnapshotReceiver | None = None  # receives a failed reducer's part from the donors
         self.donor = reducers[0]
         self.received_nbytes = self.read_nbytes = self.reasked_count = 0
         self.is_agreed = True
 
     def ask(self) -> None:
-        """Ask for the parts. A lost or busy rank counts as failed."""
+        """Request all parts from other ranks. A rank that is lost or busy is treated as failed."""
         for reducer in self._reducers:
             if reducer != self._services.rank:
                 self._ask(reducer)
 
     def _ask(self, reducer: int) -> None:
-        """Ask for the part of one reducer."""
+        """Request one reducer's part."""
         source, part = self._source_of[reducer], self._part_of(reducer)
         try:
             stream = ask_for_part(
@@ -114,20 +114,22 @@ class MeanReceiver:
                 self._streams[reducer] = stream
 
     async def run(self, frozen: Frozen, *, deadline: float) -> None:
-        """Receive all parts, so that the accumulator holds the mean.
+        """Receive all parts into the accumulator, which then contains the mean.
 
         Args:
             frozen: The donors, and the remaining reducers.
             deadline: Time on the loop's clock by which all parts must have arrived.
 
-        **Cancellation**: reducers and donors are asked to stop; the accumulator stays in use until they have answered.
+        **Cancellation**: reducers and donors are asked to stop; the accumulator remains in use until they have
+        answered.
 
         Raises:
-            AsyncdistError, TimeoutError: See :meth:`SnapshotReceiver.run`.
+            AsyncdistError: A part could be received neither from its reducer nor from the donors.
+            TimeoutError: The deadline has passed.
         """
         try:
             for reducer in sorted(self._reducers, key=lambda rank: self._turn_of(rank, frozen)):
-                if not self._place_of(reducer).nbytes:  # more reducers than elements
+                if not self._place_of(reducer).nbytes:  # the part is empty: there are more reducers than elements
                     continue
                 is_whole = await self._is_received(reducer, frozen, deadline)
                 if not is_whole and self._source_of[reducer] != reducer:
@@ -151,7 +153,7 @@ class MeanReceiver:
             self._finish(next(iter(self._streams)))
 
     def _turn_of(self, reducer: int, frozen: Frozen) -> int:
-        """Return the position at which a reducer's part is waited for: the parts of failed reducers are first."""
+        """Return a sort key for the order in which parts are awaited: parts of failed reducers are first."""
         if reducer == self._services.rank:
             return 3
         if self._source_of[reducer] != reducer:
@@ -159,7 +161,7 @@ class MeanReceiver:
         return 1 if reducer in frozen.reducers else 0
 
     async def _is_received(self, reducer: int, frozen: Frozen, deadline: float) -> bool:
-        """Wait for one part from the rank that was asked for it, and return whether it has arrived."""
+        """Wait for one part from the rank that it was requested from; return False if that rank has failed."""
         self.donor = source = self._source_of[reducer]
         try:
             return (source != reducer or reducer in frozen.reducers) and await self._receive(reducer, deadline)
@@ -168,7 +170,7 @@ class MeanReceiver:
             return False
 
     async def _receive(self, reducer: int, deadline: float) -> bool:
-        """Wait for one part, and return whether it has arrived."""
+        """Wait for one part, and return whether it has arrived; raise an error if its stream fails."""
         if reducer == self._services.rank:
             return await self._take_own(deadline)
         stream = self._streams.get(reducer)
@@ -192,7 +194,7 @@ class MeanReceiver:
         return mean is not None
 
     async def _ask_donors(self, reducer: int, frozen: Frozen, deadline: float) -> None:
-        """Make the part of a failed reducer from the donors' snapshots."""
+        """Add up the part of a failed reducer from the donors' snapshots."""
         self._finish(reducer)
         part = self._part_of(reducer)
         self.reasked_count += 1

@@ -1,4 +1,4 @@
-"""Opens the channels of a member of selective averaging, and moves them from one epoch to the next."""
+"""The channels of a member of selective averaging, for its reports, control messages and parameter streams."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ logger = logging.getLogger("protocols.selective.roles.member_channels")
 
 
 class MemberChannels:
-    """Exchanges messages with the coordinator and the other members.
-
-    Args:
-        services: Services of this rank.
-        scopes: Scopes of the policy.
+    """A member's channels to the coordinator and to the other members.
 
     Attributes:
-        control: Channel for the coordinator's messages.
-        server: Gives this rank's snapshots to replacers. It outlives the policy.
+        control: Channel of messages from and to the coordinator.
+        server: Sends this rank's snapshots to replacers; it outlives the policy.
     """
 
     def __init__(self, services: Services, scopes: PolicyScopes) -> None:
@@ -47,17 +43,17 @@ class MemberChannels:
         self.server = SnapshotServer(services, scopes.to_members)
 
     def report(self, report: Report, coordinator: int) -> bool:
-        """Send a report; return False if the channel is full. A later report takes its place."""
+        """Send a report to the coordinator; return False if the channel is full, so that the report is dropped."""
         try:
             self._reports.send_nowait(report, coordinator)
-        except RankLostError as error:  # the world reports the loss itself
+        except RankLostError as error:  # the loss is handled when the world reports it
             logger.debug("the coordinator is lost, so a report is dropped: %s", error)
         except BusyError:
             return False
         return True
 
     def tell(self, message: ControlMessage, coordinator: int, round: int) -> None:
-        """Send the coordinator a message about a round, unless the job has failed."""
+        """Send the coordinator a message about a round, or drop the message if the job has failed."""
         if self._services.engine.failure is not None:
             return
         try:
@@ -66,23 +62,23 @@ class MemberChannels:
             logger.debug("the coordinator is lost, so an answer is dropped: %s", error)
 
     def exclude(self, rank: int) -> None:
-        """Refuse to send to the new process of a rank that was lost since the start was agreed on."""
+        """Block messages to the new process of a rank that was lost, or restarted, since the start was agreed on."""
         for channel in (self.control, self._reports, self.server.channel):
             channel.on_restarted(rank)
 
     def admit(self, rank: int) -> None:
-        """Allow messages to the new process of a restarted rank, which has been admitted or coordinates."""
+        """Allow messages to the new process of a restarted rank that was admitted or coordinates."""
         for channel in (self.control, self._reports, self.server.channel):
             channel.admit(rank)
 
     def enter_epoch(self, epoch: int) -> None:
-        """Enter a coordinator's epoch, and drop the messages of earlier coordinators."""
+        """Send and accept only messages of this coordinator's epoch from now on."""
         self.control.enter_epoch(epoch)
         self._reports.enter_epoch(epoch)
         self.server.enter_epoch(epoch)
 
     def close(self) -> None:
-        """Stop sending and receiving; the server still answers requests."""
+        """Close all channels; the server still answers requests with an abort."""
         self.control.close()
         self._reports.close()
         self.server.close()

@@ -1,9 +1,8 @@
-"""Passes a member's events to its state machine, and carries out the resulting instructions: the only place that does.
+"""Connects a member's state machine with its roles: passes events to it, and carries out its instructions.
 
-Each event (a message of the coordinator, a step, the end of a copy or of an exchange) goes to the state machine
-:class:`RoundMember`, and :meth:`MemberRoles.carry_out` executes the instructions that it returns, in order. The roles
-know neither the state machine nor this module: each call does one thing and returns. A task that waits for a role's
-streams belongs to :class:`MemberRoles`, which turns its end into an event.
+Each event (a message from the coordinator, a step, the end of a copy or of an exchange) is passed to the state machine
+:class:`RoundMember`, and :meth:`MemberRoles.carry_out` executes the returned instructions in order. The roles do not
+depend on the state machine. Tasks that wait for a role's streams run here, and their end is an event.
 """
 
 from __future__ import annotations
@@ -53,21 +52,21 @@ logger = logging.getLogger("protocols.selective.roles.member_roles")
 
 
 class MemberRoles:
-    """Gives, takes and reduces as :class:`RoundMember` decides.
+    """Carries out a member's roles in rounds, according to the instructions of its state machine.
 
     Args:
         services: Services of this rank.
-        member: Makes the decisions.
-        channels: Carry the messages and the streams.
-        coordination: Knows which rank coordinates.
+        member: State machine that decides.
+        channels: Channels for messages and streams.
+        coordination: View of which rank coordinates.
         resources: The model, and the memory of the roles.
-        states: Transfers the rest of a member's state; None if this rank gives to no newcomer.
+        states: Sends the optimizer and policy state to restarted ranks; None if this rank never does.
         journal: Records each state of the member.
         island: Number of the other island that the rounds belong to; -1 for this rank's own island.
-        holds_copies: Whether a copy is held until :meth:`conclude`, because other ranks have other parts of it.
+        holds_copies: Whether a copy waits for :meth:`conclude`, because other ranks have other shards of the model.
 
     Attributes:
-        donor, replacer, reducer, relay: The roles.
+        donor, replacer, reducer, relay: Objects that carry out one role each.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class MemberRoles:
     # -- the coordinator --------------------------------------------------------------------------------------------
 
     def take(self, message: Assign | Frozen | End, round: int) -> None:
-        """Handle a message of the coordinator about a round."""
+        """Handle a message from the coordinator about a round."""
         match message:
             case Assign():
                 for restarted in message.restarted:
@@ -120,33 +119,42 @@ class MemberRoles:
         self._carry_out(instructions)
 
     def admit(self, rank: int, incarnation: int) -> None:
-        """Exchange messages with a restarted and admitted process, unless another process has its rank by now."""
+        """Allow messages to an admitted process of a restarted rank, if that process still runs."""
         if self._services.restarted.get(rank, 0) == incarnation:
             self._channels.admit(rank)
             if self._states is not None:
                 self._states.admit(rank)
 
     def lose_coordinator(self, why: str) -> None:
-        """End all work for a coordinator that is gone or replaced, as ``why`` says."""
+        """End all roles, since the coordinator is gone or replaced; ``why`` is the reason, such as "is gone"."""
         instructions = self._member.on_coordinator_gone(why)
         self._round_events.note(instructions, reason=f"the coordinator {why}")
         self._carry_out(instructions)
 
     def follow(self, epoch: int, rank: int) -> None:
-        """End all work for the earlier coordinator, and take part in the rounds of another rank."""
+        """End all roles of the previous coordinator's rounds, and take part in the rounds of a new coordinator.
+
+        Args:
+            epoch: Epoch of the new coordinator.
+            rank: Rank of the new coordinator.
+        """
         self._journal.note_coordinator(epoch, rank)
         self._user_events.add(CoordinatorChanged(rank, epoch))
         self.lose_coordinator("is replaced")
         self.carry_out(self._member.on_epoch(epoch, self._services.incarnation))
 
     def rejoin(self) -> None:
-        """Join again, for a coordinator that does not know this member."""
+        """Send this member's state to a coordinator that lacks it."""
         self.carry_out(self._member.on_rejoin(self._services.incarnation))
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def step(self, iteration: int) -> StepInfo:
-        """Do the work that is due in this step; if there is none, return the round given up since the last step."""
+        """Take or apply the snapshot or average that is due in this step.
+
+        Returns:
+            The result of the step: an applied average, or a round that was abandoned since the last step.
+        """
         given_up = self.replacer.take_given_up()
         match self._member.on_step():
             case TakeSnapshot() as due:
@@ -158,10 +166,10 @@ class MemberRoles:
         return given_up
 
     def take_snapshot(self, due: TakeSnapshot, iteration: int) -> None:
-        """Begin a copy of the weights, whose end is a separate event.
+        """Begin to copy the weights; :meth:`_on_copied` is called when the copy is complete.
 
         Raises:
-            ValueError: The model has changed since the policy was made; the round continues without this rank.
+            ValueError: The model has changed since the policy was created; the round continues without this rank.
         """
         try:
             copy = self.donor.copy(due.round, iteration, with_state=due.round == self._member.admitting)
@@ -175,7 +183,13 @@ class MemberRoles:
             self._services.engine.watch(copy.under_way, waits, functools.partial(self._on_copied, copy))
 
     def apply(self, due: Apply, iteration: int, trouble: str | None = None) -> StepInfo:
-        """Apply new weights, without notifying the user; ``trouble`` is an argument of :meth:`OwnState.take`."""
+        """Apply new weights, without notifying the user.
+
+        Args:
+            due: The state machine's instruction.
+            iteration: This rank's iteration.
+            trouble: See :meth:`OwnState.take`.
+        """
         info = self.replacer.put_in_place(due.frozen, iteration, trouble)
         self.carry_out(self._member.on_applied(iteration))
         return info
@@ -190,19 +204,28 @@ class MemberRoles:
             self._end_copy(copy)
 
     async def fault_of_copy(self) -> str:
-        """Wait for the held copy, and return the reason why it cannot be given; "" if it can."""
+        """Wait until a copy is complete, and return the reason why it cannot be sent; "" if it can."""
         await self._services.engine.until(lambda: self._held is not None, WaitId(WaitKind.COPY_OF_WEIGHTS))
         assert self._held is not None, "no copy is held"
         return self.donor.fault_of(self._held)
 
     def conclude(self, fault: str) -> None:
-        """Give the held copy, if there is one; drop it if there is a ``fault`` on this or another rank."""
+        """Offer the waiting copy, or drop it if ``fault`` is not ""; do nothing without a copy.
+
+        Args:
+            fault: Reason why a shard of the model cannot be sent, on this rank or another.
+        """
         held, self._held = self._held, None
         if held is not None:
             self._end_copy(held, fault)
 
     def _end_copy(self, copy: Copy, fault: str | None = None) -> None:
-        """Give a copy if its round continues and all values are finite; ``fault`` is passed if it is already known."""
+        """Offer a complete copy, or drop it if its round has ended or the copy cannot be sent.
+
+        Args:
+            copy: The copy.
+            fault: Reason why the copy cannot be sent; "" if it can; None to check its values now.
+        """
         is_wanted = self._member.awaits_copy(copy.round)
         if fault is None:
             fault = self.donor.fault_of(copy) if is_wanted else ""
@@ -213,7 +236,7 @@ class MemberRoles:
             self.donor.drop(copy)
         points = copy.state_safe_points
         self.carry_out(self._member.on_copied(copy.round, copy.iteration, fault=fault, state_safe_points=points))
-        if is_given:  # last, since the user's callback may raise
+        if is_given:  # this call is the last, since the user's callback may raise
             self.donor.announce(copy)
 
     async def _take_average(self, exchange: Exchange, frozen: Frozen) -> None:
@@ -221,7 +244,7 @@ class MemberRoles:
         try:
             fault = await self.replacer.receive(exchange, frozen)
             if fault:
-                exchange.task = None  # the present task, which ends on its own
+                exchange.task = None  # the present task ends on its own and must not be cancelled
                 self._fail(exchange.round, fault)
             elif self._member.on_averaged(exchange.round):
                 exchange.keep_average()
@@ -235,11 +258,16 @@ class MemberRoles:
         self.carry_out(instructions)
 
     def give_up(self, round: int, reason: str) -> None:
-        """Give up that round's average, complete or not, for a reason outside its exchange."""
+        """Abandon the average of ``round``, complete or not, for a reason outside its exchange."""
         self.carry_out(self._member.on_failed(round, reason) or self._member.on_refused(round, reason))
 
     def take_whole_state(self, exchange: Exchange, iteration: int) -> None:
-        """Apply the weights that belong to a member's whole state; ``iteration`` is that member's."""
+        """Load the weights that belong to another member's whole state.
+
+        Args:
+            exchange: Exchange that has received the weights.
+            iteration: The other member's iteration.
+        """
         self._member.on_step()
         self.replacer.load(exchange)
         self.carry_out(self._member.on_applied(iteration))
@@ -247,16 +275,16 @@ class MemberRoles:
     # -- leaving ----------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Begin to leave: a snapshot on offer stays available until its round has ended."""
+        """Begin to leave the policy, but keep a finished snapshot available until its round has ended."""
         self.carry_out(self._member.on_leave())
 
     def finish(self) -> None:
-        """Stop giving and taking."""
+        """End all roles, since this rank has left the policy."""
         self.carry_out(self._member.on_left())
 
     @property
     def is_giving(self) -> bool:
-        """Whether a snapshot is on offer, or still being sent."""
+        """True if this rank is still sending, or a leaving rank's snapshot can still be requested."""
         return self._member.state is State.LASTING or not self._channels.server.is_idle
 
     # -- instructions -----------------------------------------------------------------------------------------------

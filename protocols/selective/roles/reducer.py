@@ -1,17 +1,15 @@
-"""Carries out a reducer's part in a sharded round: adds up one part of the donors' snapshots, for all replacers.
+"""The reducer's role in a sharded round: adds up one part of the donors' snapshots, for all replacers.
 
-A reducer asks each donor for that part as soon as it is assigned, and each donor sends it in the step that takes its
-snapshot. After the freeze the parts are added in rank order, so the mean has the same bits as a replacer's own mean
-would have. The sum is made chunk by chunk, and each finished chunk is sent while later chunks arrive: between hosts,
-both directions of the network are then in use. The mean is offered until the round ends, even if this rank has applied
-its own average.
+A reducer requests its part from each donor as soon as it is assigned. After the freeze, the parts are added in rank
+order, so the mean has the same bits as on the direct route. Chunks are added up and sent while later chunks arrive, so
+that both directions of the network are in use. The mean is offered until the round ends, even if this rank has already
+applied its own average.
 
-All donors send at once, so that each of their links is always in use, but the sum runs in rank order: early parts wait
-in their own memory. That is one part for each donor, in total less than one state for any number of ranks. (With a
-window, as on the direct route, all reducers would ask the same few donors at a time.)
+All donors send at the same time, so that all links are in use. Parts that arrive before their turn in the sum wait in
+separate memory, in total less than the size of one model.
 
-If a part cannot be made or completed, it is refused, and each replacer asks the donors for the whole part. The same
-applies to a part whose donors differ in infinite values: the replacers find the difference and report it.
+If a part cannot be completed, requests for its mean are refused, and each replacer requests the part from the donors.
+This includes a part in which the donors have different infinite values: the replacers find and report the difference.
 """
 
 from __future__ import annotations
@@ -38,13 +36,13 @@ logger = logging.getLogger("protocols.selective.roles.reducer")
 
 @dataclass(slots=True, eq=False)
 class _Sum:
-    """Holds a reducer's state in one round.
+    """State of a reducer in one round.
 
     Attributes:
-        asked: Streams that are not finished, by donor.
-        given: Memory that each donor's part is received into.
-        mean: The mean, once it is complete.
-        is_settled: Whether the mean is complete, or has failed.
+        asked: Unfinished streams, by donor.
+        given: Memory for the part of each donor.
+        mean: The complete mean; None before.
+        is_settled: Whether the mean is complete or has failed.
     """
 
     round: int
@@ -60,18 +58,18 @@ class _Sum:
 
 
 class Reducer:
-    """Makes the mean of one part in each round that names this rank a reducer.
+    """Computes and offers the mean of one part in each round in which this rank is a reducer.
 
     Args:
         services: Services of this rank.
-        server: Offers the means, and has the channel of the policy's parameter streams.
-        pool: Lends the memory.
-        donor: Has this rank's snapshot, if it gives one.
+        server: Sends the means; also has the channel of the policy's parameter streams.
+        pool: Memory for the parts.
+        donor: Donor's role of this rank, with the rank's own snapshot.
 
     Attributes:
-        reduction_count: Number of means that have been offered.
-        received_nbytes: Number of bytes of parts received.
-        read_nbytes: Number of these bytes that were read in the donors' memory.
+        reduction_count: Number of complete means so far.
+        received_nbytes: Number of bytes received.
+        read_nbytes: Number of received bytes that were read directly from the donors' memory.
     """
 
     def __init__(self, services: Services, server: SnapshotServer, pool: PartPool, donor: Donor) -> None:
@@ -83,7 +81,7 @@ class Reducer:
         self.reduction_count = self.received_nbytes = self.read_nbytes = 0
 
     def begin(self, round: int, assign: Assign) -> None:
-        """Ask the donors for their part. A lost or busy donor matters only at the freeze."""
+        """Request this reducer's part from all donors; a donor whose request fails may still be left out of the round."""
         assert self._sum is None, f"round {round} begins while this rank reduces in another one"
         others = [donor for donor in assign.donors if donor != self._services.rank]
         part = Part(assign.part, len(assign.reducers))
@@ -95,7 +93,7 @@ class Reducer:
                 logger.info("round %d: the early request to rank %d failed, %s", round, donor, error)
 
     def add_up(self, frozen: Frozen) -> None:
-        """Start a task that makes the mean of the frozen round's donors, and offers it."""
+        """Start a task that computes and offers the mean of the frozen round's donors."""
         state = self._sum
         assert state is not None, "a round is frozen without a reduction"
         state.task = self._services.spawn_service(
@@ -103,9 +101,9 @@ class Reducer:
         )
 
     def stop(self) -> None:
-        """Withdraw the mean, or stop making it."""
+        """Stop offering the mean, or stop computing it."""
         state, self._sum = self._sum, None
-        if state is None:  # this rank only shares parts of other reducers
+        if state is None:  # this rank only shares other reducers' parts
             return
         if state.task is not None and not state.is_settled:
             state.task.cancel()
@@ -113,16 +111,16 @@ class Reducer:
             self._finish(state, next(iter(state.asked)))
         self._settle(state)
         if state.offer is not None:
-            self._server.withdraw(state.offer)  # releases the memory when its last stream has ended
+            self._server.withdraw(state.offer)  # the server releases the memory after the last stream
         else:
             self._release()
 
     def is_settled(self, round: int) -> bool:
-        """Return whether this rank's part of that round is complete, or has failed."""
+        """Return whether this rank's part in ``round`` is complete or has failed."""
         return self._sum is None or self._sum.round != round or self._sum.is_settled
 
     def mean(self, round: int) -> FlatBuffers | None:
-        """Return this rank's part of the mean; None if it cannot be made."""
+        """Return this rank's part of the mean in ``round``; None if the part is not complete."""
         return self._sum.mean if self._sum is not None and self._sum.round == round else None
 
     async def _add_up(self, state: _Sum, frozen: Frozen) -> None:
@@ -143,9 +141,9 @@ class Reducer:
             self._settle(state)
 
     async def _make(self, state: _Sum, frozen: Frozen, offer: Offer) -> bool:
-        """Add up in rank order, one chunk of the mean at a time; return whether the donors agree in infinities.
+        """Compute the mean chunk by chunk, in rank order; return False if the donors have different infinite values.
 
-        The last chunks are not offered yet, since the mean may still turn out to be incomplete.
+        Complete chunks of averaged tensors are offered at once; the tensors copied from the best donor are the last.
         """
         into, nbytes = state.buffers.mean, 0
         given = {donor: await self._given(state, donor, exact=donor == frozen.best) for donor in frozen.donors}
@@ -169,13 +167,13 @@ class Reducer:
         return True
 
     async def _given(self, state: _Sum, donor: int, *, exact: bool) -> FlatBuffers:
-        """Return the memory that holds, or is receiving, one donor's part. Parts in donors' memory are read here."""
+        """Return the memory that contains, or is receiving, one donor's part; read it here if it can be read directly."""
         if donor == self._services.rank:
             snapshot = self._donor.snapshot_of(state.round)
             if snapshot is None:
                 raise RemoteProtocolError(f"round {state.round} is frozen with donor {donor}, which has no snapshot")
             return state.part.of(snapshot)
-        if exact and donor != state.assign.best:  # the earlier best donor was left out; exact tensors may still arrive
+        if exact and donor != state.assign.best:  # the best donor was left out, so a new one is asked for exact tensors
             self._finish(state, donor)
             tensors = state.buffers.mean.tensors
             self._ask(state, donor, new_part({dtype: len(tensors[dtype]) for dtype in tensors}), exact=True)
@@ -187,7 +185,7 @@ class Reducer:
         return state.given[donor]
 
     def _ask(self, state: _Sum, donor: int, into: FlatBuffers, *, exact: bool) -> None:
-        """Ask one donor for its part. Raises RankLostError or BusyError as :func:`ask_for_part`."""
+        """Request the part from one donor; raise RankLostError if the donor is lost, BusyError if its queue is full."""
         stream = ask_for_part(
             self._services,
             self._server,
@@ -211,7 +209,10 @@ class Reducer:
             stream.finish(lambda stream: cancel_stream(self._services, channel, stream, state.round))
 
     def _settle(self, state: _Sum) -> None:
-        """Notify the waiters for the mean: this rank's own exchange, and replacers whose requests must be refused."""
+        """Record that the mean is complete or has failed, and notify this rank's own exchange.
+
+        Replacers' requests are refused if the mean was never offered.
+        """
         state.is_settled = True
         if state.offer is None:
             self._server.end_mean(state.round, state.part)
@@ -222,7 +223,7 @@ class Reducer:
 
 
 async def _arrival(state: _Sum, donor: int, nbytes: int) -> None:
-    """Wait for the first ``nbytes`` of a donor's stream; the averaged tensors precede the exact ones."""
+    """Wait until the first ``nbytes`` of a donor's stream have arrived."""
     stream = state.asked.get(donor)
     if isinstance(stream, InboundStream):
         while stream.received_nbytes < nbytes:

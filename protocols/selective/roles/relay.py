@@ -1,10 +1,9 @@
-"""Shares the parts that one rank has fetched from reducers on other hosts with the other replacers of its host.
+"""Shares parts of a mean, which one replacer has fetched from another host, with the other replacers on its host.
 
-In a sharded round, each part of the mean is sent to each host once: one replacer there asks the reducer, and the others
-ask that replacer, which offers the part once it is complete. The part lies in the memory of the replacer's own mean. It
-no longer changes, and stays in use until the round has ended and all streams from it have ended.
-
-A part that does not arrive is refused, and the ranks that have asked for it ask the reducer.
+In a sharded round, each part of the mean is sent to each host only once: one replacer requests the part from its
+reducer, and the other replacers on the host request it from that replacer. The part is sent from the memory of the
+replacer's own mean, which remains in use until the round and all these streams have ended. If the part does not arrive,
+the requests are refused, and the other replacers request the part from the reducer.
 """
 
 from __future__ import annotations
@@ -16,26 +15,26 @@ from asyncdist.protocols.selective.roles.exchange_buffers import Accumulator
 
 
 class Relay:
-    """Offers the fetched parts of one round at a time.
+    """Offers the parts that this rank has fetched in a round to the other replacers on its host.
 
     Args:
         rank: This rank.
-        server: Gives the parts.
+        server: Sends the parts.
 
     Attributes:
-        shared_count: Number of parts that have been offered.
+        shared_count: Number of parts offered so far.
     """
 
     def __init__(self, rank: int, server: SnapshotServer) -> None:
         self._rank = rank
         self._server = server
         self._round = 0
-        self._fetched: set[Part] = set()  # still to be offered
+        self._fetched: set[Part] = set()  # parts that this rank fetches and has not offered yet
         self._offers: list[Offer] = []
         self.shared_count = 0
 
     def begin(self, round: int, assign: Assign) -> None:
-        """Expect the parts that this rank is to fetch, so that other replacers' requests for them are kept."""
+        """Determine the parts that this rank must fetch in a round, so that requests for them wait for their arrival."""
         assert not self._offers, f"round {round} begins while this rank shares parts of another round"
         self._round = round
         self._fetched = {
@@ -45,7 +44,7 @@ class Relay:
         }
 
     def share(self, round: int, part: Part, accumulator: Accumulator) -> None:
-        """Offer a part in ``accumulator``, if this rank is to share it."""
+        """Offer a part that has arrived in ``accumulator``, if this rank fetches that part for its host."""
         if round != self._round or part not in self._fetched:
             return
         self._fetched.remove(part)
@@ -56,14 +55,14 @@ class Relay:
         self.shared_count += 1
 
     def refuse_rest(self, round: int) -> None:
-        """Refuse the parts that have not been offered: they will not arrive."""
+        """Refuse requests for the parts that have not been offered, since these parts will not arrive."""
         if round == self._round:
             for part in self._fetched:
                 self._server.end_mean(round, part)
             self._fetched.clear()
 
     def stop(self) -> None:
-        """Withdraw all parts."""
+        """Stop offering all parts, and refuse further requests."""
         self.refuse_rest(self._round)
         while self._offers:
             self._server.withdraw(self._offers.pop())

@@ -1,4 +1,4 @@
-"""Carries out a replacer's part in a round: asks the donors, averages their streams, and applies the average."""
+"""The replacer's role in a round: requests the donors' snapshots, averages them, and applies the average."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from asyncdist.protocols.step_info import NOTHING, StepInfo
 
 
 class Replacer:
-    """Takes the averages of the rounds that name this rank a replacer, in turn.
+    """Receives and applies the averages of the rounds in which this rank is a replacer, one round at a time.
 
     Args:
         services: Services of this rank.
-        server: Has the channel of the policy's parameter streams.
+        server: Channel of the policy's parameter streams.
         resources: The model, and the memory of exchanges.
-        reducer: Makes this rank's part of a mean, if it reduces.
+        reducer: Adds up this rank's part of a mean, if this rank is a reducer.
         relay: Shares the parts that this rank fetches for its host.
 
     Attributes:
-        exchange: Exchange of the round in progress; None if there is none.
-        replacement_count: Number of averages that have been applied.
+        exchange: Exchange of the round in progress; None between rounds.
+        replacement_count: Number of averages applied so far.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Replacer:
         self.replacement_count = 0
 
     def ask(self, round: int, coordinator: int, assign: Assign) -> None:
-        """Begin an exchange, and ask the donors or reducers, if they are known already."""
+        """Begin an exchange, and request the streams of the donors or reducers, if there are any."""
         roles = self._reducer, self._relay
         self.exchange = Exchange(self._services, self._server, self._resources.buffers, *roles, round, coordinator)
         if assign.donors:
@@ -53,7 +53,7 @@ class Replacer:
         """Average the snapshots of the frozen round's donors, in rank order.
 
         Returns:
-            The reason why there is no average; "" if it is complete.
+            The reason why the average cannot be applied; "" if it is complete.
         """
         try:
             receiver = await exchange.run(frozen)
@@ -65,7 +65,7 @@ class Replacer:
         return f"the donors differ in infinite values, for example in {entry!r}"
 
     def discard(self, round: int, reason: str) -> None:
-        """Free the exchange's memory. The next step reports the reason, even after the coordinator's ``End``."""
+        """Stop the exchange and free its memory; the next step reports ``reason`` to the user."""
         exchange, self.exchange = self.exchange, None
         assert exchange is not None, f"round {round} is given up without an exchange"
         exchange.discard()
@@ -78,12 +78,18 @@ class Replacer:
         )
 
     def take_given_up(self) -> StepInfo:
-        """Return, once, the round given up since the last step."""
+        """Return the round that was abandoned since the last call, as a step's result; ``NOTHING`` if there is none."""
         given_up, self._given_up = self._given_up, NOTHING
         return given_up
 
     def put_in_place(self, frozen: Frozen, iteration: int, trouble: str | None = None) -> StepInfo:
-        """Apply the new weights; ``trouble`` is an argument of :meth:`OwnState.take`."""
+        """Apply the new weights, and return the step's result.
+
+        Args:
+            frozen: The donors of the round.
+            iteration: This rank's iteration.
+            trouble: See :meth:`OwnState.take`.
+        """
         exchange = self.exchange
         assert exchange is not None, "weights are to be applied without an exchange"
         began_at = self._services.time()
@@ -109,13 +115,13 @@ class Replacer:
         return info
 
     def announce(self) -> None:
-        """Notify the user, once, of the weights that were applied, if the user wants events."""
+        """Notify the user's ``on_event`` callback of the newly applied weights, only once."""
         announced, self._announced = self._announced, None
         if announced is not None:
             self._resources.applier.announce(*announced)
 
     def load(self, exchange: Exchange) -> None:
-        """Replace all of this rank's weights with those that the only donor of ``exchange`` has given."""
+        """Replace all of this rank's weights by the weights from the only donor of ``exchange``."""
         assert exchange.average is not None, f"round {exchange.round} has no weights"
         self._resources.own.load(exchange.average.buffers)
         exchange.average.release()

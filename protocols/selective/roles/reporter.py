@@ -1,4 +1,4 @@
-"""Reports a member's metric and step time to the coordinator, and checks on the coordinator."""
+"""Reports a member's metric and step time to the coordinator."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 
 
 class Reporter:
-    """Makes the reports of one member.
+    """Creates and sends the reports of one member, with its metric and the duration of its steps.
 
     Args:
         services: Services of this rank.
-        channels: Send the reports.
-        coordination: Knows the coordinator, and whether a report asks for an answer.
-        member: Keeps the newest report.
-        call: Number of the call of ``step`` before which this rank begins.
+        channels: Channels that send the reports.
+        coordination: View of the coordinator, which decides whether a report asks for an answer.
+        member: State machine that stores the newest report.
+        call: Number of calls of ``step`` before this rank begins.
         hostname: Name of this rank's host.
 
     Attributes:
-        report_count, nonfinite_count: Number of reports, and of those whose metric was NaN or infinite.
+        report_count: Number of reports.
+        nonfinite_count: Number of reports whose metric was NaN or infinite.
     """
 
     def __init__(
@@ -46,15 +47,15 @@ class Reporter:
         self.begin(call)
 
     def begin(self, call: int) -> None:
-        """Restart the measurement, as if call ``call - 1`` had been the last one with a report."""
+        """Restart the measurement of step times, as if call ``call - 1`` had sent a report just now."""
         self._reported_at, self._reported_call = self._services.time(), call - 1
 
     def report(self, iteration: int, call: int, value: float) -> None:
-        """Report a metric.
+        """Send a report with this metric to the coordinator, if there is one.
 
         Args:
-            iteration: The policy's number of this step.
-            call: Number of earlier calls: messages are answered once in a call, not in an iteration.
+            iteration: Iteration of the policy.
+            call: Number of earlier calls of ``step``, by which step times are measured.
             value: The metric.
         """
         now = self._services.time()

@@ -1,4 +1,4 @@
-"""Bundles the model of one rank and the memory that its roles in rounds use in turn."""
+"""The model of one rank, and the memory that its roles in rounds share."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from asyncdist.tensors.flat_state import FlatState, SnapshotPool
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoleResources:
-    """Holds the resources that the roles of one rank share, in its own island and in others.
+    """The model and the memory that a rank's roles share, in its own island and in other islands.
 
     Attributes:
         flat: State of the model.
-        own: The parts of that state that other ranks may have, and that an average leaves unchanged.
+        own: Entries of that state that are sent to other ranks, and entries that an average leaves unchanged.
         snapshots, buffers, parts: Memory of donors, replacers and reducers.
         applier: Changes the weights.
-        timing: Collects the seconds of snapshots and applications.
-        events: Notify the user's callback.
-        state: The rest of the member's state, which only newcomers take.
+        timing: Durations of snapshots and applications.
+        events: Events for the user's ``on_event`` callback.
+        state: Optimizer and policy state, which only restarted ranks receive.
     """
 
     flat: FlatState
@@ -40,7 +40,7 @@ class RoleResources:
 
     @classmethod
     def of(cls, flat: FlatState, own: OwnState, timing: Timing, events: UserEvents, state: WholeState) -> RoleResources:
-        """Return the resources of a rank with this model; memory is allocated when a role needs it."""
+        """Return the resources for a model; memory is allocated when a role first needs it."""
         snapshots = SnapshotPool(flat)
         applier = Applier(flat, own, snapshots, events)
         return cls(flat, own, snapshots, ExchangeBuffers(flat), PartPool(flat), applier, timing, events, state)

@@ -1,10 +1,10 @@
-"""Passes a member's view of its rounds to ``on_event``: inside the next step, in the order of the events.
+"""Creates the events about a member's rounds for the user's ``on_event`` callback.
 
-A member receives messages about a round between two steps. The events wait in :class:`UserEvents`, which each step
-empties first. :class:`RoundEvents` derives the events from the instructions of the state machine.
+:class:`RoundEvents` derives the events from the instructions of the member's state machine. The events wait in
+:class:`UserEvents` until the next step, which passes them to the callback in order.
 
 Invariant: each :class:`RoleAssigned` is followed by one :class:`AverageApplied`, :class:`RoundEnded` or
-:class:`RoundAbandoned` of that round before the next :class:`RoleAssigned`.
+:class:`RoundAbandoned` of the same round before the next :class:`RoleAssigned`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from asyncdist.protocols.step_info import RoleAssigned, RoundAbandoned, RoundEnd
 
 
 class RoundEvents:
-    """Makes the events of one member's rounds.
+    """Creates the events about one member's rounds: a role is assigned, or its round is ended or abandoned.
 
     Args:
-        member: The member.
-        pending: Keeps the events.
+        member: State machine of the member.
+        pending: Queue of events for the user.
         island: Number of the other island that the rounds belong to; -1 for this rank's own island.
     """
 
@@ -27,29 +27,29 @@ class RoundEvents:
         self._member = member
         self._pending = pending
         self._island = island
-        self._role, self._round = "", 0  # of the newest RoleAssigned, until the event that ends it
+        self._role, self._round = "", 0  # role and round of the last RoleAssigned, until the event that ends the role
 
     def note(self, instructions: Instructions, assign: Assign | None = None, round: int = 0, reason: str = "") -> None:
-        """Make the events that follow from instructions of the member, which is already in its new state.
+        """Create the events that follow from a change of the member's state.
 
         Args:
-            instructions: Instructions of the member.
-            assign, round: The assignment that the instructions answer, if there is one.
-            reason: Reason for the end of a donor's part, if the instructions answer that end.
+            instructions: Instructions of the member's state machine, which is already in its new state.
+            assign, round: The assignment that has caused the instructions, if any.
+            reason: Reason why the round has ended, if that has caused the instructions.
         """
         declined: dict[int, str] = {}
         for told in instructions:
             if isinstance(told, Tell) and isinstance(told.message, Decline):
                 declined[told.round] = told.message.reason
             elif isinstance(told, Tell) and isinstance(told.message, Applied) and told.round == self._round:
-                self._role, self._round = "", 0  # the replacer makes that event
+                self._role, self._round = "", 0  # the replacer itself creates AverageApplied
         if self._role == DONOR and not self._gives() and self._round not in declined:
             why = reason or (f"round {round} began" if round else "the policy ended")
             self._end(RoundEnded(self._round, why, self._island))
         for discard in instructions:
             if isinstance(discard, Discard):
                 self._abandon(discard.round, discard.reason)
-        if assign is not None and not (assign.admits and assign.role != DONOR):  # a newcomer does not step yet
+        if assign is not None and not (assign.admits and assign.role != DONOR):  # a newcomer makes no steps yet
             self._role, self._round = assign.role, round
             self._pending.add(RoleAssigned(round, assign.role, assign.donors, assign.replacers, self._island))
         for number, why in declined.items():

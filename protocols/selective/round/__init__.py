@@ -1,1 +1,1 @@
-"""Keeps one round of selective averaging: the coordinator's knowledge of it, and its course from start to end."""
+"""One round of selective averaging on the coordinator: its state, its course from start to end, and its messages."""

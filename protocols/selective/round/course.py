@@ -1,7 +1,7 @@
-"""Carries each round from its start through the freeze to its end, as the coordinator decides.
+"""Starts, freezes and ends the rounds of selective averaging, and composes the messages for each of these moments.
 
-Pure: part of `protocols.selective.rounds`, which decides when a round starts, freezes and ends. This module composes
-the messages to the ranks at these moments, and keeps the counts.
+`protocols.selective.rounds` decides when a round starts, is frozen (its donors no longer change) and ends. This module
+is part of the same state machine.
 """
 
 import math
@@ -18,21 +18,23 @@ from asyncdist.protocols.selective.rules import Decision, SelectiveRules, reduce
 from asyncdist.protocols.selective.statistics import HISTORY_LENGTH, History, LeftOut
 from asyncdist.protocols.selective.waiting import Patience
 
-#: Largest round number accepted from a member: frame headers have 32 bits for it, and later rounds need larger numbers.
+#: Largest round number accepted from a member. Frame headers have 32 bits for it, and later rounds need larger numbers.
 ROUND_BELIEVED_MAX: Final = 2**31
 
 
 class RoundCourse:
-    """Holds the round in progress, and the results of earlier rounds.
+    """Conducts the coordinator's rounds, one at a time, and counts them.
 
     Args:
         rules: The options.
         roster, newcomers, migrants, patience, history: State of the coordinator.
-        stream_safe_points, model_nbytes: The arguments of `RoundCoordinator`.
+        stream_safe_points: Number of safe points that sender and receiver of one snapshot each need.
+        model_nbytes: Size of a snapshot in bytes.
 
     Attributes:
         current: The round in progress; None between rounds.
-        decided_count, ended_count: Number of rounds that have started, and that have ended.
+        decided_count: Number of rounds that have started.
+        ended_count: Number of rounds that have ended.
         overdue_count: Number of replacers that had not answered before their round's timeout.
         routes: Number of rounds with donors, by route.
     """
@@ -58,19 +60,22 @@ class RoundCourse:
         self._stream_safe_points = stream_safe_points
         self._model_nbytes = model_nbytes
         self._last_number = 0
-        self._overdue: dict[int, deque[int]] = {}  # for each replacer, the rounds that timed out before it answered
+        self._overdue: dict[int, deque[int]] = {}  # rounds that timed out before a replacer answered, by replacer
         self.current: Round | None = None
         self.decided_count = self.ended_count = self.overdue_count = 0
         self.routes = Counter(direct=0, sharded=0)
 
     def go_on_after(self, number: int) -> None:
-        """Give the next round a higher number than this one, in which an earlier coordinator has named a member."""
+        """Number the next round higher than ``number``, a round of an earlier coordinator."""
         self._last_number = max(self._last_number, min(number, ROUND_BELIEVED_MAX))
 
     def start(
         self, decision: Decision, judged: dict[int, ReportRecord], now: float, admits: bool = False
     ) -> list[Send]:
-        """Open a round. Donors get their longest step plus a quarter of the timeout to take their snapshots."""
+        """Start a round, and return the messages that assign the roles.
+
+        Donors have a limited time for their snapshots: the longest step of a donor plus a quarter of the timeout.
+        """
         broken = self._history.broken
         assert self.current is None, broken("a round starts before the previous round has ended")
         assert decision.replacers, broken(f"{decision} replaces no rank")
@@ -104,7 +109,7 @@ class RoundCourse:
         return state.openings(self._roster.members)
 
     def freeze(self, state: Round, now: float) -> list[Send]:
-        """Fix the donors, and release those that are not ready. The others keep their weights in the average."""
+        """Freeze a round: leave out the donors that are not ready, and return the messages that start the averaging."""
         sends: list[Send] = []
         for rank in sorted(state.waiting_donors):
             self.leave_out(state, rank, "not ready in time")
@@ -119,10 +124,10 @@ class RoundCourse:
         return sends
 
     def end(self, state: Round, reason: str, decision_count: int, now: float) -> list[Send]:
-        """Close the round: send `End` once to every named rank that is live."""
+        """End the round, and return one `End` for every live rank that the round has named."""
         sends: list[Send] = []
         for rank in sorted(state.waiting_replacers):
-            if state.frozen:  # it may have applied the average, with its answer still on the way
+            if state.frozen:  # the replacer may have applied the average, with its answer still on the way
                 self._overdue.setdefault(rank, deque(maxlen=HISTORY_LENGTH)).append(state.number)
                 self.overdue_count += 1
             else:
@@ -141,13 +146,16 @@ class RoundCourse:
         return sends
 
     def take_answer(self, rank: int, number: int) -> bool:
-        """Note that a replacer has applied its average; return whether it owed that answer, even if late."""
+        """Record that a replacer has applied its average; return False if no such answer was expected.
+
+        An answer after the round's timeout is still expected.
+        """
         state = self.current
         if state is not None and state.number == number and state.frozen and rank in state.waiting_replacers:
             state.waiting_replacers.remove(rank)
         elif number in self._overdue.get(rank, ()):
             while self._overdue[rank].popleft() != number:
-                pass  # an answer to an earlier round would have arrived before this one
+                pass  # messages arrive in order, so that answers to earlier rounds cannot follow
             self._history.ignore("Applied after the round's timeout")
         else:
             self._history.ignore("Applied from a rank that owes none")
@@ -164,7 +172,7 @@ class RoundCourse:
             self.leave_out(state, rank, how)
 
     def leave_out(self, state: Round, rank: int, reason: str) -> bool:
-        """Remove a donor from a round that is not frozen; return False if the rank is not a donor of it."""
+        """Remove a donor from a round; return False if the round is frozen or the rank is not one of its donors."""
         if state.frozen or (rank not in state.waiting_donors and rank not in state.ready):
             return False
         state.waiting_donors.discard(rank)
@@ -178,7 +186,7 @@ class RoundCourse:
         self._history.note_abandoned(reason)
 
     def _release(self, sends: list[Send], state: Round, ranks: Sequence[int], reason: str) -> None:
-        """Append the same `End` for all of these ranks, except those that have received it or are gone."""
+        """Append an `End` to ``sends`` for each of ``ranks``, except ranks that are gone or were sent one before."""
         end, number, members = End(reason), state.number, self._roster.members
         due = [rank for rank in ranks if rank not in state.released and members[rank].live]
         state.released.update(due)

@@ -1,12 +1,11 @@
-"""Packs the part of a round's messages that is equal for all ranks: sets of ranks, and a number for each rank.
+"""Packs sets of ranks and lists of numbers into few bytes, for the messages of a round.
 
-Every rank named in a round receives all donors and replacers, so the bytes of a round grow with the square of the
-number of ranks. A list takes three bytes per rank, and 16 with weights and iterations. The packed form takes one bit
-per rank, less for consecutive ranks, and nothing for numbers that are all equal. The coordinator packs once per round,
-and the frames to all recipients carry the same bytes (`protocols.selective.round.plan`).
+Every rank in a round receives the list of all donors and replacers, so the bytes of a round grow with the square of the
+number of ranks. The packed form takes one bit per rank, and less for consecutive ranks or equal numbers; a list would
+take up to 16 bytes per rank. The coordinator packs once per round and sends the same bytes to all ranks.
 
-Pure, like the rules. For any bytes, unpacking either returns ranks in ascending order without duplicates, or raises
-ValueError. The size of a range is limited explicitly, and all other results by the length of the frame.
+For any bytes, unpacking either returns a valid result or raises ValueError. `RANK_COUNT_MAX` limits the size of a
+range, and the length of the frame limits all other results.
 """
 
 import math
@@ -15,16 +14,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
-#: First byte of a set of ranks: the form of the remaining bytes.
+#: First byte of a packed set of ranks, which identifies the format of the remaining bytes.
 _LISTED: Final = b"l"
 _AS_BITS: Final = b"b"
 _AS_RANGE: Final = b"r"
 _RANK: Final = struct.Struct("<I")
 _RANGE: Final = struct.Struct("<II")
-#: Largest number of ranks in a range, since any sender can claim a huge range in nine bytes. More are packed as bits.
+#: Largest number of ranks in a range, since nine bytes could otherwise claim a huge range. More are packed as bits.
 RANK_COUNT_MAX: Final = 1 << 16
-#: First byte of numbers and weights: one value for all, or a value for each. Such numbers are packed as their
-#: differences from the smallest, in the smallest of these types that holds the largest difference.
+#: First byte of packed numbers or weights: one value for all, or a separate value for each. Separate numbers are packed
+#: as differences from the smallest number, in the smallest of these types that fits the largest difference.
 _SAME: Final = b"="
 _EACH: Final = {b"B": 1 << 8, b"H": 1 << 16, b"I": 1 << 32, b"Q": 1 << 64}
 _EACH_WEIGHT: Final = b"d"
@@ -34,7 +33,7 @@ _BITS_OF: Final = tuple(tuple(bit for bit in range(8) if octet >> bit & 1) for o
 
 
 def pack_ranks(ranks: Sequence[int]) -> bytes:
-    """Pack distinct ranks in ascending order: as a range, as bits from the first rank's byte, or as a list."""
+    """Pack distinct ascending ranks as a range, as a bit mask or as a list, whichever is shorter."""
     if not ranks:
         return b""
     if ranks[-1] - ranks[0] == len(ranks) - 1 < RANK_COUNT_MAX:
@@ -74,7 +73,7 @@ def unpack_ranks(packed: bytes) -> tuple[int, ...]:
 
 
 def pack_numbers(numbers: Sequence[int]) -> bytes:
-    """Pack integers of 64 bits; similar numbers take few bytes."""
+    """Pack 64-bit integers; numbers that differ little take few bytes."""
     if not numbers:
         return b""
     least = min(numbers)
@@ -87,7 +86,7 @@ def pack_numbers(numbers: Sequence[int]) -> bytes:
 
 
 def unpack_numbers(packed: bytes, count: int) -> tuple[int, ...]:
-    """Return the ``count`` numbers that :func:`pack_numbers` has packed; the caller has checked ``count``.
+    """Return the ``count`` numbers that :func:`pack_numbers` has packed; the caller must have checked ``count``.
 
     Raises:
         ValueError: The bytes are not ``count`` packed numbers.
@@ -105,7 +104,7 @@ def unpack_numbers(packed: bytes, count: int) -> tuple[int, ...]:
 
 
 def pack_weights(weights: Sequence[float]) -> bytes:
-    """Pack weights as floats of 64 bits; as a single one if all are equal."""
+    """Pack weights as 64-bit floats, or as a single float if all are equal."""
     if not weights:
         return b""
     if weights.count(weights[0]) == len(weights):
@@ -114,7 +113,7 @@ def pack_weights(weights: Sequence[float]) -> bytes:
 
 
 def unpack_weights(packed: bytes, count: int) -> tuple[float, ...]:
-    """Return the ``count`` weights that :func:`pack_weights` has packed; the caller has checked ``count``.
+    """Return the ``count`` weights that :func:`pack_weights` has packed; the caller must have checked ``count``.
 
     Raises:
         ValueError: The bytes are not ``count`` packed weights, or a weight is negative or not finite.
@@ -134,7 +133,7 @@ def unpack_weights(packed: bytes, count: int) -> tuple[float, ...]:
 
 
 def join(*parts: bytes) -> bytes:
-    """Join parts of any length, each preceded by its length."""
+    """Join byte strings into one, each preceded by its length."""
     return b"".join(_RANK.pack(len(part)) + part for part in parts)
 
 

@@ -1,6 +1,6 @@
-"""Describes a round at its start and at its freeze, equally for all ranks, and packs the description once.
+"""Packs the description of a round that all its ranks receive: `Plan` at the start, and `Freeze` when it is frozen.
 
-Pure, like the rules. For any bytes, unpacking either returns a consistent plan or raises ValueError.
+For any bytes, unpacking either returns a consistent description or raises ValueError.
 """
 
 import functools
@@ -20,21 +20,24 @@ from asyncdist.protocols.selective.round.packing import (
     unpack_weights,
 )
 
-#: The best donor, and whether the round admits newcomers.
+#: Format of the best donor and of the flag that the round admits newcomers.
 _HEAD: Final = struct.Struct("<q?")
 _BEST: Final = struct.Struct("<q")
-#: Number of plans to cache: in a simulation a thousand ranks unpack the same bytes.
+#: Number of unpacked plans to cache, since in a simulation a thousand ranks unpack the same bytes.
 _KEPT_COUNT: Final = 16
 
 
 class Plan(NamedTuple):
-    """Describes a round at its start. `protocols.selective.messages.Assign` explains the fields.
+    """Description of a round at its start, equal for all ranks.
 
     Attributes:
         named: Donors and replacers, ascending.
-        replacers: Replacers among the named ranks; the others are donors.
-        judged: Judged iteration of each named rank.
-        best, admits, restarted, reducers: Fields of `Assign`.
+        replacers: Replacers among the named ranks; the other named ranks are donors.
+        judged: For each named rank, the iteration of the report that the decision used.
+        best: Donor with the best metric; -1 for none.
+        admits: Whether the replacers are restarted ranks that receive a whole state.
+        restarted: Restarted ranks in this round, with their incarnations.
+        reducers: Ranks that each add up one part of the snapshots; empty on the direct route.
     """
 
     named: tuple[int, ...]
@@ -47,11 +50,11 @@ class Plan(NamedTuple):
 
     @property
     def donors(self) -> tuple[int, ...]:
-        """Donors, ascending."""
+        """Donors of the round, ascending."""
         return _without(self.named, self.replacers)
 
     def packed(self) -> bytes:
-        """Return the bytes that every rank of the round receives."""
+        """Return the plan as bytes, for `unpack_plan`."""
         places = {rank: place for place, rank in enumerate(self.named)}
         return join(
             _HEAD.pack(self.best, self.admits),
@@ -65,7 +68,15 @@ class Plan(NamedTuple):
 
 
 class Freeze(NamedTuple):
-    """Describes a frozen round. `protocols.selective.messages.Frozen` explains the fields."""
+    """Description of a frozen round, equal for all ranks.
+
+    Attributes:
+        donors: Ranks whose snapshots are averaged, ascending.
+        weights: Unnormalised weight of each donor.
+        iterations: Step at which each donor took its snapshot.
+        best: Donor with the best metric; -1 for none.
+        reducers: Ranks that each add up one part of the snapshots; empty on the direct route.
+    """
 
     donors: tuple[int, ...]
     weights: tuple[float, ...]
@@ -74,14 +85,14 @@ class Freeze(NamedTuple):
     reducers: tuple[int, ...] = ()
 
     def packed(self) -> bytes:
-        """Return the bytes that every replacer and reducer receives."""
+        """Return the description as bytes, for `unpack_freeze`."""
         numbers = pack_weights(self.weights), pack_numbers(self.iterations)
         return join(_BEST.pack(self.best), pack_ranks(self.donors), *numbers, pack_ranks(self.reducers))
 
 
 @functools.lru_cache(_KEPT_COUNT)
 def unpack_plan(packed: bytes) -> Plan:
-    """Return the plan of the bytes of :meth:`Plan.packed`.
+    """Return the plan that :meth:`Plan.packed` has packed.
 
     Raises:
         ValueError: The bytes are not a packed plan.
@@ -107,7 +118,7 @@ def unpack_plan(packed: bytes) -> Plan:
 
 @functools.lru_cache(_KEPT_COUNT)
 def unpack_freeze(packed: bytes) -> Freeze:
-    """Return the freeze of the bytes of :meth:`Freeze.packed`.
+    """Return the description that :meth:`Freeze.packed` has packed.
 
     Raises:
         ValueError: The bytes are not a packed freeze.
@@ -120,7 +131,7 @@ def unpack_freeze(packed: bytes) -> Freeze:
 
 
 def place_of(rank: int, ranks: Sequence[int]) -> int:
-    """Return the index of a rank in an ascending sequence; -1 if it is not in it."""
+    """Return the index of a rank in an ascending sequence; -1 if the rank is not in the sequence."""
     place = bisect_left(ranks, rank)
     return place if place < len(ranks) and ranks[place] == rank else -1
 

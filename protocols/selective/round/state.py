@@ -13,31 +13,35 @@ from asyncdist.protocols.selective.round.plan import Freeze, Plan
 from asyncdist.protocols.selective.rules import Decision
 from asyncdist.protocols.selective.waiting import Pace, as_pace
 
-#: Largest accepted ratio of the safe points of a donor's other state to those of its weights.
+#: Largest accepted ratio of the safe points for a donor's optimizer and policy state to the safe points for its
+#: weights.
 STATE_STREAM_COUNT_MAX: Final = 20
-#: Safe points of a part's stream: `PART_CHUNK_COUNT` chunks, `WINDOW_COUNT` of them in flight.
+#: Number of safe points for the stream of one part: `PART_CHUNK_COUNT` chunks with `WINDOW_COUNT` chunks in flight.
 _PART_SAFE_POINTS: Final = 8
 
 
 class Send(NamedTuple):  # a frozen dataclass takes twice as long to create, and a round has twenty
-    """One message for the coordinator's coroutine to send, with the round for the frame header."""
+    """A message that the coordinator must send, with its destination and the round for the frame's header."""
 
     dest: int
     round: int
     message: ControlMessage
 
 
-#: Takes half the time of Send(...); each round creates two for each member.
+#: Creates a Send from a tuple in half the time of Send(...); each round creates two for each member.
 _as_send: Final[Callable[[tuple[int, int, ControlMessage]], Send]] = partial(tuple.__new__, Send)
 
 
 def sends_of(ranks: Sequence[int], round: int, message: ControlMessage) -> list[Send]:
-    """Return the sends of one message to several ranks."""
+    """Return one `Send` of the same message for each rank."""
     return list(map(_as_send, zip(ranks, repeat(round), repeat(message))))
 
 
 class ReportRecord(NamedTuple):
-    """Holds a member's newest report and its arrival time. `step_s` is a plausible step time, fit for deadlines."""
+    """A member's newest report and its arrival time.
+
+    `step_s` is the reported duration of a step, limited to plausible values for use in deadlines.
+    """
 
     iteration: int
     value: float
@@ -46,25 +50,30 @@ class ReportRecord(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether the metric is finite, and so can be compared."""
+        """True if the metric is neither NaN nor infinite."""
         return math.isfinite(self.value)
 
 
-#: Called for each report: a frozen dataclass takes a microsecond, ReportRecord(...) half of that, and this a quarter.
+#: Creates a ReportRecord from a tuple for each report, in half the time of ReportRecord(...).
 as_record: Final[Callable[[tuple[int, float, float, float]], ReportRecord]] = partial(tuple.__new__, ReportRecord)
 
 
 @dataclass(slots=True)
 class Member:
-    """Holds the coordinator's knowledge of one rank.
+    """The coordinator's record of one rank: its state, its newest reports and its counts.
 
     Attributes:
-        admitted: Whether it counts. A newcomer does not count until it has a donor's state, but receives messages.
-        incarnation: Number of restarts of its process before it asked to be admitted.
-        fresh: Whether it has reported since the last decision.
-        heard_at: Arrival time of its newest report; None before the first one.
-        step_s, interval_s: Step time, and time since the previous report, of the newest report.
-        last_step_s, last_interval_s: The same values of the previous report; 0 if there is none.
+        joined: Whether the rank has confirmed to this coordinator that it takes part.
+        admitted: Whether the rank is a member. A newcomer receives messages, but is a member only after it has received
+            a donor's state; a donor from another island is never a member.
+        incarnation: Number of restarts of the rank's process.
+        live: Whether the rank has neither left nor is lost.
+        report: Newest valid report; None if there is none.
+        fresh: Whether the rank has reported since the last decision.
+        applied_iteration: Iteration of the rank's last average; None if it has applied none.
+        heard_at: Arrival time of the newest report; None before the first report.
+        step_s, interval_s: Seconds per step, and seconds since the previous report, in the newest report.
+        last_step_s, last_interval_s: The same values in the previous report; 0 if there is none.
     """
 
     joined: bool
@@ -85,16 +94,16 @@ class Member:
 
     @property
     def counts(self) -> bool:
-        """Whether it is waited for and judged."""
+        """True if the rank is a live member, which is judged and waited for."""
         return self.live and self.admitted
 
     def hear(self, step_s: float, interval_s: float, now: float) -> None:
-        """Note the times in a report, after they were checked for plausibility."""
+        """Record the durations in a new report, which must be plausible, and its arrival time."""
         self.last_step_s, self.last_interval_s = self.step_s, self.interval_s
         self.step_s, self.interval_s, self.heard_at = step_s, interval_s, now
 
     def pace(self, now: float) -> Pace:
-        """Return the member's pace. A single long step, or the first steps of a job, do not make a rank slow."""
+        """Return the member's speed from its last two reports, so that a single long step does not make it slow."""
         step_s, last_step_s, interval_s, last_s = self.step_s, self.last_step_s, self.interval_s, self.last_interval_s
         step_s = last_step_s if 0 < last_step_s < step_s else step_s
         interval_s = last_s if last_s < interval_s else interval_s
@@ -103,13 +112,16 @@ class Member:
 
 @dataclass(slots=True)
 class Round:
-    """Tracks the round in progress.
+    """The coordinator's record of the round in progress.
 
     Attributes:
+        judged: Report of each named rank that the decision used.
         waiting_donors, waiting_replacers: Ranks that have not yet answered.
         reducers: Reducers named at the start; empty on the direct route.
-        sources: Result of `sources_of`.
+        sources: For replacers that share parts on a host, the rank from which each part is requested.
+        ready: Iteration of the snapshot of each donor that is ready.
         released: Ranks that were sent their `End`.
+        admits: Whether the round admits restarted ranks.
     """
 
     number: int
@@ -125,11 +137,11 @@ class Round:
     released: set[int] = field(default_factory=set)
     frozen: bool = False
     admits: bool = False
-    limit_at: float = math.inf  # latest time until which it may delay other rounds
-    state_safe_points: int = 0  # announced by the donor of a round that admits
+    limit_at: float = math.inf  # time at which a round that admits must end, so that it delays other rounds no longer
+    state_safe_points: int = 0  # in a round that admits: safe points for the rest of the state, as the donor announced
 
     def openings(self, members: Mapping[int, Member]) -> list[Send]:
-        """Return the messages that tell the named ranks their roles. The plan is packed once for all of them."""
+        """Return the messages that assign the roles to the named ranks."""
         judged, named = self.judged, self.named
         iterations = tuple([judged[rank].iteration for rank in named])
         restarted = tuple([(rank, n) for rank in named if (n := members[rank].incarnation)])
@@ -141,9 +153,13 @@ class Round:
         return [Send(rank, self.number, of[self.sources.get(rank, ())]) for rank in named]
 
     def freezings(self, metric_mode: str, timeouts: Mapping[int, float]) -> list[Send]:
-        """Return the messages that tell replacers, each with its timeout, and reducers that the donors are fixed.
+        """Return the messages that notify replacers and reducers that the donors no longer change.
 
-        A donor without another role gets no message: it answers every replacer that asks.
+        A donor without another role needs no message, since it answers every replacer.
+
+        Args:
+            metric_mode: `"max"` or `"min"`, to find the best of the remaining donors.
+            timeouts: Timeout of each replacer, in seconds.
         """
         weight_of = dict(zip(self.decision.donors, self.decision.weights, strict=True))
         donors = tuple(sorted(self.ready))
@@ -162,20 +178,18 @@ class Round:
         return sorted(self.decision.donors + self.decision.replacers)
 
     def timeouts_s(self, round_timeout_s: float, stream_safe_points: int) -> dict[int, float]:
-        """Return the seconds that each replacer may take from the moment when it reads `Frozen`.
+        """Return the timeout of each replacer: seconds from the moment when it reads `Frozen`.
 
-        To `round_timeout_s` are added the safe points that messages may wait for. The worst case is a replacer that
-        asks the donors in turn (as with a large state) and only now (as when a donor was left out). For each donor, one
-        of its steps passes until it reads the grant, and then `stream_safe_points` steps of each end. Applying takes a
-        last step.
+        The timeout is `round_timeout_s` plus the duration of the steps that messages may have to wait for, in the worst
+        case. On the direct route, a replacer requests the snapshots from the donors in turn, after the freeze. Each
+        donor reads the request in its next step, and the stream takes `stream_safe_points` steps of both ranks.
+        Applying the average takes one more step.
 
-        A newcomer makes no steps. After the weights it receives the size of the donor's other state, and then that
-        state.
+        A newcomer, which makes no steps, also receives the size of the rest of the donor's state, and that rest.
 
-        On the sharded route, these times are for parts that the donors have to send after all. Before that, each
-        reducer takes a step to read `Frozen`, a step to add up, and the steps of its own stream. A rank that fetches
-        parts for its host takes these steps, too. Parts have small chunks, so their streams need at least
-        `_PART_SAFE_POINTS`.
+        On the sharded route, the reducers take more steps before all parts may have to be requested from the donors:
+        one to read `Frozen`, one to add up, and the steps of their own streams. A rank that fetches parts for its host
+        takes these steps, too. The stream of a part has small chunks and takes at least `_PART_SAFE_POINTS` steps.
         """
         count = stream_safe_points
         judged = self.judged
