@@ -56,15 +56,11 @@ class Coordinator:
     """Exchanges the coordinator's messages with the members, and carries out the decisions of its state machine.
 
     Args:
-        services: Services of the coordinator's rank.
         members: Ranks of the policy that take part, as far as is known.
         ranks: All ranks of the policy's group.
-        rules: Options of the policy.
-        scopes: Scopes of the policy.
         epoch: 0 for the coordinator that the members have agreed on; larger for a later coordinator.
         model_nbytes: Size of a snapshot in bytes.
         migration: Exchanges messages with other islands; None without islands.
-        journal: Records reports and rounds; None to record nothing.
     """
 
     def __init__(

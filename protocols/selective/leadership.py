@@ -42,16 +42,13 @@ class Leadership:
     """Tracks which rank coordinates one policy, and runs the coordinator if it is this rank.
 
     Args:
-        services: Services of this rank.
         succession: State machine that decides which rank coordinates.
         members: Ranks of the policy's group.
-        rules, scopes: Options and scopes of the policy.
         model_nbytes: Size of a snapshot in bytes.
         member: This rank's roles in rounds, which are notified when the coordinator changes and when a restarted rank
             is admitted. None on a reserved coordinator, which is not a member.
         replaced: Members that were lost while the start was agreed on. Some may have been restarted.
         migration: Exchanges messages with other islands; None without islands.
-        journal: Records this rank's decisions; None to record nothing.
     """
 
     def __init__(
@@ -170,7 +167,6 @@ class Leadership:
         """Return a restarted rank's application for admission; it sends requests while it is awaited.
 
         Args:
-            services: Services of this rank.
             values: Class, name, model and options of the policy that this rank wants to rejoin.
             ranks: Ranks of the policy's group.
             timeout_s: Seconds to wait for each answer.
@@ -264,7 +260,7 @@ class Leadership:
             self._services.engine.loop.call_soon(self._look_at, rank)
 
     def _note_peer(self, rank: int) -> None:
-        """Handle a rank that is lost or has left the world; a coordinator may still serve after its main has returned."""
+        """Handle a rank that is lost or has left the world; a coordinator whose main has returned may still serve."""
         if rank in self._unnoted:
             self._unnoted.remove(rank)
         if rank not in self._everybody or self._is_closed:

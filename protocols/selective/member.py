@@ -414,7 +414,7 @@ class RoundMember:
         return (applied,)
 
     def on_leave(self) -> Instructions:
-        """Begin to leave the policy: end all roles, but keep a finished snapshot available until its round has ended."""
+        """Begin to leave: end all roles, but keep a finished snapshot available until its round has ended."""
         if self.state is State.OUT:
             return ()
         instructions: list[Instruction] = []
@@ -476,7 +476,7 @@ class RoundMember:
         return (self._discard(number, reason),)
 
     def _discard(self, round: int, reason: str) -> Discard:
-        """Count an abandoned round. The next step reports it to the user, even if the coordinator's `End` arrives first."""
+        """Count an abandoned round. The next step reports it to the user, even after the coordinator's `End`."""
         count_reason(self.abandoned, reason)
         self._frozen = None
         self.wants_step = True

@@ -50,7 +50,6 @@ class RoundCoordinator:
 
         Args:
             members: Ranks of the policy that take part, as far as is known.
-            rules: The options.
             stream_safe_points: Number of safe points that the sender and the receiver of one snapshot each need: chunks
                 per snapshot divided by chunks in flight, rounded up.
             model_nbytes: Size of a snapshot in bytes, for the choice of `route="auto"`.
@@ -96,7 +95,7 @@ class RoundCoordinator:
     def on_report(
         self, rank: int, iteration: int, value: float, step_time_s: float, now: float, *, interval_s: float = 0.0
     ) -> tuple[Send, ...]:
-        """Handle a member's report, which is ignored if it was measured before the member's last average was applied."""
+        """Handle a member's report, unless it was measured before the member's last average was applied."""
         member = self._members.get(rank)
         if member is None or not (member.live and member.admitted and member.joined):
             return self._on_strange_report(rank)

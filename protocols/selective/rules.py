@@ -116,7 +116,7 @@ class Decision:
 
     @property
     def waited_for(self) -> tuple[int, ...]:
-        """Ranks whose steps the round waits for before it is frozen: the donors of this island, or else the replacers."""
+        """Ranks whose steps the round waits for before it is frozen: this island's donors, or else the replacers."""
         own = tuple(rank for rank in self.donors if rank not in self.guests)
         return own or (self.replacers if self.donors else ())
 
@@ -224,7 +224,6 @@ def reducers_of(
     more messages than they save. A single reducer needs D + R streams instead of D x R.
 
     Args:
-        decision: The donors and replacers.
         route: One of `Route`. `"auto"` chooses the sharded route if it saves many bytes on the busiest rank or on the
             busiest host's network, or many streams in total.
         model_nbytes: Size of a snapshot in bytes.
@@ -263,7 +262,6 @@ def sources_of(
     evenly among them.
 
     Args:
-        decision: The donors and replacers.
         reducers: Ranks that each add up one part; empty on the direct route.
         model_nbytes: Size of a snapshot in bytes.
         hosts: Number of each rank's host; empty if a host is unknown.

@@ -130,7 +130,6 @@ class History:
         """Record the members that a decision or its round did not wait for.
 
         Args:
-            decision: Number of the decision.
             late: Rank and delay in seconds of each of these members.
             start: Arrival time of the decision's first report.
         """

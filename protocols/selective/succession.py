@@ -75,7 +75,6 @@ class Succession:
     """State machine of one rank: tracks the coordinator and decides which rank takes over from it.
 
     Args:
-        rank: This rank.
         order: Ranks that may take over, in order; they include this rank, unless it is a reserved coordinator.
         coordinator: Rank that coordinates in epoch 0.
 
@@ -234,7 +233,6 @@ class Watch:
         Args:
             step: Number of this rank's step.
             interval_s: Seconds since this rank's previous report.
-            now: The present time.
         """
         usual_s = min(interval_s, self._interval_s)  # excludes a pause, which makes only one interval long
         self._interval_s = interval_s

@@ -156,7 +156,6 @@ class Patience:
             others: Pace of each member that has not reported.
             cadence_s: Median seconds between a member's reports.
             quorum_s: Seconds from the first report to the quorum.
-            now: The present time.
         """
         self._complete_at = now
         self._first_quorum_at = min(now, self._first_quorum_at)
@@ -195,7 +194,6 @@ class Patience:
         Args:
             paces: Rank and pace of each judged member; not read if `slowest` is fast enough.
             cadence_s: Median seconds between a member's reports.
-            now: The present time.
             slowest: Longest step, shortest interval and longest silence of all judged members; None if unknown.
         """
         self._held_at = min(now, self._held_at)

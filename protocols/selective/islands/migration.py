@@ -57,8 +57,6 @@ class Migration:
     """Sends and receives one rank's messages to and from other islands.
 
     Args:
-        services: Services of this rank.
-        island: Island of this rank.
         policy: Number that the policies of all islands share.
         digest: Digest of the class, name, model and options of the policy.
         marks: Checksums of the members' initial weights, at most two different ones.
@@ -155,7 +153,6 @@ class Migration:
         """Handle a message from another island.
 
         Args:
-            message: The message.
             source: Rank that sent the message.
             is_serving: Whether the coordinator of this island runs on this rank.
 

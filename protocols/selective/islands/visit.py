@@ -30,9 +30,7 @@ class Visit:
     """Makes this rank a donor in one other island.
 
     Args:
-        services: Services of this rank.
         scopes: Scopes of the other island.
-        island: Island of this rank.
         index: Number of the other island.
         own: State machine of this rank in its own island, which has the newest report.
         resources: The model, and the memory of the roles.
@@ -144,8 +142,6 @@ class Visits:
     """Manages this rank's visits, its work as a donor in other islands.
 
     Args:
-        services: Services of this rank.
-        island: Island of this rank.
         own: State machine of this rank in its own island.
         resources: The model, and the memory of the roles.
     """

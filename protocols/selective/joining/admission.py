@@ -27,7 +27,7 @@ _FIRST_ROUNDS: Final = 6.0
 
 
 class _Failures(NamedTuple):
-    """Failed attempts to admit one newcomer: their number, and the decision and time that the next attempt waits for."""
+    """Failed attempts to admit one newcomer, and the decision and time that the next attempt waits for."""
 
     failed_count: int = 0
     after_decision: int = -1
@@ -39,7 +39,6 @@ class Newcomers:
 
     Args:
         members: The coordinator's members, which the coordinator changes.
-        rules: The options.
     """
 
     def __init__(self, members: Mapping[int, Member], rules: SelectiveRules) -> None:
@@ -66,7 +65,6 @@ class Newcomers:
             ranks: The newcomers of the round.
             decision_count: Number of decisions so far; the next attempt waits for one more.
             held_s: Duration of the round in seconds if it exceeded its time limit; otherwise 0.
-            now: The present time.
         """
         for rank in ranks:
             if rank in self._failures:
@@ -97,7 +95,6 @@ class Newcomers:
         Args:
             decision_count: Number of decisions so far.
             is_decision_near: Whether the quorum for the next decision is met.
-            now: The present time.
         """
         if is_decision_near and self._admitted_after == decision_count:
             return None

@@ -113,7 +113,6 @@ class Application:
     """Sends one newcomer's requests for admission, and evaluates the answers.
 
     Args:
-        services: Services of this rank.
         board: Carries the requests.
         ranks: Ranks of the policy's group.
         values: Class, name, model and options of this rank's policy.
@@ -199,7 +198,7 @@ class Application:
         return welcome
 
     def take_welcome(self) -> tuple[Welcome, int] | None:
-        """Return the newest answer that was not returned before, with the coordinator's rank; None without an answer."""
+        """Return the newest answer and the coordinator's rank, only once; None if there is no new answer."""
         welcome, self._welcome = self._welcome, None
         if welcome is not None:
             self._policy = welcome[0].policy

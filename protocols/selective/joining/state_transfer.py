@@ -34,7 +34,7 @@ StateMessage: TypeAlias = Grant | Cancel
 
 
 def packed(value: Any) -> torch.Tensor:
-    """Copy a tree of dicts, lists, tuples, numbers, strings and tensors into one tensor of bytes (uint8, on the CPU)."""
+    """Copy a tree of dicts, lists, tuples, numbers, strings and tensors into one uint8 tensor on the CPU."""
     tensors: list[tuple[int, torch.Tensor]] = []
     end = 0
 
@@ -141,7 +141,6 @@ class StateTransfer:
     """Sends this rank's state to restarted ranks or, on a restarted rank, receives a member's state.
 
     Args:
-        services: Services of this rank.
         scope: Scope that only the policy's members use.
     """
 

@@ -1,1 +1,1 @@
-"""The roles of a member in a round: reporting its metric, sending its weights, and receiving and applying an average."""
+"""The roles of a member in a round: reporting its metric, sending its weights, and applying an average."""

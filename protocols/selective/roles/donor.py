@@ -46,7 +46,6 @@ class Donor:
     """Copies this rank's weights for a round, and makes the copy available to the round's replacers.
 
     Args:
-        services: Services of this rank.
         server: Streams the snapshots.
         resources: The model, and the memory of the copies.
         states: Sends the rest of the state to restarted ranks; None if this rank never does.
@@ -80,7 +79,6 @@ class Donor:
 
         Args:
             round: Round that the copy is for.
-            iteration: This rank's iteration.
             with_state: Whether to copy the optimizer and policy state for a restarted rank as well, before returning.
 
         Raises:
@@ -141,7 +139,7 @@ class Donor:
         return self.offer.snapshot if self.offer is not None and self.offer.round == round else None
 
     def withdraw(self) -> None:
-        """Stop the streams of the offered snapshot, and of the state that belongs to it; do nothing without an offer."""
+        """Stop the streams of the offered snapshot and of the state that belongs to it, if there are any."""
         offer, self.offer = self.offer, None
         if self._states is not None:
             self._states.withdraw()

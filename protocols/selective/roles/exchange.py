@@ -23,12 +23,10 @@ class Exchange:
     """Receives the average of one round on a replacer, from the donors or from the reducers.
 
     Args:
-        services: Services of this rank.
         server: Channel of the policy's parameter streams, and the ranks whose memory can be read directly.
         buffers: Memory of the replacer's exchanges.
         reducer: Adds up this rank's part of the mean, if this rank is a reducer.
         relay: Shares the parts that this rank fetches for its host.
-        round: Number of the round.
         coordinator: Rank that coordinates the round.
 
     Attributes:

@@ -58,7 +58,6 @@ class ExchangeBuffers:
         """End the use of an accumulator by its exchange.
 
         Args:
-            accumulator: The accumulator.
             is_clean: Whether no more chunks can arrive in the accumulator or the ring. If false, the next exchange
                 allocates new memory.
         """

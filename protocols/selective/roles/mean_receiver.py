@@ -35,7 +35,6 @@ class MeanReceiver:
     """Receives the mean of a sharded round from the reducers.
 
     Args:
-        services: Services of this rank.
         server: Channel of the policy's parameter streams, and the ranks whose memory can be read directly.
         accumulator: Buffers that the mean overwrites.
         ring: Memory for chunks from the donors, if a reducer has failed.
@@ -44,7 +43,6 @@ class MeanReceiver:
             host, which may be this rank.
         own: Adds up this rank's part, if this rank is a reducer.
         relay: Shares the parts that this rank fetches for its host.
-        round: Number of the round.
 
     Attributes:
         accumulator: Buffers that contain the mean after :meth:`run`.

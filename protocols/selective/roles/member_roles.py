@@ -55,7 +55,6 @@ class MemberRoles:
     """Carries out a member's roles in rounds, according to the instructions of its state machine.
 
     Args:
-        services: Services of this rank.
         member: State machine that decides.
         channels: Channels for messages and streams.
         coordination: View of which rank coordinates.
@@ -187,7 +186,6 @@ class MemberRoles:
 
         Args:
             due: The state machine's instruction.
-            iteration: This rank's iteration.
             trouble: See :meth:`OwnState.take`.
         """
         info = self.replacer.put_in_place(due.frozen, iteration, trouble)
@@ -223,7 +221,6 @@ class MemberRoles:
         """Offer a complete copy, or drop it if its round has ended or the copy cannot be sent.
 
         Args:
-            copy: The copy.
             fault: Reason why the copy cannot be sent; "" if it can; None to check its values now.
         """
         is_wanted = self._member.awaits_copy(copy.round)

@@ -61,7 +61,6 @@ class Reducer:
     """Computes and offers the mean of one part in each round in which this rank is a reducer.
 
     Args:
-        services: Services of this rank.
         server: Sends the means; also has the channel of the policy's parameter streams.
         pool: Memory for the parts.
         donor: Donor's role of this rank, with the rank's own snapshot.
@@ -81,7 +80,7 @@ class Reducer:
         self.reduction_count = self.received_nbytes = self.read_nbytes = 0
 
     def begin(self, round: int, assign: Assign) -> None:
-        """Request this reducer's part from all donors; a donor whose request fails may still be left out of the round."""
+        """Request this reducer's part from all donors; a failed request matters only if the donor is not left out."""
         assert self._sum is None, f"round {round} begins while this rank reduces in another one"
         others = [donor for donor in assign.donors if donor != self._services.rank]
         part = Part(assign.part, len(assign.reducers))
@@ -167,7 +166,7 @@ class Reducer:
         return True
 
     async def _given(self, state: _Sum, donor: int, *, exact: bool) -> FlatBuffers:
-        """Return the memory that contains, or is receiving, one donor's part; read it here if it can be read directly."""
+        """Return the memory that contains, or is receiving, one donor's part."""
         if donor == self._services.rank:
             snapshot = self._donor.snapshot_of(state.round)
             if snapshot is None:

@@ -18,7 +18,6 @@ class Relay:
     """Offers the parts that this rank has fetched in a round to the other replacers on its host.
 
     Args:
-        rank: This rank.
         server: Sends the parts.
 
     Attributes:
@@ -34,7 +33,7 @@ class Relay:
         self.shared_count = 0
 
     def begin(self, round: int, assign: Assign) -> None:
-        """Determine the parts that this rank must fetch in a round, so that requests for them wait for their arrival."""
+        """Determine the parts that this rank must fetch in a round; requests for them wait until they arrive."""
         assert not self._offers, f"round {round} begins while this rank shares parts of another round"
         self._round = round
         self._fetched = {

@@ -18,7 +18,6 @@ class Replacer:
     """Receives and applies the averages of the rounds in which this rank is a replacer, one round at a time.
 
     Args:
-        services: Services of this rank.
         server: Channel of the policy's parameter streams.
         resources: The model, and the memory of exchanges.
         reducer: Adds up this rank's part of a mean, if this rank is a reducer.
@@ -87,7 +86,6 @@ class Replacer:
 
         Args:
             frozen: The donors of the round.
-            iteration: This rank's iteration.
             trouble: See :meth:`OwnState.take`.
         """
         exchange = self.exchange

@@ -16,12 +16,10 @@ class Reporter:
     """Creates and sends the reports of one member, with its metric and the duration of its steps.
 
     Args:
-        services: Services of this rank.
         channels: Channels that send the reports.
         coordination: View of the coordinator, which decides whether a report asks for an answer.
         member: State machine that stores the newest report.
         call: Number of calls of ``step`` before this rank begins.
-        hostname: Name of this rank's host.
 
     Attributes:
         report_count: Number of reports.
@@ -56,7 +54,6 @@ class Reporter:
         Args:
             iteration: Iteration of the policy.
             call: Number of earlier calls of ``step``, by which step times are measured.
-            value: The metric.
         """
         now = self._services.time()
         interval_s = now - self._reported_at

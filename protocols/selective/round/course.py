@@ -26,7 +26,6 @@ class RoundCourse:
     """Conducts the coordinator's rounds, one at a time, and counts them.
 
     Args:
-        rules: The options.
         roster, newcomers, migrants, patience, history: State of the coordinator.
         stream_safe_points: Number of safe points that sender and receiver of one snapshot each need.
         model_nbytes: Size of a snapshot in bytes.
