@@ -1,4 +1,4 @@
-"""Policies for a population of training ranks, one file or folder for each algorithm, on top of :mod:`asyncdist`."""
+"""Policies for populations of training ranks and replay buffers, built on :mod:`asyncdist`."""
 
 import sys
 
@@ -26,7 +26,7 @@ from asyncdist.protocols.step_info import (
     StepInfo,
 )
 
-#: torchgfn's names, which ported coroutines import from here.
+#: Aliases with torchgfn's names, for code that was ported from torchgfn.
 AverageAllPolicympi4py = AverageAllPolicy
 AsyncSelectiveAveragingPolicympi4pyFast = OneSidedSelectiveAveragingPolicy
 AsyncSelectiveAveragingPolicympi4pyGeneral = OneSidedSelectiveAveragingPolicy
@@ -62,5 +62,5 @@ __all__ = [
     "serve_replay_buffer",
 ]
 
-if __name__ == "protocols":  # each module has one name; see asyncdist/protocols/__init__.py
+if __name__ == "protocols":  # so that each module is loaded only once; see asyncdist/protocols/__init__.py
     sys.modules[__name__] = sys.modules["asyncdist.protocols"]

@@ -1,4 +1,4 @@
-"""Replaces a rank's weights by an average, or by fresh weights, inside a step, and reports it."""
+"""Replaces a rank's weights by an average or by fresh weights, inside a step, and reports the replacement."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NewWeights:
-    """Describes the new weights of a rank, and their origin.
+    """The new weights of a rank, and their origin.
 
     Attributes:
         round: Number of the round in events and results.
-        donors: Ranks whose weights were averaged, ascending; empty for fresh weights of ``model_builder``.
+        donors: Ranks whose weights were averaged, ascending; empty for fresh weights from ``model_builder``.
         weights: Weights of the donors, in the same order, not normalised.
         iterations: Step at which each donor took its snapshot.
         best: Donor of the integer and bool entries; -1 for fresh weights.
-        versions: Versions of the donors' snapshots if they are not all of this round.
+        versions: For published snapshots, the version of each donor's snapshot; otherwise empty.
         average: Mean of the donors' states; None for fresh weights.
-        began_at: Time at which the rank learnt that it would be replaced.
+        began_at: Time at which the rank was assigned, or decided, to be replaced.
         nbytes: Number of bytes received for the average.
-        coordinator: Rank that coordinated the round; -1 if there was none.
-        route: Route as in :class:`StepInfo`.
+        coordinator: Rank that coordinated the round; -1 without a coordinator.
+        route: Route of the donors' weights, ``"direct"`` or ``"sharded"``; "" if the policy has no routes.
     """
 
     round: int
@@ -42,13 +42,13 @@ class NewWeights:
 
 
 class Applier:
-    """Applies new weights to one rank's model. Both selective policies use it, so both give the same results.
+    """Applies new weights to one rank's model, for both selective policies.
 
     Args:
         flat: State of the model.
-        own: The rank's model and optimizer, which decide which part of the old state is kept.
+        own: The rank's model and optimizer, whose state is replaced.
         snapshots: Pool of buffers for the state that ``on_event`` receives.
-        events: Reports each application to the user.
+        events: Events for the user.
     """
 
     def __init__(self, flat: FlatState, own: OwnState, snapshots: SnapshotPool, events: UserEvents) -> None:
@@ -66,7 +66,7 @@ class Applier:
             new: New weights.
             iteration: Iteration of this rank, from 0.
             clock: Clock of the world, read when the new weights are in place.
-            trouble: Argument of :meth:`OwnState.take`.
+            trouble: See :meth:`OwnState.take`.
         """
         if new.donors:
             assert new.average is not None, f"round {new.round} is complete without an average"
@@ -89,7 +89,7 @@ class Applier:
         )
 
     def announce(self, new: NewWeights, iteration: int) -> None:
-        """Call ``on_event`` with the state of this rank after :meth:`apply`, if the user asked for events."""
+        """Call the user's ``on_event`` callback, if there is one, with this rank's state after :meth:`apply`."""
         if not self._events.are_wanted:
             return
         state = self._snapshots.acquire()

@@ -1,17 +1,16 @@
-"""Synchronous averaging of all members, a baseline in which ranks wait.
+"""Synchronous averaging of all members, as a baseline: every member waits for the slowest one.
 
-Every ``average_every`` steps all members meet and continue with the mean of their weights (local SGD, or federated
-averaging with equal weights: McMahan et al., 2017). The slowest member sets the pace.
+Every ``average_every`` steps, all members wait for each other and continue with the mean of their weights (local SGD,
+or federated averaging with equal weights: McMahan et al., 2017).
 
-A step that is cancelled while it waits asks the first member for permission to leave, and receives the answer before
-the cancellation is raised. If all members have already agreed on the average, the step applies it first. Otherwise no
-member averages in this step: the others get RemoteError, and the members meet again at the next due step. A step
-cancelled before it waits has the same effect. So with a deadline around each step that is shorter than the slowest
-member's delay, no average is ever made. To continue without that member, use :class:`AsyncSelectiveAveragingPolicy`.
+If a waiting step is cancelled and all members have already agreed on the average, the step applies the average before
+it raises the cancellation. Otherwise no member averages in this step: the other members get RemoteError, and all try
+again at the next due step. If each step has a deadline that is shorter than the slowest member's delay, no average is
+ever computed. To continue without slow members, use :class:`AsyncSelectiveAveragingPolicy`.
 
-The members agree over the control channel before they enter a collective. So if a member has left, the others get
-ClosedError and do not hang. Each policy has its own communicator. The average is computed as in
-:func:`asyncdist.average_models`: in rank order, and through shared memory between processes of one host.
+The members agree over the control channel before they enter a collective operation, so if a member has left, the others
+get ClosedError instead of waiting forever. The average is computed as in :func:`asyncdist.average_models`: in rank
+order, and through shared memory between processes on one host.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from asyncdist.wording import size_in_words
 
 @dataclass(frozen=True, slots=True)
 class AverageAllStatistics:
-    """Counts what a member has done so far.
+    """Counts of one member's steps and averages so far.
 
     Attributes:
         iteration: Number of steps.
         average_count: Number of averages.
-        seconds: Seconds spent in averages, including the waits for the slowest member.
-        nbytes: Size of all averaged weights in bytes.
-        title: Description of the policy and its rank.
+        seconds: Seconds spent on averages, including the time spent waiting for the slowest member.
+        nbytes: Total size in bytes of the weights in all averages.
+        title: Name of the policy and of this rank.
     """
 
     iteration: int
@@ -57,7 +56,7 @@ class AverageAllStatistics:
     title: str = ""
 
     def __str__(self) -> str:
-        """Return a table: ``print(policy.statistics())``."""
+        """Return a table of the counts, for ``print(policy.statistics())``."""
         rows = [
             ("iteration", self.iteration),
             ("averages applied", self.average_count),
@@ -73,15 +72,16 @@ class AverageAllPolicy(Ported):
 
     Floating and complex entries are averaged; integer and bool entries are copied from the first member. A metric
     passed to ``step`` is ignored. No member is left out: a value that is NaN or infinite on one member becomes NaN or
-    infinite on all, without a warning.
+    infinite on all members, without a warning.
 
     Args:
-        model, optimizer: See :class:`SpawnPolicy`.
-        average_every, options: See below.
+        model: Model that this rank trains; see :class:`SpawnPolicy`.
+        optimizer: Optimizer of the model.
+        average_every, options: The options below.
 
     Raises:
-        TypeError, ValueError: An argument is not allowed, as for :class:`SpawnPolicy`.
-        ClosedError: In ``step``: a member has left.
+        TypeError, ValueError: An argument has the wrong type or is out of range.
+        ClosedError: A member has left; raised by ``step``.
     """
 
     takes_metric: ClassVar[bool] = False
@@ -132,7 +132,7 @@ class AverageAllPolicy(Ported):
         self._world.agreements.withdraw(self._group.ranks, self._subject)
         try:
             await self._own_group.free()
-        finally:  # also if cancelled: the group is freed in the background and no longer uses the model's memory
+        finally:  # even after a cancellation, the freed group no longer uses the model's memory
             self._world.scratch.forget(self.model)
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
@@ -144,12 +144,14 @@ class AverageAllPolicy(Ported):
         try:
             await world.safe_point()
             self._flat.tensors(self._layout)  # raises if the model's layout has changed
-        except (asyncio.CancelledError, ValueError) as error:  # counted, so that all members' meetings stay aligned
+        except (
+            asyncio.CancelledError,
+            ValueError,
+        ) as error:  # must count as a meeting on all members
             why = error if isinstance(error, ValueError) else None
             world.agreements.stay_away(world.agreements.next_meeting(members, self._subject), why)
             raise
-        # A member that stopped after the agreement would leave the others in the average and stay out of step with
-        # them.
+        # After the agreement, no member may stop before the average is complete, since the others would wait for it.
         name = "average of all"
         return await start_together(
             world.services,
@@ -199,5 +201,5 @@ class AverageAllPolicy(Ported):
 
 
 async def _keep(info: StepInfo) -> None:
-    """Do nothing: the average was applied, although the caller was cancelled."""
+    """Do nothing, since the average was applied although the caller was cancelled."""
     del info

@@ -1,10 +1,8 @@
-"""Declares options: default, check, documentation, and whether the members of a policy must agree on the value.
+"""Declares the options of policies in one place: default, check, documentation, and whether all members must agree.
 
-A frozen subclass of :class:`Options` declares each option as a field; an instance holds checked values. The
-``TypedDict`` classes of :mod:`protocols.options` repeat only names and types, for editors and type checkers.
+A frozen subclass of :class:`Options` declares each option as a field, and its instances contain checked values. The
+``TypedDict`` classes of :mod:`protocols.options` repeat names and types for editors and type checkers.
 :func:`with_options` derives a policy's signature and the list of options in its docstring from the declarations.
-
-Pure: no asyncio, no transport, no clock, no torch.
 """
 
 from __future__ import annotations
@@ -18,16 +16,17 @@ from typing import Any, Final, Self, TypeAlias, TypeVar, get_args
 from asyncdist import validation
 
 T = TypeVar("T")
-#: Takes an option's name and value and returns the value to keep. Raises TypeError or ValueError for a wrong value.
+#: Function that receives an option's name and value, and returns the value to store. It raises TypeError or ValueError
+#: for a wrong value.
 Check: TypeAlias = Callable[[str, Any], Any]
 _KEY: Final = "option"
-#: The groups of options, in the order in which a reader needs them.
+#: Headings of the groups of options, in the order of the documentation.
 GROUPS: Final = ("start here", "donors", "stragglers and rounds", "members and timeouts", "islands", "coordinator")
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Describes one option, except its name, type and default."""
+    """Metadata of one option: its documentation, check and group, and whether all members must agree on its value."""
 
     doc: str
     check: Check
@@ -49,37 +48,37 @@ def option(doc: str, check: Check, *, default: Any = MISSING, group: str = GROUP
 
 
 def like(kind: type[Options], name: str) -> Any:
-    """Declare a field that holds an option which ``kind`` declares."""
+    """Declare a field that repeats the option ``name`` of another class of options."""
     found = kind.__dataclass_fields__[name]
     return field(default=found.default, metadata=found.metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Holds checked values of options. Wrong values raise an error before any member is contacted."""
+    """Base class of classes that declare options; its instances contain checked values."""
 
     def __post_init__(self) -> None:
-        """Check each value. Raise TypeError or ValueError if a value is not allowed."""
+        """Check each value; raise TypeError or ValueError if a value is not allowed."""
         for each in declared(type(self)):
             object.__setattr__(self, each.name, each.metadata[_KEY].check(each.name, getattr(self, each.name)))
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Make an instance from those of the given options that this class declares."""
+        """Return an instance with the given options that this class declares; ignore all others."""
         return cls(**{each.name: given[each.name] for each in declared(cls) if each.name in given})
 
     def agreed(self) -> dict[str, Any]:
-        """Return the values that must be equal on all members, as JSON values."""
+        """Return the options that must be equal on all members, by name, as JSON values."""
         return {each.name: getattr(self, each.name) for each in declared(type(self)) if each.metadata[_KEY].is_agreed}
 
 
 def among(options: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """Return the given options that a TypedDict names."""
+    """Return the options whose names occur in a TypedDict."""
     return {name: options[name] for name in kind.__annotations__ if name in options}
 
 
 def declared(kind: type[Options]) -> list[Field[Any]]:
-    """Return the fields of a class that are options."""
+    """Return the fields that declare options in a class."""
     return [each for each in fields(kind) if _KEY in each.metadata]
 
 
@@ -154,12 +153,12 @@ def one_of(literal: Any, kind: type[Exception] = ValueError) -> Check:
 
 
 def number(allowed: str, low: float, high: float = validation.LARGEST) -> Check:
-    """Return a check for a real number between two bounds; ``allowed`` describes them in the error."""
+    """Return a check for a real number from ``low`` to ``high``; ``allowed`` describes this range in the error."""
     return lambda name, value: validation.real(name, value, allowed, low=low, high=high)
 
 
 def whole(least: int, besides: str = "") -> Check:
-    """Return a check for a whole number >= ``least``; ``besides`` adds other allowed values to the error."""
+    """Return a check for a whole number >= ``least``; ``besides`` names further allowed values in the error."""
     return lambda name, value: validation.count(name, value, least=least, besides=besides)
 
 

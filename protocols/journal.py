@@ -1,4 +1,4 @@
-"""Reports the actions of a policy on this rank as events, counters and tables."""
+"""Records the actions of a policy on this rank as events and counters, and formats tables of counts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from asyncdist.recording.events import EventLog, Field
 from asyncdist.tensors.model_tensors import local_part
 from asyncdist.wording import aligned
 
-#: Largest size of weights whose checksum is computed: a gigabyte takes about a second.
+#: Largest size in bytes of weights whose checksum is computed, which takes about a second per gigabyte.
 _CHECKED_NBYTES_MAX: Final = 1 << 30
 
 
 def checksum_of(model: nn.Module) -> int | None:
-    """Return a CRC-32 of all bytes of a model's parameters and buffers; None if there are too many.
+    """Return a CRC-32 of a model's parameters and buffers; None if they are larger than a gigabyte.
 
     For a sharded model, only this rank's shards are included.
     """
@@ -35,20 +35,20 @@ def checksum_of(model: nn.Module) -> int | None:
 
 
 def format_table(title: str, rows: Sequence[tuple[str, object]]) -> str:
-    """Return a table of two columns, below its title if it has one."""
+    """Return a table of two columns, preceded by its title unless that is ""."""
     return "\n".join([*([title] if title else []), *([aligned(rows)] if rows else [])])
 
 
 class Journal:
-    """Records the actions of one policy on this rank.
+    """Records the actions of one policy on this rank as events and counters.
 
     Args:
         name: Name of the policy.
-        class_name: Name of the policy's class; "" if it is unknown until the policy begins.
+        class_name: Name of the policy's class; "" on a reserved coordinator.
 
     Attributes:
-        metric: Last metric given to the policy; None before the first.
-        is_direction_named: Whether the latest step named its metric a loss or a score.
+        metric: Latest metric; None before the first.
+        is_direction_named: Whether the latest step was called with ``loss=`` or ``score=``.
     """
 
     def __init__(self, name: str, class_name: str = "") -> None:
@@ -61,24 +61,24 @@ class Journal:
         self._replacement_count = self._abandoned_count = 0
         self._role, self._round = "", None  # type: str, int | None
         self._coordinator: int | None = None
-        self._latest: StepInfo = NOTHING  # result of the latest step that changed weights
+        self._latest: StepInfo = NOTHING  # result of the latest step that has changed weights
         self._joined: tuple[int, int, int] | None = None
         self._events: EventLog | None = None
         self._part: Journal | None = None
         self._whole: Journal | None = None  # journal of the policy that contains this one
-        self._is_numbered = False  # set by the contained policy, which begins earlier
+        self._is_numbered = False  # whether the contained policy, which begins first, has set the number
 
     def include(self, part: Journal) -> None:
-        """Report the actions of a contained policy as this policy's own; it is not listed separately."""
+        """Report the actions of a contained policy as this policy's own, instead of listing that policy separately."""
         self._part, part._whole = part, self
 
     @property
     def is_direction_certain(self) -> bool:
-        """Whether the direction of this rank's metrics is certain, because its steps name it."""
+        """True if the direction of this rank's metrics is certain, because ``step`` is called with a loss or score."""
         return (self._whole or self).is_direction_named
 
     def begin(self, services: Services, class_name: str, average_every: int, nbytes: int, ranks: Sequence[int]) -> None:
-        """Note that the policy has started on these ranks, with ``nbytes`` of weights on each."""
+        """Record that the policy has started on ``ranks``, with ``nbytes`` of weights on each rank."""
         self._events, self._rank = services.events, services.rank
         if self._whole is not None:
             self._whole._number = self._number = services.events.number_policy()
@@ -93,12 +93,12 @@ class Journal:
         services.progress_probes.append(self.progress)
 
     def begin_reserved(self, services: Services) -> None:
-        """Begin to record decisions for a policy whose members are other ranks."""
+        """Begin to record the decisions of a reserved coordinator."""
         self._events, self._rank = services.events, services.rank
         self._number = services.events.number_policy()
 
     def note_joined(self, round: int, iteration: int, donor: int) -> None:
-        """Record, before the policy begins, that it has taken the state of a member."""
+        """Record that this restarted rank has received the state of a member, before :meth:`begin`."""
         self._joined = round, iteration, donor
 
     def end(self, services: Services, model: nn.Module) -> None:
@@ -112,19 +112,19 @@ class Journal:
         services.last_progress = self.progress()
 
     def title(self) -> str:
-        """Return the policy's class, name and rank as text."""
+        """Return a string with the policy's class, name and rank."""
         name = f" {self._name!r}" if self._name else ""
         where = "not started" if self._rank is None else f"rank {self._rank}"
         return f"{self._class_name}{name}, {where}"
 
     def describe(self, iteration: int) -> str:
-        """Return :meth:`title`, the policy's ``iteration`` and its current role as text."""
+        """Return a string with the policy's class, name, rank, iteration and present role."""
         member = self._part or self
         role = "" if member._round is None or member._role == "idle" else f", {member._role} in round {member._round}"
         return f"{self.title()}, iteration {iteration}{role}"
 
     def add(self, kind: str, *fields: Field) -> None:
-        """Add an event of this policy; see :data:`asyncdist.recording.events.KINDS`."""
+        """Add an event to the log and the recording; see :data:`asyncdist.recording.events.KINDS`."""
         if self._events is not None:
             self._events.add(kind, self._number, *fields)
 
@@ -138,15 +138,15 @@ class Journal:
         return 0.0 if self._events is None or self._events.sink is None else self._events.now()
 
     def note_metric(self, iteration: int, value: float) -> None:
-        """Record the metric given at ``iteration``."""
+        """Record the metric of an iteration."""
         self.metric = value
         if self._whole is None:
             self.add("metric", iteration, value)
 
     def note_step(self, iteration: int, info: StepInfo, began_at: float) -> None:
-        """Record the result of a step that began at the time ``began_at``, as returned by :meth:`now`."""
+        """Record the result of a step that began at ``began_at``, a time from :meth:`now`."""
         self._step_count = iteration + 1
-        if self._whole is not None:  # records it as its own
+        if self._whole is not None:  # the containing policy records the same step
             return
         if info is not NOTHING:
             if info:
@@ -167,12 +167,12 @@ class Journal:
         self.add("role", round, state)
 
     def note_coordinator(self, epoch: int, rank: int) -> None:
-        """Record a new coordinator."""
+        """Record which rank coordinates a new epoch."""
         self._coordinator = rank
         self.add("coordinator", epoch, rank)
 
     def progress(self) -> PolicyCounters:
-        """Return the policy's counters; reads only, since another thread may call it."""
+        """Return the policy's counters; changes nothing, since another thread may call this method."""
         latest, member = self._latest, self._part or self
         return PolicyCounters(
             policy=self._name,

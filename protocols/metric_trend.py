@@ -1,7 +1,7 @@
-"""Detects that selection is reversed, because the best rank's metric gets worse, or that no metric is finite.
+"""Detects a metric with the wrong direction, or a population without any finite metric, so that the user is warned.
 
-Training improves its objective. If a loss is reported as a metric of which larger values are better, the best rank's
-value therefore gets worse. The functions are pure: the verdict depends only on the numbers.
+Training improves its objective. If a loss is reported as a metric whose larger values are better, the best rank's
+metric therefore becomes worse.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ import statistics
 from collections.abc import Iterable
 from typing import Final
 
-#: Number of successive decisions without a finite metric that cannot be an accident of one batch.
+#: Number of consecutive decisions without a finite metric after which the user is warned.
 _BLANK_COUNT: Final = 3
-#: Number of blocks of equal length whose medians are compared, so that noise and outliers count little.
+#: Number of blocks of equal length whose medians are compared, which limits the effect of noise and outliers.
 _BLOCK_COUNT: Final = 16
-#: First and last number of values at which the blocks are compared; it doubles each time. Then no values are kept.
+#: The blocks are compared when this number of values has been added, and each time the number has doubled, up to
+#: ``_COUNT_MAX`` values. Later values are ignored.
 _COUNT_MIN: Final = _BLOCK_COUNT
 _COUNT_MAX: Final = 128 * _BLOCK_COUNT
-#: The first block is this many times farther from the later half than the blocks of that half are from each other. Of
-#: 2,000 random walks, for which "becomes worse" means nothing, about 10 do that, and of 2,000 best ones of four walks
-#: none; with a factor of 4, 45 and 1.
+#: A metric has settled at a worse value if the distance from the first block to the later half of the blocks is this
+#: many times the spread of that half. Of 2,000 random walks, about 10 meet this criterion by accident, and none of
+#: 2,000 maxima of four random walks. A factor of 4 gives 45 and 1.
 _GAP_FACTOR: Final = 6.0
 
 
 class MetricTrend:
-    """Watches the best metric of each decision.
+    """Detects that the best metric of the decisions becomes worse during training.
 
-    The trend is wrong if every block is worse than the previous one, or if the metric has settled at a value much worse
-    than its first values. Noise around a value, walks that return, and an improvement followed by a smaller loss (as
+    The trend is wrong if each block of values is worse than the previous one, or if the metric has settled at a value
+    much worse than the first values. Noise, walks that return, and an improvement followed by a smaller decline (as
     with overfitting) are not wrong trends.
 
     Args:
@@ -38,11 +39,11 @@ class MetricTrend:
 
     def __init__(self, metric_mode: str) -> None:
         self._sign = 1.0 if metric_mode == "max" else -1.0
-        self._values: list[float] | None = []  # larger is better; None once decided
+        self._values: list[float] | None = []  # values whose larger ones are better; None after the result is known
         self._wrong: tuple[float, float] | None = None
 
     def take_wrong(self) -> tuple[float, float] | None:
-        """Return, once, the first and the current best metric if the trend is wrong; else None."""
+        """Return the first and the present best metric if the trend is wrong, but only once; otherwise None."""
         wrong, self._wrong = self._wrong, None
         return wrong
 
@@ -65,13 +66,10 @@ class MetricTrend:
 
 
 class BlankMetrics:
-    """Watches whether any rank has a finite metric, by which it can be judged.
-
-    Without one, no rank is replaced and no rank donates.
-    """
+    """Detects that no rank has had a finite metric in several consecutive decisions, so that no rank can be judged."""
 
     def __init__(self) -> None:
-        self._count: int | None = 0  # successive decisions without a finite metric; None once decided
+        self._count: int | None = 0  # consecutive decisions without a finite metric; None after the warning
         self._is_found = False
 
     def add(self, metrics: Iterable[float]) -> None:
@@ -83,13 +81,13 @@ class BlankMetrics:
                 self._count, self._is_found = None, True
 
     def take_found(self) -> bool:
-        """Return True, once, after several successive decisions without a finite metric."""
+        """Return True, but only once, after several consecutive decisions without a finite metric."""
         is_found, self._is_found = self._is_found, False
         return is_found
 
 
 def blank_warning(policy: str, whose: str) -> str:
-    """Return the warning for :meth:`BlankMetrics.take_found`; ``whose`` names the metric's ranks."""
+    """Return the warning that no metric is finite; ``whose`` is its subject, such as "this rank's metric"."""
     return (
         f"{policy}: {whose} has been NaN or infinite {_BLANK_COUNT} times in a row. Such a metric ranks worst and its "
         "rank never donates, so nothing is averaged while all are like that. Look at the value that step() is given"
@@ -97,7 +95,7 @@ def blank_warning(policy: str, whose: str) -> str:
 
 
 def trend_warning(policy: str, metric_mode: str, wrong: tuple[float, float]) -> str:
-    """Return the warning for the trend that :meth:`MetricTrend.take_wrong` has returned."""
+    """Return the warning that the best metric has become worse; ``wrong`` is from :meth:`MetricTrend.take_wrong`."""
     first, last = wrong
     meaning, word = ("larger", "loss") if metric_mode == "max" else ("smaller", "score")
     return (
@@ -114,7 +112,7 @@ def block_medians(values: list[float]) -> list[float]:
 
 
 def is_falling(blocks: list[float]) -> bool:
-    """Return whether values have fallen throughout, or have settled far below the first one."""
+    """Return whether the values fall from each block to the next, or have settled far below the first block."""
     if all(later < earlier for earlier, later in itertools.pairwise(blocks)):
         return True
     late = blocks[len(blocks) // 2 :]

@@ -1,4 +1,4 @@
-"""Converts a rank's metric, in all accepted forms, to a number."""
+"""Converts a rank's metric, which may be a number, a tensor or a callable, to a float."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import torch
 
-#: Metric given to ``step``, or a callable that returns it when it is due.
+#: Metric passed to ``step``, or a callable that returns the metric and is called only when a report is due.
 Metric: TypeAlias = float | int | torch.Tensor
 MetricSource: TypeAlias = Metric | Callable[[], Metric] | None
 
-#: Returned by a callable metric if there is no new measurement: then nothing is reported.
+#: Returned by a callable metric if there is no new measurement. Nothing is reported in this case.
 NOT_MEASURED: Final[Any] = object()
 
 
 def given_metric(
     local_metric: MetricSource, loss: MetricSource, score: MetricSource, metric_mode: str
 ) -> tuple[MetricSource, bool]:
-    """Return the metric given to ``step``, and whether its direction is opposite to ``metric_mode``.
+    """Return the metric passed to ``step``, and whether its direction is opposite to ``metric_mode``.
 
     Raises:
-        TypeError: More than one of the three was given.
+        TypeError: More than one of the three arguments was passed.
     """
     given = {"local_metric": local_metric, "loss": loss, "score": score}
     names = [name for name, value in given.items() if value is not None]
@@ -38,7 +38,7 @@ def negated(source: MetricSource) -> Callable[[], float]:
 
 
 def measured(source: MetricSource) -> tuple[MetricSource, bool]:
-    """Return a metric, or the result of a callable metric, and whether it is a measurement."""
+    """Return the metric, or a callable metric's result, and whether it is a new measurement."""
     given = source() if callable(source) and not isinstance(source, torch.Tensor) else source
     return given, given is not NOT_MEASURED
 
@@ -47,8 +47,8 @@ def due_metric(source: MetricSource, iteration: int) -> float:
     """Return the due metric as a float.
 
     Raises:
-        TypeError: As :func:`metric_as_number`.
-        ValueError: There is no metric; or as :func:`metric_as_number`.
+        TypeError: The metric is not a number.
+        ValueError: No metric was passed, or the metric is a tensor of several numbers or a complex tensor.
     """
     if source is None:
         raise ValueError(f"the metric is due at iteration {iteration} and step() got None; pass a number or a callable")
@@ -56,7 +56,7 @@ def due_metric(source: MetricSource, iteration: int) -> float:
 
 
 def metric_as_number(value: Any) -> float:
-    """Return a metric as a float; a tensor is detached.
+    """Convert a metric to a float; a tensor is detached first.
 
     Raises:
         TypeError: The value is not a number.
@@ -69,7 +69,7 @@ def metric_as_number(value: Any) -> float:
             )
         return float(value.detach())
     try:
-        if isinstance(value, (str, bytes, bytearray)) or np.iscomplexobj(value):  # numpy drops imaginary parts
+        if isinstance(value, (str, bytes, bytearray)) or np.iscomplexobj(value):  # numpy would drop imaginary parts
             raise TypeError
         if isinstance(value, np.ndarray):
             value = value.reshape(())

@@ -1,4 +1,4 @@
-"""Tells of mistakes in the use of a policy, with the user's own line."""
+"""Detects mistakes in the use of a policy, and reports them with the user's own line of code."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from asyncdist.protocols.step_info import StepInfo
 
 logger = logging.getLogger("protocols.misuse")
 
-#: Words in the names of variables, and whether a larger value is better.
+#: Words in variable names, and whether a larger value of such a variable is better.
 _DIRECTIONS: Final = {"loss": False, "losses": False, "acc": True, "accuracy": True, "reward": True, "rewards": True}
-#: Words of variables whose sign was changed before.
+#: Words in the names of variables whose sign was changed.
 _SIGNS: Final = frozenset({"neg", "negative", "negated", "minus", "inverse", "inverted"})
-#: Methods, and words in names, that change neither meaning nor sign.
+#: Names of methods, and words in variable names, that change neither the meaning of a value nor its sign.
 _CONVERSIONS: Final = frozenset({"avg", "cpu", "detach", "double", "float", "item", "mean", "sum", "value"})
-#: Folders whose code stands between the user's call of ``step`` and the policy.
+#: Folders whose stack frames may lie between the user's call of ``step`` and the policy.
 _BETWEEN: Final = tuple(str(Path(file).parent) for file in (asyncdist.__file__, __file__, asyncio.__file__))
 
 
 class NoPlainContext:
-    """Is no context of ``with``: says what is written instead."""
+    """Base class of async context managers that raises a helpful error if they are used with a plain ``with``."""
 
     def __enter__(self) -> NoReturn:
         kind = type(self).__name__
@@ -43,25 +43,23 @@ class NoPlainContext:
 
 
 def line_of_caller() -> tuple[str, int]:
-    """Return file and line of the code that has called a method of a policy."""
+    """Return the file and line from which the caller of this function was called."""
     frame = sys._getframe(2)
     return frame.f_code.co_filename, frame.f_lineno
 
 
 def warn_of_no_step(first_call: tuple[str, int]) -> None:
-    """Warn that calls were made, of which this is the first, and that none was awaited."""
+    """Warn that ``step`` was called, first in the line ``first_call``, but never awaited."""
     text = "no step of this policy was ever awaited, so nothing was averaged: write await policy.step(...)"
     warnings.warn_explicit(text, RuntimeWarning, *first_call)
 
 
 class UnawaitedStep(Coroutine[Any, Any, StepInfo]):
-    """Is a step that may be awaited, and that no condition takes for its result.
+    """Wraps the coroutine of a step, so that using it as the step's result without ``await`` raises TypeError.
 
-    A coroutine is true, so ``if policy.step(x):`` would look like a replacement in each step. A policy returns this
-    until a step has been awaited, and after a call that was not: later steps are plain coroutines, which cost nothing.
-
-    Args:
-        step: the coroutine.
+    A plain coroutine is true, so ``if policy.step(x):`` would look as if weights changed in each step. A policy returns
+    this wrapper for its first step and after a step that was not awaited. All other steps are plain coroutines, which
+    are faster.
     """
 
     def __init__(self, step: Coroutine[Any, Any, StepInfo]) -> None:
@@ -71,34 +69,34 @@ class UnawaitedStep(Coroutine[Any, Any, StepInfo]):
         return self._step.__await__()
 
     def send(self, value: Any, /) -> Any:
-        """Continue the step."""
+        """Resume the step's coroutine."""
         return self._step.send(value)
 
     def throw(self, *error: Any) -> Any:
-        """Raise an error in the step."""
+        """Raise an exception inside the step's coroutine."""
         return self._step.throw(*error)
 
     def close(self) -> None:
-        """End the step."""
+        """Close the step's coroutine."""
         self._step.close()
 
     def __bool__(self) -> bool:
         if sys._getframe(1).f_code.co_filename.startswith(_BETWEEN):
-            return True  # the repr of a task asks its coroutine, since Python 3.12
+            return True  # the repr of an asyncio task tests the truth of its coroutine, since Python 3.12
         raise self._refusal()
 
     def __getattr__(self, name: str) -> Any:
         if name in StepInfo.__dataclass_fields__:
             raise self._refusal()
-        return getattr(self._step, name)  # its frame and its name, for code that looks at tasks
+        return getattr(self._step, name)  # such as the frame and the name, for code that inspects tasks
 
     def _refusal(self) -> TypeError:
-        self._step.close()  # else Python would warn, later and without this line, that it was never awaited
+        self._step.close()  # Python would otherwise warn later, without the user's line, that it was never awaited
         return TypeError("step() was not awaited, so it has done nothing: write info = await policy.step(...)")
 
 
 def warn_of_first_weights(marks: Sequence[int]) -> None:
-    """Warn if the members of a policy that takes means have marked their first weights with different numbers."""
+    """Warn that members begin with different weights, if ``marks`` has more than one checksum of initial weights."""
     if len(marks) > 1:
         logger.warning(
             "the ranks of a policy begin with different weights, and the mean of such models is usually meaningless: "
@@ -109,10 +107,10 @@ def warn_of_first_weights(marks: Sequence[int]) -> None:
 
 
 def warn_of_opposite_metric(metric_mode: str) -> None:
-    """Warn, at the user's line, if the call of ``step`` names a loss where larger is better, or the reverse.
+    """Warn if the user's call of ``step`` passes a loss although larger metrics are better, or the reverse.
 
-    Only a variable with such a word in its name is understood, with its sign, item and methods. Nothing is said of any
-    other call.
+    The direction is derived from the name of the variable that is passed, such as ``loss`` or ``accuracy``, and from a
+    minus sign. If the name contains no such word, there is no warning.
     """
     frame = _frame_of_user()
     call = None if frame is None else _call_in(frame)
@@ -134,7 +132,7 @@ def warn_of_opposite_metric(metric_mode: str) -> None:
 
 
 def _frame_of_user() -> FrameType | None:
-    """Return the frame that has called ``step``, also where code of this package or an event loop stands between."""
+    """Return the frame of the user's code that has called ``step``; frames of asyncdist and asyncio are skipped."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back
@@ -142,7 +140,7 @@ def _frame_of_user() -> FrameType | None:
 
 
 def _call_in(frame: FrameType) -> ast.Call | None:
-    """Return the call that a frame is making; None if its source is not known."""
+    """Return the syntax tree of the call that ``frame`` is executing; None if its source code is not available."""
     position = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
     if position is None:
         return None
@@ -163,7 +161,7 @@ def _call_in(frame: FrameType) -> ast.Call | None:
 
 
 def _metric_in(call: ast.Call) -> tuple[str, ast.expr | None]:
-    """Return the metric in a call of a policy, or of its ``step``, with the keyword that names its direction."""
+    """Return the metric in a call of a policy or of its ``step``, preceded by its keyword ("loss", "score" or "")."""
     for given in call.keywords:
         if given.arg in ("loss", "score"):
             return given.arg, given.value
@@ -175,7 +173,7 @@ def _metric_in(call: ast.Call) -> tuple[str, ast.expr | None]:
 
 
 def _direction_of(metric: ast.expr | None) -> bool | None:
-    """Tell by the names in an expression whether a larger value is better; None where they do not say it."""
+    """Return whether a larger value of an expression is better, judging by its names; None if that is unknown."""
     match metric:
         case ast.UnaryOp(ast.USub(), operand):
             direction = _direction_of(operand)
@@ -192,6 +190,6 @@ def _direction_of(metric: ast.expr | None) -> bool | None:
 
 
 def is_larger_better(name: str) -> bool | None:
-    """Tell whether a larger value of a metric with this name is better; None if the name does not say it."""
+    """Return whether a larger value of a metric with this name is better; None if the name does not show it."""
     words = [word for word in name.lower().split("_") if word not in _CONVERSIONS]
     return _DIRECTIONS.get(words[-1]) if words and _SIGNS.isdisjoint(words) else None

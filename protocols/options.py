@@ -1,8 +1,8 @@
-"""Declares the options that several policies share, and names the options of each policy for type checkers.
+"""Declares the options that several policies share, and lists the options of each policy for type checkers.
 
-A subclass of :class:`Options` declares options (see :mod:`protocols.declared`); a ``TypedDict`` repeats their names and
-types for callables that take them as ``**options``. :mod:`protocols.selective.rules`, :mod:`protocols.one_sided.rules`
-and :mod:`protocols.selective.islands.layout` declare the options of their own decisions.
+A subclass of :class:`Options` declares options (see :mod:`protocols.declared`). A ``TypedDict`` repeats their names and
+types for functions with ``**options``. Other options are declared in :mod:`protocols.selective.rules`,
+:mod:`protocols.one_sided.rules` and :mod:`protocols.selective.islands.layout`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from asyncdist.protocols.selective.islands.layout import MigrationRoute as Migra
 from asyncdist.protocols.selective.rules import Route as Route
 from asyncdist.protocols.step_info import PolicyEvent
 
-#: The averaged parameters: all, or those that require a gradient when the policy is made.
+#: Parameters that are averaged: all, or the parameters that require a gradient when the policy is created.
 Parameters: TypeAlias = Literal["all", "trainable"]
-#: For ``"reset_weights"``: returns a model of the same layout, or the pair (model, optimizer).
+#: Function for ``"reset_weights"`` that returns a model of the same layout, or the pair (model, optimizer).
 ModelBuilder: TypeAlias = Callable[[], nn.Module | tuple[nn.Module, torch.optim.Optimizer]]
 #: Whether an optimizer's state is kept or reset when weights are replaced.
 OptimizerState: TypeAlias = Literal["keep", "reset"]
-#: Limits a policy's name, since one message carries it with all other values on which members agree.
+#: Largest number of characters in a policy's name, since one message carries all values that members agree on.
 _NAME_LENGTH_MAX: Final = 200
 
 _MEMBERS: Final = "members and timeouts"
 
 
 class StartOptions(TypedDict, total=False):
-    """Names the options of all policies except ``group``."""
+    """The options of all policies, except ``group``."""
 
     name: str
     world: World | None
@@ -45,27 +45,27 @@ class StartOptions(TypedDict, total=False):
 
 
 class MemberOptions(StartOptions, total=False):
-    """Names the options of all policies."""
+    """The options of all policies."""
 
     group: Group | None
 
 
 class MeasuredOptions(MemberOptions, total=False):
-    """Names the options of :class:`protocols.SpawnPolicy` except ``average_every``."""
+    """The options of :class:`protocols.SpawnPolicy`, except ``average_every``."""
 
     metric: Callable[[], Metric] | None
     metric_mode: MetricMode
 
 
 class AverageAllOptions(MemberOptions, total=False):
-    """Names the options of :class:`protocols.AverageAllPolicy` except ``average_every``."""
+    """The options of :class:`protocols.AverageAllPolicy`, except ``average_every``."""
 
     optimizer_state: OptimizerState
     on_event: Callable[[PolicyEvent], None] | None
 
 
 class ReplacementOptions(TypedDict, total=False):
-    """Names the options, shared with torchgfn's policy, for the choice of replaced ranks and their new weights."""
+    """Options for the choice of replaced ranks and of their new weights, shared with torchgfn's policy."""
 
     replacement_ratio: float
     averaging_strategy: AveragingStrategy
@@ -77,7 +77,7 @@ class ReplacementOptions(TypedDict, total=False):
 
 
 class RoundOptions(TypedDict, total=False):
-    """Names the options for reading metrics and carrying out rounds."""
+    """Options of selective averaging for metrics and for the course of a round."""
 
     metric_mode: MetricMode
     optimizer_state: OptimizerState
@@ -91,7 +91,7 @@ class RoundOptions(TypedDict, total=False):
 
 
 class PopulationOptions(MemberOptions, total=False):
-    """Names the options for members, islands and the coordinator."""
+    """Options of selective averaging for members, islands and the coordinator."""
 
     islands: int | None
     island_size: int | None
@@ -102,15 +102,15 @@ class PopulationOptions(MemberOptions, total=False):
 
 
 class ReplicaOptions(ReplacementOptions, RoundOptions, total=False):
-    """Names the options of selective averaging that also apply to replicas of several ranks."""
+    """Options of selective averaging that also apply to replicas of several ranks."""
 
 
 class SelectiveOptions(ReplicaOptions, PopulationOptions, total=False):
-    """Names the options of :class:`protocols.AsyncSelectiveAveragingPolicy` except ``average_every`` and ``metric``."""
+    """The options of :class:`protocols.AsyncSelectiveAveragingPolicy`, except ``average_every`` and ``metric``."""
 
 
 class ReadingOptions(TypedDict, total=False):
-    """Names the options of one-sided selective averaging that torchgfn's policies do not have."""
+    """Options of one-sided selective averaging that torchgfn's policies do not have."""
 
     replacement_mode: ReplacementMode
     donor_count: int | None
@@ -125,7 +125,7 @@ class ReadingOptions(TypedDict, total=False):
 
 
 class OneSidedOptions(ReadingOptions, MemberOptions, total=False):
-    """Names the options of :class:`protocols.OneSidedSelectiveAveragingPolicy` except ``average_every``."""
+    """The options of :class:`protocols.OneSidedSelectiveAveragingPolicy`, except ``average_every``."""
 
     age_range: tuple[int, int]
     threshold_metric: float
@@ -160,23 +160,23 @@ def _dict(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonOptions(Options):
-    """Holds the options of all policies."""
+    """Options of all policies."""
 
     average_every: int = option(
-        "Number of steps from one due step to the next: step i, counted from 0, is due if (i + 1) % average_every == "
-        "0. At a due step a rank reports its metric, publishes its snapshot, or averages.",
+        "Number of steps between due steps: step i, counted from 0, is due if (i + 1) % average_every == 0. In a due "
+        "step, a rank reports its metric, publishes its snapshot, or averages.",
         whole(1),
         is_agreed=True,
     )
     metric: Callable[[], Metric] | None = option(
-        "Callable without arguments that returns the metric for calls of `step` without one.",
+        "Callable without arguments that returns the metric for calls of `step` without a metric.",
         function("None or a callable without arguments (pass metric values to step())"),
         default=None,
     )
     metric_mode: MetricMode = like(JudgingRules, "metric_mode")
     name: str = option(
-        "Name for reports, up to 200 characters, equal on all members. If several policies of one class are open on "
-        "the same ranks, each needs its own name, so that a restarted rank finds its policy.",
+        "Name of the policy in reports, up to 200 characters, equal on all members. If several policies of one class "
+        "are open on the same ranks, each needs its own name, so that a restarted rank finds its policy.",
         _text,
         default="",
         group=_MEMBERS,
@@ -188,11 +188,11 @@ class CommonOptions(Options):
         "World of this rank; the current world by default.", _instance(World), default=None, group=_MEMBERS
     )
     start_timeout_s: float = option(
-        "Seconds that the start waits for the last member.", validation.seconds, default=60.0, group=_MEMBERS
+        "Seconds to wait for the last member at the start.", validation.seconds, default=60.0, group=_MEMBERS
     )
     parameters: Parameters = option(
-        '`"all"`, or `"trainable"`: only parameters that require a gradient when the policy is made, as with LoRA. '
-        "The other parameters must be equal on all members; they are neither sent nor written.",
+        'Parameters to average: `"all"`, or `"trainable"`, the parameters that require a gradient when the policy is '
+        "created (as with LoRA). The other parameters must be equal on all members, and are neither sent nor changed.",
         one_of(Parameters),
         default="all",
     )
@@ -200,93 +200,92 @@ class CommonOptions(Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragingOptions(Options):
-    """Holds the options for replacing a rank's weights and for reporting it.
+    """Options for replacing a rank's weights, and for the events and durations that are reported.
 
     Raises:
-        TypeError, ValueError: An option is of the wrong type or out of range.
+        TypeError, ValueError: An option has the wrong type or is out of range.
     """
 
     averaging_strategy: AveragingStrategy = like(JudgingRules, "averaging_strategy")
     momentum: float = option(
-        "Share of the own weights, 0 to 1: new weights = momentum * own + (1 - momentum) * average. If the own weights "
-        "or the optimizer's state are not finite, momentum counts as 0 (`StepInfo.recovered`).",
+        "Share of the rank's own weights, 0 to 1: new weights = momentum * own + (1 - momentum) * average. Momentum "
+        "is 0 if the own weights or the optimizer's state are not finite (`StepInfo.recovered`).",
         validation.fraction,
         default=0.0,
         is_agreed=True,
     )
     optimizer_state: OptimizerState = option(
-        '`"keep"`, or `"reset"`: clear the optimizer\'s state in place whenever weights are replaced. '
-        '`averaging_strategy="reset_weights"` always clears it.',
+        'Optimizer\'s state when weights are replaced: `"keep"`, or `"reset"` to clear it in place. It is always '
+        'cleared with `averaging_strategy="reset_weights"`.',
         one_of(OptimizerState),
         default="keep",
     )
     model_builder: ModelBuilder | None = option(
         'Callable for `"reset_weights"` that returns a model of the same layout, or the pair (model, optimizer). It is '
-        "also called once when the policy is made, to compare the layouts.",
+        "also called once when the policy is created, to compare the layouts.",
         function("None or a callable that returns a model"),
         default=None,
         group="donors",
     )
     on_event: Callable[[PolicyEvent], None] | None = option(
-        "Callable that receives each event of this rank (`protocols.PolicyEvent`), inside `step`. A snapshot from CUDA "
-        "memory is reported after its copy, at a later safe point.",
+        "Callable that receives each event of this rank (`protocols.PolicyEvent`) inside `step`. A snapshot of a model "
+        "on a GPU is reported at a later safe point, when its copy is complete.",
         function("None or a callable that takes one event"),
         default=None,
     )
     timing: dict[str, list[float]] | None = option(
-        "Dict that receives a list of durations in seconds for each kind of work: `snapshot` or `publish`, `read`, "
-        "`apply`.",
+        "Dict that receives a list of durations in seconds for each of `snapshot` or `publish`, `read` and `apply`.",
         _dict,
         default=None,
         group=_MEMBERS,
     )
     drain_timeout_s: float = option(
-        "Seconds that leaving waits for ranks that still receive this rank's snapshot.",
+        "Seconds to wait, when leaving, for ranks that still receive this rank's snapshot.",
         validation.seconds,
         default=10.0,
         group=_MEMBERS,
     )
 
     def __post_init__(self) -> None:
-        """Check the options. Raise ValueError for `reset_weights` without a builder."""
+        """Check the options; raise ValueError for ``reset_weights`` without ``model_builder``."""
         Options.__post_init__(self)
         if self.makes_fresh_weights and self.model_builder is None:
             raise ValueError("averaging_strategy 'reset_weights' needs model_builder, a callable that returns a model")
 
     @property
     def makes_fresh_weights(self) -> bool:
-        """Whether ``model_builder`` makes the new weights, instead of an average."""
+        """True if new weights are built by ``model_builder`` instead of averaged."""
         return self.averaging_strategy == "reset_weights"
 
     @property
     def resets_optimizer(self) -> bool:
-        """Whether the optimizer's state is cleared whenever weights are replaced."""
+        """True if the optimizer's state is cleared whenever weights are replaced."""
         return self.optimizer_state == "reset" or self.makes_fresh_weights
 
     def takes_means(self, donor_count: int) -> bool:
-        """Return whether new weights are made from several models if at most ``donor_count`` ranks donate."""
+        """Return whether new weights combine several models, for at most ``donor_count`` donors."""
         is_mean = self.averaging_strategy in ("mean", "weighted_mean")
         return is_mean and (donor_count > 1 or (donor_count == 1 and self.momentum > 0))
 
     def agreed(self) -> dict[str, Any]:
-        """Return the values that must be equal on all members, as JSON values."""
+        """Return the options that must be equal on all members, by name, as JSON values."""
         return {**Options.agreed(self), "resets_optimizer": self.resets_optimizer}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorOptions(Options):
-    """Holds the options for the choice of the coordinator."""
+    """Options for the choice of the coordinator."""
 
     coordinator: int | None = option(
-        "Rank that runs `await protocols.coordinate(members)` and does not train. By default, the group's first member "
-        "coordinates.",
+        "Rank outside the group that coordinates with `await protocols.coordinate(members)` instead of training; by "
+        "default, the group's first member coordinates.",
         or_none(whole(0, " or None")),
         default=None,
         group="coordinator",
         is_agreed=True,
     )
     successors: tuple[int, ...] = option(
-        "Members that take over in this order, before the other members, if the coordinator is lost or stops.",
+        "Members that take over first, in this order, if the coordinator is lost or stops.",
         validation.ranks,
         default=(),
         group="coordinator",
@@ -296,11 +295,11 @@ class CoordinatorOptions(Options):
 
 @dataclass(slots=True)
 class Timing:
-    """Collects durations in seconds, as a list for each name."""
+    """Collects durations in the user's ``timing`` dict: a list of seconds for each name."""
 
     seconds: dict[str, list[float]] | None = field(default=None)
 
     def add(self, name: str, duration_s: float) -> None:
-        """Append a duration, if the user asked for durations."""
+        """Append a duration, if the user has passed a dict."""
         if self.seconds is not None:
             self.seconds.setdefault(name, []).append(duration_s)

@@ -1,7 +1,7 @@
-"""Decides whether a rank may give its state to others, and which part of it stays when an average replaces it.
+"""Checks whether a rank's state may be sent to other ranks, and replaces that state by an average.
 
-A rank that takes an average keeps a part of its weights (``momentum``) and its optimizer's state, if they are finite:
-moments of Adam that have become NaN would spoil every average in the next step.
+When an average is applied, the rank keeps a share of its own weights (``momentum``) and its optimizer's state, but only
+if they are finite. Moments of Adam that are NaN would make the new weights NaN in the next step.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ logger = logging.getLogger("protocols.own_state")
 
 
 class OwnState:
-    """Holds one rank's model and optimizer, and replaces their state.
+    """Checks and replaces the state of one rank's model and optimizer.
 
     Args:
         flat: State of the model.
-        weights: Optimizer of the model, with the weights that it keeps.
-        options: Options of the replacement: ``momentum``, ``resets_optimizer``, and ``model_builder`` for fresh
-            weights.
+        weights: Optimizer of the model, with the copies of weights in its state.
+        options: The options ``momentum``, ``resets_optimizer`` and ``model_builder``.
 
     Raises:
-        ValueError: ``model_builder`` makes a model of another layout; the message names the first difference.
+        ValueError: ``model_builder`` returns a model of a different layout; the message names the first difference.
     """
 
     def __init__(self, flat: FlatState, weights: OptimizerWeights, options: AveragingOptions) -> None:
@@ -42,15 +41,15 @@ class OwnState:
         self._has_warned = False
         if self._model_builder is not None:
             devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-            with torch.random.fork_rng(devices):  # the random numbers of the training are unchanged
+            with torch.random.fork_rng(devices):  # keeps the random numbers of the training unchanged
                 self._build(self._model_builder)
 
     def begin(self) -> None:
-        """Remember, at the policy's start, which infinities belong to the model."""
+        """Record, at the policy's start, which infinite values belong to the model (such as masks)."""
         self._known = KnownInfinities(self._flat)
 
     def may_be_given(self, snapshot: FlatBuffers) -> bool:
-        """Return whether others may average this snapshot. Warn, once, if they may not, and name the entry."""
+        """Return whether a snapshot has no unexpected NaN or infinity; if it has, warn once and name the entry."""
         self._weights.look()
         name = self._infinities.unsound_entry(snapshot)
         if name is not None and not self._has_warned:
@@ -63,11 +62,11 @@ class OwnState:
         return name is None
 
     def unsound_entry(self, mean: FlatBuffers) -> str | None:
-        """Return the name of an entry of a mean with a non-finite value that is not known; None if there is none."""
+        """Return the name of an entry of ``mean`` with an unexpected NaN or infinity; None if there is none."""
         return self._infinities.unsound_entry(mean)
 
     def trouble(self) -> str:
-        """Describe the state of this rank that would be kept and is not finite; return "" if there is none."""
+        """Describe the part of this rank's state that would be kept but is not finite; return "" if all is finite."""
         keeps_state = not self._resets_optimizer and bool(self._weights.optimizer.state)
         if (self._momentum or keeps_state) and (name := self._infinities.unsound_entry_of_model()) is not None:
             return f"{name!r} was not finite"
@@ -80,12 +79,12 @@ class OwnState:
 
         Args:
             average: Average of the donors' states.
-            trouble: Result of :meth:`trouble` on this rank, or on another rank that holds a part of the model; None to
-                call it now.
+            trouble: Result of :meth:`trouble`, on this rank or on a rank with another shard of the model; None to call
+                :meth:`trouble` now.
 
         Returns:
-            Description of this rank's own non-finite state; "" if all was finite. With a description, neither a part
-            of the weights nor the optimizer's state was kept, for any options.
+            Description of the non-finite state; "" if all was finite. If it is not "", momentum was ignored and the
+            optimizer's state was reset.
         """
         trouble = self.trouble() if trouble is None else trouble
         self.load(average, momentum=0.0 if trouble else self._momentum)
@@ -94,12 +93,12 @@ class OwnState:
         return trouble
 
     def load(self, buffers: FlatBuffers, *, momentum: float = 0.0) -> None:
-        """Write a state into the model, and let the weights in the optimizer follow. Its other state stays."""
+        """Write a state into the model, and update the copies of weights in the optimizer's state."""
         with self._weights.following():
             self._flat.load(buffers, momentum=momentum)
 
     def take_fresh(self) -> None:
-        """Replace the weights by those of a model of ``model_builder``, and clear the optimizer's state."""
+        """Replace the weights by a new model's from ``model_builder``, and clear the optimizer's state."""
         assert self._model_builder is not None, "reset_weights without model_builder was refused at the start"
         fresh = self._build(self._model_builder)
         buffers = fresh.new_buffers()

@@ -1,7 +1,7 @@
-"""Defines the contract of a policy: an async context manager around a training loop, whose ``step`` may change weights.
+"""Base class of all policies: an async context manager around a training loop, whose ``step`` may change weights.
 
-:class:`SpawnPolicy` implements the parts that all policies share: the guard of ``step``, the iteration count, and the
-collective start, in which members check that they start the same policy. Subclasses implement the step.
+:class:`SpawnPolicy` implements the checks before each step, the iteration count, and the joint start, in which the
+members check that they start the same policy. Subclasses implement the step.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ from asyncdist.tensors.trained_models import TrainedModels
 
 _Stage: TypeAlias = Literal["new", "starting", "open", "closed"]
 
-#: The subject on which the members, and a reserved coordinator, agree at the start.
+#: Subject of the agreement between the members, and a reserved coordinator, when a policy starts.
 START: Final = "the start of a policy"
-#: Version of :meth:`SpawnPolicy.state_dict`.
+#: Version of the format of :meth:`SpawnPolicy.state_dict`.
 _STATE_VERSION: Final = 1
 
 
@@ -73,27 +73,27 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
     Args:
         model: Model that this rank trains. Its parameters and persistent buffers are the policy's state.
-        optimizer: Optimizer of the model, or of a part of it.
-        resets_optimizer: Whether the optimizer's state is cleared at each average. Otherwise the weights in it are
-            updated: see :mod:`asyncdist.tensors.optimizers.weights`.
-        average_every, options: See below.
+        optimizer: Optimizer of the model or of some of its parameters.
+        resets_optimizer: Whether the optimizer's state is cleared at each average. Otherwise copies of weights in the
+            optimizer are updated: see :mod:`asyncdist.tensors.optimizers.weights`.
+        average_every, options: The options below.
 
     Attributes:
-        optimizer: The current optimizer. Assign another one to train the model with it from now on.
-        is_alone: Whether this rank is the only participant, known after the start. A policy then checks its input and
-            does nothing else.
-        begins_again: Whether this rank starts the policy because it ran out of memory in another one. Set it before the
-            start, which fails if it differs between members.
+        optimizer: The current optimizer. Assign a different optimizer to train the model with it from now on.
+        is_alone: Whether this rank is the only participant, known after the start. The policy then only checks its
+            arguments.
+        begins_again: Whether this rank starts the policy because it ran out of memory in an earlier policy. Set it
+            before the start; the start fails if the value differs between members.
 
     Raises:
-        TypeError, ValueError: An argument is not allowed.
+        TypeError, ValueError: An argument has the wrong type or is out of range.
     """
 
     takes_metric: ClassVar[bool] = True
-    #: Whether a restarted rank may join (:meth:`_join`). A policy on all ranks then starts without lost ranks, even if
-    #: no launcher restarts them.
+    #: Whether a restarted rank may join the running policy (:meth:`_join`). Such a policy, if it is on all ranks, also
+    #: starts without lost ranks.
     admits_restarted: ClassVar[bool] = False
-    #: Whether several ranks hold one replica, as under DDP. The model may then be wrapped or sharded.
+    #: Whether several ranks train one replica of the model, as under DDP. The model may then be wrapped or sharded.
     keeps_replicas: ClassVar[bool] = False
 
     @validation.names_options()
@@ -112,13 +112,13 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self.name = own.name
         self.iteration = 0
         self._call_count = 0  # calls of step in this process; `iteration` also counts the steps before a restart
-        self._is_due_here: bool | None = None  # if the caller of the current step decides it
-        self._is_unawaited = True  # the last call of step, if there was one
+        self._is_due_here: bool | None = None  # whether the current step is due, if its caller decides that
+        self._is_unawaited = True  # whether the last call of step was not awaited, or there was none
         self._first_call: tuple[str, int] | None = None
         self._journal = Journal(own.name, type(self).__name__)
         self._metric = own.metric
         self._metric_mode = own.metric_mode
-        self._limit: tuple[str, float | None] = ("threshold", None)  # an option in the units of the metric
+        self._limit: tuple[str, float | None] = ("threshold", None)  # name and value of an option in the metric's units
         states = AveragedStates(model, None if resets_optimizer else optimizer)
         self._flat = FlatState(  # raises TypeError if model is not a module
             model, takes_shards=self.keeps_replicas, trained_only=own.parameters == "trainable", states=states
@@ -136,7 +136,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._world: World
         self._services: Services
         self._group: Group
-        self._members: tuple[int, ...]  # of the group, those with whom this rank starts and agrees
+        self._members: tuple[int, ...]  # ranks of the group with which this rank starts and agrees
         self._joint_start: Start[None]
         self.is_alone: bool
 
@@ -153,24 +153,25 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Use another optimizer, which trains the model from now on.
+        """Train the model with a different optimizer from now on.
 
         Raises:
-            TypeError, ValueError: It is not an optimizer of this model, or only one of the two is schedule-free.
+            TypeError, ValueError: The object is not an optimizer of this model, or only one of the old and new
+                optimizers is schedule-free.
         """
         self._change_optimizer(optimizer)
 
     async def __aenter__(self) -> Self:
-        """Start, together with all members.
+        """Start the policy together with all other members.
 
         Raises:
             StartTimeoutError: Some members did not join in time; the error names them.
             DisagreementError: Members differ in class, name, options or model; the error names the first difference.
-            BusyError: Another task is entering the policy, or an abandoned start still waits for the decision. If the
-                policy was not started, it may be entered again after that.
+            BusyError: Another task is entering the policy, or a cancelled start is not finished yet. If that start
+                fails, the policy may be entered again.
 
-        **Cancellation**: while members are missing, the others get RemoteError. If all members have joined, this rank
-        starts and leaves the policy before the cancellation is raised.
+        **Cancellation**: while members are missing, the other members get RemoteError. If all members have joined, this
+        rank starts and leaves the policy before the cancellation is raised.
         """
         if self._stage == "starting":
             raise BusyError(
@@ -206,7 +207,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return self
 
     async def _enter(self) -> None:
-        """Start, or join if the others have started."""
+        """Start the policy, or join it if this rank was restarted while the others run it."""
         is_of_all = self._group is self._world.group
         if is_of_all and self._world.incarnation:
             await self._join()
@@ -233,12 +234,12 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             )
 
     async def _start_among_newcomers(self) -> None:
-        """Start if all members of a former policy were restarted, so that there is no running policy to join."""
+        """Start the policy anew, since all members were restarted and there is no running policy to join."""
         await self._start_with(tuple(rank for rank in self._members if rank not in self._services.gone))
         self._services.is_admitted = True
 
     def _forget_start(self) -> None:
-        """Allow another start after one has failed. If it had begun, :meth:`_begin` sets the stage instead."""
+        """Allow a new start after a failed one, unless :meth:`_begin` is running, which sets the stage itself."""
         if self._stage == "starting" and not self._is_beginning:
             self._stage = "new"
 
@@ -256,17 +257,14 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._stage = "open"
 
     async def _end(self, _: None) -> None:
-        """Leave an operation whose start was cancelled after all ranks had joined.
-
-        The other ranks count on this rank until it leaves.
-        """
+        """Leave a policy whose start was cancelled on this rank after all ranks had joined it."""
         self._stage = "closed"
         await self._stop(asyncio.CancelledError())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if self._stage != "open" or kind is GeneratorExit:  # by hand, if not once and after its start; or thrown away
+        if self._stage != "open" or kind is GeneratorExit:  # called by hand, or by a deleted generator
             return
         end_forked_child(self._services.process_id, error)
         self._stage = "closed"
@@ -282,28 +280,27 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     def step(
         self, local_metric: MetricSource = None, *, loss: MetricSource = None, score: MetricSource = None
     ) -> Coroutine[Any, Any, StepInfo]:
-        """Make progress, and change the model's weights if it is time. They change nowhere else.
+        """Take part in the policy once per training step; only this call changes the model's weights.
 
-        Call it once per training step, from the task that trains: ``info = await policy.step(loss=loss)``.
+        Call it from the task that trains: ``info = await policy.step(loss=loss)``. On due steps (see
+        ``average_every``), the policy needs one of the three metrics, unless it has the option ``metric``.
 
         Args:
-            loss: This rank's metric, of which a smaller one is better, whatever ``metric_mode`` is: a float, a 0-d
-                tensor (detached; no graph is kept), or a callable that returns such a value and is called only when a
-                report is due.
-            score: Instead of a loss, a metric of which a larger one is better.
-            local_metric: Instead of both, a metric of which ``metric_mode`` says that a larger one is better, as by
-                default, or a smaller one. One of the three is needed on due steps unless the policy has ``metric``.
+            loss: This rank's metric, if a smaller value is better: a float, a 0-d tensor (which is detached), or a
+                callable that returns such a value and is called only when a report is due.
+            score: This rank's metric, if a larger value is better.
+            local_metric: This rank's metric, if ``metric_mode`` defines which values are better.
 
         Returns:
-            The result of the step; true when weights changed.
+            The result of the step, which is true if weights have changed.
 
         Raises:
-            BusyError: Another task is in ``step``, or a ``world.compute`` of this rank or a save of the model is in
+            BusyError: Another task is in ``step``, or this rank's ``world.compute`` or a save of the model is in
                 progress.
             ClosedError: The call is outside ``async with``.
-            RankLostError: A peer has failed, and with it the job.
-            TypeError, ValueError: A metric is due but is not a number, more than one was passed, or ``threshold`` is in
-                the units of a metric with the opposite sign.
+            RankLostError: A peer is lost, and the job has failed.
+            TypeError, ValueError: A metric is due but is not a number, more than one metric was passed, or
+                ``threshold`` is in the units of a metric with the opposite sign.
         """
         if loss is not None or score is not None:
             given, is_opposite = self.given_metric(local_metric, loss, score)
@@ -316,19 +313,19 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return self._guarded_step(local_metric)
 
     def note_direction(self) -> None:
-        """Note that ``metric_mode`` is certainly the direction of the metrics that ``step`` is given."""
+        """Record that ``metric_mode`` is certainly the direction of the metrics, so that no warning is needed."""
         self._journal.is_direction_named = True
 
     def note_call(self, line: tuple[str, int]) -> None:
-        """Note the first call of the policy, before it is awaited.
+        """Record the first call of ``step``, before it is awaited, and warn if its metric has the wrong direction.
 
         Args:
-            line: The file and the line of the caller.
+            line: File and line of the caller.
 
         Raises:
             ClosedError: The policy has not been entered.
         """
-        if self._stage == "new":  # now, not when awaited: blocking code would never see the error
+        if self._stage == "new":  # raised already in the call, since code that does not await would never see the error
             self._refuse()
         self._first_call = line
         if self.takes_metric and self._stage == "open" and self._group.index == 0:
@@ -337,7 +334,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     def given_metric(
         self, local_metric: MetricSource, loss: MetricSource, score: MetricSource
     ) -> tuple[MetricSource, bool]:
-        """Return the metric among the arguments of ``step``, and whether its sign is the opposite of ``metric_mode``'s.
+        """Return the metric passed to ``step``, and whether its direction is opposite to ``metric_mode``.
 
         Raises:
             TypeError: More than one metric was passed.
@@ -371,12 +368,12 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             self.iteration += 1
             self._call_count += 1
 
-    _guarded_step.__qualname__ = "SpawnPolicy.step"  # named in Python's warning if it is not awaited
+    _guarded_step.__qualname__ = "SpawnPolicy.step"  # shown in Python's warning about a coroutine that is not awaited
 
     def step_at(self, iteration: int, local_metric: MetricSource, *, is_due: bool) -> Coroutine[Any, Any, StepInfo]:
-        """Do the step of this iteration, for a caller that skips iterations and decides which are due.
+        """Return the coroutine of the step of ``iteration``, for a caller that decides itself which steps are due.
 
-        The caller has called :meth:`check_can_step`, and awaits the step at once.
+        The caller must call :meth:`check_can_step` first, and must await the coroutine at once.
         """
         self.iteration, self._is_due_here = iteration, is_due
         return self._guarded_step(local_metric)
@@ -387,17 +384,17 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             self._refuse()
 
     def is_own_group(self, group: object) -> bool:
-        """Return whether this is the policy's group, or the communicator of that group."""
+        """Return whether ``group`` is the policy's group or the communicator of that group."""
         return group is self._group or group is self._group.communicator
 
     # -- continuing later -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with which a later run continues, in the manner of torch's modules and optimizers.
+        """Return the policy's own state, with which a later run can continue after :meth:`load_state_dict`.
 
-        It consists of numbers, strings, None and tuples of these. Weights and the optimizer's state are not included:
-        :func:`asyncdist.save_population` saves everything. Rounds in progress and a coordinator's cooldown are not
-        included either.
+        The state consists of numbers, strings, None and tuples of these. It does not include the weights and the
+        optimizer's state, which :func:`asyncdist.save_population` also saves, nor rounds in progress and a
+        coordinator's cooldown.
         """
         return {
             "policy": type(self).__name__,
@@ -409,11 +406,11 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the :meth:`state_dict` of a policy of the same class. Call it before ``async with``.
+        """Continue from the :meth:`state_dict` of a policy of the same class. Call this before ``async with``.
 
         Raises:
             LocalProtocolError: The policy was entered before.
-            ValueError: The state is of another class or version, or lacks an entry. The policy is then unchanged.
+            ValueError: The state is from a different class or version, or lacks an entry. The policy is unchanged.
         """
         if self._stage != "new":
             raise LocalProtocolError(
@@ -432,7 +429,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._restore(state)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checked state, or from the state of another member."""
+        """Load a state that was checked or was received from another member."""
         self.iteration = validation.count("iteration", state["iteration"], least=0)
         self._journal.metric = state["metric"]
         self._load_own_state(state)
@@ -449,14 +446,14 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
     @abc.abstractmethod
     async def _step(self, local_metric: MetricSource) -> StepInfo:
-        """Do one step; the guard has been passed."""
+        """Do one step, after the checks that all policies share."""
 
     @abc.abstractmethod
     async def _start(self) -> None:
-        """Open channels and agree with the members (:meth:`_agree`). Only with others in the group."""
+        """Open the channels and agree with the other members (:meth:`_agree`); not called if this rank is alone."""
 
     async def _join(self) -> None:
-        """Join the policy that runs on the other ranks, as a restarted rank."""
+        """Join the policy that runs on the other ranks, if this rank was restarted."""
         raise LocalProtocolError(
             f"this rank was started again, and {type(self).__name__} admits no rank to a policy that runs; start it on "
             "a group that was made since, together with its other members"
@@ -464,7 +461,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
     @abc.abstractmethod
     async def _stop(self, error: BaseException | None) -> None:
-        """Leave: orderly, or because of ``error``."""
+        """Leave the policy, because the block has ended (None) or because of ``error``."""
 
     @abc.abstractmethod
     def _options(self) -> Mapping[str, Any]:
@@ -475,10 +472,10 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._weights.change(optimizer)
 
     def take_model_of(self, other: SpawnPolicy) -> bool:
-        """Use the model and optimizer of a policy that was not entered, if they have this policy's layout.
+        """Use the model and optimizer of ``other``, a policy that was not entered, from now on.
 
         Returns:
-            Whether they have; if not, nothing has changed.
+            Whether that model has this policy's layout. If it does not, nothing has changed.
         """
         if self.keeps_replicas or other._flat.fingerprint != self._flat.fingerprint:
             return False
@@ -488,11 +485,11 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return True
 
     def _choose_members(self) -> tuple[int, ...]:
-        """Return the ranks, this one among them, that start and agree: all of the group."""
+        """Return the ranks, including this rank, that start the policy together: all ranks of the group."""
         return self._group.ranks
 
     def _has_company(self) -> bool:
-        """Whether other ranks take part."""
+        """Return whether other ranks take part in the policy."""
         return len(self._members) > 1
 
     def _is_due(self) -> bool:
@@ -501,18 +498,18 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return (self.iteration + 1) % self.average_every == 0
 
     def _read_metric(self, given: MetricSource) -> float:
-        # Most are floats, and it is asked for at every report.
+        # A float is the most frequent metric, and needs no conversion.
         number = given if type(given) is float else due_metric(self._metric if given is None else given, self.iteration)
         self._journal.note_metric(self.iteration, number)
         return number
 
     def _read_new_metric(self, given: MetricSource) -> float | None:
-        """Return the metric that is due; None if there is no new measurement."""
+        """Return the metric of a due step; None if a callable metric has no new measurement."""
         value, is_new = (given, True) if type(given) is float else measured(self._metric if given is None else given)
         return self._read_metric(value) if is_new else None
 
     def _choose_leader(self, members: tuple[int, ...]) -> int:
-        """Return the rank that compares these members' values: one of them, or the reserved coordinator."""
+        """Return the rank that compares all members' values at the start: a member or the reserved coordinator."""
         return members[0]
 
     def _agreed_values(self) -> dict[str, str]:
@@ -541,17 +538,20 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return dataclasses.replace(agreed, values=values)
 
     def _mark_of_first_weights(self) -> int | None:
-        """Return a checksum of the weights; None if they were trained before or no mean is taken."""
+        """Return a checksum of the initial weights; None if they were trained before or no means are computed."""
         was_trained = self.model in self._services.shared(TrainedModels).models or has_stepped(self.optimizer)
         is_first = self.iteration == 0 and not was_trained
         return self._flat.sample_checksum() if is_first and self._takes_means() else None
 
     def _takes_means(self) -> bool:
-        """Whether new weights are made from those of several members."""
+        """Return whether the policy averages the weights of several members."""
         return True
 
     def _refuse(self) -> None:
-        """Raise the error for a step that is not possible now, equal on all ranks so that it is reported once."""
+        """Raise the error for a step that is not possible now.
+
+        The error is equal on all ranks, so that the job reports it only once.
+        """
         if self._stage == "new":
             raise ClosedError(
                 f"step() before async with {type(self).__name__}(...) as policy; in code that awaits nothing: "

@@ -1,6 +1,6 @@
-"""Lets coroutines ported from torchgfn call policies in torchgfn's form.
+"""Lets code that was ported from torchgfn call a policy with torchgfn's arguments.
 
-The calls are carried out by :mod:`asyncdist.integrations.torchgfn.calls`.
+:mod:`asyncdist.integrations.torchgfn.calls` implements the calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Ported(SpawnPolicy):
-    """Extends a policy by the call of torchgfn's policies."""
+    """Base class of policies that can also be called like torchgfn's policies."""
 
     _calls: PortedCalls | None = None
 
@@ -36,18 +36,18 @@ class Ported(SpawnPolicy):
         group: Any = None,
         expose_params: bool | None = None,
     ) -> Coroutine[Any, Any, tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]]:
-        """Do a ``step`` with the caller's own iteration number: the call of torchgfn's policies, for porting.
+        """Do a :meth:`step` with torchgfn's arguments and the caller's own iteration number.
 
         Args:
-            iteration: A whole number, also of numpy or a 0-d tensor. The numbers may restart at each epoch: they decide
-                which calls are due, while the policy's own ``iteration`` only grows. A call that skips a due number is
-                due, so calls at every 100th iteration are enough for ``average_every=100``. Epochs shorter than
-                ``average_every`` count together: the first call after that many iterations is due.
+            iteration: A whole number (int, numpy integer or 0-d tensor) that decides which calls are due. The numbers
+                may restart at each epoch. A call that skips a due number is due, so calls at every 100th iteration are
+                enough for ``average_every=100``. If epochs are shorter than ``average_every``, their iterations are
+                added up.
             model: The policy's model.
             optimizer: The policy's optimizer.
-            local_metric: This rank's metric, as for :meth:`step`.
-            group: None, or the group that the policy's constructor was given, or its communicator.
-            expose_params: None or True: a policy that publishes snapshots does so every ``average_every`` steps.
+            local_metric: This rank's metric, as in :meth:`step`.
+            group: None, the group that was passed to the policy's constructor, or the communicator of that group.
+            expose_params: None or True, without effect: snapshots are published every ``average_every`` steps.
 
         Returns:
             The same model and optimizer, and the fields of :class:`StepInfo` as a dict.
@@ -57,7 +57,9 @@ class Ported(SpawnPolicy):
                 number of 0 or more.
         """
         if self._calls is None:
-            from asyncdist.integrations.torchgfn.calls import PortedCalls  # which imports the policies
+            from asyncdist.integrations.torchgfn.calls import (
+                PortedCalls,
+            )  # which imports the policies
 
             self._calls = PortedCalls(self)
         if self._first_call is None:
@@ -66,18 +68,18 @@ class Ported(SpawnPolicy):
 
 
 class PortedOneSided(Ported):
-    """Extends a ported policy by printing statistics, as torchgfn's one-sided policies do."""
+    """Base class of one-sided policies, which can also print statistics like torchgfn's policies."""
 
     @abc.abstractmethod
     def statistics(self) -> OneSidedStatistics:
-        """Return the statistics of this member so far."""
+        """Return this member's counts and durations so far."""
 
     def print_stats(self) -> None:
-        """Print the counts of this member so far as a table."""
+        """Print this member's counts as a table."""
         self._print(self.statistics().format_counts())
 
     def print_time(self) -> None:
-        """Print the durations of this member's work as a table."""
+        """Print the durations of this member's snapshots, reads and applications as a table."""
         self._print(self.statistics().format_times())
 
     def _print(self, table: str) -> None:

@@ -1,7 +1,4 @@
-"""Compares ranks by their metrics, and counts how many are replaced; both selective policies use it.
-
-Pure functions on plain values: no asyncio, no transport, no clock, no torch, no randomness.
-"""
+"""Sorts ranks by their metrics, and computes the number of ranks to replace, for both selective policies."""
 
 import math
 from collections.abc import Mapping
@@ -12,46 +9,46 @@ from typing import Final, Literal, TypeAlias, get_args
 from asyncdist import validation
 from asyncdist.protocols.declared import Options, one_of, option
 
-#: What takes the place of weights that are replaced.
+#: How new weights are made: from an average of donors, from the best donor, or anew.
 AveragingStrategy: TypeAlias = Literal["mean", "weighted_mean", "best_only", "reset_weights"]
 STRATEGIES: Final[tuple[AveragingStrategy, ...]] = get_args(AveragingStrategy)
 #: Whether a larger metric is better, or a smaller one.
 MetricMode: TypeAlias = Literal["max", "min"]
 
-#: Weights outside 2^-20..2^20 are rescaled, so that weight * value stays inside float32.
+#: Weights outside 2^-20..2^20 are rescaled, so that weight * value does not overflow float32.
 WEIGHT_EXPONENT_LIMIT: Final = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgingRules(Options):
-    """Holds the options by which both selective policies judge."""
+    """Options of both selective policies for judging ranks by their metrics."""
 
     replacement_ratio: float = option(
-        "Share of the participants to replace, 0 to 1: of n, round-half-up(ratio * n), at least 1 and at most n - 1; "
-        "none if it is 0.",
+        "Share of the n participants to replace, 0 to 1. The number of replaced ranks is n * ratio, rounded half up, "
+        "from 1 to n - 1; 0 if the ratio is 0.",
         validation.fraction,
         default=0.2,
     )
     averaging_strategy: AveragingStrategy = option(
-        '`"mean"`; `"weighted_mean"`: weights proportional to the metric minus the worst metric; `"best_only"`; '
-        '`"reset_weights"`: fresh weights from `model_builder` instead of an average.',
+        'How new weights are made: `"mean"`: the mean of the donors. `"weighted_mean"`: a mean with weights '
+        'proportional to the difference from the worst metric. `"best_only"`: the weights of the best donor. '
+        '`"reset_weights"`: fresh weights from `model_builder`.',
         one_of(AveragingStrategy),
         default="mean",
     )
     metric_mode: MetricMode = option(
-        '`"max"` if a larger metric is better, `"min"` if a smaller metric is; applies to metrics passed without '
-        "`loss=` or `score=`. A rank whose metric is NaN or infinite never donates.",
+        'Direction of metrics that are passed without `loss=` or `score=`: `"max"` if a larger metric is better, '
+        '`"min"` if a smaller metric is better. A rank whose metric is NaN or infinite is never a donor.',
         one_of(MetricMode),
         default="max",
     )
 
 
 def replacer_count(participant_count: int, replacement_ratio: float) -> int:
-    """Return how many of the participants are replaced.
+    """Return the number of participants to replace: the product, rounded half up, from 1 to ``participant_count - 1``.
 
-    Half rounds up, and the ratio is taken as the decimal that the user wrote: 0.29 of 50 is 14.5, which gives 15,
-    where the binary product falls just short. The result leaves at least one to replace and one to give, except that
-    ratio 0 replaces no rank (it once replaced one rank) and fewer than two participants have nothing to exchange.
+    The result is 0 if the ratio is 0 or there are fewer than two participants. The ratio is used as the decimal number
+    that the user wrote: 0.29 * 50 is exactly 14.5 and gives 15, whereas the product of floats is below 14.5.
     """
     if participant_count < 2 or replacement_ratio == 0:
         return 0
@@ -60,20 +57,20 @@ def replacer_count(participant_count: int, replacement_ratio: float) -> int:
 
 
 def order_worst_first(metrics: Mapping[int, float], metric_mode: str = "max") -> tuple[int, ...]:
-    """Return the ranks, worst metric first.
+    """Return the ranks, sorted from the worst metric to the best.
 
-    NaN and both infinities are equally bad and worse than any number: a rank that diverged to +inf has not won. Of
-    equal metrics the lower rank counts as worse, so the order is total and the same wherever it is computed.
+    NaN and both infinities are equally bad, and worse than any finite number. If metrics are equal, the lower rank is
+    the worse one, so that all ranks compute the same order.
     """
     finite = sorted([rank for rank, metric in metrics.items() if math.isfinite(metric)])
-    finite.sort(key=metrics.__getitem__, reverse=metric_mode != "max")  # which keeps the order of equal ones
+    finite.sort(key=metrics.__getitem__, reverse=metric_mode != "max")  # stable even with reverse
     if len(finite) == len(metrics):
         return tuple(finite)
     return (*sorted(metrics.keys() - finite), *finite)
 
 
 def best_of(metrics: Mapping[int, float], metric_mode: str = "max") -> int:
-    """Return the last rank of :func:`order_worst_first`; `metrics` are not empty."""
+    """Return the best rank, the last one of :func:`order_worst_first`; `metrics` must not be empty."""
     finite = [rank for rank, metric in metrics.items() if math.isfinite(metric)]
     if not finite:
         return max(metrics)
@@ -82,7 +79,7 @@ def best_of(metrics: Mapping[int, float], metric_mode: str = "max") -> int:
 
 
 def is_worse(metric: float, threshold: float, metric_mode: str) -> bool:
-    """Tell whether a metric is strictly worse than the threshold; what is not finite always is."""
+    """Return whether a metric is strictly worse than the threshold; NaN and infinities always are."""
     if not math.isfinite(metric):
         return True
     return metric < threshold if metric_mode == "max" else metric > threshold

@@ -1,6 +1,6 @@
-"""Defines the reports of a policy to its user: the result of each step, and the events for ``on_event``.
+"""Defines what a policy reports to its user: the result of each step, and the events that ``on_event`` receives.
 
-``on_event`` is called inside ``step``, on its thread, in the order of the events.
+``on_event`` is called inside ``step``, on the same thread, in the order of the events.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """Reports the result of one ``step``; true if weights changed.
+    """Result of one ``step``; true if the weights have changed.
 
     Attributes:
-        averaged_this_iteration: Whether weights changed.
-        round: Number of the round that changed them or was abandoned; 0 if neither happened.
+        averaged_this_iteration: Whether the weights have changed.
+        round: Number of the round that has changed the weights or was abandoned; 0 for none.
         donors: Ranks whose weights were averaged, ascending.
         weights: Weights of the donors, with sum 1.
         staleness_steps: Age of the oldest snapshot in steps: this rank's iteration minus the donor's, at least 0.
-        seconds: Seconds from the assignment to the new weights.
-        nbytes: Number of bytes received for the average, without those that this rank received as a reducer; so 0 if
-            this rank was the only reducer.
-        abandoned: Reason why a round that this rank should have applied was abandoned, else "".
-        recovered: Description of this rank's non-finite state, because of which the average was taken whole and the
-            optimizer's state was reset, for any options; else "".
-        coordinator: Rank that coordinated the round; -1 if there was none.
+        seconds: Seconds from the moment when this rank was assigned to be replaced until the new weights are in place.
+        nbytes: Number of bytes received for the average, without the bytes received as a reducer.
+        abandoned: Reason why this rank's replacement was abandoned; "" if it was not.
+        recovered: Description of this rank's non-finite state, if there was one: momentum was then ignored and the
+            optimizer's state reset. "" otherwise.
+        coordinator: Rank that coordinated the round; -1 without a coordinator.
         route: Route of the donors' weights, ``"direct"`` or ``"sharded"``; "" if the policy has no routes.
         island: Number of this rank's island, from 0; -1 if the policy has no islands.
         migrants: Ranks in ``donors`` that are in another island.
@@ -67,12 +66,12 @@ class StepInfo:
         return f"round {self.round}: average of rank{'' if len(self.donors) == 1 else 's'} {ranks} ({age}){cure}"
 
 
-#: Result of every step in which nothing happened, shared so that such a step makes no object.
+#: Result of every step in which nothing happened, shared so that such a step creates no object.
 NOTHING = StepInfo()
 
 
 def fields_of(info: StepInfo) -> dict[str, Any]:
-    """Return the fields by name, in a new dict."""
+    """Return the fields of a step's result by name, in a new dict."""
     return dict(_NOTHING) if info is NOTHING else {name: getattr(info, name) for name in _NAMES}
 
 
@@ -82,13 +81,13 @@ _NOTHING: Final = {name: getattr(NOTHING, name) for name in _NAMES}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SnapshotTaken:
-    """Announces to ``on_event``, inside a donor's step, that a snapshot of its state was taken.
+    """Event inside a donor's step: a snapshot of this rank's state was taken.
 
     Attributes:
-        round: Round that asked for the snapshot; for a snapshot published to all members, its version.
+        round: Round that needs the snapshot; for a snapshot published to all members, its version.
         iteration: Iteration of the donor, from 0.
-        state: Flat 1-D tensors by dtype name (``"float32"``); valid only during the call, and must not be changed.
-        island: Number of the island whose round asked for it if it is another island, else -1.
+        state: Flat 1-D tensors by dtype name (``"float32"``), valid only during the call; do not change them.
+        island: Number of the island that needs the snapshot; -1 for this rank's own island or without islands.
     """
 
     round: int
@@ -99,16 +98,16 @@ class SnapshotTaken:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AverageApplied:
-    """Announces to ``on_event``, inside a replacer's step, that its weights have just been replaced.
+    """Event inside a replacer's step: this rank's weights have just been replaced.
 
     Attributes:
         round: Number of the round.
         donors: Ranks of the donors, ascending.
-        weights: Weights of the donors in the same order, not normalised.
-        best: Donor of the integer and bool entries; -1 if there is none.
+        weights: Weights of the donors, in the same order, not normalised.
+        best: Donor of the integer and bool entries; -1 without donors.
         iteration: Iteration of the replacer, from 0.
-        state: New state of this rank, in the form of :class:`SnapshotTaken`.
-        versions: Versions of the donors' snapshots, in the same order, if they are not all of this round.
+        state: New state of this rank, as flat 1-D tensors by dtype name; valid only during the call.
+        versions: For published snapshots, the version of each donor's snapshot, in the same order; otherwise empty.
     """
 
     round: int
@@ -122,17 +121,17 @@ class AverageApplied:
 
 @dataclass(frozen=True, slots=True)
 class RoleAssigned:
-    """Announces to ``on_event`` that a round has given this rank a role.
+    """Event: this rank has a role in a new round.
 
     :class:`AverageApplied`, :class:`RoundEnded` or :class:`RoundAbandoned` of the same round follows, unless the policy
-    is left first. A donor gets :class:`SnapshotTaken` in between, if the round has not ended before its next step.
+    ends first. A donor's :class:`SnapshotTaken` comes in between, unless the round ends before the donor's next step.
 
     Attributes:
         round: Number of the round.
         role: Role of this rank, ``"donor"`` or ``"replacer"``.
-        donors: Ranks that are asked for snapshots, ascending; empty for fresh weights of ``model_builder``.
-        replacers: Ranks that will take the average, ascending.
-        island: Number of the round's island if it is another island than this rank's, else -1.
+        donors: Ranks whose snapshots are averaged, ascending; empty for fresh weights from ``model_builder``.
+        replacers: Ranks whose weights will be replaced, ascending.
+        island: Number of the round's island, if it is not this rank's own island; otherwise -1.
     """
 
     round: int
@@ -144,12 +143,12 @@ class RoleAssigned:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnded:
-    """Announces to ``on_event`` that a donor's part in a round is over: its snapshot was sent, and is no longer kept.
+    """Event on a donor: the round has ended, and the donor's snapshot was freed.
 
     Attributes:
         round: Number of the round.
         reason: Reason for the end, such as ``"every replacer has answered"``.
-        island: Island as in :class:`RoleAssigned`.
+        island: Number of the round's island, if it is not this rank's own island; otherwise -1.
     """
 
     round: int
@@ -159,12 +158,12 @@ class RoundEnded:
 
 @dataclass(frozen=True, slots=True)
 class RoundAbandoned:
-    """Announces to ``on_event`` that this rank has abandoned its part in a round.
+    """Event: this rank has abandoned its role in a round.
 
     Attributes:
         round: Number of the round.
-        reason: Reason why a replacer keeps its weights, or a donor sends no snapshot.
-        island: Island as in :class:`RoleAssigned`.
+        reason: Reason why the replacer keeps its weights, or the donor sends no snapshot.
+        island: Number of the round's island, if it is not this rank's own island; otherwise -1.
     """
 
     round: int
@@ -174,11 +173,11 @@ class RoundAbandoned:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorChanged:
-    """Announces to ``on_event`` that another rank has become the coordinator.
+    """Event: a different rank has become the coordinator.
 
     Attributes:
         rank: Rank of the new coordinator.
-        epoch: Number of the epoch, which grows with each change.
+        epoch: Number that grows with each new coordinator.
     """
 
     rank: int
@@ -191,10 +190,10 @@ PolicyEvent: TypeAlias = (
 
 
 class UserEvents:
-    """Passes this rank's events to ``on_event``, at once or inside the next step.
+    """Passes this rank's events to the user's ``on_event`` callback, at once or inside the next step.
 
     Args:
-        on_event: The user's callback; None if the user wants no events.
+        on_event: The user's callback; None without a callback.
 
     Attributes:
         are_wanted: Whether there is a callback.
@@ -206,16 +205,16 @@ class UserEvents:
         self.are_wanted = on_event is not None
 
     def add(self, event: PolicyEvent) -> None:
-        """Keep an event for the next step."""
+        """Store an event until the next step."""
         if self.are_wanted:
             self._pending.append(event)
 
     def tell(self) -> None:
-        """Call ``on_event`` for the kept events. If it raises, the next step continues with the event after that."""
+        """Call ``on_event`` for all stored events. If it raises, the next step continues with the following event."""
         while self._pending:
             self.tell_now(self._pending.popleft())
 
     def tell_now(self, event: PolicyEvent) -> None:
-        """Call ``on_event`` at once, if the user gave it."""
+        """Call ``on_event`` at once, if there is a callback."""
         if self._on_event is not None:
             self._on_event(event)

@@ -1,9 +1,8 @@
-"""Finds wrappers that keep a model equal to its replicas on other ranks, which conflicts with a policy.
+"""Finds DDP and FSDP wrappers around a model, since they conflict with most policies.
 
-DDP averages gradients on the assumption that all replicas hold equal weights, and FSDP keeps a part of each weight on
-each rank. A policy that gives one rank other weights breaks both without an error: the replicas diverge. A policy whose
-members are replicas of several ranks may change a model that `fully_shard` or DDP keeps on exactly the ranks of a
-replica. Over more ranks, DDP would average the gradients of replicas with different weights.
+DDP averages gradients and assumes equal weights on all ranks, and FSDP stores a part of each weight on each rank. A
+policy that changes the weights of one rank would break both without an error. Only a policy whose members are replicas
+of several ranks can use such a model, if the wrapper spans exactly the ranks of one replica.
 """
 
 from __future__ import annotations
@@ -17,22 +16,19 @@ from torch import nn
 
 from asyncdist import LocalProtocolError, World
 
-#: Modules of torch that define such wrappers; those of FSDP also stand among the bases of what `fully_shard` is given.
+#: Modules of torch that define such wrappers. Classes that `fully_shard` creates have bases in these modules, too.
 _WRAPPERS: Final = ("torch.nn.parallel.distributed", "torch.distributed.fsdp", "torch.distributed._composable")
-#: What `fully_shard` makes of a module: its parameters are DTensors between two steps.
+#: Module of torch with the base class of modules sharded by `fully_shard`, whose parameters are DTensors between steps.
 _SHARDED: Final = "torch.distributed.fsdp._fully_shard"
 _WHY: Final = "whose ranks always have equal weights, while a policy gives each rank its own. Pass a model without it"
 
 
 def check_not_wrapped(model: nn.Module, *, takes_shards: bool = False) -> None:
-    """Refuse a model that is, or contains, DDP or FSDP.
+    """Raise ValueError if the model is, or contains, a DDP or FSDP wrapper.
 
     Args:
         model: Model to check.
         takes_shards: Whether a model sharded by `fully_shard` is allowed.
-
-    Raises:
-        ValueError: The model is, or contains, such a wrapper.
     """
     kinds = [type(each) for each in model.modules() if not (takes_shards and _is_divided(type(each)))]
     found = next((name for kind in kinds if (name := _wrapper_name(kind))), None)
@@ -41,38 +37,32 @@ def check_not_wrapped(model: nn.Module, *, takes_shards: bool = False) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Make each rank hold only its own part of the parameters, as after a backward pass, without communication.
+    """Free the parameters that `fully_shard` has gathered, so that each rank has only its own shards again.
 
-    After a forward pass without a backward pass, the outermost parameters are whole. They would stay so, with their old
-    values, until the next backward pass.
+    After a forward pass without a backward pass, the outermost parameters remain gathered. They would keep their old
+    values when the shards are changed. The call needs no communication.
     """
     for module in model.modules():
         if _is_divided(type(module)):
-            divided: Any = module  # of a class that `fully_shard` has made
+            divided: Any = module  # its class was created by `fully_shard`
             divided.reshard()
 
 
 def check_not_inside(model: nn.Module) -> None:
-    """Refuse a model that other code has wrapped, such as transformers' Trainer. The model itself does not show it.
+    """Raise LocalProtocolError if other code, such as transformers' Trainer, has wrapped the model in DDP or FSDP.
 
-    The whole process is searched, but only if torch.distributed was started, which both wrappers need. A wrapper in an
-    unreachable reference cycle, such as that of a deleted trainer, is ignored.
-
-    Raises:
-        LocalProtocolError: Such a wrapper exists.
+    The model does not refer to its wrapper, so all objects of this process are searched if torch.distributed was
+    started, which both wrappers need. Wrappers in unreachable reference cycles, as of a deleted trainer, are ignored.
     """
     for wrapper in _wrappers_around(model):
         raise LocalProtocolError(f"model must not be inside {_wrapper_name(type(wrapper))}, {_WHY}")
 
 
 def check_replica_group(model: nn.Module, ranks: Sequence[int], world: World) -> None:
-    """Refuse DDP around the model that synchronises other ranks than ``ranks``, those of this rank's replica.
+    """Raise ValueError if DDP around the model synchronises ranks other than ``ranks``, this rank's replica.
 
     If torch.distributed numbers ranks differently than the world, as in a job with one process group for each replica,
     only the number of ranks is compared.
-
-    Raises:
-        ValueError: DDP synchronises other ranks. The message names both lists or both numbers.
     """
     for wrapper in _wrappers_around(model):
         if isinstance(wrapper, nn.parallel.DistributedDataParallel):
@@ -80,7 +70,7 @@ def check_replica_group(model: nn.Module, ranks: Sequence[int], world: World) ->
 
 
 def _check_group(group: Any, ranks: list[int], world: World) -> None:
-    if group is None:  # its constructor has not run
+    if group is None:  # the constructor of the wrapper has not run
         return
     found = sorted(torch.distributed.get_process_group_ranks(group))
     if (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (world.rank, world.size):
@@ -97,11 +87,11 @@ def _check_group(group: Any, ranks: list[int], world: World) -> None:
 
 
 def _wrappers_around(model: nn.Module) -> list[nn.Module]:
-    """Return the wrappers in this process that hold the model, or a part of it."""
+    """Return the DDP and FSDP wrappers in this process that contain a module of the model."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
-    # A launched rank has frozen what is older than its world, a wrapper too, and there the collector does not look.
-    # Frozen again, objects that are dropped later would be kept forever.
+    # The launcher has frozen all objects that are older than the world, and the garbage collector does not search
+    # frozen objects. They are not frozen again afterwards, since unreachable ones would then never be freed.
     gc.unfreeze()
     own = set(map(id, model.modules()))
     if not any(True for _ in _search(own)):
@@ -111,9 +101,9 @@ def _wrappers_around(model: nn.Module) -> list[nn.Module]:
 
 
 def _search(own: set[int]) -> Iterator[nn.Module]:
-    """Yield the wrappers that hold one of the modules with these ids."""
-    # Instances refer to their class. With five million objects, the collector finds them in 0.10 s. Checking each
-    # object took 0.69 s and a list of 40 MB.
+    """Yield the DDP and FSDP wrappers that contain a module with one of these ids."""
+    # The collector finds the instances by their reference to their class, in 0.10 s among five million objects. A check
+    # of each object took 0.69 s and a list of 40 MB.
     kinds = [kind for kind in _subclasses(nn.Module) if _wrapper_name(kind)]
     for thing in gc.get_referrers(*kinds):
         if _wrapper_name(type(thing)) and any(id(module) in own for module in _modules_of(thing)):
@@ -128,7 +118,7 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 
 def _modules_of(outer: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and those below it, as ``outer.modules()`` does; one whose constructor has not run has none."""
+    """Yield a module and all its submodules, like ``outer.modules()``, even if a constructor has not run yet."""
     seen: set[int] = set()
     waiting = [outer]
     while waiting:
@@ -144,7 +134,7 @@ def _is_divided(kind: type) -> bool:
 
 
 def _wrapper_name(kind: type) -> str:
-    """Return the name of the wrapper if the class is one, else ""."""
+    """Return the name of the DDP or FSDP class that ``kind`` is derived from; "" if there is none."""
     if not issubclass(kind, nn.Module):
         return ""
     return next((base.__name__ for base in kind.__mro__ if base.__module__.startswith(_WRAPPERS)), "")

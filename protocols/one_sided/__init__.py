@@ -1,1 +1,1 @@
-"""Selective averaging without a coordinator: each rank reads the snapshots that other ranks expose."""
+"""Selective averaging without a coordinator: each rank reads the snapshots that other ranks publish."""

@@ -1,16 +1,16 @@
-"""One-sided selective averaging: each rank decides for itself, and reads the snapshots that other ranks expose.
+"""One-sided selective averaging: each rank decides for itself, and reads the snapshots that other ranks publish.
 
-There is no coordinator, and ranks share no rounds. A replacement, as seen by a member:
+There is no coordinator and there are no common rounds. One replacement on a member:
 
-1. Every ``average_every`` steps the member publishes a snapshot of its state, with its metric, and continues training.
-2. At some time it judges, by its age or by its metric, that it should be replaced.
-3. It draws donors, and reads the newest snapshot of each, in rank order, into one accumulator. With shared memory,
-   the donors do nothing; otherwise they answer at their own safe points.
+1. Every ``average_every`` steps, the member publishes a snapshot of its state and its metric, and continues to train.
+2. When its age or its metric meets the criterion (``replacement_mode``), the member decides to be replaced.
+3. It draws donors, and adds up their newest snapshots in rank order. With shared memory, the donors are not involved;
+   otherwise they answer at their own safe points.
 4. In its next ``step``, the average replaces its weights.
 
-Invariants: Weights change, and snapshots are taken, only inside ``step``. A snapshot is read completely, in one
-version, with the metric that was published with it, or not at all. A replacement that does not complete leaves the
-weights unchanged and reports the reason. Donors hold everything that a reader needs, so no rank waits for another.
+Invariants: Weights are changed and copied only inside ``step``. A snapshot is read completely, in one version, with the
+metric that was published with it, or not at all. A replacement that does not complete leaves the weights unchanged and
+reports the reason. No rank waits for another rank's step.
 """
 
 from __future__ import annotations
@@ -46,14 +46,18 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.one_sided.policy")
 
-#: Number of attempts of one replacement. Each looks at the others anew, since a snapshot was overwritten meanwhile.
+#: Largest number of attempts of one replacement; an attempt fails if a snapshot is overwritten while it is read.
 _ATTEMPT_COUNT: Final = 3
 _NEVER: Final = 1 << 62
 
 
 @with_options(OneSidedOptions, CommonOptions, OneSidedRules, AveragingOptions, ReadOptions)
 class OneSidedSelectiveAveragingPolicy(PortedOneSided):
-    """Selective averaging without a coordinator (after torchgfn's one-sided policies; see the module's docstring).
+    """Selective averaging without a coordinator, after torchgfn's one-sided policies.
+
+    Each rank publishes a snapshot of its weights and its metric every ``average_every`` steps. A rank that decides to
+    be replaced, because of its age or its metric (``replacement_mode``), reads the newest snapshots of donors, and its
+    next ``step`` applies their average.
 
     ::
 
@@ -64,13 +68,12 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
 
     Args:
         model: Model to train; see :class:`SpawnPolicy`. Its floating and complex entries are averaged; integer and
-            bool entries (BatchNorm's counter) are taken from the best donor.
+            bool entries (such as BatchNorm's counter) are copied from the best donor.
         optimizer: Optimizer of the model. It keeps its state when weights are replaced, unless
             ``optimizer_state="reset"``.
-        average_every, options: Options, listed below. At each due step a rank publishes its state and metric, and is
-            judged by the metric. A step that replaces the weights does neither, since its metric is that of the old
-            weights. In a group of more than 33 ranks, a rank looks at 32 others, drawn anew each time, or at as many
-            as it draws donors.
+        average_every, options: The options below. A step that replaces the weights does not publish, since its metric
+            belongs to the old weights. In a group of more than 33 ranks, a rank compares itself with 32 other ranks,
+            drawn at random each time, or with more if it draws more donors.
 
     Raises:
         TypeError, ValueError: An option, the model or the optimizer is invalid.
@@ -113,7 +116,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         self._blanks = BlankMetrics()
         self._replacement: Replacement | None = None
         self._task: asyncio.Task[None] | None = None
-        self._draws: tuple[Any, ...] | None = None  # random state from which a loaded policy continues
+        self._draws: tuple[Any, ...] | None = None  # state of the random generator in a loaded policy
         self._needs_step = False
         self._given_up = NOTHING
         self._step_count = 0
@@ -126,7 +129,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
     # -- the user's calls, beyond SpawnPolicy's ---------------------------------------------------------------------
 
     def statistics(self) -> OneSidedStatistics:
-        """Return the counts and durations of this member so far."""
+        """Return this member's counts and durations so far."""
         return OneSidedStatistics(
             total_iterations=self._step_count,
             agents_killed=self._counts["killed"],
@@ -184,14 +187,14 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
             self._counts,
             chunk_nbytes=self._chunk_nbytes,
         )
-        # A loaded policy continues its life; it has none if it was saved with a mode that judges by the metric.
+        # A loaded policy continues its lifetime, unless it was saved with a mode that judges by the metric.
         has_life = self._rules.replacement_mode != "age" or self._dies_at != _NEVER
         if self._draws is None or not has_life:
             self._begin_life()
         self._services.leftover_probes.append(self._leftovers)
 
     async def _stop(self, error: BaseException | None) -> None:
-        """Leave the policy. Without ``error``, wait first until current readers have received their snapshots."""
+        """Leave the policy. Without ``error``, first wait for ranks that are reading this rank's snapshot."""
         assert self._exposure is not None, "the policy was stopped before it started"
         replacement = self._replacement
         if replacement is not None:
@@ -209,11 +212,11 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
                 deadline = self._world.time() + self._averaging.drain_timeout_s
                 await self._services.engine.until(self._is_quiet, WaitId(WaitKind.OWN_READS), deadline=deadline)
         finally:
-            self._task = None  # a reference to its error would keep a donor's memory
+            self._task = None  # the task's exception may refer to a donor's memory
             self._states.clear()
-            if not self._leftovers():  # a registered probe keeps model and buffers alive
+            if not self._leftovers():  # the probe would keep the model and its buffers alive
                 self._services.leftover_probes.remove(self._leftovers)
-            if not self._is_publishing:  # otherwise _expose closes it, after the device's copy
+            if not self._is_publishing:  # otherwise _expose closes the window after the copy from the device
                 await self._exposure.close(deadline)
 
     def _is_quiet(self) -> bool:
@@ -260,16 +263,16 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         return info
 
     def _act(self) -> StepInfo:
-        """Apply a complete average, or report an abandoned replacement."""
+        """Apply a complete average, or return the result that reports an abandoned replacement."""
         info, self._given_up = self._given_up, NOTHING
         replacement = self._replacement
         if replacement is not None and replacement.complete:
             info = self._apply(replacement)
-        self._needs_step = False  # only now: `model_builder` may raise, and the next step tries again
+        self._needs_step = False  # set last: if `model_builder` raises, the next step tries again
         return info
 
     def _watch_metric(self, metric: float) -> None:
-        """Warn once if the metric is not finite, and once, on the first member, if it gets worse during training."""
+        """Warn once if the metric is repeatedly not finite or, on the first member, if it becomes worse."""
         self._blanks.add((metric,))
         if self._blanks.take_found():
             logger.warning("%s", blank_warning(self._journal.title(), "this rank's metric"))
@@ -279,7 +282,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
                 logger.warning("%s", trend_warning(self._journal.title(), self._metric_mode, wrong))
 
     def _publish(self, metric: float) -> None:
-        """Expose the current weights and their metric."""
+        """Begin to publish the present weights and their metric."""
         assert self._exposure is not None, "a step outside the policy"
         self._own_metric = metric
         self._watch_metric(metric)
@@ -304,9 +307,10 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         self._services.engine.watch(copy, what, lambda _: self._expose(state, iteration, metric, began_at))
 
     def _expose(self, state: FlatBuffers, iteration: int, metric: float, began_at: float) -> None:
-        """Publish a complete snapshot. If it holds NaN, its metric is NaN, so that no rank takes it.
+        """Publish a complete snapshot.
 
-        This rank judges itself by that metric, too, because a diverged rank should be replaced.
+        If the snapshot contains NaN, its metric is published as NaN, so that no rank uses it as a donor. This rank also
+        uses NaN as its own metric, since a diverged rank should be replaced.
         """
         assert self._exposure is not None, "a step outside the policy"
         self._is_publishing = False
@@ -325,15 +329,16 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         mode = self._rules.replacement_mode
         if mode == "age":
             return self._step_count >= self._dies_at
-        if mode == "threshold":  # only this rank's own metric counts
+        if mode == "threshold":  # needs only this rank's own metric
             own = self._own_metric
             return is_due and own is not None and is_dying(self._world.rank, {self._world.rank: own}, self._rules)
         return is_due
 
     async def _begin_replacement(self) -> None:
-        """Start to judge and read in the background. The task runs its first turn now, while the metrics are fresh."""
+        """Start a background task that chooses and reads donors, and wait for its first turn in the event loop."""
         replacement = self._replacement = Replacement(self._counts["killed"] + 1, self._world.time())
-        self._dies_at = self._step_count + self.average_every if self._dies_at != _NEVER else _NEVER  # if this fails
+        # If this attempt fails, a rank that is judged by its age tries again at the next due step.
+        self._dies_at = self._step_count + self.average_every if self._dies_at != _NEVER else _NEVER
         self._task = self._services.spawn_service(self._replace(replacement), name=f"replacement {replacement.number}")
         await self._services.engine.let_begin()
 
@@ -343,7 +348,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
             self._dies_at = self._born_at + self._random.randint(*self._rules.age_range)
 
     def _apply(self, replacement: Replacement) -> StepInfo:
-        """Replace the weights by the average."""
+        """Replace the weights by the average, and return the step's result."""
         began_at = self._world.time()
         new = NewWeights(
             round=replacement.number,
@@ -369,7 +374,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
     # -- a replacement, in the background ---------------------------------------------------------------------------
 
     async def _replace(self, replacement: Replacement) -> None:
-        """Judge, choose and read, until the average is complete or the replacement is abandoned."""
+        """Choose and read donors until the average is complete or the replacement is abandoned."""
         deadline = self._world.time() + self._read_timeout_s
         reason = "it was cancelled"
         try:
@@ -395,20 +400,20 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
             self._note_time("read", replacement.judged_at)
 
     async def _attempt(self, replacement: Replacement, deadline: float) -> str:
-        """Get the metrics of the other ranks once, and average the snapshots of the chosen donors.
+        """Read the other ranks' metrics, choose donors, and average the donors' snapshots.
 
         Returns:
-            The reason why there is no average; "" if there is one, or if this rank need not be replaced.
+            The reason why the replacement is abandoned; "" if the average is complete or this rank is not replaced.
 
         Raises:
-            UnreadableError: The attempt failed; another attempt may succeed.
+            UnreadableError: The attempt has failed; another attempt may succeed.
         """
         rank, count_max = self._world.rank, sample_count(self._group.size, self._rules)
         answered_by = min(deadline, self._world.time() + self._read_timeout_s / 4)
         metrics = await self._reader.metrics(self._own_metric, count_max, self._random.sample, answered_by)
         if self._rules.replacement_mode == "worst_ratio" and not is_dying(rank, metrics, self._rules):
             if self._replacement is replacement:
-                self._replacement = None  # this rank is not replaced
+                self._replacement = None  # this rank is not among the worst
             return ""
         self._counts["killed"] = replacement.number
         choice = choose(rank, metrics, self._group.size, self._rules, self._random.sample)
@@ -424,7 +429,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         return ""
 
     def _give_up(self, replacement: Replacement, reason: str) -> None:
-        """Abandon a replacement; the next step reports it."""
+        """Abandon a replacement; the next step reports the reason to the user."""
         if self._replacement is not replacement:
             return
         self._replacement = None

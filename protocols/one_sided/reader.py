@@ -1,4 +1,4 @@
-"""Reads the snapshots that donors have published, and averages them: the background part of a one-sided replacement."""
+"""Reads the snapshots that donors have published, and averages them, in the background of the training."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from asyncdist.tensors.means import WeightedMean
 
 @dataclass(slots=True, eq=False)
 class Replacement:
-    """Tracks one replacement of this rank's weights, from the judgement until the average is applied or abandoned.
+    """State of one replacement of this rank's weights, until the average is applied or the replacement abandoned.
 
     Attributes:
         number: Number among this rank's replacements, from 1.
-        judged_at: Time on the world's clock at which the rank judged that it should be replaced.
+        judged_at: Time on the world's clock at which this rank decided to be replaced.
         donors: Donors whose snapshots were added, ascending.
-        weights, versions, iterations: Weights, versions and iterations of the donors' snapshots, in the same order.
+        weights, versions, iterations: Weight, version and iteration of each donor's snapshot, in the same order.
         best: Donor of the integer and bool entries; -1 without donors.
-        average: Accumulator; None before the first donor, and for fresh weights.
+        average: Accumulator of the average; None before the first donor, and for fresh weights.
         complete: Whether the next step may apply the average.
         nbytes: Number of bytes received so far.
     """
@@ -45,19 +45,18 @@ class Replacement:
 
 
 class UnreadableError(Exception):
-    """An attempt to read the donors failed; the next attempt may succeed."""
+    """An attempt to read donors has failed, but another attempt may succeed."""
 
 
 class DonorReader:
-    """Reads metrics and snapshots of the other members.
+    """Reads the metrics and snapshots that the other members have published, and averages the snapshots.
 
     Args:
-        rank: This rank.
         group: Members of the policy.
         window: Window in which the members publish their snapshots.
         packing: Layout of the state's entries in a snapshot.
         flat: State of this rank's model.
-        counts: Counts of the policy; ``torn`` counts discarded reads, ``received`` counts bytes.
+        counts: The policy's counts, of which ``torn`` (discarded reads) and ``received`` (bytes) are updated.
         chunk_nbytes: Size in bytes of the chunks in which a snapshot is read.
 
     Attributes:
@@ -87,13 +86,13 @@ class DonorReader:
     async def metrics(
         self, own_metric: float | None, count_max: int, sample: Sample, deadline: float
     ) -> dict[int, float]:
-        """Return this rank's metric and the newest metrics of other members, by rank; some may have none.
+        """Return this rank's metric and the newest published metrics of other members, by rank.
 
         Args:
-            own_metric: This rank's metric; None if there is none yet.
+            own_metric: This rank's metric; None before the first one.
             count_max: Largest number of other members to ask. If there are more, they are drawn at random.
-            sample: Draws the members.
-            deadline: Time on the loop's clock. A member that must answer, and has not by then, has no metric.
+            sample: Function that draws the members.
+            deadline: Time on the loop's clock. Members that have not answered by this time are left out.
         """
         asked = self._others if len(self._others) <= count_max else sorted(sample(self._others, count_max))
         records = await self._window.published_by_each(asked, deadline=deadline)
@@ -101,7 +100,7 @@ class DonorReader:
         return metrics if own_metric is None else {**metrics, self._rank: own_metric}
 
     async def read(self, replacement: Replacement, choice: Choice, deadline: float) -> WeightedMean:
-        """Average the newest snapshots of the chosen donors into ``replacement``, in rank order.
+        """Average the newest snapshots of the chosen donors in rank order, and store the result in ``replacement``.
 
         Raises:
             UnreadableError: A snapshot was overwritten while it was read, or a chosen rank can no longer be a donor.
@@ -115,7 +114,7 @@ class DonorReader:
         return mean
 
     def release(self, replacement: Replacement) -> None:
-        """Return the accumulator, if there is one, to the pool."""
+        """Return the replacement's accumulator, if there is one, to the pool."""
         if replacement.average is not None:
             self.accumulators.release(replacement.average)
             replacement.average = None
@@ -123,9 +122,9 @@ class DonorReader:
     async def _read_donor(
         self, replacement: Replacement, choice: Choice, donor: int, mean: WeightedMean, deadline: float
     ) -> None:
-        """Add the newest snapshot of ``donor``, even if the donor was chosen for an earlier one.
+        """Add the newest snapshot of ``donor``, which may be newer than the snapshot when the donor was chosen.
 
-        A slow rank therefore succeeds, however often its donors have published since it chose them.
+        Even a slow rank therefore succeeds, however often its donors publish.
         """
         record = await self._window.published_by(donor, deadline=deadline)
         if record is None:
@@ -156,7 +155,7 @@ class DonorReader:
         *,
         exact: bool,
     ) -> None:
-        """Add one snapshot to the mean, each chunk as it arrives; with ``exact``, copy integer and bool entries."""
+        """Add one snapshot to the mean, chunk by chunk; if ``exact``, also copy its integer and bool entries."""
         average = replacement.average
         assert average is not None, "no accumulator was acquired"
         end = self._packing.nbytes if exact else self._packing.averaged_nbytes
@@ -182,4 +181,4 @@ class DonorReader:
             whole = True
         finally:
             if not whole and self._ring is ring:
-                self._ring = ChunkRing(self._chunk_nbytes)  # discarded chunks may still arrive in the old ring
+                self._ring = ChunkRing(self._chunk_nbytes)  # chunks of the failed read may still arrive in the old ring

@@ -1,9 +1,9 @@
-"""Decides, on each rank for itself, whether the rank is replaced and which ranks are its donors.
+"""Rules of one-sided selective averaging: whether a rank is replaced, and which ranks are its donors.
 
-The module holds pure functions on plain values, as `protocols.selective.rules`: no asyncio, transport, clock or torch;
-the random source is an argument. There is no coordinator. A rank knows its own metric and the newest published metrics
-of others, and two ranks may know different metrics. In a group of more than `SAMPLE_COUNT` other ranks, a rank looks at
-that many of them, drawn anew each time. A replacement therefore costs the same in a group of any size.
+Each rank applies these rules on its own, to its metric and the newest published metrics of other ranks. In a group with
+more than `SAMPLE_COUNT` other ranks, it compares itself with a random sample of this size, so that the cost of a
+replacement does not depend on the size of the group. The functions are pure: they use no asyncio, transport, clock or
+torch, and the random source is an argument.
 """
 
 import math
@@ -27,16 +27,16 @@ from asyncdist.protocols.ranking import (
 ReplacementMode: TypeAlias = Literal["age", "threshold", "worst_ratio"]
 REPLACEMENT_MODES: Final[tuple[ReplacementMode, ...]] = get_args(ReplacementMode)
 
-#: Number of other ranks whose newest metrics a rank compares; more only if it draws more donors.
+#: Number of other ranks with whose metrics a rank compares its own; more only if it draws more donors.
 SAMPLE_COUNT: Final = 32
-#: In a larger group, a rank judged by its age looks at twice the number of its donors, but at least at this number of
-#: ranks, since some of them may not be fit to be donors.
+#: In a larger group, a rank that is judged by its age reads the metrics of twice as many ranks as it needs donors, but
+#: of at least this number, since some ranks cannot be donors.
 AGE_SAMPLE_COUNT: Final = 8
 #: Largest number of donors if neither `donor_count` nor `donor_ratio` is given.
 DEFAULT_DONOR_COUNT_MAX: Final = 8
 DEFAULT_DONOR_RATIO: Final = 0.5
 
-#: Draws the given number of ranks without repetition, as `random.Random.sample`.
+#: Function that draws a number of ranks without repetition, such as `random.Random.sample`.
 Sample = Callable[[Sequence[int], int], list[int]]
 
 
@@ -54,39 +54,39 @@ def _is_pair_of_ages(ages: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneSidedRules(JudgingRules):
-    """Holds the options that decide who is replaced and by whom.
+    """Options of one-sided selective averaging that decide whether a rank is replaced, and by which donors.
 
     Raises:
-        ValueError: An option has the wrong type or is outside its range. The message names option, value and range.
+        ValueError: An option has the wrong type or is out of range.
     """
 
     replacement_mode: ReplacementMode = option(
         'When a rank is replaced. `"age"`: at the end of a lifetime drawn from `age_range`. `"threshold"`: if its '
         'metric is worse than `threshold_metric`. `"worst_ratio"`: if its metric is among the worst '
-        "`replacement_ratio` of the metrics that it knows.",
+        "`replacement_ratio` of the metrics that it has read.",
         one_of(ReplacementMode),
         default="age",
     )
     age_range: tuple[int, int] = option(
-        'For `"age"`: shortest and longest lifetime in steps, inclusive. Each lifetime is drawn at random.',
+        'For `"age"`: shortest and longest lifetime in steps. Each lifetime is drawn at random from this range.',
         _ages,
         default=(50, 150),
     )
     threshold_metric: float = option(
-        'For `"threshold"`: finite limit in the metric\'s units. Metrics below it are worse, or above it with '
-        '`metric_mode="min"`.',
+        'For `"threshold"`: limit in the metric\'s units. A rank is replaced if its metric is below the limit, or '
+        'above it with `metric_mode="min"`.',
         number("a finite number", -validation.LARGEST),
         default=0.0,
     )
     donor_count: int | None = option(
-        "Maximum number of donors to draw; None: given by `donor_ratio`.",
+        "Largest number of donors to draw. None: determined by `donor_ratio`.",
         or_none(whole(1, " or None")),
         default=None,
         group="donors",
     )
     donor_ratio: float | None = option(
-        "Maximum number of donors as a share of the group, including this rank: above 0, up to 1; rounded down, at "
-        "least one donor. None: half of the group, at most 8.",
+        "Largest number of donors as a share of the group, above 0 and up to 1; rounded down to at least one donor. "
+        "None: half of the group, at most 8 donors.",
         or_none(number("> 0 and <= 1, or None", validation.SMALLEST, 1.0)),
         default=None,
         group="donors",
@@ -95,10 +95,10 @@ class OneSidedRules(JudgingRules):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions(Options):
-    """Holds the options for reading donors."""
+    """Options of one-sided selective averaging for reading snapshots."""
 
     read_timeout_s: float = option(
-        "Seconds in which all donors must be read, if their memory is not shared and they must answer.",
+        "Seconds for reading all donors, if their memory is not shared and they must answer.",
         validation.seconds,
         default=30.0,
         group="members and timeouts",
@@ -107,14 +107,14 @@ class ReadOptions(Options):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Describes the average that replaces a rank.
+    """The donors that were chosen to replace a rank, and the rule for their weights.
 
     Attributes:
         donors: Ranks of the donors, ascending; empty for `reset_weights`.
-        best: Donor whose integer and bool entries are taken; -1 without donors.
-        floor: Metric at which a donor's weight is 0; None if all donors weigh 1.
-        sign: 1.0 if larger metrics are better, -1.0 if smaller ones are.
-        exponent: Exponent of the power of two by which gains are divided, so that weights fit into float32.
+        best: Donor whose integer and bool entries are copied; -1 without donors.
+        floor: Metric at which a donor's weight is 0; None if all weights are 1.
+        sign: 1.0 if larger metrics are better, -1.0 if smaller metrics are better.
+        exponent: Exponent of the power of two by which weights are divided, so that they fit into float32.
     """
 
     donors: tuple[int, ...]
@@ -124,10 +124,10 @@ class Choice:
     exponent: int = 0
 
     def weight(self, metric: float) -> float:
-        """Return the weight of a snapshot that was published with ``metric``.
+        """Return the weight of a donor's snapshot that was published with ``metric``.
 
-        The snapshot may be newer than the one for which its donor was chosen. Its weight is 0 if it is no longer
-        better than `floor`.
+        The weight is 0 if the metric is not finite or not better than `floor`, since the snapshot may be newer than
+        the choice of the donor.
         """
         if not math.isfinite(metric):
             return 0.0
@@ -140,7 +140,10 @@ class Choice:
 
 
 def _gain(metric: float, floor: float, sign: float) -> tuple[float, int]:
-    """Return mantissa and exponent of the gain of `metric` over `floor`. The gain may exceed the largest float."""
+    """Return mantissa and exponent of the difference between `metric` and `floor`, positive if `metric` is better.
+
+    The difference itself may exceed the largest float.
+    """
     gain = sign * (metric - floor)
     if math.isfinite(gain):
         return math.frexp(gain)
@@ -149,13 +152,7 @@ def _gain(metric: float, floor: float, sign: float) -> tuple[float, int]:
 
 
 def is_among_worst(rank: int, metrics: Mapping[int, float], rules: OneSidedRules) -> bool:
-    """Return whether `worst_ratio` replaces `rank`.
-
-    Args:
-        rank: A rank of `metrics`.
-        metrics: Metric of every rank that has one, by rank.
-        rules: The options.
-    """
+    """Return whether the mode `worst_ratio` replaces `rank`, given all known metrics by rank."""
     return rank in _worst(metrics, rules)
 
 
@@ -164,8 +161,7 @@ def is_dying(rank: int, metrics: Mapping[int, float], rules: OneSidedRules) -> b
 
     Args:
         rank: Rank that is judged.
-        metrics: Metrics by rank: that of `rank`, and the newest published by each of the others.
-        rules: The options.
+        metrics: Metric of `rank`, and the newest published metrics of other ranks.
     """
     if rules.replacement_mode == "threshold":
         return is_worse(metrics[rank], rules.threshold_metric, rules.metric_mode)
@@ -173,7 +169,7 @@ def is_dying(rank: int, metrics: Mapping[int, float], rules: OneSidedRules) -> b
 
 
 def donor_limit(member_count: int, rules: OneSidedRules) -> int:
-    """Return the largest number of donors; `donor_ratio` counts as the decimal number that the user wrote."""
+    """Return the largest number of donors; `donor_ratio` is used as the decimal number that the user wrote."""
     if rules.donor_count is not None:
         return int(rules.donor_count)
     ratio = DEFAULT_DONOR_RATIO if rules.donor_ratio is None else rules.donor_ratio
@@ -183,7 +179,7 @@ def donor_limit(member_count: int, rules: OneSidedRules) -> int:
 
 
 def sample_count(member_count: int, rules: OneSidedRules) -> int:
-    """Return the largest number of other ranks whose metrics a rank compares when it judges itself and chooses."""
+    """Return the largest number of other ranks whose metrics a rank reads to judge itself and to choose donors."""
     limit = donor_limit(member_count, rules)
     if rules.replacement_mode == "age" and member_count - 1 > SAMPLE_COUNT:
         return max(AGE_SAMPLE_COUNT, 2 * limit)
@@ -195,16 +191,16 @@ def choose(
 ) -> Choice | None:
     """Choose the donors that replace `rank`, and their weights.
 
-    Donors are drawn among the ranks with a finite metric which the same rules would not replace. `best_only` takes the
-    best of them. With `weighted_mean`, the weight of a donor is the gain of its metric over the worst metric among the
-    drawn ranks and `rank`. Donors without a gain are left out, unless no donor has one.
+    Donors are drawn from the ranks with a finite metric that would not be replaced by the same rules. With `best_only`,
+    the best of the drawn ranks is the only donor. With `weighted_mean`, a donor's weight is the difference of its
+    metric from the worst metric among the drawn ranks and `rank`. Donors with weight 0 are left out; if all weights are
+    0, all donors have the weight 1.
 
     Args:
         rank: Rank that is replaced.
-        metrics: Metrics by rank, as for `is_dying`; that of `rank` may be missing if it has not published yet.
-        member_count: Number of ranks in the group, this one included.
-        rules: The options.
-        sample: Draws donors.
+        metrics: Newest metrics by rank; the metric of `rank` may be missing if it has not published yet.
+        member_count: Number of ranks in the group, including `rank`.
+        sample: Function that draws donors.
 
     Returns:
         The choice; None if no other rank can be a donor.
@@ -233,7 +229,7 @@ def choose(
 
 
 def _weighted(rank: int, drawn: Sequence[int], best: int, metrics: Mapping[int, float], rules: OneSidedRules) -> Choice:
-    """Choose donors and `floor` for `weighted_mean`; weights are computed later, from the snapshots' own metrics."""
+    """Return the choice for `weighted_mean`; its weights are computed when the snapshots' own metrics are known."""
     finite = {other: metrics[other] for other in metrics if other != rank or math.isfinite(metrics[other])}
     floor = metrics[order_worst_first(finite, rules.metric_mode)[0]]
     donors = tuple(other for other in drawn if metrics[other] != floor)
@@ -245,7 +241,7 @@ def _weighted(rank: int, drawn: Sequence[int], best: int, metrics: Mapping[int, 
 
 
 def _worst(metrics: Mapping[int, float], rules: OneSidedRules) -> tuple[int, ...]:
-    """Return the ranks that `worst_ratio` replaces; none in the other modes."""
+    """Return the ranks that the mode `worst_ratio` replaces; none in other modes."""
     if rules.replacement_mode != "worst_ratio":
         return ()
     count = replacer_count(len(metrics), rules.replacement_ratio)

@@ -1,4 +1,4 @@
-"""Holds the statistics of the one-sided policy, and formats them as tables."""
+"""Defines the statistics of one-sided selective averaging, and formats them as tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncdist.wording import size_in_words
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Sums up the durations of one kind of work.
+    """Number, sum and maximum of the durations of one kind of work.
 
     Attributes:
         count: Number of durations.
@@ -25,19 +25,19 @@ class Durations:
     largest_s: float = 0.0
 
     def plus(self, duration_s: float) -> Durations:
-        """Return the sums with one more duration."""
+        """Return a copy with one more duration."""
         return Durations(self.count + 1, self.total_s + duration_s, max(self.largest_s, duration_s))
 
 
 @dataclass(frozen=True, slots=True)
 class OneSidedStatistics:
-    """Counts the events of one member so far. The first four counts are named as in torchgfn's policies.
+    """Counts and durations of one member so far. The first four counts have the names of torchgfn's policies.
 
     Attributes:
         total_iterations: Number of steps.
-        agents_killed: How often this rank judged that it should be replaced.
-        num_replacements: How often its weights were replaced.
-        averaging_ranks: Number of donors' snapshots in all these replacements.
+        agents_killed: Number of times that this rank decided to be replaced.
+        num_replacements: Number of times that this rank's weights were replaced.
+        averaging_ranks: Total number of donors in all replacements.
         age: Number of steps since the weights were last replaced, or since the start.
         version: Number of snapshots published.
         unpublished: Number of due steps without a snapshot, by reason.
@@ -46,8 +46,8 @@ class OneSidedStatistics:
         lost_read_count: Number of reads that ended because the donor was lost.
         abandoned: Number of abandoned replacements, by reason.
         received_nbytes: Number of bytes read from donors, including discarded reads.
-        timing: Durations of ``"publish"``, ``"read"`` (from the judgement to the complete average) and ``"apply"``.
-        title: Name of the policy and its rank; "" if unknown.
+        timing: Durations of ``"publish"``, ``"read"`` (from the decision to the complete average) and ``"apply"``.
+        title: Name of the policy and of this rank; "" if unknown.
     """
 
     total_iterations: int
@@ -66,11 +66,11 @@ class OneSidedStatistics:
     title: str = ""
 
     def __str__(self) -> str:
-        """Return the table of counts and the table of times, below their title."""
+        """Return the title, the table of counts and the table of durations."""
         return "\n".join(part for part in (self.title, self.format_counts(), self.format_times()) if part)
 
     def format_counts(self) -> str:
-        """Return a table of the first six counts, and of all others that are not 0."""
+        """Return a table of the first six counts, and of all further counts that are not 0."""
         rows: list[tuple[str, object]] = [
             (name.replace("_", " "), value) for name, value in self._counts() if value or name in _ALWAYS
         ]
@@ -80,7 +80,7 @@ class OneSidedStatistics:
         return format_table("", rows)
 
     def format_times(self) -> str:
-        """Return a table with one line for each kind of timed work."""
+        """Return a table of durations, with one line for each of publish, read and apply."""
         rows = [
             (name, f"{found.total_s:.4f} s in {found.count}, {1e3 * found.largest_s:.2f} ms at most")
             for name, found in self.timing.items()
@@ -94,5 +94,5 @@ class OneSidedStatistics:
                 yield name.replace("_count", "s"), value
 
 
-#: Counts that are always shown: those in torchgfn's tables.
+#: Counts that are always shown, as in torchgfn's tables.
 _ALWAYS: Final = ("total_iterations", "agents_killed", "num_replacements", "averaging_ranks", "age", "version")

@@ -1,7 +1,8 @@
 """Chooses the memory in which a replacer receives the chunks of donors: its accumulator, or a ring of buffers.
 
-The chunks of all donors have the same bounds. The first donor's chunks are received in the accumulator itself if it has
-the stored dtype. All others are received in the pages of the ring, where small chunks share a page.
+All donors' snapshots are cut into chunks in the same way. The first donor's chunks are received directly into the
+accumulator if it has the stored dtype. All other chunks are received into the pages of the ring; small chunks share a
+page.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from asyncdist.protocols.parameter_stream.messages import parts_of
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.flat_state import FlatBuffers
 
-#: Donors asked by a replacer and not yet added. The number is limited because each pass tests all posted receives.
+#: Largest number of donors with requested snapshots that are not added yet. It is limited because each pass of the
+#: event loop tests all posted receives.
 ASKED_COUNT_MAX: Final = 16
-#: Shares that a layout keeps: for each donor asked at once, with and without the exact tensors.
+#: Largest number of shares that a layout caches: for each donor asked at the same time, with and without exact tensors.
 SHARE_COUNT_MAX: Final = 2 * ASKED_COUNT_MAX
 #: Chunks in a page begin at multiples of the widest element's size.
 _ALIGNMENT_NBYTES: Final = 16
 
 
 class ChunkRing:
-    """Keeps ``WINDOW_COUNT`` buffers of ``chunk_nbytes`` each, allocated on first use, and accumulators' layouts."""
+    """Ring of ``WINDOW_COUNT`` receive buffers (pages) of ``chunk_nbytes`` each, allocated when they are first used."""
 
     def __init__(self, chunk_nbytes: int) -> None:
         self.chunk_nbytes = chunk_nbytes
@@ -35,7 +37,7 @@ class ChunkRing:
         self._scratch: torch.Tensor | None = None
 
     def layout_of(self, accumulator: FlatBuffers) -> Layout:
-        """Return the layout of streams into ``accumulator``."""
+        """Return the layout of streams into ``accumulator``, which is cached."""
         found = self._layouts.get(accumulator)
         if found is None:
             found = self._layouts[accumulator] = Layout(accumulator, self.chunk_nbytes)
@@ -47,7 +49,7 @@ class ChunkRing:
         return self.page(self._next)[: count * dtype.itemsize].view(dtype)
 
     def page(self, number: int) -> torch.Tensor:
-        """Return the bytes of a buffer; pages ``WINDOW_COUNT`` apart share one."""
+        """Return the buffer of a page as bytes; pages whose numbers differ by ``WINDOW_COUNT`` share a buffer."""
         place = number % WINDOW_COUNT
         found = self._buffers.get(place)
         if found is None:
@@ -56,7 +58,7 @@ class ChunkRing:
         return found
 
     def scratch(self, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """Return the ring's scratch buffer for data that is added at once, as ``count`` elements of ``dtype``."""
+        """Return the scratch buffer as ``count`` elements of ``dtype``, for data that is added immediately."""
         nbytes = count * dtype.itemsize
         if self._scratch is None or self._scratch.nbytes < nbytes:
             self._scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -64,16 +66,18 @@ class ChunkRing:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that are allocated."""
+        """Number of bytes allocated for pages and the scratch buffer."""
         scratch = [] if self._scratch is None else [self._scratch]
         return sum(buffer.nbytes for buffer in (*self._buffers.values(), *scratch))
 
 
 class LandingPiece(NamedTuple):
-    """Describes one chunk of the state, the same for every donor.
+    """One chunk of the state, equal for every donor.
 
-    ``view`` is the accumulator's memory if the chunk can be received in place, else None. The chunk begins at element
-    ``first`` of tensor ``number``.
+    Attributes:
+        into: Elements of the accumulator to which the chunk is added or copied.
+        view: Memory of ``into`` if the chunk can be received directly into it; otherwise None.
+        number, first: Index of the tensor, and of the chunk's first element in that tensor.
     """
 
     into: torch.Tensor
@@ -86,7 +90,7 @@ class LandingPiece(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """Describes one chunk of one donor. ``chunk`` is its memory in ``page``; None if it is received in place."""
+    """One chunk from one donor; ``chunk`` is its memory in the ring, or None for a chunk in the accumulator itself."""
 
     piece: LandingPiece
     page: int
@@ -94,7 +98,7 @@ class Landing(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """Lists the chunks received from one donor, their size, and the page and offset of the next donor's first chunk."""
+    """All chunks from one donor, their total size, and the page and offset of the next donor's first chunk."""
 
     landings: list[Landing]
     targets: list[memoryview]
@@ -104,12 +108,10 @@ class _Share(NamedTuple):
 
 
 class Layout:
-    """Assigns memory to the chunks of streams into one accumulator: its tensors, or the ring's pages.
-
-    The first shares that fit into the ring are kept and reused in later rounds.
+    """Assigns memory to the chunks of streams into one accumulator: its tensors or the ring's pages.
 
     Attributes:
-        pieces: Chunks of the whole state, averaged ones first.
+        pieces: Chunks of the whole state; chunks of averaged tensors are first.
     """
 
     def __init__(self, accumulator: FlatBuffers, chunk_nbytes: int) -> None:
@@ -117,16 +119,16 @@ class Layout:
         self._shares: dict[tuple[int, int, bool, bool], _Share] = {}
 
     def share(self, ring: ChunkRing, page: int, offset: int, *, first: bool, exact: bool) -> _Share:
-        """Return the share of the donor whose first chunk is received at ``page`` and ``offset``.
+        """Return the chunks of one donor, with the memory in which they are received.
 
         Args:
-            ring: Ring that made this layout.
-            page: Page at which the preceding donor's share ends. Pages limit the number of outstanding receives, so
-                chunks received in place have a page, too.
+            ring: Ring that has created this layout.
+            page: Page in which the previous donor's chunks end. Pages limit the number of outstanding receives, so
+                chunks in the accumulator are assigned to a page as well.
             offset: Offset in bytes within that page.
-            first: Whether this is the first donor. Its chunks are received in place if the accumulator has their
-                dtype, as are all chunks that are not averaged.
-            exact: Whether the donor also sends the tensors that are not averaged.
+            first: Whether this is the first donor, whose chunks are received directly into the accumulator if it has
+                their dtype.
+            exact: Whether the donor also sends the tensors that are not averaged. These are always received directly.
         """
         key = page, offset, first, exact
         found = self._shares.get(key)
@@ -156,7 +158,7 @@ class Layout:
 
 
 def _pieces(accumulator: FlatBuffers, chunk_nbytes: int) -> list[LandingPiece]:
-    """Return the chunks of a stream, averaged ones first."""
+    """Return the chunks of the whole state; chunks of averaged tensors are first."""
     pieces = []
     averaged = accumulator.averaged().keys()
     for number, (dtype, tensor) in enumerate(parts_of(accumulator, exact=True)):

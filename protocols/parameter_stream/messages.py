@@ -1,4 +1,4 @@
-"""Defines the messages between donors and receivers of parameter streams, and the sizes of streams and chunks."""
+"""Defines the messages between senders and receivers of parameter streams, and the sizes of streams and chunks."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from asyncdist.protocols.parameter_stream.parts import Part
 from asyncdist.tensors.byte_views import byte_view, split
 from asyncdist.tensors.flat_state import FlatBuffers
 
-#: Size in bytes of each chunk except the last one of each dtype.
+#: Size in bytes of each chunk, except the last chunk of each tensor.
 CHUNK_NBYTES = streams.CHUNK_NBYTES
-#: Number of chunks of a part that is reduced, and their smallest size. A mean is sent as it is computed, and lags
-#: behind by ``WINDOW_COUNT`` chunks. So its chunks are small.
+#: Usual number of chunks of one part on the sharded route, and the smallest size of these chunks. The chunks are small
+#: because the mean, which is sent while it is computed, lags behind the parts by ``WINDOW_COUNT`` chunks.
 PART_CHUNK_COUNT: Final = 32
 PART_CHUNK_NBYTES_MIN: Final = 128 << 10
-#: Chunk sizes are multiples of this, so that no element is split.
+#: Chunk sizes are multiples of this number of bytes, so that no element is split.
 _CHUNK_UNIT: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class PartGrant:
-    """Receiver to sender: as :class:`Grant`, for one part of the sender's snapshot, or for the mean of that part.
+    """Receiver to sender: requests a stream of one part of the sender's snapshot, or of the mean of that part.
 
     Attributes:
-        slot, nbytes, chunk_nbytes: Fields of :class:`Grant`.
+        slot: Slot of the sender that the stream uses.
+        nbytes: Size of the stream.
+        chunk_nbytes: Size of each chunk, except the last chunk of each tensor.
         part, part_count: Number of the part, from 0, and number of parts.
-        of_mean: Whether the mean is requested.
+        of_mean: Whether the mean of the part is requested.
     """
 
     slot: int
@@ -41,7 +43,7 @@ class PartGrant:
     of_mean: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a grant that no correct receiver sends."""
+        """Raise ValueError if a field has a value that no correct receiver sends."""
         Grant(self.slot, self.nbytes, self.chunk_nbytes)
         if not 0 <= self.part < self.part_count:
             raise ValueError(f"part must be in 0..part_count-1, got {self.part} of {self.part_count}")
@@ -49,10 +51,10 @@ class PartGrant:
 
 @dataclass(frozen=True, slots=True)
 class LocateRequest:
-    """Receiver to sender: asks for the address of the round's snapshot in the sender's memory, to read it there.
+    """Receiver to sender: asks for the address of the round's snapshot in the sender's memory, to read it directly.
 
     Attributes:
-        slot: Number of the request, negative to differ from the slots of streams.
+        slot: Number of the request, which is negative so that it differs from the slots of streams.
         part: Number of the part whose mean is requested; -1 for a donor's snapshot.
         part_count: Number of parts.
     """
@@ -62,7 +64,7 @@ class LocateRequest:
     part_count: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ValueError for the slot of a stream, or a part that does not exist."""
+        """Raise ValueError if the slot is not negative or the part does not exist."""
         if self.slot >= 0:
             raise ValueError(f"slot must be < 0, got {self.slot}, the slot of a stream")
         if not -1 <= self.part < max(0, self.part_count):
@@ -71,14 +73,14 @@ class LocateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Sender to receiver: the answer to :class:`LocateRequest`.
+    """Sender to receiver: the address of the requested snapshot, as the answer to :class:`LocateRequest`.
 
     Attributes:
         slot: Slot of the request.
         pid, address, token: Fields of an :class:`~asyncdist.host_memory.cross_memory_attach.AttachToken`. The sender
-            revokes it before it uses the snapshot's memory for anything else.
-        tensors: Address of each tensor of :func:`parts_of`, exact ones included; empty if the sender has no snapshot
-            for the round.
+            revokes this token before it reuses the snapshot's memory.
+        tensors: Address of each tensor of :func:`parts_of`, including exact tensors; empty if the sender has no
+            snapshot for the round.
     """
 
     slot: int
@@ -100,27 +102,27 @@ def mean_asked(request: Request) -> Part | None:
 
 
 def stream_nbytes(buffers: FlatBuffers, *, exact: bool) -> int:
-    """Return the size in bytes of a stream of ``buffers``, with or without the exact (integer and bool) tensors."""
+    """Return the size in bytes of a stream of ``buffers``; ``exact`` includes the integer and bool tensors."""
     return sum(tensor.nbytes for _, tensor in parts_of(buffers, exact))
 
 
 def parts_of(buffers: FlatBuffers, exact: bool) -> list[tuple[torch.dtype, torch.Tensor]]:
-    """Return the tensors of a stream in order, each with its dtype on the wire."""
+    """Return the tensors of a stream in order, each with the dtype in which it is sent."""
     parts = list(buffers.averaged().items())
     return parts + list(buffers.exact().items()) if exact else parts
 
 
 def chunks_of(buffers: FlatBuffers, exact: bool, chunk_nbytes: int) -> list[memoryview]:
-    """Cut a stream into chunks, each within one tensor."""
+    """Return the chunks of a stream as views of ``buffers``; no chunk spans two tensors."""
     return [chunk for _, tensor in parts_of(buffers, exact) for chunk in split(byte_view(tensor), chunk_nbytes)]
 
 
 def part_chunk_nbytes(nbytes: int) -> int:
-    """Return the chunk size in bytes for a stream of ``nbytes`` of a part that is reduced, or of its mean."""
+    """Return the chunk size in bytes for a stream of ``nbytes`` with one part of a snapshot, or with its mean."""
     size = -(-nbytes // (PART_CHUNK_COUNT * _CHUNK_UNIT)) * _CHUNK_UNIT
     return min(max(size, PART_CHUNK_NBYTES_MIN), CHUNK_NBYTES)
 
 
 def safe_point_count(nbytes: int) -> int:
-    """Return the number of safe points that a stream of ``nbytes`` needs at each end: one per window of chunks."""
+    """Return the number of safe points that sender and receiver of a stream each need: one per window of chunks."""
     return max(1, -(-nbytes // (CHUNK_NBYTES * WINDOW_COUNT)))

@@ -1,12 +1,11 @@
-"""Reads snapshots directly from the memory of other processes on this host, without sending them.
+"""Reads snapshots directly from the memory of other processes on this host, instead of receiving them as streams.
 
-Instead of a stream, a receiver asks for the address of a donor's snapshot (:class:`LocateRequest`). The donor answers
-once, when it has the snapshot; the read itself needs nothing from the donor's event loop. In the first round with a
-donor, its snapshot is streamed, and the answer only serves to try whether its memory can be read.
+A receiver asks for the address of a donor's snapshot (:class:`LocateRequest`). The donor answers when it has the
+snapshot. The read itself does not involve the donor's event loop. In the first round with a donor, its snapshot is
+streamed, and the answer only serves to test whether the donor's memory can be read.
 
-A piece counts as read only if the donor's token was still valid after the read (:mod:`asyncdist.host_memory
-.cross_memory_attach`). The donor revokes its token before it uses the memory for anything else. A read therefore yields
-the snapshot of the right round, or fails.
+A read is valid only if the donor's token is still valid after it (:mod:`asyncdist.host_memory.cross_memory_attach`).
+The donor revokes the token before it reuses the memory, so a read returns the snapshot of the right round or fails.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.parameter_stream.neighbours")
 
-#: Smaller snapshots are streamed: one message is as fast as an answer and a system call.
+#: Snapshots with fewer bytes are streamed, which is as fast as an answer with the address and a system call.
 READ_NBYTES_MIN: Final = 1 << 20
-#: Number of failures after which a donor is no longer read. One is not enough: its snapshot may just have been
-#: withdrawn.
+#: Number of failures after which a donor's memory is no longer read. A single failure may have a harmless reason: the
+#: snapshot was withdrawn during the read.
 TRIAL_COUNT: Final = 3
 
 
 class Neighbours:
-    """Tracks the ranks whose memory this rank can read, and its pending requests."""
+    """Tracks which ranks' memory this rank can read, and requests the addresses of their snapshots."""
 
     def __init__(self, services: Services, channel: Channel[StreamMessage]) -> None:
         self._services = services
@@ -50,20 +49,20 @@ class Neighbours:
         self._last_slot = 0
 
     def ask(self, donor: int, nbytes: int, *, round: int, mean_of: Part | None = None) -> Reading | None:
-        """Ask a donor for the address of its snapshot, or a reducer for that of its mean.
+        """Request the address of a donor's snapshot or of a reducer's mean.
 
         Args:
             donor: Rank of the donor or reducer.
             nbytes: Number of bytes to read.
-            round: Round of the snapshot, carried in the frame's header.
+            round: Round of the snapshot.
             mean_of: Part whose mean is requested; None for a donor's snapshot.
 
         Returns:
-            The reading, which the caller closes; None if the snapshot must be streamed, this time or always.
+            The reading, which the caller must close; None if the snapshot must be streamed.
 
         Raises:
             RankLostError: The rank is gone.
-            BusyError: Thousands of messages have not left yet.
+            BusyError: The queue of outgoing messages is full.
         """
         if not self._is_possible or nbytes < READ_NBYTES_MIN or self._failures[donor] >= TRIAL_COUNT:
             return None
@@ -73,7 +72,7 @@ class Neighbours:
         return reading if donor in self._readable else None
 
     def on_location(self, donor: int, location: Location) -> None:
-        """Pass a donor's answer to its reading; drop the answer if the reading was closed."""
+        """Pass a donor's answer to the reading that waits for it, or drop the answer if that reading was closed."""
         reading = self._asked.get(location.slot)
         if reading is None or reading.donor != donor:
             return
@@ -85,23 +84,23 @@ class Neighbours:
             self.note_failure(donor)
 
     def note_failure(self, donor: int) -> None:
-        """Stream the next snapshot of a donor that could not be read; after ``TRIAL_COUNT`` failures, stream all.
+        """Count a failed read, so that the donor's next snapshot is streamed; after ``TRIAL_COUNT`` failures, all are.
 
-        A donor that has just withdrawn its snapshot cannot be distinguished from a donor whose memory is out of reach.
+        The failure may mean that the memory cannot be read, or only that the snapshot was withdrawn.
         """
         self._readable.discard(donor)
         self._failures[donor] += 1
 
     def note_success(self, donor: int) -> None:
-        """Forget the failures of a donor whose snapshot was read completely."""
+        """Reset the number of failures of a donor whose snapshot was read completely."""
         del self._failures[donor]
 
     def close(self, slot: int) -> None:
-        """Drop the pending request of ``slot``."""
+        """Drop the pending request with this slot."""
         self._asked.pop(slot, None)
 
     def forget(self, rank: int) -> None:
-        """Forget whether a restarted rank could be read, and drop the requests to it."""
+        """Discard all that is known about a restarted rank's previous process, and drop requests to it."""
         self._readable.discard(rank)
         del self._failures[rank]
         for slot in [slot for slot, reading in self._asked.items() if reading.donor == rank]:
@@ -109,17 +108,15 @@ class Neighbours:
 
 
 class Reading:
-    """Reads one snapshot of one donor.
+    """Reads one snapshot from a donor's memory.
 
     Args:
-        services: This rank's services.
-        neighbours: Tracker that made the request.
+        neighbours: Object that has sent the request.
         donor: Rank of the donor.
         slot: Number of the request.
 
     Attributes:
-        donor: Rank of the donor.
-        process: Donor's process; None until the donor has answered, or if its memory cannot be read.
+        process: The donor's process; None before the donor has answered, or if its memory cannot be read.
         received_nbytes: Number of bytes read so far.
     """
 
@@ -134,12 +131,12 @@ class Reading:
         self.received_nbytes = 0
 
     def on_location(self, location: Location) -> None:
-        """Store the donor's answer, and try to read a byte of each tensor."""
+        """Store the donor's answer, and test whether a byte of each tensor can be read."""
         self._tensors = location.tensors
         if location.tensors:
             try:
                 process = PeerProcess(location.pid, location.address, location.token)
-                for address in filter(None, location.tensors):  # memory pinned by a device may be out of reach
+                for address in filter(None, location.tensors):  # pinned memory of some devices cannot be read
                     process.read(address, self._trial.data_ptr(), self._trial.nbytes)
             except OSError as error:  # the process is on another host, or reading is not allowed
                 logger.debug("the memory of rank %d cannot be read: %s", self.donor, error)
@@ -151,7 +148,7 @@ class Reading:
         """Wait until the donor has answered with the snapshot's address.
 
         Raises:
-            TimeoutError: The deadline passed.
+            TimeoutError: The deadline has passed.
             RankLostError: The donor is gone.
             StreamAborted: The donor has no snapshot for the round, or its memory can no longer be read.
         """
@@ -173,7 +170,7 @@ class Reading:
         Args:
             number: Index of the flat tensor in the snapshot.
             first: Index of the piece's first element in that tensor.
-            into: Flat tensor that receives the piece, of the snapshot's dtype, in this process's own memory.
+            into: Flat CPU tensor of the snapshot's dtype that receives the piece.
 
         Raises:
             StreamAborted: The donor has withdrawn its snapshot, or has ended.
@@ -188,7 +185,7 @@ class Reading:
         self._services.read_nbytes += into.nbytes
 
     def complete(self) -> None:
-        """Note that the whole snapshot was read."""
+        """Record that the whole snapshot was read."""
         self._neighbours.note_success(self.donor)
 
     def close(self) -> None:
@@ -200,7 +197,7 @@ class Reading:
 
 
 class PartReading:
-    """Reads one part of a snapshot, or the mean of a part, with the interface of an inbound stream.
+    """Reads one part of a snapshot, or the mean of a part, from a donor's memory, with the interface of a stream.
 
     Args:
         reading: Reading of the snapshot or of the mean.
@@ -217,7 +214,13 @@ class PartReading:
         return self._reading.received_nbytes
 
     async def whole(self, *, deadline: float | None = None) -> None:
-        """Read all pieces, and yield to the loop after each. Raises as :meth:`Reading.located` and ``read``."""
+        """Read all pieces; let other tasks run after each piece.
+
+        Raises:
+            TimeoutError: The deadline has passed.
+            RankLostError: The donor is gone.
+            StreamAborted: The donor has no snapshot, has withdrawn it or has ended.
+        """
         await self._reading.located(deadline=deadline)
         for piece in self._pieces:
             self._reading.read(*piece)
@@ -225,6 +228,6 @@ class PartReading:
         self._reading.complete()
 
     def finish(self, cancel: object = None) -> None:
-        """Drop the request. The source needs no cancel message."""
+        """Drop the request; no cancel message is sent, unlike for a stream."""
         del cancel
         self._reading.close()

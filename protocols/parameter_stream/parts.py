@@ -1,7 +1,7 @@
-"""Cuts a flat state into parts of equal size, and lends the memory in which the mean of one part is computed.
+"""Divides a flat state into parts of equal size, and provides the memory in which the mean of one part is computed.
 
-A part has the same share of each tensor, so that parts have equal sizes for any dtypes. Sums are elementwise, so the
-parts of a mean are bitwise equal to the mean of whole states.
+A part contains the same share of each tensor, so that all parts have equal sizes. Sums are elementwise, so the means of
+all parts together are bitwise equal to the mean of whole states.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from asyncdist.tensors.flat_state import FlatBuffers, FlatState, accumulate_dtyp
 
 
 class Part(NamedTuple):
-    """Identifies one of ``total`` parts of a state; ``number`` counts from 0."""
+    """Part ``number``, from 0, of the ``total`` parts of a state."""
 
     number: int
     total: int
 
     def of(self, buffers: FlatBuffers) -> FlatBuffers:
-        """Return this part of each tensor, as views. They have no entries, and so cannot be loaded into a module."""
+        """Return this part of each tensor, as views, without the entries that loading into a module needs."""
         tensors = {}
         for dtype, tensor in buffers.tensors.items():
             start, stop = self.bounds(len(tensor))
@@ -30,16 +30,16 @@ class Part(NamedTuple):
         return FlatBuffers((), tensors, ())
 
     def bounds(self, size: int) -> tuple[int, int]:
-        """Return the start and the stop of this part in a tensor of ``size`` elements."""
+        """Return the indices of this part's first element, and after its last, in a tensor of ``size`` elements."""
         return size * self.number // self.total, size * (self.number + 1) // self.total
 
 
 class PartBuffers(NamedTuple):
-    """Holds the mean of one part, and that part of each donor's state.
+    """Memory for the mean of one part, and for that part of each donor's state.
 
     Attributes:
         mean: Mean of the part, in the accumulation dtypes.
-        given: Part of each donor's state, in the stored dtypes. All donors share the memory of integer and bool
+        given: Part of each donor's state, in the stored dtypes. All donors share the memory for integer and bool
             tensors.
     """
 
@@ -48,10 +48,10 @@ class PartBuffers(NamedTuple):
 
 
 class PartPool:
-    """Reuses the memory of part buffers. It keeps the memory of one use: the largest so far.
+    """Pool that provides the memory for part buffers and reuses it in later rounds.
 
     Attributes:
-        in_use: Number of part buffers that are lent.
+        in_use: Number of part buffers in use.
         sizes: Number of elements of the whole state, by dtype.
     """
 
@@ -62,13 +62,13 @@ class PartPool:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that are allocated and kept."""
+        """Number of bytes that the pool has allocated."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     @torch.inference_mode(False)  # the tensors outlive the caller's inference mode
     def acquire(self, part: Part, donor_count: int) -> PartBuffers:
-        """Return buffers with undefined content, for a part of the states of ``donor_count`` donors."""
-        if self.in_use:  # the mean of the last round is still being sent
+        """Return buffers with undefined content for a part of the states of ``donor_count`` donors."""
+        if self.in_use:  # the previous round's mean is still being sent from this memory
             self._tensors = {}
         self.in_use += 1
         sizes = {dtype: stop - start for dtype, size in self.sizes.items() for start, stop in [part.bounds(size)]}
@@ -82,10 +82,10 @@ class PartPool:
         return PartBuffers(FlatBuffers((), mean, ()), tuple(FlatBuffers((), tensors, ()) for tensors in given))
 
     def release(self, *, is_clean: bool) -> None:
-        """Take buffers back.
+        """End the use of a round's buffers.
 
         Args:
-            is_clean: Whether nothing can still write to the buffers; otherwise the next use gets new memory.
+            is_clean: Whether no more chunks can arrive in the buffers. If false, the next use allocates new memory.
         """
         self.in_use -= 1
         if not is_clean:

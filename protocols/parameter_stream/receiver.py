@@ -1,4 +1,4 @@
-"""Averages the donors' snapshots at the receiver as they arrive, and asks for single parts of snapshots."""
+"""Requests snapshots, or parts of them, from donors, and averages the snapshots as they arrive."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from asyncdist.protocols.parameter_stream.server import SnapshotServer
 from asyncdist.tensors.flat_state import FlatBuffers
 from asyncdist.tensors.means import WeightedMean
 
-#: Bytes that are read at a time: few enough to be still in the CPU cache when they are added.
+#: Number of bytes read at a time, small enough to be still in the CPU cache when they are added.
 _READ_NBYTES: Final = 1 << 18
 
 
@@ -45,18 +45,17 @@ def ask_for_part(
     exact: bool = True,
     of_mean: bool = False,
 ) -> InboundStream | PartReading | None:
-    """Ask one rank for a part of its snapshot, or for the mean of that part; it is received in place.
+    """Request a part of one rank's snapshot, or the mean of that part, and begin to receive it into ``into``.
 
     Args:
-        services: This rank's services.
-        server: Server with the channel of the policy's parameter streams, and the neighbours.
-        source: Rank that is asked. For a mean, its reducer or a rank that has fetched it.
+        server: Channel of the policy's parameter streams, and the ranks whose memory can be read directly.
+        source: Rank that sends the part. For a mean, the part's reducer or a rank that has fetched the mean.
         into: Buffers that receive the part.
         part: Requested part.
         sizes: Number of elements of the whole state, by dtype.
-        round: Round of the snapshot, carried in the frame's header.
-        exact: Whether the integer and bool tensors are requested, too.
-        of_mean: Whether the mean is requested.
+        round: Round of the snapshot.
+        exact: Whether the integer and bool tensors are requested as well.
+        of_mean: Whether the mean of the part is requested instead of the source's own part.
 
     Returns:
         The stream, to be finished with :func:`cancel_stream`; None if the part is empty.
@@ -86,7 +85,7 @@ def ask_for_part(
 def _pieces(
     into: FlatBuffers, part: Part, sizes: Mapping[torch.dtype, int], *, exact: bool, is_alone: bool
 ) -> list[tuple[int, int, torch.Tensor]]:
-    """Cut a part into pieces to be read. The source's memory holds only the part (``is_alone``), or the whole state."""
+    """Cut a part into pieces for :class:`PartReading`; ``is_alone`` if the source's memory has only this part."""
     pieces = []
     for number, (dtype, tensor) in enumerate(parts_of(into, exact)):
         first = 0 if is_alone else part.bounds(sizes[dtype])[0]
@@ -96,35 +95,33 @@ def _pieces(
 
 
 def cancel_stream(services: Services, channel: Channel[StreamMessage], stream: InboundStream, round: int) -> None:
-    """Notify the sender, unless it is gone, that this rank has abandoned the stream."""
+    """Ask the sender of a stream to stop, unless it is gone."""
     if stream.source not in services.gone:
         channel.send_nowait(Cancel(stream.slot), stream.source, round=round)
 
 
 def new_ring() -> ChunkRing:
-    """Return a ring for the chunks of parameter streams."""
+    """Return a ring of buffers for the chunks of parameter streams."""
     return ChunkRing(messages.CHUNK_NBYTES)
 
 
 class SnapshotReceiver:
-    """Computes the weighted mean of the snapshots of a round's donors, at the replacer, as they arrive.
+    """Computes the weighted mean of the donors' snapshots on a replacer, as the snapshots arrive.
 
     Args:
-        services: This rank's services.
         channel: Channel of the policy's parameter streams.
-        accumulator: Flat tensors in the accumulation dtypes; their content is overwritten.
-        ring: Buffers for chunks that cannot be received in place.
-        donors: Ranks of the donors, in the order in which they are added.
-        best: Donor whose integer and bool tensors are taken.
-        round: Round of the snapshots, carried in the frames' headers.
-        part: Part of the snapshots that the accumulator holds; None for whole snapshots.
-        neighbours: Reads the snapshots of ranks on this host; None to stream all.
+        accumulator: Flat tensors in the accumulation dtypes, which the mean overwrites.
+        ring: Buffers for chunks that cannot be received directly into the accumulator.
+        donors: Ranks of the donors, in the order of the sum.
+        best: Donor whose integer and bool tensors are copied.
+        round: Round of the snapshots.
+        part: Part of the snapshots to average; None for whole snapshots.
+        neighbours: Reads snapshots from the memory of ranks on this host; None to stream all snapshots.
 
     Attributes:
-        accumulator, donors, best: The arguments.
-        donor: Donor that is asked or awaited; the cause of an error that :meth:`run` raises.
+        donor: Donor whose snapshot is requested or awaited; if :meth:`run` raises, the donor that caused the failure.
         received_nbytes: Size in bytes of the snapshots that were added.
-        read_nbytes: Bytes among them that were read in the donors' memory.
+        read_nbytes: Number of received bytes that were read directly from the donors' memory.
         mean: Mean of the snapshots that were added.
     """
 
@@ -156,22 +153,22 @@ class SnapshotReceiver:
         self._page = self._offset = 0
         self._asked: deque[tuple[InboundStream | Reading | None, Sequence[Landing]]] = deque()
         self._asked_count = 0
-        self._is_asking = True  # until the receives for all chunks of all donors are posted
-        self._posting: InboundStream | None = None  # from the donor that was asked last
-        self._unposted: deque[Landing] = deque()  # its chunks
+        self._is_asking = True  # whether receives for chunks of some donors are still to be posted
+        self._posting: InboundStream | None = None  # stream of the donor that was asked last
+        self._unposted: deque[Landing] = deque()  # chunks of that stream whose receives are not posted
         self._posted_count = 0
-        self._under_way: deque[Landing] = deque()  # posted, and not yet added
+        self._under_way: deque[Landing] = deque()  # chunks whose receives are posted, and which are not added yet
         self.donor = donors[0]
         self.received_nbytes = self.read_nbytes = 0
         self.mean = WeightedMean(len(donors))
 
     @property
     def is_agreed(self) -> bool:
-        """Whether all donors have the same infinite values."""
+        """True if all donors have the same infinite values."""
         return self.mean.is_agreed
 
     def ask(self) -> None:
-        """Ask as many donors as the window can hold. Their chunks wait until :meth:`run` adds them.
+        """Request snapshots from as many donors as the window has room for; :meth:`run` adds the chunks.
 
         Raises:
             RankLostError: A donor is gone.
@@ -189,7 +186,7 @@ class SnapshotReceiver:
                 continue
             share = self._layout.share(self._ring, self._page, self._offset, first=is_first, exact=donor == self.best)
             self._page, self._offset = share.page, share.offset
-            if not share.nbytes:  # do not ask: nothing would be sent, and a slot is not reusable before its answer
+            if not share.nbytes:  # the donor would send nothing, and a slot cannot be reused before its answer
                 self._asked.append((None, ()))
                 self._asked_count += 1
                 continue
@@ -206,18 +203,18 @@ class SnapshotReceiver:
         self._is_asking = bool(self._unposted) or self._asked_count < len(self.donors)
 
     async def run(self, weights: Sequence[float], *, deadline: float) -> None:
-        """Ask the remaining donors, and average the snapshots into the accumulator.
+        """Request the remaining snapshots, and average all snapshots into the accumulator.
 
         Args:
             weights: Weights of the donors, not normalised.
             deadline: Time on the loop's clock by which the mean must be complete.
 
-        **Cancellation**: the donors are asked to stop; accumulator and ring are in use until they have answered.
+        **Cancellation**: the donors are asked to stop; accumulator and ring remain in use until they have answered.
 
         Raises:
-            StreamAborted: A donor has abandoned its stream.
+            StreamAborted: A donor has aborted its stream.
             RankLostError: A donor is gone.
-            TimeoutError: The deadline passed.
+            TimeoutError: The deadline has passed.
             BusyError: All slots of a donor are taken.
         """
         try:
@@ -243,7 +240,7 @@ class SnapshotReceiver:
             self.close()
 
     def close(self) -> None:
-        """Ask donors that are still sending to stop; accumulator and ring are in use until they have answered."""
+        """Ask donors that still send to stop; accumulator and ring remain in use until they have answered."""
         while self._readings:
             self._readings.pop().close()
         while self._streams:
@@ -251,7 +248,7 @@ class SnapshotReceiver:
             stream.finish(lambda stream: cancel_stream(self._services, self._channel, stream, self._round))
 
     def _post(self) -> None:
-        """Post the receives that fit into the window."""
+        """Post as many receives as fit into the window."""
         while self._unposted and self._posting is not None:
             if self._under_way and self._unposted[0].page - self._under_way[0].page >= WINDOW_COUNT:
                 return
@@ -260,20 +257,20 @@ class SnapshotReceiver:
             self._posting.post_up_to(self._posted_count)
 
     def _take(self, landing: Landing) -> None:
-        """Add a chunk that has arrived, and free its place in the window."""
+        """Add a chunk that has arrived to the mean, and free its space in the window."""
         if landing.piece.averaged:
             self.mean.add(landing.piece.into, landing.chunk)
         self._under_way.popleft()
 
     def _reading(self, donor: int) -> Reading | None:
-        """Ask for the address of the donor's snapshot; return None if it must be streamed."""
+        """Request the address of the donor's snapshot for a direct read; return None if it must be streamed."""
         if self._neighbours is None:
             return None
         nbytes = sum(piece.nbytes for piece in self._layout.pieces if piece.averaged)
         return self._neighbours.ask(donor, nbytes, round=self._round)
 
     async def _read(self, reading: Reading, deadline: float, *, is_first: bool) -> None:
-        """Read a snapshot and add it, and yield to the loop after each window of chunks."""
+        """Read a snapshot from the donor's memory and add it; let other tasks run after each window of chunks."""
         await reading.located(deadline=deadline)
         burst_nbytes = 0
         for piece in self._layout.pieces:

@@ -1,4 +1,4 @@
-"""Answers the requests of receivers of parameter streams, at donors and reducers."""
+"""Answers requests for parameter streams on donors and reducers, with snapshots, means or aborts."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ from asyncdist.tensors.flat_state import FlatBuffers
 
 logger = logging.getLogger("protocols.parameter_stream.server")
 
-EARLY_COUNT_MAX: Final = 4096  #: Requests that wait at a donor for its snapshot; further requests are aborted.
+EARLY_COUNT_MAX: Final = 4096  #: Largest number of requests that wait for a snapshot; further requests are aborted.
 
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """Offers a donor's snapshot to the replacers of one round; or, with ``mean_of``, the mean of one part.
+    """A snapshot, or the mean of one part, that receivers can request in one round.
 
-    A mean is offered by its reducer, and by ranks that have fetched it. The buffers are in use until the offer is
-    withdrawn and all its streams have ended.
+    The buffers remain in use until the offer is withdrawn and all its streams have ended.
 
     Attributes:
         round: Round of the offer.
         snapshot: Buffers with the snapshot or the mean.
-        on_free: Called with the buffers once they are no longer in use.
-        chunks_made: Chunks of the snapshot, by a grant's two sizes; shared by all rounds that use the same buffers.
-        streams: Streams in progress, each with its receiver and slot. Two may have the same slot: a replacer that has
-            received a whole stream may reuse its slot before the donor knows that the stream has left.
+        on_free: Called with the buffers when they are no longer in use.
+        chunks_made: Chunks of the snapshot by stream and chunk size, shared by all rounds that use the same buffers.
+        streams: Streams in progress, each with its receiver and slot. Two streams may have the same slot, since a
+            receiver can reuse it before the sender knows that the first stream has left.
         withdrawn: Whether no further streams may start.
-        mean_of: Part of which this is the mean; None for a snapshot.
-        ready_count: Number of chunks of an incomplete mean that are ready; None if all are.
-        token: Token by which receivers check that the memory they read was still valid; None if not yet made.
+        mean_of: Part whose mean this is; None for a snapshot.
+        ready_count: Number of chunks of an incomplete mean that are ready; None if all chunks are ready.
+        token: Token with which receivers check that the memory was valid while they read it; None before the first
+            such request.
     """
 
     round: int
@@ -68,12 +68,12 @@ class Offer:
     token: AttachToken | None = None
 
     def answers(self, round: int, request: Request) -> bool:
-        """Return whether this offer answers a request of ``round``. An incomplete mean is streamed, but not read."""
+        """Return whether this offer can answer a request; an incomplete mean cannot be read directly."""
         is_there = self.ready_count is None or not isinstance(request, LocateRequest)
         return is_there and self.round == round and self.mean_of == mean_asked(request)
 
     def location(self, slot: int) -> Location:
-        """Return the address at which the snapshot can be read until the offer is withdrawn."""
+        """Return the message with the addresses at which the snapshot can be read until the offer is withdrawn."""
         self.token = token = self.token or AttachToken()
         tensors = tuple(tensor.data_ptr() for _, tensor in parts_of(self.snapshot, exact=True))
         return Location(slot, token.pid, token.address, token.token, tensors)
@@ -83,15 +83,15 @@ class Offer:
         return nbytes, part_chunk_nbytes(nbytes)
 
     def mean_chunks(self) -> list[memoryview]:
-        """Return all chunks of the mean, including those that are not ready."""
+        """Return all chunks of the mean, including chunks that are not ready yet."""
         size = self._mean_size()
         if size not in self.chunks_made:
             self.chunks_made[size] = chunks_of(self.snapshot, True, size[1])
         return self.chunks_made[size]
 
     def chunks(self, grant: Grant | PartGrant) -> list[memoryview] | None:
-        """Return the chunks to send for ``grant``; None if its sizes fit no stream of this state."""
-        if isinstance(grant, PartGrant):  # a part is requested once in a round, so its views are not kept
+        """Return the chunks to send for ``grant``; None if its sizes do not match this state."""
+        if isinstance(grant, PartGrant):  # not cached, since each part is requested only once in a round
             part = Part(grant.part, grant.part_count)
             if self.mean_of is None:
                 return snapshot_chunks(part.of(self.snapshot), grant)
@@ -107,18 +107,17 @@ class Offer:
 
 
 class SnapshotServer:
-    """Answers every request to a donor with the snapshot on offer for its round, or with an abort.
+    """Answers each request for a parameter stream with the offered snapshot or mean, or with an abort.
 
-    A request for a future round is answered when there is an offer for the round, or when the round is over. The server
-    outlives its policy, because replacers may ask late. Without an offer it holds no tensors.
+    A request for a future round waits until there is an offer for the round, or until the round is over. The server
+    outlives its policy, because replacers may ask late.
 
     Args:
-        services: This rank's services.
         scope: Scope of the policy's channels.
 
     Attributes:
-        channel: Carries requests, locations and cancels in both directions.
-        neighbours: Reads the snapshots of ranks on this host.
+        channel: Channel for requests, locations and cancels in both directions.
+        neighbours: Reads snapshots from the memory of ranks on this host.
         sent_nbytes: Number of bytes streamed so far.
     """
 
@@ -126,11 +125,11 @@ class SnapshotServer:
         self._services = services
         self._offers: list[Offer] = []
         self._chunks: WeakKeyDictionary[FlatBuffers, dict[tuple[int, int], list[memoryview]]] = WeakKeyDictionary()
-        # By source and slot: round and request.
+        # Waiting requests with their rounds, by source and slot.
         self._early: dict[tuple[int, int], tuple[int, Request]] = {}
         self._over: float = 0
         self._means_over = 0
-        self._no_means: set[tuple[int, Part]] = set()  # means that this rank will not have, in rounds that are not over
+        self._no_means: set[tuple[int, Part]] = set()  # means of rounds in progress that this rank will not offer
         self.sent_nbytes = 0
         self.channel: Channel[StreamMessage] = services.open_channel(
             StreamMessage,
@@ -159,14 +158,14 @@ class SnapshotServer:
         mean_of: Part | None = None,
         ready_count: int | None = None,
     ) -> Offer:
-        """Send ``snapshot`` to all replacers that have asked, or will ask, in ``round``. Earlier rounds are over.
+        """Answer all requests of ``round``, earlier and later ones, with ``snapshot``; abort those of earlier rounds.
 
         Args:
             round: Round of the snapshot.
             snapshot: Buffers with the snapshot or the mean.
-            on_free: Called with the buffers once they are no longer in use.
-            mean_of: Part of which ``snapshot`` is the mean; None for a donor's snapshot.
-            ready_count: Number of chunks of the mean that are ready, the others follow by :meth:`grow`; None for all.
+            on_free: Called with the buffers when they are no longer in use.
+            mean_of: Part whose mean ``snapshot`` is; None for a donor's snapshot.
+            ready_count: Number of chunks of the mean that are ready (:meth:`grow` adds the others); None for all.
         """
         chunks_made = self._chunks.setdefault(snapshot, {})
         offer = Offer(round, snapshot, on_free, chunks_made, mean_of=mean_of, ready_count=ready_count)
@@ -176,7 +175,7 @@ class SnapshotServer:
         return offer
 
     def grow(self, offer: Offer, ready_count: int | None) -> None:
-        """Note that ``ready_count`` chunks of a mean are ready (None for all), and send the new ones."""
+        """Send further chunks of a mean, of which ``ready_count`` (None for all) are ready now."""
         first, offer.ready_count = offer.ready_count, ready_count
         more = offer.mean_chunks()[first:ready_count]
         for stream in list(offer.streams):
@@ -187,12 +186,12 @@ class SnapshotServer:
     def _serve_early(self, offer: Offer) -> None:
         """Answer the requests that have waited for this offer."""
         asked = [key for key, (asked_for, grant) in self._early.items() if offer.answers(asked_for, grant)]
-        # Each sender begins with a different receiver, so that they do not all send to the same one first.
+        # Each sender begins with a different receiver, so that not all of them send to the same receiver first.
         for key in sorted(asked, key=lambda key: ((key[0] - self._services.rank) % self._services.size, key[1])):
             self._serve(offer, self._early.pop(key)[1], key)
 
     def withdraw(self, offer: Offer) -> None:
-        """Stop the streams of ``offer``, and start no further streams of it."""
+        """Stop the streams of ``offer``, and abort later requests for it."""
         offer.withdrawn = True
         if offer.token is not None:
             offer.token.revoke()
@@ -205,7 +204,7 @@ class SnapshotServer:
             self.end_mean(offer.round, offer.mean_of)
 
     def end_rounds(self, last: float) -> None:
-        """Abort requests for rounds up to ``last``, for which no snapshot will be offered any longer."""
+        """Abort all requests for rounds up to ``last``, in which no snapshot will be offered any more."""
         self._over = max(self._over, last)
         self._no_means = {each for each in self._no_means if each[0] > last}
         for key in [key for key, (asked_for, _) in self._early.items() if asked_for <= last]:
@@ -213,14 +212,14 @@ class SnapshotServer:
             self._refuse(key)
 
     def end_means(self, last: int) -> None:
-        """Abort requests for means of rounds up to ``last``, which this rank will not have."""
+        """Abort all requests for means of rounds up to ``last``, which this rank will not offer."""
         self._means_over = max(self._means_over, last)
         for key in [key for key, (asked, request) in self._early.items() if asked <= last and mean_asked(request)]:
             del self._early[key]
             self._refuse(key)
 
     def end_mean(self, round: int, part: Part) -> None:
-        """Abort requests for the mean of ``part``, which this rank will no longer have."""
+        """Abort all requests for the mean of ``part`` in ``round``, which this rank will not offer any more."""
         self._no_means.add((round, part))
         for key, (asked, request) in list(self._early.items()):
             if asked == round and mean_asked(request) == part:
@@ -228,19 +227,19 @@ class SnapshotServer:
                 self._refuse(key)
 
     def enter_epoch(self, epoch: int) -> None:
-        """Abort requests of earlier epochs: their rounds are over, and the new epoch reuses their numbers."""
+        """Abort requests of earlier epochs, since their rounds are over and the new epoch may reuse their numbers."""
         while self._early:
             self._refuse(self._early.popitem()[0])
         self.channel.enter_epoch(epoch)
 
     def close(self) -> None:
-        """Close the channel. Late requests are aborted if their rounds have ended."""
+        """Close the channel; late requests are still answered, usually with an abort."""
         self.channel.close(afterwards=self.on_message)
         self._services.off_returned(self._forget)
 
     @property
     def is_idle(self) -> bool:
-        """Whether the buffers of all snapshots are free."""
+        """True if no buffers of snapshots or means are in use."""
         return not self._offers
 
     def _free(self, offer: Offer) -> None:
@@ -255,7 +254,7 @@ class SnapshotServer:
         return self.on_message(envelope)
 
     def on_message(self, envelope: Envelope[StreamMessage]) -> None:
-        """Handle a request, a cancel, or the answer to one of this rank's own requests."""
+        """Handle a request, a cancel, or the answer to a request of this rank."""
         message, key = envelope.message, (envelope.source, envelope.message.slot)
         if isinstance(message, Location):
             self.neighbours.on_location(envelope.source, message)
@@ -270,7 +269,7 @@ class SnapshotServer:
             self._answer(envelope.round, message, key)
 
     def _answer(self, round: int, request: Request, key: tuple[int, int]) -> None:
-        """Serve or refuse a request, or keep it until its round has an offer or is over."""
+        """Serve or refuse a request, or let it wait until its round has an offer or is over."""
         for offer in self._offers:
             if offer.answers(round, request) and not offer.withdrawn:
                 self._serve(offer, request, key)
@@ -291,7 +290,7 @@ class SnapshotServer:
     def _locate(self, location: Location, dest: int, round: int = 0) -> None:
         try:
             self.channel.send_nowait(location, dest, round=round)
-        except AsyncdistError as error:  # the rank is gone, or too slow for its round to wait for it
+        except AsyncdistError as error:  # the rank is gone, or its queue is full, so it will not complete the round
             logger.info("the address of a snapshot was not sent to rank %d: %s", dest, error)
 
     def _refuse(self, key: tuple[int, int]) -> None:
@@ -301,7 +300,7 @@ class SnapshotServer:
         self._services.spawn_service(self._abort(OutboundStream(self._services.slots, [], *key)), name="abort")
 
     def _stream(self, offer: Offer, grant: Grant | PartGrant, key: tuple[int, int]) -> None:
-        """Send as much as the transport accepts at once; a task sends the rest."""
+        """Send as much of a stream as the transport accepts at once; start a task that sends the rest."""
         chunks = offer.chunks(grant)
         if chunks is None:
             self._refuse(key)
@@ -330,7 +329,7 @@ class SnapshotServer:
 
 
 def snapshot_chunks(snapshot: FlatBuffers, grant: Grant | PartGrant) -> list[memoryview] | None:
-    """Return the chunks that a donor sends for ``grant``; None if its sizes fit no stream of this state."""
+    """Return the chunks that a donor sends for ``grant``; None if its sizes do not match the snapshot."""
     sizes = {messages.CHUNK_NBYTES, *([part_chunk_nbytes(grant.nbytes)] if isinstance(grant, PartGrant) else [])}
     for exact in (False, True):
         if grant.nbytes == stream_nbytes(snapshot, exact=exact) and grant.chunk_nbytes in sizes:

@@ -1,4 +1,4 @@
-"""Accesses a replay buffer from a training rank: ``await buffer.add(batch)`` and ``await buffer.sample(n)``.
+"""Client of a replay buffer, for training ranks: ``await buffer.add(batch)`` and ``await buffer.sample(n)``.
 
     async def train(world):                                   # a training rank
         async with ReplayBuffer(server=3) as buffer:
@@ -9,7 +9,7 @@
     async def serve(world):                                   # rank 3
         print(await serve_replay_buffer(clients=[0, 1, 2], capacity=100_000))
 
-Any number of tasks may have outstanding requests; those beyond the server's limit wait.
+Any number of tasks may have outstanding requests. Requests that exceed the server's limit wait.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ from asyncdist.tensors.byte_views import split
 from asyncdist.waits import WaitId, WaitKind
 
 _REQUEST_COUNT: Final = 1 << 32  # request numbers have 32 bits in the frame header
-#: Seconds after which a client repeats its ``Open``; doubled each time. The server may be between two buffers and drop
-#: the message. Repeats are few, because a server that starts late receives all of them at once in a bounded mailbox.
+#: Seconds after which a client repeats its ``Open``; doubled each time. A repetition is needed if the server has ended
+#: one buffer and not yet begun the next. There are few, because a server that starts late receives all at once.
 _OPEN_PERIOD_S: Final = 0.25
-#: Seconds to wait for the reason if a server has left or aborts a stream.
+#: Seconds to wait for a message with the reason after a server has left or has aborted a stream.
 _REASON_TIMEOUT_S: Final = 1.0
 
 
 class ReplayBuffer:
-    """A client of the replay buffer that ``server`` serves; see :func:`protocols.serve_replay_buffer`.
+    """Client of the replay buffer that another rank serves with :func:`protocols.serve_replay_buffer`.
 
     Used as ``async with ReplayBuffer(server) as buffer``. Entering the block waits for the server, and leaving it waits
     for outstanding requests. The server ends when its last client has left.
@@ -90,13 +90,13 @@ class ReplayBuffer:
         name: Name of the buffer on that rank. A rank that leaves and enters again finds the same items if another
             client has stayed.
         start_timeout_s: Seconds to wait for the server.
-        world: World of the client; the current one by default.
+        world: World of the client; the current world by default.
 
     Raises:
-        StartTimeoutError: The rank did not serve a buffer of that name in time.
+        StartTimeoutError: The rank has not served a buffer of that name in time.
         DisagreementError: This rank is not one of the buffer's clients.
-        RankLostError, ClosedError: The server is lost, or has left or stopped; from every method.
-        RemoteError: An exception ended the server, for example in its scoring hook; from every method.
+        RankLostError, ClosedError: The server is lost, or has left or stopped; raised by every method.
+        RemoteError: An exception has ended the server, for example in its scoring hook; raised by every method.
     """
 
     @validation.names_options()
@@ -119,7 +119,7 @@ class ReplayBuffer:
         self._entry = 0
         self._adding_count = self._drawing_count = 0
         self._is_closed = False
-        # Adds have a limit of their own, because draws may wait for items that this rank has not added yet.
+        # Adds have a separate limit, because draws may wait for items that this rank has not added yet.
         self._add_limit = self._draw_limit = RequestLimit(self._services.engine, 0)
         self._own_layout: RowLayout | None = None
         self._layout: RowLayout | None = None
@@ -137,7 +137,7 @@ class ReplayBuffer:
             name=f"client of replay {self._name}",
             handler=self._on_message,
         )
-        # No other entry of this rank has this number, since each entry sends messages.
+        # The number is unique among this rank's entries, since each entry sends messages.
         self._entry = self._channel.demultiplexer.sent_count
         services.on_gone(self._on_gone, among=(server,))
         try:
@@ -152,7 +152,7 @@ class ReplayBuffer:
         return self
 
     async def _enter(self) -> Welcome:
-        """Send ``Open`` repeatedly until the server answers."""
+        """Send ``Open`` repeatedly until the server answers, and return the answer."""
         engine, what = self._services.engine, self._awaited()
         give_up_at, period_s = self._services.time() + self._start_timeout_s, _OPEN_PERIOD_S
         while self._welcome is None and self._error is None:
@@ -177,7 +177,7 @@ class ReplayBuffer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._channel is None or self._is_closed:  # called directly: after a failed start, or twice
+        if self._channel is None or self._is_closed:  # called by hand, after a failed start or a second time
             return
         end_forked_child(self._services.process_id, error)
         try:
@@ -194,7 +194,7 @@ class ReplayBuffer:
             self._close()
 
     def _awaited(self, kind: WaitKind = WaitKind.REPLAY_SERVER) -> WaitId:
-        """Identify a wait that the server ends."""
+        """Return the identification of a wait that ends when the server answers, for error messages."""
         return WaitId(kind, tags.REPLAY, self._server, name=self._name)
 
     def _close(self) -> None:
@@ -211,20 +211,23 @@ class ReplayBuffer:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     async def add(self, batch: Batch, *, priorities: torch.Tensor | Sequence[float] | None = None) -> float | None:
-        """Store the items of ``batch``, wait until they are stored, and return the result of the scoring hook.
+        """Add the items of ``batch`` to the buffer, and wait until they are stored.
 
         Args:
             batch: Tensor of shape (n, ...), or a dict by name or a tuple of such tensors with the same n, in CPU
                 memory. All batches of all clients must have the same form, names, dtypes and trailing shapes. The batch
                 may be changed after the call has returned.
-            priorities: Priorities of shape (n,), finite and not negative, for a prioritised buffer; the largest so far
-                by default.
+            priorities: Priorities of shape (n,), finite and not negative, for a prioritised buffer. By default, each
+                item has the largest priority so far.
 
-        **Cancellation**: all items may be stored anyway.
+        Returns:
+            The result of the server's scoring hook for this batch; None without a hook.
+
+        **Cancellation**: the items may or may not be stored.
 
         Raises:
             ValueError, TypeError: The batch or the priorities are invalid.
-            DisagreementError: The buffer holds items of another layout; the message names the first difference.
+            DisagreementError: The buffer contains items of a different layout; the message names the first difference.
         """
         self._welcomed()
         rows = self._layout_of(batch).pack(batch)
@@ -238,7 +241,7 @@ class ReplayBuffer:
         return score
 
     def _layout_of(self, batch: Batch) -> RowLayout:
-        """Return the layout of the first batch, which all later batches must have."""
+        """Return the layout of this client's batches; raise ValueError if ``batch`` has a different layout."""
         own = self._own_layout
         if own is not None and own.fits(batch):
             return own
@@ -250,24 +253,26 @@ class ReplayBuffer:
         return layout
 
     async def sample(self, n: int, *, beta: float = 0.4, wait: bool = True) -> Sample:
-        """Draw ``n`` items, with replacement.
+        """Draw ``n`` items at random, with replacement.
 
         Args:
             n: Number of items.
-            beta: Exponent of a prioritised buffer's importance weights: how much of the bias they correct, 0 to 1.
-            wait: Whether to wait until the buffer holds ``n`` items; otherwise at most as many as it holds are drawn.
+            beta: Exponent of a prioritised buffer's importance weights, from 0 (no correction of the bias) to 1 (full
+                correction).
+            wait: Whether to wait until the buffer contains ``n`` items. Otherwise, if the buffer contains fewer items,
+                only that number is drawn.
 
         Raises:
             ValueError: ``n`` is below 1, or ``beta`` is out of range.
-            LocalProtocolError: ``n`` exceeds the buffer's capacity, with ``wait``; or every priority is zero.
-            BusyError: The buffer is empty, without ``wait``; or it holds fewer than ``n`` items, and no client is
-                expected to add more: those that added have left, or none has added. A client that has added is
-                expected to continue until it leaves the block.
+            LocalProtocolError: ``wait`` is true and ``n`` exceeds the buffer's capacity, or every priority is zero.
+            BusyError: ``wait`` is false and the buffer is empty; or ``wait`` is true, the buffer contains fewer than
+                ``n`` items, and no client is expected to add more. A client that has added items is expected to add
+                more until it leaves the block.
         """
         count, beta = validation.count("n", n), validation.fraction("beta", beta)
         self._drawing_count += 1
         try:
-            if self._own_layout is None:  # another task, started together with this one, may be about to add
+            if self._own_layout is None:  # lets a task that was started at the same time add items first
                 await yield_to_loop()
             drawn: Drawn = await self._call(lambda request: (Draw(request, count, beta, wait), None), self._draw_limit)
             return await self._unpack(drawn, count)
@@ -278,7 +283,7 @@ class ReplayBuffer:
     async def update_priorities(
         self, ids: torch.Tensor | Sequence[int], priorities: torch.Tensor | Sequence[float]
     ) -> None:
-        """Set new priorities of sampled items. Items that were evicted meanwhile are skipped.
+        """Set new priorities of sampled items; skip items that the buffer no longer contains.
 
         Args:
             ids: Ids of the items, of shape (n,), from :class:`Sample`.
@@ -309,12 +314,17 @@ class ReplayBuffer:
         return self._welcome
 
     async def _change(self, make: Callable[[int, bytes], Add | Update], payload: npt.NDArray[np.uint8]) -> Any:
-        """Send a payload to be stored by the server. It is copied only when the request may be sent."""
+        """Send a payload that the server stores, and return the server's answer.
+
+        Args:
+            make: Function that returns the request, given its number and the bytes that are sent inside the message.
+            payload: Bytes of the items or priorities.
+        """
 
         def with_payload(request: int) -> tuple[Add | Update, npt.NDArray[np.uint8] | None]:
             if len(payload) <= INLINE_NBYTES_MAX:
                 return make(request, payload.tobytes()), None
-            return make(request, b""), np.array(payload)  # after a cancelled call, its stream still reads the payload
+            return make(request, b""), np.array(payload)  # copied, since the stream outlives a cancelled call
 
         self._adding_count += 1
         try:
@@ -329,12 +339,12 @@ class ReplayBuffer:
         make: Callable[[int], tuple[Add | Update | Draw, npt.NDArray[np.uint8] | None]],
         limit: RequestLimit,
     ) -> Any:
-        """Send a request when the limit allows it, and return its answer.
+        """Send a request as soon as the limit of unanswered requests allows, and return its answer.
 
-        The request counts against the limit until its answer arrives, even if its caller was cancelled.
+        The request counts as unanswered until its answer arrives, even if its caller is cancelled.
 
         Args:
-            make: Function of the request's number that returns the request, and the payload to stream, if any.
+            make: Function that returns the request and the payload to stream (or None), given the request's number.
             limit: Limit for requests of this kind.
         """
         self._welcomed()
@@ -353,7 +363,7 @@ class ReplayBuffer:
             if isinstance(message, Draw):
                 self._send(Withdraw(request))
             raise
-        except AsyncdistError:  # the request was not sent, or the job has failed: no answer will arrive
+        except AsyncdistError:  # no answer will arrive, since the request was not sent or the job has failed
             self._complete(request, None, None)
             raise
         if call.error is not None:
@@ -379,7 +389,7 @@ class ReplayBuffer:
         )
 
     async def _receive(self, drawn: Drawn) -> npt.NDArray[np.uint8]:
-        if self._error is not None:  # grants are no longer answered
+        if self._error is not None:  # the server would not answer the grant
             raise self._error
         buffer = np.empty(drawn.nbytes, np.uint8)
         services, targets = self._services, split(buffer.data, CHUNK_NBYTES)
@@ -387,7 +397,7 @@ class ReplayBuffer:
             self._send(Grant(stream.slot, drawn.nbytes, CHUNK_NBYTES), round=drawn.request)
             try:
                 await stream.whole()
-            except StreamAborted as error:  # the server sends the reason on another tag, which may be slower
+            except StreamAborted as error:  # the reason is sent on a different tag, and may arrive later
                 await services.engine.until(
                     lambda: self._error is not None,
                     WaitId(WaitKind.REPLAY_END_REASON, name=self._name),
@@ -399,7 +409,7 @@ class ReplayBuffer:
 
     def _send(self, message: Any, *, round: int = 0) -> None:
         assert self._channel is not None
-        if self._is_closed:  # after ``Bye``, the server has stopped everything to which a message could refer
+        if self._is_closed:  # the server has ended all work for this client, so no message is needed
             return
         try:
             self._channel.send_nowait(message, self._server, round=round)
@@ -411,7 +421,7 @@ class ReplayBuffer:
     def _on_message(self, envelope: Envelope[ReplayMessage]) -> None:
         if envelope.source != self._server or not (self._welcome or isinstance(envelope.message, Welcome | Refused)):
             self._refuse_grant(envelope)
-            return  # a rank that does not serve this buffer, or an answer to an earlier client of this rank
+            return  # from a rank that does not serve this buffer, or for an earlier client on this rank
         match envelope.message:
             case Welcome() as welcome if welcome.entry == self._entry:
                 self._welcome = welcome
@@ -436,7 +446,7 @@ class ReplayBuffer:
         self._services.engine.recheck()
 
     def _refuse_grant(self, envelope: Envelope[ReplayMessage]) -> None:
-        """Abort a late grant, because this rank has left the block."""
+        """Answer the server's late grant with an abort, because this rank has left the block."""
         if envelope.source == self._server:
             refuse_grant(self._services, envelope)
 
@@ -476,7 +486,7 @@ class ReplayBuffer:
         except RankLostError as error:
             self._fail(error)
         finally:
-            if self._streams.get(slot) is stream:  # the slot may be in use again already
+            if self._streams.get(slot) is stream:  # the slot may already be used by a new stream
                 del self._streams[slot]
 
     def _on_gone(self, rank: int) -> None:
@@ -486,7 +496,10 @@ class ReplayBuffer:
             self._services.spawn_service(self._hear_why(), name=f"end reason of the replay buffer {self._name!r}")
 
     async def _hear_why(self) -> None:
-        """Wait for the reason that a server sends before it leaves; the notice of its departure may overtake it."""
+        """Wait for the reason that the server has sent before it left, and then fail all requests.
+
+        The notice that the server has left may arrive before the reason.
+        """
         error: AsyncdistError = abandoned_error(self._services, self._server, self._name)
         try:
             await self._services.engine.until(
@@ -501,7 +514,7 @@ class ReplayBuffer:
             self._fail(error)
 
     def _fail(self, error: AsyncdistError) -> None:
-        """End all calls with the first error, because the server will not answer any longer."""
+        """Complete all calls with the first error, because the server will not answer any more."""
         self._error = self._error or error
         for request in list(self._calls):
             self._complete(request, None, self._error)

@@ -1,4 +1,4 @@
-"""Tracks the clients of a replay buffer's server, and detects whether they wait for each other."""
+"""A replay buffer server's record of its clients, and functions that detect whether all clients wait for each other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _NAMED_COUNT_MAX: Final = 8
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """Holds the server's state of one client. A rank that enters the buffer again gets a new one."""
+    """The server's record of one client: its state, its unanswered requests and its streams.
+
+    A rank that enters the buffer again has a new record.
+    """
 
     rank: int
     entry: int = -1
@@ -42,8 +45,8 @@ class Client:
 def more_may_come(clients: Collection[Client]) -> bool:
     """Return whether any client may still add items.
 
-    If other clients have left, or there are none, a client that draws and has never added is assumed not to add. A
-    client that has added is assumed to add more, since its draws may wait for another of its own tasks.
+    A client that has added items is assumed to add more, since its draws may wait for another of its own tasks. If
+    there are no other clients, or some have left, a client that only draws is assumed not to add.
     """
     some_have_left = len(clients) == 1 or any(client.is_done for client in clients)
 
@@ -56,7 +59,7 @@ def more_may_come(clients: Collection[Client]) -> bool:
 
 
 def all_wait_to_draw(clients: Collection[Client], size: int) -> bool:
-    """Return whether all clients that may add are waiting to draw more than the ``size`` items that are held."""
+    """Return whether all clients wait to draw more items than the buffer contains, which is ``size``."""
     one_waits = False
     for client in clients:
         waits = any(draw.waits and draw.count > size for draw in client.draws)
@@ -68,7 +71,7 @@ def all_wait_to_draw(clients: Collection[Client], size: int) -> bool:
 
 
 def describe_draws(clients: Collection[Client], size: int) -> str:
-    """Describe the clients that wait to draw more than ``size`` items, and the numbers of these items."""
+    """Return a list, for a warning, of the clients that wait to draw more than ``size`` items, with these numbers."""
     asked = {
         client.rank: [str(draw.count) for draw in client.draws if draw.waits and draw.count > size]
         for client in clients

@@ -1,4 +1,4 @@
-"""Makes the errors that a client raises if its server ends first."""
+"""Creates the errors that a client of a replay buffer raises if its server ends first."""
 
 from asyncdist import ClosedError, RankLostError, RemoteError
 from asyncdist.messaging.services import Services
@@ -9,8 +9,8 @@ def ended_error(server: int, name: str, kind: str, text: str) -> RemoteError | C
 
     Args:
         server: Rank of the server.
-        name: Name of its buffer.
-        kind: Name of the exception that ended the server; empty if there is none.
+        name: Name of the buffer.
+        kind: Class name of the exception that has ended the server; "" without an exception.
         text: Message of that exception, or the reason.
     """
     what = f"the replay buffer {name!r} on rank {server} ended before its clients"
@@ -20,7 +20,7 @@ def ended_error(server: int, name: str, kind: str, text: str) -> RemoteError | C
 
 
 def abandoned_error(services: Services, server: int, name: str) -> RankLostError | ClosedError:
-    """Return the error for a server that is gone and has not reported why."""
+    """Return the error for a server that is lost, or has left without a reason."""
     text = f"rank {server} no longer serves the replay buffer {name!r}: it "
     if server in services.lost_ranks():
         return RankLostError(f"{text}is lost", rank=server)

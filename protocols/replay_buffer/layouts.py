@@ -1,4 +1,4 @@
-"""Functions that client and server of a replay buffer share: scopes, layouts as messages, answers to late grants."""
+"""Functions shared by client and server of a replay buffer: scopes, layouts as messages, and answers to late grants."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from asyncdist.messaging.streams import Grant
 from asyncdist.protocols.replay_buffer.messages import Declare, ReplayMessage
 from asyncdist.protocols.replay_buffer.store import FORMS, Field, RowLayout, check_dtype
 
-#: Largest accepted size of an item's field, so that the sizes of batches do not overflow.
+#: Largest accepted size in bytes of an item's field, so that the sizes of batches do not overflow.
 ITEM_NBYTES_MAX: Final = 1 << 40
 
 
 def scopes(server: int, name: str) -> tuple[int, int]:
-    """Return the scopes of a buffer's messages to the server, and to its clients."""
+    """Return the scopes of messages to a buffer's server, and of messages to its clients."""
     return wire.scope_of((server,), f"replay {name}", 0), wire.scope_of((server,), f"clients of replay {name}", 0)
 
 
 def declare(layout: RowLayout) -> Declare:
-    """Convert a layout to a message."""
+    """Return the message that declares a layout."""
     fields = layout.fields
     return Declare(
         layout.form, tuple(f.name for f in fields), tuple(f.dtype for f in fields), tuple(f.shape for f in fields)
@@ -30,11 +30,7 @@ def declare(layout: RowLayout) -> Declare:
 
 
 def declared(message: Declare) -> RowLayout:
-    """Return the layout that a message describes.
-
-    Raises:
-        ValueError: The message does not describe a valid layout.
-    """
+    """Return the layout that a message declares; raise ValueError if the layout is invalid."""
     form = FORMS.get(message.form)
     if form is None or not message.names:
         raise ValueError(f"invalid form {message.form!r} of a batch with {len(message.names)} fields")
@@ -49,7 +45,7 @@ def declared(message: Declare) -> RowLayout:
 
 
 def refuse_grant(services: Services, envelope: Envelope[ReplayMessage]) -> None:
-    """Answer a late grant with an abort, since its receiver waits without limit for items or an abort."""
+    """Answer a late grant with an abort, since its sender waits for items or an abort; ignore other messages."""
     message = envelope.message
     if isinstance(message, Grant):
         stream = OutboundStream(services.slots, [], envelope.source, message.slot)

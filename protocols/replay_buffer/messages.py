@@ -1,25 +1,25 @@
-"""Defines the messages between a replay buffer and its clients.
+"""Defines the messages between a replay buffer's server and its clients.
 
-Items are sent as bytes. Those of a small batch are inside the message (``data``). Those of a larger batch are a stream
-of ``nbytes`` bytes that the receiving side grants (:class:`asyncdist.messaging.streams.Grant`, with the request's
-number in the frame's header); ``data`` is then empty. A client numbers its requests. Each is answered once, by
-``Added``, ``Drawn`` or ``Failed``.
+Items are sent as bytes. The items of a small batch are inside the message (``data``). A larger batch has empty
+``data``, and is sent as a stream of ``nbytes`` bytes after the receiver has sent a
+:class:`asyncdist.messaging.streams.Grant` with the request's number in the frame's header. A client numbers its
+requests, and the server answers each request once, with ``Added``, ``Drawn`` or ``Failed``.
 """
 
 from dataclasses import dataclass
 
 from asyncdist.messaging.streams import Cancel, Grant
 
-#: Larger payloads are sent as streams: a frame has 64 KiB, and a long frame delays short ones.
+#: Payloads with more bytes are sent as streams. A frame has at most 64 KiB, and a long frame delays short ones.
 INLINE_NBYTES_MAX = 32 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Client to server, first and repeated until it is answered: asks to be served.
+    """Client to server, repeated until it is answered: asks the server to accept this client.
 
     Attributes:
-        entry: Number that distinguishes successive clients of the same buffer on this rank.
+        entry: Number that distinguishes successive clients of the same buffer on one rank.
     """
 
     entry: int
@@ -30,10 +30,10 @@ class Welcome:
     """Server to client: accepts the client, and describes the buffer.
 
     Attributes:
-        entry: Entry of the ``Open`` that this answers.
+        entry: The ``entry`` of the client's ``Open``.
         capacity: Largest number of items in the buffer.
-        in_flight_max: Largest number of unanswered draws of one client, and of its other unanswered requests.
-        prioritized: Whether priorities count.
+        in_flight_max: Largest number of the client's unanswered draws, and of its other unanswered requests.
+        prioritized: Whether items are drawn by priority.
     """
 
     entry: int
@@ -44,7 +44,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Server to client, last: refuses the client instead of ``Welcome``, or after a violation, with the reason."""
+    """Server to client, as the last message: refuses the client at once, or after it has violated the protocol."""
 
     entry: int
     reason: str
@@ -52,7 +52,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """Both directions, before the first item: describes the layout of an item in a row of bytes."""
+    """Both directions, before the first item: declares the form of batches, and name, dtype and shape of each field."""
 
     form: str
     names: tuple[str, ...]
@@ -73,7 +73,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Client to server: asks for ``count`` items; without ``waits``, also accepts fewer if the buffer holds fewer."""
+    """Client to server: asks for ``count`` items; if ``waits`` is false, fewer items are accepted."""
 
     request: int
     count: int
@@ -81,14 +81,14 @@ class Draw:
     waits: bool
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a request that no correct client sends."""
+        """Raise ValueError if ``count`` is below 1."""
         if self.count < 1:
             raise ValueError(f"count must be >= 1, got {self.count}")
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Client to server: sends ``count`` ids (int64), followed by their new priorities (float64)."""
+    """Client to server: sets new priorities of ``count`` items: their ids (int64), then their priorities (float64)."""
 
     request: int
     count: int
@@ -98,23 +98,23 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Client to server: the caller of a draw was cancelled. The draw is answered anyway."""
+    """Client to server: withdraws a draw whose caller was cancelled. The draw is answered nevertheless."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """Client to server: the client will add nothing more, and waits for the answers to its requests."""
+    """Client to server: the client will add no more items, and waits for the answers to its requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Server to client, last: the server ends before its clients are done.
+    """Server to client, as the last message: the server ends before its clients have left.
 
     Attributes:
-        kind, text: Exception that ended it, as in :class:`asyncdist.RemoteError`; ``kind`` is empty if it was
-            cancelled.
+        kind: Class name of the exception that has ended the server; "" if the server was cancelled.
+        text: Message of that exception.
     """
 
     kind: str
@@ -123,12 +123,12 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Bye:
-    """Client to server, last: the client leaves."""
+    """Client to server, as the last message: the client leaves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Server to client: the requests are done; ``scores`` are the scoring hook's results, one for each request."""
+    """Server to client: adds or updates are complete; ``scores`` has the scoring hook's result for each request."""
 
     requests: tuple[int, ...]
     scores: tuple[float | None, ...]
@@ -136,7 +136,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Server to client: sends ``count`` rows, followed by their ids (int64) and weights (float64)."""
+    """Server to client: answers a draw with ``count`` rows, followed by their ids (int64) and weights (float64)."""
 
     request: int
     count: int
@@ -146,7 +146,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Server to client: a request has failed, with the reason; ``later`` if it may succeed when repeated."""
+    """Server to client: a request has failed, for this reason; ``later`` is true if it may succeed when repeated."""
 
     request: int
     later: bool

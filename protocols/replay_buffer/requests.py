@@ -1,4 +1,4 @@
-"""Keeps the outstanding requests of a replay buffer's client, and bounds their number."""
+"""The outstanding requests of a replay buffer's client, and a limit for their number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncdist.waits import WaitId
 
 
 class PendingCall:
-    """Keeps a request until it is answered, even if its caller was cancelled."""
+    """A request that the server has not answered yet; it remains even if its caller was cancelled."""
 
     __slots__ = ("answer", "error", "limit", "payload", "waiter")
 
@@ -30,10 +30,7 @@ class PendingCall:
 
 
 class RequestLimit:
-    """Bounds the number of unanswered requests of one kind; callers are served in order of arrival.
-
-    asyncio's Semaphore is not suitable, because its waiters are not notified of the job's failure.
-    """
+    """Semaphore that limits the number of unanswered requests, and whose waiters are notified if the job fails."""
 
     def __init__(self, engine: Engine, count: int) -> None:
         self._engine = engine
@@ -41,7 +38,7 @@ class RequestLimit:
         self._waiters: deque[asyncio.Future[None]] = deque()
 
     async def acquire(self, what: WaitId) -> None:
-        """Wait until one more request may be sent. Raises the job's error if the job has failed."""
+        """Wait until one more request may be sent; raise the job's error if the job fails."""
         if self._count and not self._waiters:
             self._count -= 1
             return
@@ -52,12 +49,12 @@ class RequestLimit:
         except BaseException:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-            elif not waiter.cancelled() and waiter.exception() is None:  # admitted at the moment of its cancellation
+            elif not waiter.cancelled() and waiter.exception() is None:  # admitted and cancelled at the same time
                 self.release()
             raise
 
     def release(self) -> None:
-        """Admit the next request after an answer."""
+        """Admit the next waiting request, since an answer has arrived."""
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():

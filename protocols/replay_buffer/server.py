@@ -1,14 +1,14 @@
-"""Serves a replay buffer: one coroutine on a rank of its own, for the clients assigned to it.
+"""Serves a replay buffer to its clients, in one coroutine that usually runs on a separate rank.
 
-1. A client sends ``Open`` and is welcomed or refused.
-2. Its batches are stored as they arrive. Batches that arrive in one pass are answered together.
-3. A draw is answered when the buffer holds enough items, or when no client is left to add them. If all clients wait to
-   draw more items than the buffer holds, another task of one of them may still add. The server waits, and warns.
+1. A client sends ``Open``, which the server answers with ``Welcome`` or ``Refused``.
+2. The client's batches are stored when they arrive.
+3. A draw is answered when the buffer contains enough items. It fails if no client is left to add them. If all clients
+   wait to draw more items than the buffer contains, the server warns, and continues to wait.
 4. The server ends when every client has sent ``Bye``, has left or is lost.
 
-Memory is bounded: ``capacity`` items, ``in_flight_max`` small requests per client, and per client one large batch in
-each direction, allocated only when its turn has come. A client that is faster than the buffer waits. A client that
-violates the protocol is refused; the others are still served.
+Memory is bounded: ``capacity`` items, ``in_flight_max`` small requests per client, and one large batch per client in
+each direction. Clients that are faster than the server wait. A client that violates the protocol is refused, and the
+others are still served.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.replay_buffer.client")
 
-#: Scores the items of one ``add``; the result is returned to their sender.
+#: Function that scores an added batch; ``add`` returns its result to the sender.
 Score = Callable[[Batch], float | int | torch.Tensor | None]
 IN_FLIGHT_MAX: Final = 64
-#: Seconds for which all clients may wait to draw more items than are held before a warning is logged.
+#: Seconds after which a warning is logged if all clients wait to draw more items than the buffer contains.
 _PATIENCE_S: Final = 10.0
-#: Requests of more items or bytes are refused, since computations with them would overflow.
+#: Requests with more items or bytes are refused, since computations with their sizes would overflow.
 _COUNT_MAX: Final = 1 << 32
 _PAYLOAD_NBYTES_MAX: Final = 1 << 60
 
@@ -81,26 +81,29 @@ async def serve_replay_buffer(
     name: str = "replay",
     world: World | None = None,
 ) -> ReplayStatistics:
-    """Serve a replay buffer to ``clients`` until the last of them is done.
+    """Serve a replay buffer to ``clients`` until the last client has left.
 
     Args:
-        clients: Ranks that may use the buffer, possibly including this one.
-        capacity: Largest number of items; the oldest are dropped for new ones.
+        clients: Ranks that may use the buffer, possibly including this rank.
+        capacity: Largest number of items. If the buffer is full, new items replace the oldest.
         prioritized: Whether to draw items in proportion to priority^alpha (Schaul et al. 2016) instead of uniformly.
         alpha: Exponent of the priorities; 0 ignores them.
-        score: Called with each added batch; ``add`` returns the result to the sender. It runs on this rank's event
-            loop, and no client is served meanwhile. If it raises, this function raises the same exception, and the
-            clients get RemoteError.
-        in_flight_max: Largest number of unanswered adds and updates of one client, and of its unanswered draws; the
-            client's next request waits.
-        seed: Seed of the draws.
-        name: Name that distinguishes buffers of one rank.
-        world: World of the server; the current one by default.
+        score: Function that is called with each added batch; ``add`` returns its result to the sender. It blocks this
+            rank's event loop. If it raises an exception, the server ends with this exception, and the clients get
+            RemoteError.
+        in_flight_max: Largest number of one client's unanswered adds and updates, and of its unanswered draws. Further
+            requests wait on the client.
+        seed: Seed of the random draws.
+        name: Name of the buffer, if this rank serves several.
+        world: World of the server; the current world by default.
+
+    Returns:
+        The numbers of items that were added, drawn and dropped.
 
     Raises:
         ValueError, TypeError: An argument is out of range, ``clients`` is empty, or a score is not a number.
         LocalProtocolError: This rank already serves a buffer of that name.
-        BaseException: ``score`` raised it.
+        BaseException: The exception that ``score`` has raised.
     """
     world = world or current_world()
     check_clients(clients, world)
@@ -139,7 +142,7 @@ class _Server:
         self._stale_update_count = 0
         self._clients = {rank: Client(rank, is_done=rank in services.gone) for rank in clients}
         to_server, to_clients = scopes(services.rank, name)
-        # The requests, and in addition every ``Open``, a declaration, grants, cancels, withdrawals and a ``Bye``.
+        # Room for all requests, and in addition for ``Open``, ``Declare``, grants, cancels, withdrawals and ``Bye``.
         capacity = 2 * (len(clients) + 1) * (2 * in_flight_max + 32)
         self._channel: Channel[Any] = services.open_channel(
             ReplayMessage,
@@ -155,7 +158,8 @@ class _Server:
         channel = self._channel
         try:
             while not self._is_finished():
-                # An ``Open`` after the last client is done is for the next buffer of that name; it will be repeated.
+                # After the last client has left, an ``Open`` is meant for the next buffer of this name, and is
+                # repeated.
                 while not self._is_finished() and (envelope := channel.receive_nowait()) is not None:
                     self._hear(envelope)
                 self._has_lost_one = False
@@ -184,7 +188,7 @@ class _Server:
         )
 
     def silent_clients(self) -> list[int]:
-        """Return the clients that are not done and have sent nothing for ``REMIND_AFTER_S``."""
+        """Return the clients that have not left and have sent no message for ``REMIND_AFTER_S`` seconds."""
         heard_before = self._services.time() - REMIND_AFTER_S
         waiting = (client for client in self._clients.values() if not client.is_done)
         return [client.rank for client in waiting if client.heard_at < heard_before]
@@ -217,10 +221,10 @@ class _Server:
         return self._channel.is_ready or self._has_lost_one or self._failure is not None or self._is_finished()
 
     def _on_gone(self, rank: int) -> None:
-        if rank in self._clients:  # a client that leaves normally has its answers, and has sent ``Bye``
+        if rank in self._clients:
             self._finish(self._clients[rank])
-            self._clients[rank] = Client(rank, is_done=True)  # a restarted rank counts its entries anew
-            self._has_lost_one = True  # other clients may have waited for its items
+            self._clients[rank] = Client(rank, is_done=True)  # a restarted rank numbers its entries from the start
+            self._has_lost_one = True  # draws that wait for this client's items must be examined again
 
     def _finish(self, client: Client) -> None:
         client.is_open, client.is_done = False, True
@@ -251,17 +255,17 @@ class _Server:
             self._admit(client, envelope.message.entry)
         elif client.is_refused and isinstance(envelope.message, Bye):
             client.is_done = True
-        elif client.is_open or isinstance(envelope.message, Grant):  # every grant is answered, if only with an abort
+        elif client.is_open or isinstance(envelope.message, Grant):  # every grant needs an answer, at least an abort
             try:
                 self._obey(client, envelope)
             except RemoteProtocolError as error:
                 self._expel(client, str(error))
-        # other messages are for an earlier buffer, or were sent before the client knew that it was refused
+        # All other messages are for an earlier buffer, or were sent before the client knew that it was refused.
 
     def _admit(self, client: Client, entry: int) -> None:
         if (
             client.rank in self._services.gone or entry == client.entry
-        ):  # the client repeated it before the answer arrived
+        ):  # the client has repeated its ``Open`` before the answer arrived
             return
         self._finish(client)
         self._clients[client.rank] = Client(client.rank, entry, is_open=True, heard_at=client.heard_at)
@@ -270,7 +274,7 @@ class _Server:
         self._tell(self._clients[client.rank], welcome)
 
     def _expel(self, client: Client, reason: str) -> None:
-        """Stop serving a client, and drop its later messages. The server continues until the client is notified."""
+        """Refuse a client that has violated the protocol, and drop its later messages."""
         self._tell(client, Refused(client.entry, reason))
         was_done = client.is_done
         self._finish(client)
@@ -309,7 +313,7 @@ class _Server:
         client.has_declared = True
 
     def _on_payload(self, client: Client, message: Add | Update) -> None:
-        """Store a payload inside the message; grant a stream for a larger one."""
+        """Store the payload of a message, or queue a grant if the payload must be streamed."""
         if isinstance(message, Add) and not client.has_declared:
             raise RemoteProtocolError(
                 f"rank {client.rank} added items before it declared their layout", rank=client.rank
@@ -331,7 +335,7 @@ class _Server:
         self._receive_next(client)
 
     def _sizes(self, message: Add | Update) -> tuple[int, int]:
-        """Return the size in bytes of the rows or ids, without and with the priorities that follow them."""
+        """Return the size in bytes of the rows or ids, and the total size with the priorities that follow them."""
         if isinstance(message, Update):
             return 8 * message.count, 16 * message.count
         end = message.count * self._row_nbytes
@@ -367,7 +371,7 @@ class _Server:
         raise TypeError(f"score must return a number, a tensor of one element, or None, got a {type(value).__name__}")
 
     def _receive_next(self, client: Client) -> None:
-        """Receive the client's next large batch; only one at a time."""
+        """Begin to receive the client's next large batch, unless one is being received."""
         if client.large and not client.is_receiving:
             client.is_receiving = True
             self._services.spawn_service(
@@ -376,7 +380,7 @@ class _Server:
 
     async def _receive(self, client: Client, message: Add | Update) -> None:
         try:
-            if client.is_open:  # otherwise it has left, and its successor reuses the numbers
+            if client.is_open:  # after the client has left, its successor on that rank reuses the request numbers
                 self._store_received(client, message, await self._receive_payload(client, message))
         except StreamAborted:
             self._fail(client, message.request, "withdrawn")
@@ -390,7 +394,7 @@ class _Server:
         finally:
             client.is_receiving = False
         self._receive_next(client)
-        self._answer_all()  # other clients' draws may have waited for these items
+        self._answer_all()  # draws of other clients may wait for these items
 
     async def _receive_payload(self, client: Client, message: Add | Update) -> npt.NDArray[np.uint8]:
         buffer = np.empty(message.nbytes, np.uint8)
@@ -402,7 +406,7 @@ class _Server:
         return buffer
 
     def _store_received(self, client: Client, message: Add | Update, buffer: npt.NDArray[np.uint8]) -> None:
-        """Store a streamed payload. An exception of ``score`` is stored, and ends the server."""
+        """Store a streamed payload; if ``score`` raises an exception, let the server end with that exception."""
         try:
             self._store_payload(client, message, buffer)
         except Exception as error:
@@ -436,7 +440,7 @@ class _Server:
                 return
 
     def _answer_all(self) -> None:
-        """Confirm all added items, and answer the draws for which the buffer holds enough."""
+        """Confirm all added items, and answer the draws for which the buffer contains enough items."""
         for client in self._clients.values():
             if client.answers:
                 requests, scores = zip(*client.answers, strict=True)
@@ -448,7 +452,7 @@ class _Server:
                 self._answer_draws(client, may_grow)
 
     def _answer_draws(self, client: Client, may_grow: bool) -> None:
-        """Answer this client's draws as far as possible. Large ones are answered one at a time, to bound the memory."""
+        """Answer this client's draws as far as possible; large draws are answered one at a time, to limit memory."""
         size = self._store.size
         waiting: deque[Draw] = deque()
         for draw in client.draws:
@@ -501,7 +505,7 @@ class _Server:
         except RankLostError:
             self._finish(client)
         finally:
-            if client.streams.get(slot) is stream:  # the slot may be in use again already
+            if client.streams.get(slot) is stream:  # the slot may already be used by a new stream
                 del client.streams[slot]
         self._answer_all()
 
@@ -511,7 +515,7 @@ class _Server:
         self._tell(client, Failed(request, later, reason))
 
     def _tell(self, client: Client, message: Any) -> None:
-        if client.is_open:  # otherwise it has left, or these requests are not its successor's
+        if client.is_open:  # a client that has left, or its successor on that rank, must not receive this message
             self._send_nowait(client.rank, message)
 
     def _send_nowait(self, rank: int, message: Any) -> None:

@@ -1,11 +1,11 @@
-"""Holds the items of a replay buffer and draws from them, in plain synchronous objects without messages.
+"""Stores the items of a replay buffer and draws from them, without messages.
 
-An **item** is one row of a batch: the same index of the leading dimension of each of its tensors. A
-:class:`RowLayout` converts batches to rows of bytes and back. A :class:`ReplayStore` is therefore one matrix of bytes
-for any tensors, and storing or drawing a batch takes one copy.
+An **item** is one row of a batch: the elements of all its tensors at one index of the leading dimension. A
+:class:`RowLayout` converts batches to rows of bytes and back. A :class:`ReplayStore` stores all items in one matrix of
+bytes, so that adding or drawing a batch needs one copy.
 
-Sampling is with replacement: uniform, or proportional to priority^alpha with importance weights (Schaul et al.,
-"Prioritized Experience Replay", ICLR 2016, section 3.3 and 3.4).
+Items are drawn with replacement: uniformly, or in proportion to priority^alpha with importance weights (Schaul et al.,
+"Prioritized Experience Replay", ICLR 2016, sections 3.3 and 3.4).
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ Rows: TypeAlias = npt.NDArray[np.uint8]
 Form: TypeAlias = Literal["tensor", "dict", "tuple"]
 FORMS: Final[dict[str, Form]] = {"tensor": "tensor", "dict": "dict", "tuple": "tuple"}
 
-#: Priorities are summed in blocks, so that changing an item costs one small sum, and rounding errors never accumulate.
+#: Number of priorities in a block. Sums are stored by block, so that a change of one item costs one small sum, and
+#: rounding errors do not accumulate.
 _BLOCK: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Describes one tensor of a batch, without its leading dimension."""
+    """Name, dtype and shape of one tensor of a batch, without the leading dimension."""
 
     name: str
     dtype: str
@@ -49,12 +50,12 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Describes the layout of an item in a row of bytes: its fields in turn.
+    """Layout of an item in a row of bytes, which converts batches to rows and back.
 
     Attributes:
         form: Form of a batch: one tensor, a dict of tensors by name, or a tuple of tensors.
-        fields: Fields in the order of the first batch; those of a tuple are named by their index. In a row, the fields
-            of a dict are in the order of their names, so that dicts with equal keys have the same layout.
+        fields: Fields in the order of the first batch; the fields of a tuple are named by their index. In a row, a
+            dict's fields are sorted by name, so that dicts with equal keys have the same layout.
     """
 
     form: Form
@@ -65,8 +66,8 @@ class RowLayout:
         """Return the layout of ``batch``.
 
         Raises:
-            TypeError: The batch has none of the three forms, or holds something other than dense tensors in CPU memory.
-            ValueError: The batch is empty, or its tensors have no common leading dimension.
+            TypeError: The batch has none of the three forms, or contains objects other than dense CPU tensors.
+            ValueError: The batch has no tensors, or its tensors have different leading dimensions.
         """
         form, parts = _parts(batch)
         if not parts:
@@ -94,7 +95,7 @@ class RowLayout:
         return sum(field.nbytes for field in self.fields)
 
     def fits(self, batch: Batch) -> bool:
-        """Return whether ``batch`` has this layout, four times as fast as :meth:`of` and a comparison."""
+        """Return whether ``batch`` has this layout, four times as fast as a comparison with :meth:`of`."""
         form, parts = _parts(batch)
         if form != self.form or len(parts) != len(self.fields):
             return False
@@ -115,7 +116,7 @@ class RowLayout:
         return len(lengths) == 1
 
     def pack(self, batch: Batch) -> Rows:
-        """Return the rows of a batch of this layout, with shape (items, ``nbytes``)."""
+        """Convert a batch of this layout to rows of bytes, a uint8 array of shape (items, ``nbytes``)."""
         columns = []
         parts = _parts(batch)[1]
         for field in self._in_a_row():
@@ -128,7 +129,7 @@ class RowLayout:
         return columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
 
     def unpack(self, rows: Rows) -> Batch:
-        """Return the batch that was packed, in new tensors."""
+        """Convert rows of bytes to a batch of new tensors."""
         parts, start = {}, 0
         for field in self._in_a_row():
             tensor = torch.empty((len(rows), *field.shape), dtype=_dtype(field.dtype), device="cpu")
@@ -146,7 +147,7 @@ class RowLayout:
         return sorted(self.fields, key=lambda field: field.name) if self.form == "dict" else self.fields
 
     def difference(self, other: RowLayout) -> str | None:
-        """Describe the first difference between ``other`` and this layout; return None if they are equal."""
+        """Return a description of the first difference from another layout; None if the layouts are equal."""
         if self.form != other.form:
             return f"a batch is a {other.form} here and a {self.form} there"
         theirs = {field.name: field for field in other.fields}
@@ -162,7 +163,7 @@ class RowLayout:
 
 
 def check_dtype(name: str) -> None:
-    """Raise ValueError if ``name`` is not a torch dtype."""
+    """Raise ValueError if ``name`` is not the name of a torch dtype."""
     if not isinstance(getattr(torch, name, None), torch.dtype):
         raise ValueError(f"the dtype must be one of torch, got {name!r:.80}")
 
@@ -193,18 +194,18 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _rows_of(tensor: torch.Tensor) -> Rows:
-    """Return the bytes of a contiguous tensor that is not empty, one row for each item."""
+    """Return a non-empty contiguous tensor as bytes, with one row for each item."""
     return np.frombuffer(byte_view(tensor), np.uint8).reshape(tensor.shape[0], -1)
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Holds items that were sampled.
+    """Items that were drawn from a store.
 
     Attributes:
-        ids: int64 (n,): identifies each item for ``update_priorities``.
-        weights: float64 (n,): importance weights, at most 1; all 1 if sampling is uniform.
-        rows: uint8 (n, bytes of an item): the items.
+        ids: int64 array of shape (n,) that identifies the items for ``update_priorities``.
+        weights: float64 array of shape (n,): importance weights, at most 1; all 1 if sampling is uniform.
+        rows: uint8 array of shape (n, bytes of an item): the items.
     """
 
     ids: npt.NDArray[np.int64]
@@ -213,12 +214,12 @@ class Drawn:
 
 
 class ReplayStore:
-    """Keeps a bounded number of items; the oldest are dropped for new ones.
+    """Stores a limited number of items, and draws from them; if it is full, new items replace the oldest.
 
     Args:
         capacity: Largest number of items.
         alpha: Exponent of the priorities, >= 0 (0 ignores them); None for uniform sampling without priorities.
-        seed: Seed of the draws.
+        seed: Seed of the random draws.
     """
 
     def __init__(self, capacity: int, *, alpha: float | None, seed: int) -> None:
@@ -232,23 +233,24 @@ class ReplayStore:
 
     @property
     def size(self) -> int:
-        """Number of items that are held."""
+        """Number of items in the store."""
         return min(self.added_count, self.capacity)
 
     @property
     def evicted_count(self) -> int:
-        """Number of items that were dropped for new ones."""
+        """Number of old items that were replaced by new ones."""
         return self.added_count - self.size
 
     def add(self, rows: Rows, priorities: npt.NDArray[np.float64] | None = None) -> None:
-        """Store items. Those without a priority get the largest one so far, so that each is drawn soon.
+        """Store items.
 
         Args:
-            rows: Items, with shape (n, bytes of an item); if n > ``capacity``, only the last ones are kept.
-            priorities: float64 (n,), finite and not negative.
+            rows: Items, with shape (n, bytes of an item); if n > ``capacity``, only the last ``capacity`` are stored.
+            priorities: float64 array of shape (n,), finite and not negative. By default, the items get the largest
+                priority so far, so that each is drawn soon.
 
         Raises:
-            ValueError: A priority is too large to be raised to alpha and summed; nothing is stored.
+            ValueError: A priority is so large that sums of powers would overflow; no item is stored.
         """
         if not len(rows):
             return
@@ -272,11 +274,11 @@ class ReplayStore:
                 self._set_priorities(places, powers[skipped:])
 
     def sample(self, n: int, *, beta: float = 0.4) -> Drawn:
-        """Draw ``n`` items with replacement from a store that is not empty.
+        """Draw ``n`` items with replacement; the store must not be empty.
 
         Args:
             n: Number of items.
-            beta: Exponent of the weights: how much of the bias of unequal chances they correct, 0 (none) to 1 (all).
+            beta: Exponent of the importance weights, from 0 (no correction of the bias) to 1 (full correction).
         """
         assert self._rows is not None and self.size, "cannot draw from an empty store"
         if self._priorities is None:
@@ -290,10 +292,14 @@ class ReplayStore:
         return Drawn(ids, weights, self._rows[places])
 
     def update(self, ids: npt.NDArray[np.int64], priorities: npt.NDArray[np.float64]) -> int:
-        """Set the priorities, float64 (n,), of items; return the number of the items that are not held.
+        """Set the priorities of items, and return how many of the items are no longer in the store.
+
+        Args:
+            ids: int64 array of shape (n,), from :meth:`sample`.
+            priorities: float64 array of shape (n,), finite and not negative.
 
         Raises:
-            ValueError: As ``add``; no priority is changed.
+            ValueError: A priority is so large that sums of powers would overflow; no priority is changed.
         """
         known = (ids >= self.evicted_count) & (ids < self.added_count)
         if self._priorities is not None:
@@ -301,7 +307,7 @@ class ReplayStore:
         return int(len(ids) - known.sum())
 
     def _powers(self, priorities: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return priority^alpha. Raise ValueError if the sum of a full store of them could overflow."""
+        """Return priority^alpha; raise ValueError if the sum over a full store could overflow."""
         assert self.alpha is not None, "uniform sampling has no priorities"
         with np.errstate(over="ignore"):
             powers = np.power(priorities, self.alpha)
@@ -320,14 +326,14 @@ class ReplayStore:
             self._priorities.set(places, powers)
 
     def _weights(self, places: npt.NDArray[np.int64], beta: float) -> npt.NDArray[np.float64]:
-        """Return (size * chance)^-beta, divided by that of the least likely item with a chance above 0."""
+        """Return the importance weights (size * chance)^-beta, divided by the largest such weight in the store."""
         assert self._priorities is not None
         smallest = self._priorities.smallest()
         return np.asarray((smallest / self._priorities.of(places)) ** beta, np.float64)
 
 
 class _Priorities:
-    """Keeps a number for each place, and draws places in proportion to the numbers."""
+    """Array of numbers that draws indices in proportion to the numbers."""
 
     def __init__(self, capacity: int) -> None:
         block_count = -(-capacity // _BLOCK)
@@ -351,16 +357,24 @@ class _Priorities:
         return float(self._smallest.min())
 
     def draw(self, at: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-        """Return the places at the fractions ``at`` (0 to 1) of the total. Raise ValueError if all numbers are 0."""
+        """Return the index at which the cumulative sum reaches each fraction of the total.
+
+        Args:
+            at: Fractions from 0 to 1.
+
+        Raises:
+            ValueError: All numbers are 0.
+        """
         bounds = np.cumsum(self._sums)
         if not bounds[-1] > 0:
             raise ValueError("every priority is zero; at least one must be above zero")
         wanted = at * bounds[-1]
         blocks = np.minimum(np.searchsorted(bounds, wanted, side="right"), np.flatnonzero(self._sums)[-1])
         inside = np.cumsum(self._values[blocks], axis=1)
-        # Begin exactly at the end of the previous block: less would select the first place, even one with number 0.
+        # The rest is counted exactly from the end of the previous block. Any less would select the first index of the
+        # block, even if its number is 0.
         rest = wanted - np.concatenate(([0.0], bounds))[blocks]
-        # Rounding may lead slightly beyond the end of the block. The last place with a number above 0 is then meant.
+        # Rounding may lead beyond the end of the block. The last index with a number above 0 is then the right one.
         columns = (inside <= rest[:, None]).sum(axis=1)
         last = _BLOCK - 1 - (self._values[blocks][:, ::-1] > 0).argmax(axis=1)
         return np.asarray(blocks * _BLOCK + np.minimum(columns, last), np.int64)

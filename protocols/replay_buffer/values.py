@@ -1,4 +1,4 @@
-"""Checks the arguments of users of a replay buffer, and defines its results: samples and statistics."""
+"""Defines the results of a replay buffer, samples and statistics, and checks its users' arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncdist.protocols.replay_buffer.store import Batch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Holds items that were drawn from a replay buffer, with replacement.
+    """Items that were drawn from a replay buffer, with replacement.
 
     Attributes:
         batch: Batch of the same form as added batches; each tensor has shape (n, ...) and its own memory.
@@ -31,14 +31,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class ReplayStatistics:
-    """Counts the items of a buffer.
+    """Counts of the items in a replay buffer.
 
     Attributes:
         added: Number of added items, by client.
         drawn: Number of drawn items, by client.
-        size: Number of items that the buffer holds.
-        evicted_count: Number of items that were dropped for new ones.
-        stale_update_count: Number of new priorities for items that were no longer held.
+        size: Number of items in the buffer.
+        evicted_count: Number of old items that were replaced by new ones.
+        stale_update_count: Number of new priorities for items that were no longer in the buffer.
     """
 
     added: dict[int, int]
@@ -49,7 +49,7 @@ class ReplayStatistics:
 
 
 def as_ids(ids: Any) -> npt.NDArray[np.int64]:
-    """Convert ids given by a user; raise TypeError or ValueError for invalid values."""
+    """Convert a user's ids to an int64 array of shape (n,); raise TypeError or ValueError if they are invalid."""
     given = _as_numbers("ids", ids, "integers from Sample.ids")
     if given.size and given.dtype.kind not in "iu":
         raise ValueError(f"ids must be integers from Sample.ids, got {ids!r:.80}")
@@ -70,7 +70,7 @@ def _as_numbers(name: str, values: Any, allowed: str) -> npt.NDArray[Any]:
 
 
 def as_priorities(values: torch.Tensor | Sequence[float], count: int, is_prioritized: bool) -> npt.NDArray[np.float64]:
-    """Convert ``count`` priorities given by a user; raise TypeError or ValueError for invalid values."""
+    """Convert a user's ``count`` priorities to a float64 array; raise TypeError or ValueError if they are invalid."""
     if not is_prioritized:
         raise ValueError(
             "priorities must be None for a buffer with uniform sampling; pass prioritized=True to serve_replay_buffer"
@@ -86,7 +86,7 @@ def as_priorities(values: torch.Tensor | Sequence[float], count: int, is_priorit
 
 
 def check_clients(clients: Any, world: World) -> None:
-    """Raise TypeError or ValueError unless ``clients`` is a list of distinct ranks."""
+    """Raise TypeError or ValueError if ``clients`` is not a non-empty list of distinct ranks."""
     allowed = f"a list of distinct ranks from 0 to {world.size - 1}"
     if isinstance(clients, str) or not isinstance(clients, Sequence):
         raise TypeError(f"clients must be {allowed}, got {clients!r:.80}")
@@ -100,7 +100,7 @@ def check_clients(clients: Any, world: World) -> None:
 def check_options(
     capacity: Any, prioritized: Any, alpha: Any, score: Any, in_flight_max: Any, seed: Any, name: Any
 ) -> None:
-    """Raise TypeError or ValueError for the first argument of ``serve_replay_buffer`` that is out of range."""
+    """Raise TypeError or ValueError if an argument of ``serve_replay_buffer`` is invalid."""
     validation.count("capacity", capacity)
     validation.count("in_flight_max", in_flight_max)
     validation.count("seed", seed, least=0)

@@ -1,1 +1,1 @@
-"""Selective averaging among replicas of several ranks each: a replica is one member of the policy."""
+"""Selective averaging among replicas of several ranks each, as under DDP or `fully_shard`."""

@@ -1,8 +1,7 @@
-"""Repeats the events of a replica's leader on the other ranks of the replica.
+"""State machines of a sharded replica's ranks: the followers repeat the events of their leader.
 
-Every rank of a replica has its own :class:`RoundMember`. Those of the followers receive the leader's events in the same
-order (:meth:`FollowingMember.repeat`). All ranks of a replica therefore have the same role in a round, except for
-events of their own streams. Like `protocols.selective.member`, the module is synchronous, without a loop or a clock.
+Every rank of a replica has its own :class:`RoundMember`. The followers' state machines receive the leader's events in
+the same order, so that all ranks of a replica have the same role in a round. Only the ends of their own streams differ.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,21 +11,21 @@ from typing import Any, Final, TypeAlias
 from asyncdist.protocols.selective.member import EnterEpoch, Instructions, RoundMember
 from asyncdist.protocols.selective.messages import Assign, End, Frozen
 
-#: Kinds of two events: the coordinator is gone, with a reason; and a new coordinator has begun an epoch.
+#: Kinds of the events that are not messages about a round: the coordinator is gone, and a new epoch has begun.
 GONE: Final = "gone"
 EPOCH: Final = "epoch"
 
-#: Event that the leader passes on: its kind, its round or epoch, and the fields of the coordinator's message.
+#: Event that the leader sends to the followers: its kind, its round or epoch, and the fields of the message.
 Happening: TypeAlias = tuple[str, int, tuple[Any, ...]]
 
 
 class LeadingMember(RoundMember):
-    """Records the leader's events, which the followers repeat.
+    """State machine of a replica's leader, which records its events for the followers.
 
     Attributes:
-        assignment_count: Number of assignments so far. It identifies a round, since a new coordinator may reuse round
+        assignment_count: Number of assignments so far, which identifies a round even if a new coordinator reuses round
             numbers.
-        happenings: Events that the replica does not know yet.
+        happenings: Events that were not sent to the followers yet.
     """
 
     __slots__ = ("assignment_count", "happenings")
@@ -42,40 +41,40 @@ class LeadingMember(RoundMember):
         return happenings
 
     def on_assign(self, assign: Assign, round: int) -> Instructions:
-        """As :class:`RoundMember`."""
+        """Record an assignment, and handle it like :class:`RoundMember`."""
         self.assignment_count += 1
         self._add(Assign.__name__, round, *astuple(replace(assign, restarted=())))
         return super().on_assign(assign, round)
 
     def on_frozen(self, frozen: Frozen, round: int) -> Instructions:
-        """As :class:`RoundMember`."""
+        """Record that the round is frozen, and handle the message like :class:`RoundMember`."""
         self._add(Frozen.__name__, round, *astuple(frozen))
         return super().on_frozen(frozen, round)
 
     def on_end(self, reason: str, round: int) -> Instructions:
-        """As :class:`RoundMember`."""
+        """Record the end of a round, and handle it like :class:`RoundMember`."""
         self._add(End.__name__, round, reason)
         return super().on_end(reason, round)
 
     def on_coordinator_gone(self, why: str) -> Instructions:
-        """As :class:`RoundMember`."""
+        """Record the loss of the coordinator, and handle it like :class:`RoundMember`."""
         self._add(GONE, 0, why)
         return super().on_coordinator_gone(why)
 
     def on_epoch(self, epoch: int, incarnation: int) -> Instructions:
-        """As :class:`RoundMember`."""
+        """Record a new epoch, and handle it like :class:`RoundMember`."""
         self._add(EPOCH, epoch)
         return super().on_epoch(epoch, incarnation)
 
     def on_failed(self, round: int, reason: str) -> Instructions:
-        """As :class:`RoundMember`; the whole replica abandons the round."""
+        """Abandon a round whose exchange has failed, and record its end for the other ranks of the replica."""
         instructions = super().on_failed(round, reason)
         if instructions:
             self._add(End.__name__, round, reason)
         return instructions
 
     def on_refused(self, round: int, reason: str) -> Instructions:
-        """As :class:`RoundMember`; the whole replica abandons the round."""
+        """Abandon a complete average, and record the round's end for the other ranks of the replica."""
         instructions = super().on_refused(round, reason)
         if instructions:
             self._add(End.__name__, round, reason)
@@ -86,11 +85,11 @@ class LeadingMember(RoundMember):
 
 
 class FollowingMember(RoundMember):
-    """Repeats the events of the replica's leader on another rank.
+    """State machine of a replica's follower, which repeats the events of the leader.
 
     Attributes:
-        assignment_count: Number of assignments so far; equal to the leader's if both are in the same round.
-        failure: Reason why this rank has abandoned that round; "" if it has not.
+        assignment_count: Number of assignments so far, equal to the leader's if both are in the same round.
+        failure: Reason why this rank has abandoned the last assigned round; "" if it has not.
     """
 
     __slots__ = ("assignment_count", "failure")
@@ -101,26 +100,26 @@ class FollowingMember(RoundMember):
         self.failure = ""
 
     def on_assign(self, assign: Assign, round: int) -> Instructions:
-        """As :class:`RoundMember`."""
+        """Count an assignment, and handle it like :class:`RoundMember`."""
         self.assignment_count += 1
         self.failure = ""
         return super().on_assign(assign, round)
 
     def on_failed(self, round: int, reason: str) -> Instructions:
-        """As :class:`RoundMember`."""
+        """Abandon a round whose exchange has failed, and store the reason for the leader."""
         instructions = super().on_failed(round, reason)
         if instructions:
             self.failure = reason
         return instructions
 
     def repeat(self, happenings: Sequence[Happening], counterparts: Mapping[int, int]) -> Iterator[Instructions]:
-        """Repeat the leader's events, and yield this member's instructions for each.
+        """Repeat the leader's events, and yield the instructions for each event.
 
-        The caller carries out the instructions of one event before it asks for the next.
+        The caller must carry out these instructions before it requests the next ones.
 
         Args:
             happenings: Events of the leader.
-            counterparts: Counterpart of this rank in each replica, keyed by the replica's leader.
+            counterparts: For each replica's leader, the rank of that replica with the same shards as this rank.
         """
         for kind, number, fields in happenings:
             if kind == Assign.__name__:

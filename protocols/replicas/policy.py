@@ -1,12 +1,11 @@
 """Selective averaging among replicas of several ranks each, as under DDP: a replica is one member of the policy.
 
-The first rank of each replica is its leader. Leaders report, donate and take averages among each other, and each passes
-new weights on to all ranks of its replica at the same iteration. To keep steps that wait for a message rare, this
-happens only at every ``swap_every``-th iteration. The ranks of a replica then exchange a few bytes, and the weights if
-they have changed. In between, they train as without a policy.
+The first rank of each replica is its leader. The leaders take part in selective averaging, and each leader copies new
+weights to all ranks of its replica at the same iteration. This is only possible at every ``swap_every``-th iteration,
+since the ranks of a replica must then wait for each other. In all other steps, they train as without a policy.
 
-If each rank of a replica holds a part of the model, as under `fully_shard`, each averages its own part:
-:mod:`protocols.replicas.shards`.
+If each rank of a replica has only a part of the model, as under `fully_shard`, each rank averages its own part
+(:mod:`protocols.replicas.shards`).
 """
 
 from __future__ import annotations
@@ -48,7 +47,8 @@ from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("protocols.replicas.policy")
 
-#: Seconds before a rank warns that others of its replica have not left. They leave within a step, which may be long.
+#: Seconds after which a leaving rank warns that other ranks of its replica have not left. They leave within a step,
+#: which may be long.
 _LEAVING_TOLD_AFTER_S: Final = 20.0
 _NO_POPULATION: Final = "replicas are one population, whose first leader is the coordinator"
 
@@ -56,14 +56,14 @@ _NOT_OF_REPLICAS: Final = PopulationOptions.__annotations__.keys() - MemberOptio
 
 
 class ReplicaPolicyOptions(ReplicaOptions, MemberOptions, total=False):
-    """Names the options of :class:`ReplicaAveragingPolicy`, apart from those that its constructor names."""
+    """The ``**options`` of :class:`ReplicaAveragingPolicy`."""
 
 
 class _AmongLeaders(AsyncSelectiveAveragingPolicy):
-    """Averages among the leaders of the replicas.
+    """Policy of the replicas' leaders, which average with each other.
 
     Attributes:
-        has_come: Whether a report is due at this step. Set by the policy of the replicas, which counts the iterations.
+        has_come: Whether a report is due in this step; set by :class:`ReplicaAveragingPolicy`.
     """
 
     keeps_replicas: ClassVar[bool] = True
@@ -75,7 +75,7 @@ class _AmongLeaders(AsyncSelectiveAveragingPolicy):
 
 @with_options(ReplicaPolicyOptions, CommonOptions, SelectiveRules, AveragingOptions)
 class ReplicaAveragingPolicy(Ported):
-    """Selective averaging of replicas: the worst replicas take the average of good ones.
+    """Selective averaging of replicas: the worst replicas adopt the average of the best replicas.
 
     ::
 
@@ -85,32 +85,31 @@ class ReplicaAveragingPolicy(Ported):
                 loss = train_step(model, optimizer, batch)
                 info = await policy.step(loss=loss)
 
-    All ranks of a replica must call ``step`` equally often, which the synchronisation of gradients requires anyway.
-    They leave together: a rank that leaves waits for the others, and warns if they do not leave. If a rank is lost, its
-    replica is lost: the replica's other ranks get RankLostError in ``step``. The job then ends, unless they leave the
-    policy.
+    All ranks of a replica must call ``step`` equally often. A rank that leaves the policy waits for the other ranks of
+    its replica, and warns if they do not leave. If a rank is lost, its replica is lost: the other ranks of the replica
+    get RankLostError in ``step``. The job then ends, unless these ranks leave the policy.
 
-    A model sharded by ``fully_shard`` over the ranks of its replica stays sharded. Each rank exchanges its shards with
-    the ranks of other replicas that hold the same shards, and receives no other part of the model. Events, ``nbytes``
-    and statistics are then about the rank's own part.
+    A model sharded by ``fully_shard`` over the ranks of its replica remains sharded. Each rank averages its shards with
+    the ranks of other replicas that have the same shards. Events, ``nbytes`` and statistics then refer to the rank's
+    own shards.
 
     Args:
         model: The module, DDP around it, or a module sharded by ``fully_shard`` over exactly the ranks of the replica,
-            in the same way in all replicas. At the start, the replica's first rank copies its weights to the others,
-            unless the model is sharded.
+            in the same way in all replicas. At the start, the replica's first rank copies its weights to the other
+            ranks, unless the model is sharded.
         optimizer: Optimizer of the model on this rank.
         replica_size: Number of ranks in a replica. Replicas are consecutive ranks of the group.
-        swap_every: Number of steps between two at which weights may change; a divisor of ``average_every``, by default
-            the largest divisor up to a tenth of it.
-        average_every, metric, options: Options, listed below. A replica's metric is the mean of its ranks' metrics. A
-            sharded replica does not support fresh weights (``"reset_weights"``).
+        swap_every: Number of steps between steps in which weights may change; a divisor of ``average_every``. By
+            default, the largest divisor up to a tenth of ``average_every``.
+        average_every, metric, options: The options below. A replica's metric is the mean of its ranks' metrics. Sharded
+            replicas do not support ``averaging_strategy="reset_weights"``.
 
     Attributes:
-        is_sharded: Whether each rank holds a part of its replica's model.
+        is_sharded: Whether each rank has only a part of its replica's model.
 
     Raises:
         TypeError, ValueError: An argument is invalid, the number of ranks is not a multiple of ``replica_size``, or
-            the model is sharded (or DDP works) over other ranks than those of the replica.
+            the model is sharded (or synchronised by DDP) over ranks other than the ranks of the replica.
     """
 
     keeps_replicas: ClassVar[bool] = True
@@ -156,14 +155,15 @@ class ReplicaAveragingPolicy(Ported):
         self._groups: list[Group] = []
 
     def statistics(self) -> SelectiveStatistics:
-        """Return the statistics of this replica so far; see :class:`SelectiveStatistics`.
+        """Return the counts of this replica so far.
 
-        Only the replica's first rank has them. If the replica is sharded, each rank has statistics of its own part.
+        Only the replica's first rank has counts other than 0. If the replica is sharded, each rank counts the transfers
+        of its own shards.
         """
         return replace(self._inner.statistics(), title=self._journal.title())
 
     def _holds_shards(self) -> bool:
-        """Return whether this rank holds a part of the model that no other rank of its replica holds."""
+        """Return whether the model is sharded, so that each rank of a replica has a different part."""
         return bool(self._flat.mesh_ranks)
 
     def _options(self) -> Mapping[str, Any]:
@@ -175,13 +175,13 @@ class ReplicaAveragingPolicy(Ported):
 
     def _agreed_values(self) -> dict[str, str]:
         values = super()._agreed_values()
-        if self.is_sharded:  # the parts of a replica differ; counterparts compare their parts
+        if self.is_sharded:  # a replica's ranks have different shards; only ranks with the same shards compare them
             values["model"] = "sharded"
             values.pop(LEFT_OUT, None)
         return values
 
     def _takes_means(self) -> bool:
-        return False  # between all ranks: the policy of the leaders, or of counterparts, compares the weights
+        return False  # ``self._inner`` compares the initial weights
 
     def _change_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         super()._change_optimizer(optimizer)
@@ -212,7 +212,7 @@ class ReplicaAveragingPolicy(Ported):
             raise
 
     async def _start_among_groups(self) -> None:
-        """Make the groups of the replicas, and of the ranks that average with each other."""
+        """Create the groups of this rank's replica and of the ranks that it averages with, and start averaging."""
         ranks, size, own = self._group.ranks, self.replica_size, self._group.index
         first = own - own % size
         if size == len(ranks) and own == 0:
@@ -239,7 +239,7 @@ class ReplicaAveragingPolicy(Ported):
         return self._groups[-1]
 
     async def _check_shards(self) -> None:
-        """Raise ValueError if parameters are sharded over other ranks than the replica's, or the order differs."""
+        """Raise ValueError if parameters are not sharded over exactly the replica's ranks, in ascending order."""
         if list(self._group.ranks) != sorted(self._group.ranks):
             validation.refuse("group", list(self._group.ranks), "ranks in ascending order if replicas are sharded")
 
@@ -265,14 +265,14 @@ class ReplicaAveragingPolicy(Ported):
                 await self._free_groups()
 
     async def _wait_for_replica(self) -> None:
-        """Wait until all ranks of the replica leave, and warn if they take long.
+        """Wait until all ranks of the replica leave the policy, and warn if that takes long.
 
-        If a rank ends its loop early, the others wait in DDP's all-reduce, where no message reaches them.
+        If a rank has ended its loop early, the other ranks wait in DDP's all-reduce and cannot be notified.
         """
         timer = asyncio.get_running_loop().call_later(_LEAVING_TOLD_AFTER_S, self._warn_of_leaving_alone)
         try:
             await reduce_and_broadcast(lambda: 0, sum, group=self._replica, world=self._world)
-        except AsyncdistError:  # a rank of the replica is lost, or has left with an error, which it reports
+        except AsyncdistError:  # a rank of the replica is lost, or has left with an error that it reports itself
             return
         finally:
             timer.cancel()
@@ -320,7 +320,10 @@ class ReplicaAveragingPolicy(Ported):
         return math.nan if value is None else value
 
     async def _metric_of_replica(self, local_metric: MetricSource) -> MetricSource:
-        """Return, on the leader, the mean of the ranks' metrics; none if the leader has no new measurement."""
+        """Return the mean metric of the replica on its leader, and None on other ranks.
+
+        If the leader has no new measurement, return a callable metric that reports none.
+        """
         value = self._read_new_metric(local_metric)
         own = torch.tensor([math.nan if value is None else value], dtype=torch.float64, device="cpu")
         metrics = await self._world.collectives.gather(own, self._replica, self._replica.ranks[0])
@@ -329,7 +332,7 @@ class ReplicaAveragingPolicy(Ported):
         return math.fsum(map(float, metrics)) / self.replica_size if value is not None else lambda: NOT_MEASURED
 
     async def _copy_from_leader(self) -> None:
-        """Copy the weights of the replica's first rank to this rank."""
+        """Copy the weights of the replica's first rank to all its ranks; all of them call this method."""
         is_leader = self._world.rank == self._replica.ranks[0]
         if is_leader:
             self._flat.snapshot(self._buffers)
@@ -341,6 +344,6 @@ class ReplicaAveragingPolicy(Ported):
 
 
 def _largest_divisor(average_every: int) -> int:
-    """Return the largest divisor of ``average_every`` that is at most a tenth of it; at least 1."""
+    """Return the largest divisor of ``average_every`` up to a tenth of it; 1 if there is none."""
     count = validation.count("average_every", average_every)
     return next(each for each in range(max(1, count // 10), 0, -1) if count % each == 0)

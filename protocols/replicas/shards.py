@@ -1,23 +1,22 @@
-"""Selective averaging of shards: each rank of a replica exchanges its part of the model with its counterparts.
+"""Selective averaging of sharded replicas: each rank averages its shards with its counterparts in other replicas.
 
-The k-th ranks of all replicas are counterparts: they hold the same shards of the model. Shards are sent only between
-counterparts, so no rank ever holds, sends or receives more of the model than its own part.
+The k-th ranks of all replicas are *counterparts*: they have the same shards of the model. Shards are sent only between
+counterparts, so no rank sends, receives or stores more of the model than its own part.
 
-The first rank of a replica is its leader. It alone sends reports to the coordinator and receives its messages. The
-other ranks, its followers, receive them from the leader at *swap points*: iterations at which all ranks of the replica
-are in ``step``. At a swap point:
+The first rank of a replica is its leader, which exchanges messages with the coordinator. The other ranks, its
+followers, receive the coordinator's messages from the leader at *swap points*: steps in which all ranks of the replica
+wait for each other. At a swap point:
 
-1. Each rank reports whether its part of an average is complete, or why it has abandoned it.
-2. The leader decides, and passes on the coordinator's messages since the last swap point. It may take a snapshot. It
-   applies an average if all ranks have completed their parts, and abandons it if one rank has.
-3. The followers do the same. All ranks report whether their parts of a snapshot are finite, and send them only if all
-   are.
+1. Each rank reports to the leader whether its part of an average is complete or abandoned.
+2. The leader sends the coordinator's messages since the last swap point to the followers. The leader may take a
+   snapshot. It applies an average if all ranks have completed their parts, and abandons the average if a rank has.
+3. The followers do the same. A snapshot is offered only if it is finite on all ranks of the replica.
 
-Between swap points, the ranks of a replica exchange nothing, and streams between counterparts continue.
+Between swap points, only the streams between counterparts continue.
 
-Invariants: The ranks of a replica take their snapshots for a round at the same iteration. They apply its average at the
+Invariants: The ranks of a replica take their snapshots for a round at the same iteration. They apply an average at the
 same iteration, from the same donors with the same weights, or not at all. The leader awaits nothing between its
-decision and the action, so that no message of the coordinator arrives in between.
+decision and the resulting action, so that no message of the coordinator arrives in between.
 """
 
 from __future__ import annotations
@@ -44,20 +43,20 @@ from asyncdist.protocols.selective.scopes import PolicyScopes
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.protocols.wrappers import reshard
 
-#: Actions of a leader at a swap point, in addition to passing on messages.
+#: Possible actions of a leader at a swap point, in addition to passing on the coordinator's messages.
 NOTHING_MORE: Final = 0
 SNAPSHOT: Final = 1
 APPLICATION: Final = 2
 
 
 class Status(NamedTuple):
-    """Reports the state of a rank at a swap point.
+    """What a rank reports to its leader at a swap point.
 
     Attributes:
-        metric: Metric of the rank if a report is due, else None.
-        assignment_count: Number of rounds known to the rank; the other fields are about the last of them.
-        is_complete: Whether its part of the average is complete.
-        failure: Reason why it has abandoned its part; "" if it has not.
+        metric: Metric of the rank if a report is due; otherwise None.
+        assignment_count: Number of assignments that the rank has received; all other fields refer to the last of them.
+        is_complete: Whether the rank's part of the average is complete.
+        failure: Reason why the rank has abandoned its part; "" if it has not.
         trouble: Description of the rank's own non-finite state if its part is complete; "" if the state is finite.
     """
 
@@ -69,15 +68,15 @@ class Status(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Reports the action of a leader at a swap point.
+    """What a leader sends to its followers at a swap point.
 
     Attributes:
-        happenings: Events since the last swap point.
+        happenings: Events of the leader's state machine since the last swap point.
         action: ``NOTHING_MORE``, ``SNAPSHOT`` or ``APPLICATION``.
         iteration: Iteration of the leader.
         trouble: Description of the replica's own non-finite state if an average was applied; "" if it was finite.
         info: Fields of the :class:`StepInfo` that the leader's step returns.
-        coordinator: Rank of the coordinator; None if the leader knows of none.
+        coordinator: Rank of the coordinator; None if the coordinator is gone.
         epoch: Epoch of the coordinator.
     """
 
@@ -91,19 +90,19 @@ class Decision(NamedTuple):
 
 
 class CounterpartChannels(MemberChannels):
-    """Holds the channels of a follower, which sends nothing to the coordinator."""
+    """Channels of a follower, which sends nothing to the coordinator."""
 
     def tell(self, message: ControlMessage, coordinator: int, round: int) -> None:
-        """Do nothing: the leader receives the rank's status at the next swap point."""
+        """Do nothing, since the leader receives this rank's status at the next swap point."""
 
 
 class ShardAveraging(AsyncSelectiveAveragingPolicy):
-    """Averages among counterparts: the leaders of all replicas, or followers.
+    """Policy of one rank and its counterparts, the ranks of other replicas with the same shards of the model.
 
-    Its group holds the counterparts. :meth:`place` must be called before ``async with``.
+    :meth:`place` must be called before ``async with``.
 
     Attributes:
-        has_come: Whether a report is due at this step. Set by the policy of the replicas, which counts the iterations.
+        has_come: Whether a report is due in this step; set by :class:`ReplicaAveragingPolicy`.
     """
 
     keeps_replicas: ClassVar[bool] = True
@@ -113,20 +112,20 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         self.has_come = False
         self._leading: LeadingMember | None = None
         self._following: FollowingMember | None = None
-        self._followed = Followed()  # used if this rank follows
+        self._followed = Followed()  # the coordinator that the leader has reported, on a follower
         self._replica: Group
         self._counterparts: Mapping[int, int]
         self._ending: Channel[Leave]
         self._has_leader_left = False
-        self._is_torn = False  # a step ended between the leader's action and this rank's
+        self._is_torn = False  # whether a step was interrupted, so that the ranks of the replica may differ
 
     def place(self, world: World, replica: Group, counterparts: Group, leaders: Sequence[int]) -> None:
-        """Set the ranks with which this rank averages, and the leaders.
+        """Set this rank's replica and counterparts.
 
         Args:
             world: World of the policy.
-            replica: Ranks of this replica; the first one is the leader.
-            counterparts: Counterparts of this rank in all replicas, including itself.
+            replica: Ranks of this replica, beginning with the leader.
+            counterparts: Ranks of all replicas with the same shards as this rank, including this rank.
             leaders: Leaders of all replicas, in the same order.
         """
         self._given_group, self._given_world, self._replica = counterparts, world, replica
@@ -139,7 +138,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
     # -- starting and leaving ---------------------------------------------------------------------------------------
 
     def _takes_means(self) -> bool:
-        return self._leading is not None and super()._takes_means()  # otherwise each rank of a replica would warn
+        return self._leading is not None and super()._takes_means()  # only the leader warns, for the whole replica
 
     def _open_at_start(self, scopes: PolicyScopes, coordinator: int, replaced: Sequence[int]) -> None:
         self._ending = self._services.open_channel(
@@ -213,7 +212,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return info
 
     async def _swap(self, local_metric: Callable[[], Any]) -> StepInfo:
-        """Carry out a swap point."""
+        """Exchange status and decision with the ranks of the replica at a swap point, and carry out the decision."""
         reshard(self.model)
         said = await self._exchange(functools.partial(self._status, local_metric), self._decide)
         decision = Decision(*said)
@@ -228,7 +227,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return info
 
     async def _exchange(self, fn: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any:
-        """Compute a value on every rank of the replica, decide on the leader, and return the decision on all."""
+        """Call ``fn`` on every rank of the replica, and return on all ranks what ``decide`` returns on the leader."""
         return await reduce_and_broadcast(fn, decide, group=self._replica, world=self._world)
 
     def _status(self, local_metric: Callable[[], Any]) -> tuple[Any, ...]:
@@ -241,7 +240,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return tuple(Status(metric, following.assignment_count, is_complete, following.failure, trouble))
 
     async def _decide(self, said: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Choose and carry out the leader's action at a swap point. Nothing is awaited after ``progress``."""
+        """Choose and carry out the leader's action at a swap point; after ``progress``, nothing is awaited."""
         member = self._leading
         assert member is not None, "only the leader decides"
         await self._world.progress()
@@ -274,7 +273,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
             self._opened.roles.give_up(self._member.round, failure)
 
     def _follow(self, decision: Decision, info: StepInfo) -> StepInfo:
-        """Repeat the leader's action on a follower, and return the information for its step."""
+        """Repeat the leader's action on a follower, and return the result of the follower's step."""
         member = self._following
         assert member is not None, "the leader does not follow"
         self.iteration = decision.iteration
@@ -282,7 +281,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         roles = self._opened.roles
         for instructions in member.repeat(decision.happenings, self._counterparts):
             roles.carry_out(instructions)
-        roles.replacer.take_given_up()  # the leader's own reason is reported
+        roles.replacer.take_given_up()  # discarded, since the leader's reason is reported on all ranks
         if decision.action == APPLICATION:
             application = member.on_step()
             assert isinstance(application, Apply), f"{application} where the leader applied round {info.round}"
@@ -292,7 +291,10 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return info
 
     async def _copy(self, iteration: int) -> str:
-        """Take a snapshot, as the leader, and return why it cannot be sent to others; "" if it can."""
+        """Take a snapshot, and return the reason why it cannot be sent; "" if it can.
+
+        The leader has already begun its snapshot.
+        """
         if self._following is not None:
             snapshot = self._following.on_step()
             assert isinstance(snapshot, TakeSnapshot), f"{snapshot} where the leader took a snapshot"

@@ -1,1 +1,1 @@
-"""Starts the members of a policy together, without lost ranks, or raises an error that explains the obstacle."""
+"""The joint start of a policy's members: without lost ranks, and with errors that explain why a start fails."""

@@ -1,4 +1,4 @@
-"""Says why the ranks of a policy cannot start it together: other ranks, or other models."""
+"""Explains in errors why the members of a policy cannot start together, such as different ranks or models."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from asyncdist.collectives.agreement.agreements import Agreements
 from asyncdist.collectives.agreement.messages import Meeting
 from asyncdist.tensors.flat_state import Fingerprint, first_difference
 
-#: What members compare of the parameters that parameters="trainable" leaves out.
+#: Name of the compared value for the parameters that parameters="trainable" leaves out, as errors show it.
 LEFT_OUT: Final = "the hash of the parameters that are not trained"
-#: What members say that start a policy since their memory was exhausted. Of all differences it is named first.
+#: Name of the value that marks a start after exhausted memory. A difference in this value is reported first.
 BEGINS_AGAIN: Final = "a start after exhausted memory"
 _WHOSE_START: Final = "a policy's ranks are those of its group=, by default all"
 
 
 @contextlib.contextmanager
 def told_of_rivals(agreements: Agreements, meeting: Meeting) -> Iterator[None]:
-    """Agree on the start of a policy in the body. An error about its ranks names the argument that decides them.
+    """Detect ranks that wait for each other in different starts, while the body agrees on the start of a policy.
 
     Raises:
-        DisagreementError: Ranks wait for each other: in different starts, or one in a start and one in a replay buffer.
+        DisagreementError: Ranks wait in starts with different ranks, or in a start and in a replay buffer. The message
+            names the argument that determines a policy's ranks.
     """
     try:
         with agreements.rivals.starting(meeting):
@@ -40,13 +41,10 @@ def told_of_rivals(agreements: Agreements, meeting: Meeting) -> Iterator[None]:
 
 @contextlib.contextmanager
 def told_of_missing(rank: int) -> Iterator[None]:
-    """Start a policy in the body. Where ranks are missing, the error names the argument that decides which start it.
+    """Add to a StartTimeoutError of the body, which starts a policy, the argument that determines the policy's ranks.
 
     Args:
-        rank: This rank.
-
-    Raises:
-        StartTimeoutError: Some ranks did not come in time.
+        rank: This rank. The error is unchanged if this rank itself is among the missing ones.
     """
     try:
         yield
@@ -64,21 +62,21 @@ async def explained(
     start: Start[Any],
     timeout_s: float,
 ) -> DisagreementError:
-    """Return an error of the start that says where models differ, or how to make frozen parameters equal.
+    """Return a failed start's error with more detail: where the models differ, or how to make frozen parameters equal.
 
-    Where the models differ is found out together with all members, which know that they do. In a group of its own: the
-    caller of a start that was given up may be calling something else in the policy's.
+    All members, which have the same error, call this function and compare their models. They use a new group, since the
+    caller of a cancelled start may already be using the policy's group for something else.
 
     Args:
-        error: of the start.
-        world: the policy's.
-        ranks: of the policy's group.
-        mine: this rank's model.
-        start: of the policy.
-        timeout_s: how long making the group may take.
+        error: Error of the start.
+        world: World of the policy.
+        ranks: Ranks of the policy's group.
+        mine: Layout of this rank's model.
+        start: Start of the policy.
+        timeout_s: Seconds for creating the new group.
 
     Returns:
-        The error, unchanged where it is about something else.
+        The explained error; ``error`` itself if it has a different reason.
     """
     difference = error.facts.get("difference")
     if difference == LEFT_OUT:
@@ -116,7 +114,7 @@ async def _difference_in(group: Group, world: World, mine: Fingerprint) -> Disag
 
 
 def _wrapping(mine: Fingerprint, theirs: Fingerprint) -> str | None:
-    """Describe what one rank has wrapped its model in and the other has not; None if that is not how they differ."""
+    """Describe the difference if only one of two models is wrapped, for example by torch.compile; otherwise None."""
     for long, short, where in ((mine, theirs, "here and not there"), (theirs, mine, "there and not here")):
         prefix = long.lines[0][0][0].removesuffix(short.lines[0][0][0])
         wrapped = [tuple(prefix + name for name in names) for names, *_ in short.lines]

@@ -1,4 +1,4 @@
-"""Starts a policy on the ranks that are not lost, in a job that continues when ranks are lost.
+"""Starts a policy without lost ranks, in a job that continues when ranks are lost.
 
 If the launcher restarts lost ranks, they join the policy later.
 """
@@ -14,26 +14,26 @@ from asyncdist.collectives.agreement.messages import Meeting
 from asyncdist.messaging.services import Services
 from asyncdist.waits import WaitId, WaitKind
 
-#: Seconds by which this rank may learn of a loss later than another rank.
+#: Seconds by which this rank may notice a loss later than another rank.
 _HEARD_AFTER_S: Final = 1.0
 
 
 async def start_without_lost(
     services: Services, ranks: Sequence[int], start: Callable[[tuple[int, ...]], Awaitable[None]], timeout_s: float
 ) -> None:
-    """Await ``start`` with those of ``ranks`` that are not lost; repeat it if one of them is lost meanwhile.
+    """Start a policy without lost ranks; repeat the start if it fails because another rank is lost.
 
-    Members learn of a loss at different times. A member that asked for a start with a lost rank is notified, and asks
-    again. A restarted rank is not a member yet.
+    Members notice a loss at different times. If a member has tried to start with a lost rank, its start fails, and the
+    member tries again. A restarted rank is not a member yet.
 
     Args:
         services: Services of this rank, which is not a restarted rank.
         ranks: Ranks of the policy.
-        start: Starts the policy with the given ranks; all of them call it.
-        timeout_s: Seconds after the beginning in which the start may be repeated.
+        start: Function that starts the policy with the given ranks; all these ranks call it.
+        timeout_s: Seconds after the first start in which the start may be repeated.
 
     Raises:
-        AsyncdistError: ``start`` raised it, and not because of a loss.
+        AsyncdistError: ``start`` has failed for a reason other than a loss.
     """
     give_up_at = services.time() + timeout_s
     while True:
@@ -45,7 +45,7 @@ async def start_without_lost(
             has_other_reason = isinstance(error, DisagreementError) and error.facts.get("difference") != "ranks"
             if has_other_reason or services.engine.failure is not None or services.time() >= give_up_at:
                 raise
-            # The error may have been reported by another rank that learnt of the loss earlier.
+            # The error may come from a rank that noticed the loss earlier than this rank.
             until = min(give_up_at, services.time() + _HEARD_AFTER_S)
             hears = functools.partial(_has_changed, services, lost)
             if not await services.engine.until(hears, WaitId(WaitKind.LOSSES), deadline=until):
@@ -53,9 +53,12 @@ async def start_without_lost(
 
 
 def lost_members(world: World, ranks: Sequence[int], meeting: Meeting) -> tuple[int, ...]:
-    """Return those of a policy's ``ranks`` without which it starts; some may have been restarted already.
+    """Return the ranks in ``ranks`` without which a policy starts, because they are lost or were restarted.
 
-    They were lost before the others agreed on the start in ``meeting``, or lost and restarted since.
+    Args:
+        world: World of the policy.
+        ranks: Ranks of the policy.
+        meeting: Agreement on the start.
     """
     met = frozenset(meeting.ranks)
     absent = (rank for rank in ranks if rank not in met)

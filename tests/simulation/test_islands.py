@@ -207,7 +207,7 @@ def test_islands_with_other_models_exchange_nothing(caplog: pytest.LogCaptureFix
         return migrants
 
     assert simulate(main, ranks=8, strict=True).results == (set(),) * 8
-    assert "has another model or other options" in caplog.text
+    assert "has a different model or options" in caplog.text
 
 
 @pytest.mark.slow
