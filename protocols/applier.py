@@ -15,7 +15,6 @@ class NewWeights:
     """The new weights of a rank, and their origin.
 
     Attributes:
-        round: Number of the round in events and results.
         donors: Ranks whose weights were averaged, ascending; empty for fresh weights from ``model_builder``.
         weights: Weights of the donors, in the same order, not normalised.
         iterations: Step at which each donor took its snapshot.
@@ -23,8 +22,6 @@ class NewWeights:
         versions: For published snapshots, the version of each donor's snapshot; otherwise empty.
         average: Mean of the donors' states; None for fresh weights.
         began_at: Time at which the rank was assigned, or decided, to be replaced.
-        nbytes: Number of bytes received for the average.
-        coordinator: Rank that coordinated the round; -1 without a coordinator.
         route: Route of the donors' weights, ``"direct"`` or ``"sharded"``; "" if the policy has no routes.
     """
 
@@ -42,14 +39,7 @@ class NewWeights:
 
 
 class Applier:
-    """Applies new weights to one rank's model, for both selective policies.
-
-    Args:
-        flat: State of the model.
-        own: The rank's model and optimizer, whose state is replaced.
-        snapshots: Pool of buffers for the state that ``on_event`` receives.
-        events: Events for the user.
-    """
+    """Applies new weights to one rank's model, for both selective policies."""
 
     def __init__(self, flat: FlatState, own: OwnState, snapshots: SnapshotPool, events: UserEvents) -> None:
         self._flat = flat
@@ -63,9 +53,6 @@ class Applier:
         """Change the weights in place, and return the result of the step.
 
         Args:
-            new: New weights.
-            iteration: Iteration of this rank, from 0.
-            clock: Clock of the world, read when the new weights are in place.
             trouble: See :meth:`OwnState.take`.
         """
         if new.donors:

@@ -42,10 +42,6 @@ def format_table(title: str, rows: Sequence[tuple[str, object]]) -> str:
 class Journal:
     """Records the actions of one policy on this rank as events and counters.
 
-    Args:
-        name: Name of the policy.
-        class_name: Name of the policy's class; "" on a reserved coordinator.
-
     Attributes:
         metric: Latest metric; None before the first.
         is_direction_named: Whether the latest step was called with ``loss=`` or ``score=``.

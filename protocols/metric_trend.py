@@ -32,9 +32,6 @@ class MetricTrend:
     The trend is wrong if each block of values is worse than the previous one, or if the metric has settled at a value
     much worse than the first values. Noise, walks that return, and an improvement followed by a smaller decline (as
     with overfitting) are not wrong trends.
-
-    Args:
-        metric_mode: ``"max"`` if a larger metric is better, ``"min"`` if a smaller one is.
     """
 
     def __init__(self, metric_mode: str) -> None:

@@ -22,11 +22,6 @@ logger = logging.getLogger("protocols.own_state")
 class OwnState:
     """Checks and replaces the state of one rank's model and optimizer.
 
-    Args:
-        flat: State of the model.
-        weights: Optimizer of the model, with the copies of weights in its state.
-        options: The options ``momentum``, ``resets_optimizer`` and ``model_builder``.
-
     Raises:
         ValueError: ``model_builder`` returns a model of a different layout; the message names the first difference.
     """
@@ -78,7 +73,6 @@ class OwnState:
         """Replace the weights by an average.
 
         Args:
-            average: Average of the donors' states.
             trouble: Result of :meth:`trouble`, on this rank or on a rank with another shard of the model; None to call
                 :meth:`trouble` now.
 

@@ -192,9 +192,6 @@ PolicyEvent: TypeAlias = (
 class UserEvents:
     """Passes this rank's events to the user's ``on_event`` callback, at once or inside the next step.
 
-    Args:
-        on_event: The user's callback; None without a callback.
-
     Attributes:
         are_wanted: Whether there is a callback.
     """

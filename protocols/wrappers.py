@@ -27,7 +27,6 @@ def check_not_wrapped(model: nn.Module, *, takes_shards: bool = False) -> None:
     """Raise ValueError if the model is, or contains, a DDP or FSDP wrapper.
 
     Args:
-        model: Model to check.
         takes_shards: Whether a model sharded by `fully_shard` is allowed.
     """
     kinds = [type(each) for each in model.modules() if not (takes_shards and _is_divided(type(each)))]

@@ -29,7 +29,6 @@ class Replacement:
         best: Donor of the integer and bool entries; -1 without donors.
         average: Accumulator of the average; None before the first donor, and for fresh weights.
         complete: Whether the next step may apply the average.
-        nbytes: Number of bytes received so far.
     """
 
     number: int
@@ -52,12 +51,7 @@ class DonorReader:
     """Reads the metrics and snapshots that the other members have published, and averages the snapshots.
 
     Args:
-        group: Members of the policy.
-        window: Window in which the members publish their snapshots.
-        packing: Layout of the state's entries in a snapshot.
-        flat: State of this rank's model.
         counts: The policy's counts, of which ``torn`` (discarded reads) and ``received`` (bytes) are updated.
-        chunk_nbytes: Size in bytes of the chunks in which a snapshot is read.
 
     Attributes:
         accumulators: Pool of the buffers in which averages are computed.
@@ -89,9 +83,7 @@ class DonorReader:
         """Return this rank's metric and the newest published metrics of other members, by rank.
 
         Args:
-            own_metric: This rank's metric; None before the first one.
             count_max: Largest number of other members to ask. If there are more, they are drawn at random.
-            sample: Function that draws the members.
             deadline: Time on the loop's clock. Members that have not answered by this time are left out.
         """
         asked = self._others if len(self._others) <= count_max else sorted(sample(self._others, count_max))

@@ -160,7 +160,6 @@ def is_dying(rank: int, metrics: Mapping[int, float], rules: OneSidedRules) -> b
     """Return whether `rank` is replaced because of its metric; always False with the mode `age`.
 
     Args:
-        rank: Rank that is judged.
         metrics: Metric of `rank`, and the newest published metrics of other ranks.
     """
     if rules.replacement_mode == "threshold":
@@ -197,10 +196,7 @@ def choose(
     0, all donors have the weight 1.
 
     Args:
-        rank: Rank that is replaced.
         metrics: Newest metrics by rank; the metric of `rank` may be missing if it has not published yet.
-        member_count: Number of ranks in the group, including `rank`.
-        sample: Function that draws donors.
 
     Returns:
         The choice; None if no other rank can be a donor.

@@ -122,10 +122,8 @@ class Layout:
         """Return the chunks of one donor, with the memory in which they are received.
 
         Args:
-            ring: Ring that has created this layout.
             page: Page in which the previous donor's chunks end. Pages limit the number of outstanding receives, so
                 chunks in the accumulator are assigned to a page as well.
-            offset: Offset in bytes within that page.
             first: Whether this is the first donor, whose chunks are received directly into the accumulator if it has
                 their dtype.
             exact: Whether the donor also sends the tensors that are not averaged. These are always received directly.

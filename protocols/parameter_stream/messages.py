@@ -56,7 +56,6 @@ class LocateRequest:
     Attributes:
         slot: Number of the request, which is negative so that it differs from the slots of streams.
         part: Number of the part whose mean is requested; -1 for a donor's snapshot.
-        part_count: Number of parts.
     """
 
     slot: int
@@ -76,7 +75,6 @@ class Location:
     """Sender to receiver: the address of the requested snapshot, as the answer to :class:`LocateRequest`.
 
     Attributes:
-        slot: Slot of the request.
         pid, address, token: Fields of an :class:`~asyncdist.host_memory.cross_memory_attach.AttachToken`. The sender
             revokes this token before it reuses the snapshot's memory.
         tensors: Address of each tensor of :func:`parts_of`, including exact tensors; empty if the sender has no

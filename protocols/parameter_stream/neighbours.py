@@ -52,9 +52,6 @@ class Neighbours:
         """Request the address of a donor's snapshot or of a reducer's mean.
 
         Args:
-            donor: Rank of the donor or reducer.
-            nbytes: Number of bytes to read.
-            round: Round of the snapshot.
             mean_of: Part whose mean is requested; None for a donor's snapshot.
 
         Returns:
@@ -110,14 +107,8 @@ class Neighbours:
 class Reading:
     """Reads one snapshot from a donor's memory.
 
-    Args:
-        neighbours: Object that has sent the request.
-        donor: Rank of the donor.
-        slot: Number of the request.
-
     Attributes:
         process: The donor's process; None before the donor has answered, or if its memory cannot be read.
-        received_nbytes: Number of bytes read so far.
     """
 
     def __init__(self, services: Services, neighbours: Neighbours, donor: int, slot: int) -> None:
@@ -200,7 +191,6 @@ class PartReading:
     """Reads one part of a snapshot, or the mean of a part, from a donor's memory, with the interface of a stream.
 
     Args:
-        reading: Reading of the snapshot or of the mean.
         pieces: For each piece, the index of its tensor, the index of its first element, and the receiving tensor.
     """
 

@@ -51,7 +51,6 @@ class PartPool:
     """Pool that provides the memory for part buffers and reuses it in later rounds.
 
     Attributes:
-        in_use: Number of part buffers in use.
         sizes: Number of elements of the whole state, by dtype.
     """
 

@@ -48,12 +48,8 @@ def ask_for_part(
     """Request a part of one rank's snapshot, or the mean of that part, and begin to receive it into ``into``.
 
     Args:
-        server: Channel of the policy's parameter streams, and the ranks whose memory can be read directly.
         source: Rank that sends the part. For a mean, the part's reducer or a rank that has fetched the mean.
-        into: Buffers that receive the part.
-        part: Requested part.
         sizes: Number of elements of the whole state, by dtype.
-        round: Round of the snapshot.
         exact: Whether the integer and bool tensors are requested as well.
         of_mean: Whether the mean of the part is requested instead of the source's own part.
 
@@ -109,20 +105,15 @@ class SnapshotReceiver:
     """Computes the weighted mean of the donors' snapshots on a replacer, as the snapshots arrive.
 
     Args:
-        channel: Channel of the policy's parameter streams.
         accumulator: Flat tensors in the accumulation dtypes, which the mean overwrites.
-        ring: Buffers for chunks that cannot be received directly into the accumulator.
         donors: Ranks of the donors, in the order of the sum.
         best: Donor whose integer and bool tensors are copied.
-        round: Round of the snapshots.
         part: Part of the snapshots to average; None for whole snapshots.
         neighbours: Reads snapshots from the memory of ranks on this host; None to stream all snapshots.
 
     Attributes:
         donor: Donor whose snapshot is requested or awaited; if :meth:`run` raises, the donor that caused the failure.
-        received_nbytes: Size in bytes of the snapshots that were added.
         read_nbytes: Number of received bytes that were read directly from the donors' memory.
-        mean: Mean of the snapshots that were added.
     """
 
     def __init__(

@@ -44,8 +44,6 @@ class Offer:
     The buffers remain in use until the offer is withdrawn and all its streams have ended.
 
     Attributes:
-        round: Round of the offer.
-        snapshot: Buffers with the snapshot or the mean.
         on_free: Called with the buffers when they are no longer in use.
         chunks_made: Chunks of the snapshot by stream and chunk size, shared by all rounds that use the same buffers.
         streams: Streams in progress, each with its receiver and slot. Two streams may have the same slot, since a
@@ -111,14 +109,6 @@ class SnapshotServer:
 
     A request for a future round waits until there is an offer for the round, or until the round is over. The server
     outlives its policy, because replacers may ask late.
-
-    Args:
-        scope: Scope of the policy's channels.
-
-    Attributes:
-        channel: Channel for requests, locations and cancels in both directions.
-        neighbours: Reads snapshots from the memory of ranks on this host.
-        sent_nbytes: Number of bytes streamed so far.
     """
 
     def __init__(self, services: Services, scope: int) -> None:
@@ -161,9 +151,6 @@ class SnapshotServer:
         """Answer all requests of ``round``, earlier and later ones, with ``snapshot``; abort those of earlier rounds.
 
         Args:
-            round: Round of the snapshot.
-            snapshot: Buffers with the snapshot or the mean.
-            on_free: Called with the buffers when they are no longer in use.
             mean_of: Part whose mean ``snapshot`` is; None for a donor's snapshot.
             ready_count: Number of chunks of the mean that are ready (:meth:`grow` adds the others); None for all.
         """

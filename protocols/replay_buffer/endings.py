@@ -8,10 +8,7 @@ def ended_error(server: int, name: str, kind: str, text: str) -> RemoteError | C
     """Return the error for a server that has reported why it ended.
 
     Args:
-        server: Rank of the server.
-        name: Name of the buffer.
         kind: Class name of the exception that has ended the server; "" without an exception.
-        text: Message of that exception, or the reason.
     """
     what = f"the replay buffer {name!r} on rank {server} ended before its clients"
     if kind:

@@ -31,9 +31,7 @@ class Welcome:
 
     Attributes:
         entry: The ``entry`` of the client's ``Open``.
-        capacity: Largest number of items in the buffer.
         in_flight_max: Largest number of the client's unanswered draws, and of its other unanswered requests.
-        prioritized: Whether items are drawn by priority.
     """
 
     entry: int
@@ -114,7 +112,6 @@ class Ended:
 
     Attributes:
         kind: Class name of the exception that has ended the server; "" if the server was cancelled.
-        text: Message of that exception.
     """
 
     kind: str

@@ -217,9 +217,7 @@ class ReplayStore:
     """Stores a limited number of items, and draws from them; if it is full, new items replace the oldest.
 
     Args:
-        capacity: Largest number of items.
         alpha: Exponent of the priorities, >= 0 (0 ignores them); None for uniform sampling without priorities.
-        seed: Seed of the random draws.
     """
 
     def __init__(self, capacity: int, *, alpha: float | None, seed: int) -> None:
@@ -277,7 +275,6 @@ class ReplayStore:
         """Draw ``n`` items with replacement; the store must not be empty.
 
         Args:
-            n: Number of items.
             beta: Exponent of the importance weights, from 0 (no correction of the bias) to 1 (full correction).
         """
         assert self._rows is not None and self.size, "cannot draw from an empty store"

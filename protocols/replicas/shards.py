@@ -73,11 +73,9 @@ class Decision(NamedTuple):
     Attributes:
         happenings: Events of the leader's state machine since the last swap point.
         action: ``NOTHING_MORE``, ``SNAPSHOT`` or ``APPLICATION``.
-        iteration: Iteration of the leader.
         trouble: Description of the replica's own non-finite state if an average was applied; "" if it was finite.
         info: Fields of the :class:`StepInfo` that the leader's step returns.
         coordinator: Rank of the coordinator; None if the coordinator is gone.
-        epoch: Epoch of the coordinator.
     """
 
     happenings: tuple[Happening, ...]
@@ -123,10 +121,8 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         """Set this rank's replica and counterparts.
 
         Args:
-            world: World of the policy.
             replica: Ranks of this replica, beginning with the leader.
             counterparts: Ranks of all replicas with the same shards as this rank, including this rank.
-            leaders: Leaders of all replicas, in the same order.
         """
         self._given_group, self._given_world, self._replica = counterparts, world, replica
         self._counterparts = dict(zip(leaders, counterparts.ranks, strict=True))

@@ -93,7 +93,6 @@ class Board:
 
         Args:
             policy: Number of the policy, or the number that the policies of all islands share.
-            handler: Function that handles a message.
             key: Key of requests for admission to the policy; None if the policy accepts no requests.
             on_request: Function that handles a request, and returns whether it may be granted now or later.
         """

@@ -59,8 +59,6 @@ class Coordinator:
         members: Ranks of the policy that take part, as far as is known.
         ranks: All ranks of the policy's group.
         epoch: 0 for the coordinator that the members have agreed on; larger for a later coordinator.
-        model_nbytes: Size of a snapshot in bytes.
-        migration: Exchanges messages with other islands; None without islands.
     """
 
     def __init__(

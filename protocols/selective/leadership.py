@@ -42,13 +42,9 @@ class Leadership:
     """Tracks which rank coordinates one policy, and runs the coordinator if it is this rank.
 
     Args:
-        succession: State machine that decides which rank coordinates.
-        members: Ranks of the policy's group.
-        model_nbytes: Size of a snapshot in bytes.
         member: This rank's roles in rounds, which are notified when the coordinator changes and when a restarted rank
             is admitted. None on a reserved coordinator, which is not a member.
         replaced: Members that were lost while the start was agreed on. Some may have been restarted.
-        migration: Exchanges messages with other islands; None without islands.
     """
 
     def __init__(
@@ -155,7 +151,6 @@ class Leadership:
         """Record the members and the coordinator from a welcome, while this rank waits for admission.
 
         Args:
-            welcome: The coordinator's answer to this rank's request for admission.
             rank: The coordinator's rank.
         """
         for member in welcome.members:
@@ -168,8 +163,6 @@ class Leadership:
 
         Args:
             values: Class, name, model and options of the policy that this rank wants to rejoin.
-            ranks: Ranks of the policy's group.
-            timeout_s: Seconds to wait for each answer.
         """
         board = services.shared(Board)
         left = board.newest_left(key_of(ranks, values))
@@ -184,7 +177,6 @@ class Leadership:
         over.
 
         Args:
-            step: Number of this rank's step.
             interval_s: Seconds since this rank's previous report.
         """
         if self._succession.coordinator is None:

@@ -370,8 +370,6 @@ class RoundMember:
         """Offer the completed copy to the replacers, or decline; do nothing if the round has already ended.
 
         Args:
-            round: Round of the copy.
-            iteration: Iteration of the copy.
             fault: Reason why the copy cannot be sent, such as values that are not finite; "" if it can.
             state_safe_points: Number of safe points to transfer the rest of the state; see `Ready`.
         """

@@ -134,7 +134,6 @@ class Ready:
     """Donor to coordinator: the donor's snapshot has only finite values and is available to all replacers.
 
     Attributes:
-        iteration: Iteration of the snapshot.
         state_safe_points: Number of safe points that sender and receiver each need to transfer the rest of the state to
             a newcomer; 0 without a newcomer.
     """
@@ -253,7 +252,6 @@ class Joined:
         applied_iteration: Iteration of the member's last average; reports up to it are void. -1 for none.
         judged_iteration: Iteration of the member's newest report that led to a round; -1 for none.
         iteration, value, step_time_s, interval_s: The member's newest report; the iteration is -1 if there is none.
-        incarnation: Number of restarts of the member's process.
     """
 
     last_round: int

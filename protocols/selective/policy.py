@@ -73,7 +73,6 @@ class Membership:
 
     Attributes:
         states: Sends this rank's optimizer and policy state to restarted ranks.
-        roles: Carries out this rank's roles in rounds.
         coordination: This rank's view of which rank coordinates.
     """
 
@@ -259,8 +258,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
     def _open(
         self, scopes: PolicyScopes, coordinator: int, epoch: int | None = None, replaced: Sequence[int] = ()
     ) -> Leadership:
-        """Open the policy's channels, start this rank's tasks, and return the coordinator's representation on this
-        rank.
+        """Open the policy's channels, start this rank's tasks, and return its view of the coordinator.
 
         Args:
             epoch: Epoch of the coordinator, if this rank waits for admission to a running policy.

@@ -13,10 +13,8 @@ class Roster:
     The numbers are updated with each change rather than counted anew, since there may be thousands of ranks.
 
     Args:
-        ranks: The initial members.
         quorum: Fraction of live members that must have reported.
         have_joined: Whether the initial members are known to take part.
-        incarnations: Incarnations of the restarted ranks.
 
     Attributes:
         members: All members by rank, including members that are gone, and newcomers.

@@ -132,10 +132,7 @@ def averaging_weights(
     float32 (or float64, for metrics near its limits) are scaled by a power of two, which changes no ratio.
 
     Args:
-        metrics: Metric of each participant, by rank.
-        donors: Donors, all with finite metrics.
         averaging_strategy: One of `STRATEGIES`. Every strategy except `weighted_mean` weighs all donors equally.
-        metric_mode: `"max"` or `"min"`.
     """
     even = (1.0,) * len(donors)
     if averaging_strategy != "weighted_mean":
@@ -163,7 +160,6 @@ def decide(
     if no metric is finite, since no donor is needed.
 
     Args:
-        metrics: Metric of each participant, by rank.
         rules: The options; the cooldown is applied by the caller.
         guests: Metric of each available rank of another island. These ranks are never replaced. A guest that is better
             than all replaced ranks becomes an additional donor.
@@ -226,8 +222,6 @@ def reducers_of(
     Args:
         route: One of `Route`. `"auto"` chooses the sharded route if it saves many bytes on the busiest rank or on the
             busiest host's network, or many streams in total.
-        model_nbytes: Size of a snapshot in bytes.
-        turn: Number of the round.
         hosts: Number of each rank's host; None or empty if a host is unknown.
     """
     donors, replacers = decision.donors, decision.replacers
@@ -263,7 +257,6 @@ def sources_of(
 
     Args:
         reducers: Ranks that each add up one part; empty on the direct route.
-        model_nbytes: Size of a snapshot in bytes.
         hosts: Number of each rank's host; empty if a host is unknown.
     """
     if not reducers or not hosts:

@@ -13,12 +13,9 @@ class PolicyScopes:
     """Numbers that separate one policy's messages from those of other policies; equal on all of its ranks.
 
     Args:
-        ranks: Ranks that agreed to start the policy, in the order of the agreement.
-        agreed: Result of the agreement.
         population: Name that the policies of all islands share.
 
     Attributes:
-        policy: Number of the policy.
         to_members, to_coordinator: Scopes of messages to the members, and to the coordinator.
         between: Number that the policies of all islands share.
         values: Class, name, model and options of the policy, on which all members agree.

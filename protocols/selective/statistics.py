@@ -94,7 +94,6 @@ class History:
         ignored: Number of late or unexpected messages, by kind.
         guests: Donors from other islands, as pairs of the round and the rank.
         note: Faster form of :meth:`tell`, with one argument: a tuple of template and values.
-        abandoned: Number of replacers that failed, by reason.
     """
 
     def __init__(self) -> None:

@@ -228,12 +228,7 @@ class Watch:
         self._late.clear()
 
     def on_report(self, step: int, interval_s: float, now: float) -> None:
-        """Record that this rank sends a report that asks for an answer.
-
-        Args:
-            step: Number of this rank's step.
-            interval_s: Seconds since this rank's previous report.
-        """
+        """Record that this rank sends a report that asks for an answer."""
         usual_s = min(interval_s, self._interval_s)  # excludes a pause, which makes only one interval long
         self._interval_s = interval_s
         if self._asked_at is None:

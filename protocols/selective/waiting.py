@@ -70,7 +70,6 @@ def grace_s(cadence_s: float, quorum_s: float, rounds_s: Sequence[float]) -> flo
     Args:
         cadence_s: Median seconds between a member's reports.
         quorum_s: Seconds from the first report to the quorum.
-        rounds_s: Durations of the latest rounds, in seconds.
     """
     return max(0.0, cadence_s - quorum_s - (median_low(rounds_s) if rounds_s else 0.0))
 
@@ -154,7 +153,6 @@ class Patience:
 
         Args:
             others: Pace of each member that has not reported.
-            cadence_s: Median seconds between a member's reports.
             quorum_s: Seconds from the first report to the quorum.
         """
         self._complete_at = now
@@ -193,7 +191,6 @@ class Patience:
 
         Args:
             paces: Rank and pace of each judged member; not read if `slowest` is fast enough.
-            cadence_s: Median seconds between a member's reports.
             slowest: Longest step, shortest interval and longest silence of all judged members; None if unknown.
         """
         self._held_at = min(now, self._held_at)

@@ -67,14 +67,6 @@ async def explained(
     All members, which have the same error, call this function and compare their models. They use a new group, since the
     caller of a cancelled start may already be using the policy's group for something else.
 
-    Args:
-        error: Error of the start.
-        world: World of the policy.
-        ranks: Ranks of the policy's group.
-        mine: Layout of this rank's model.
-        start: Start of the policy.
-        timeout_s: Seconds for creating the new group.
-
     Returns:
         The explained error; ``error`` itself if it has a different reason.
     """

@@ -28,7 +28,6 @@ async def start_without_lost(
 
     Args:
         services: Services of this rank, which is not a restarted rank.
-        ranks: Ranks of the policy.
         start: Function that starts the policy with the given ranks; all these ranks call it.
         timeout_s: Seconds after the first start in which the start may be repeated.
 
@@ -56,8 +55,6 @@ def lost_members(world: World, ranks: Sequence[int], meeting: Meeting) -> tuple[
     """Return the ranks in ``ranks`` without which a policy starts, because they are lost or were restarted.
 
     Args:
-        world: World of the policy.
-        ranks: Ranks of the policy.
         meeting: Agreement on the start.
     """
     met = frozenset(meeting.ranks)

@@ -74,7 +74,6 @@ class IslandOptions(Options):
         """Raise ValueError if one of the policy's other options cannot be used with islands.
 
         Args:
-            averaging_strategy: The policy's averaging strategy.
             ranks: Values of the options that name coordinators, by option.
         """
         if not self.are_on:
@@ -107,7 +106,6 @@ class IslandOptions(Options):
         """Return the island of a rank; None if there are no islands or no other rank.
 
         Args:
-            rank: A rank of ``population``.
             population: All ranks, in their original order.
             hosts: For each rank of the world, a number that identifies its host; None if unknown.
 
@@ -134,7 +132,6 @@ def by_host(population: Sequence[int], hosts: Sequence[int] | None) -> Sequence[
     """Return the ranks grouped by host; hosts, and the ranks of each host, remain in their original order.
 
     Args:
-        population: The ranks.
         hosts: For each rank of the world, a number that identifies its host; None if all ranks are on one host or the
             hosts are unknown.
 
@@ -156,7 +153,6 @@ class Island:
 
     Attributes:
         index: Number of the island, from 0.
-        size: Number of ranks in each island.
         population: All ranks, in the order of the islands; for a whole world a `range`, which takes no memory.
     """
 

@@ -11,8 +11,6 @@ class Emigrant:
     to its coordinator.
 
     Attributes:
-        policy: Number that the policies of all islands share.
-        rank, incarnation: Rank and incarnation of the announced member.
         digest: Digest of the class, name, model and options of the policy.
         is_passed_on: Whether a rank of the other island has forwarded this message.
         marks: Checksums of initial weights, at most two different ones, that are known in the sender's island.
@@ -34,9 +32,7 @@ class Invitation:
     channels of the sender's island.
 
     Attributes:
-        policy: Number that the policies of all islands share.
         to_members, to_coordinator: Scopes of messages in the sender's island.
-        epoch: Epoch of the sender as the coordinator.
     """
 
     policy: int

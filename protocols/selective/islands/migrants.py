@@ -33,10 +33,8 @@ class Migrants:
     Args:
         members: The coordinator's members. The guests of a round are added to them, and removed after the round.
         every: Number of decisions after which the next emigrant is chosen; 0 disables emigration.
-        metric_mode: `"max"` or `"min"`.
 
     Attributes:
-        emigrant_count: Number of emigrants chosen so far.
         named: Guests in the round in progress.
     """
 

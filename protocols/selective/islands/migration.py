@@ -57,12 +57,8 @@ class Migration:
     """Sends and receives one rank's messages to and from other islands.
 
     Args:
-        policy: Number that the policies of all islands share.
-        digest: Digest of the class, name, model and options of the policy.
         marks: Checksums of the members' initial weights, at most two different ones.
         draw: Generator that chooses islands at random; None for the ring.
-        visits: Sends this rank's weights to other islands.
-        coordination: View of which rank coordinates this island.
 
     Attributes:
         is_first: Whether this rank is in the first island.
@@ -153,7 +149,6 @@ class Migration:
         """Handle a message from another island.
 
         Args:
-            source: Rank that sent the message.
             is_serving: Whether the coordinator of this island runs on this rank.
 
         Returns:

@@ -30,10 +30,7 @@ class Visit:
     """Makes this rank a donor in one other island.
 
     Args:
-        scopes: Scopes of the other island.
-        index: Number of the other island.
         own: State machine of this rank in its own island, which has the newest report.
-        resources: The model, and the memory of the roles.
     """
 
     def __init__(
@@ -139,12 +136,7 @@ class Visit:
 
 
 class Visits:
-    """Manages this rank's visits, its work as a donor in other islands.
-
-    Args:
-        own: State machine of this rank in its own island.
-        resources: The model, and the memory of the roles.
-    """
+    """Manages this rank's visits, its work as a donor in other islands."""
 
     def __init__(self, services: Services, island: Island, own: RoundMember, resources: RoleResources) -> None:
         self._services = services

@@ -35,11 +35,7 @@ class _Failures(NamedTuple):
 
 
 class Newcomers:
-    """Restarted ranks that wait for admission to one policy, with their failed attempts.
-
-    Args:
-        members: The coordinator's members, which the coordinator changes.
-    """
+    """Restarted ranks that wait for admission to one policy, with their failed attempts."""
 
     def __init__(self, members: Mapping[int, Member], rules: SelectiveRules) -> None:
         self._members = members
@@ -62,7 +58,6 @@ class Newcomers:
         """Count a failed attempt for each newcomer that an ended round was to admit, but has not.
 
         Args:
-            ranks: The newcomers of the round.
             decision_count: Number of decisions so far; the next attempt waits for one more.
             held_s: Duration of the round in seconds if it exceeded its time limit; otherwise 0.
         """
@@ -75,7 +70,6 @@ class Newcomers:
         """Return the time limit in seconds of a round that admits these ranks; infinite if a duration is unknown.
 
         Args:
-            ranks: The newcomers.
             cadence_s: Median seconds between a member's reports; 0 if unknown.
             round_s: Duration of a round in seconds; 0 if unknown.
         """
@@ -93,7 +87,6 @@ class Newcomers:
         alternate.
 
         Args:
-            decision_count: Number of decisions so far.
             is_decision_near: Whether the quorum for the next decision is met.
         """
         if is_decision_near and self._admitted_after == decision_count:

@@ -21,11 +21,6 @@ class Arrival:
     """Makes a restarted rank a member, after the coordinator has answered its request for admission.
 
     Args:
-        member: State machine of this rank, which shows when the weights have arrived and when the rank is admitted.
-        roles: Receives the weights.
-        states: Receives the rest of the state.
-        whole: This rank's state, which a member's state replaces.
-        journal: Records the donor of the state.
         model_nbytes: Size of the model in bytes, which limits the size of the state.
     """
 
@@ -48,10 +43,6 @@ class Arrival:
 
     async def complete(self, application: Application, leadership: Leadership) -> None:
         """Repeat the request for admission, and receive the state of a member, until this rank is admitted.
-
-        Args:
-            application: Repeats the request.
-            leadership: Is notified of each further welcome, since the coordinator may change.
 
         Raises:
             AsyncdistError: See :meth:`Application.until`.

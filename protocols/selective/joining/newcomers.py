@@ -29,7 +29,6 @@ class Request:
 
     Attributes:
         key: Number of all policies of this class and name on these ranks.
-        incarnation: Number of restarts of the newcomer's process.
         digest: Digest of the policy's class, name, model and options on the newcomer.
         left: Policy that the newcomer's process has left before, which is not meant; 0 for none.
     """
@@ -46,9 +45,7 @@ class Welcome:
 
     Attributes:
         key: Key of the newcomer's request.
-        policy: Number of the policy.
         to_members, to_coordinator: Scopes of messages to the members and to the coordinator.
-        epoch: Epoch of the coordinator.
         members: Ranks of the present members, with their incarnations. Only they may become the coordinator.
         between: Number that the policies of all islands share.
     """
@@ -113,9 +110,6 @@ class Application:
     """Sends one newcomer's requests for admission, and evaluates the answers.
 
     Args:
-        board: Carries the requests.
-        ranks: Ranks of the policy's group.
-        values: Class, name, model and options of this rank's policy.
         timeout_s: Seconds to wait for the coordinator's first answer, and after that for each further answer.
         left: Policy of this class and name that this process has left before; 0 for none.
     """

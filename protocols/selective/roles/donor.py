@@ -26,10 +26,6 @@ class Copy:
     """A copy of this rank's weights that is complete or in progress.
 
     Attributes:
-        round: Round that the copy is for.
-        snapshot: Buffers of the copy.
-        iteration: This rank's iteration when the copy began.
-        began_at: Time when the copy began, in seconds on the loop's clock.
         state_safe_points: Number of safe points to send the rest of the state; 0 if only the weights are sent.
         under_way: Copy from a GPU in progress; None if the snapshot is already complete.
     """
@@ -46,14 +42,11 @@ class Donor:
     """Copies this rank's weights for a round, and makes the copy available to the round's replacers.
 
     Args:
-        server: Streams the snapshots.
-        resources: The model, and the memory of the copies.
         states: Sends the rest of the state to restarted ranks; None if this rank never does.
         island: Number of the other island that the rounds belong to; -1 for this rank's own island.
 
     Attributes:
         offer: The snapshot that replacers can request; None if there is none.
-        snapshot_count: Number of snapshots offered so far.
     """
 
     def __init__(
@@ -78,7 +71,6 @@ class Donor:
         """Begin to copy the present weights. A GPU completes the copy during the next steps.
 
         Args:
-            round: Round that the copy is for.
             with_state: Whether to copy the optimizer and policy state for a restarted rank as well, before returning.
 
         Raises:

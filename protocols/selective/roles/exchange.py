@@ -22,19 +22,10 @@ logger = logging.getLogger("protocols.selective.roles.exchange")
 class Exchange:
     """Receives the average of one round on a replacer, from the donors or from the reducers.
 
-    Args:
-        server: Channel of the policy's parameter streams, and the ranks whose memory can be read directly.
-        buffers: Memory of the replacer's exchanges.
-        reducer: Adds up this rank's part of the mean, if this rank is a reducer.
-        relay: Shares the parts that this rank fetches for its host.
-        coordinator: Rank that coordinates the round.
-
     Attributes:
-        assigned_at: Time when this rank was named a replacer, on the loop's clock.
         task: Task of :meth:`run`; None before the freeze, and when the task is about to end on its own.
         average: The complete average; None before it is complete, and in a round that builds fresh weights.
         deadline: Time by which all streams must be complete, set when the round is frozen.
-        nbytes: Number of bytes received in streams that have ended.
         route: ``"direct"``, or ``"sharded"`` while there are reducers.
     """
 

@@ -34,7 +34,6 @@ class ExchangeBuffers:
 
     Attributes:
         ring: Memory for chunks that cannot be received directly into an accumulator.
-        received_nbytes: Number of bytes received by all exchanges, including abandoned ones.
         read_nbytes: Number of received bytes that were read directly from the donors' memory.
         reasked_count: Number of parts requested from the donors because their reducer had failed.
     """

@@ -35,21 +35,14 @@ class MeanReceiver:
     """Receives the mean of a sharded round from the reducers.
 
     Args:
-        server: Channel of the policy's parameter streams, and the ranks whose memory can be read directly.
-        accumulator: Buffers that the mean overwrites.
-        ring: Memory for chunks from the donors, if a reducer has failed.
         reducers: Ranks that each add up one part, in the order of the parts.
         sources: For each part, the rank to request it from: the reducer, or the rank that fetches the part for this
             host, which may be this rank.
-        own: Adds up this rank's part, if this rank is a reducer.
-        relay: Shares the parts that this rank fetches for its host.
 
     Attributes:
         accumulator: Buffers that contain the mean after :meth:`run`.
         donor: Rank whose stream is awaited; if :meth:`run` raises, the rank that caused the failure.
-        received_nbytes: Number of bytes in complete parts.
         read_nbytes: Number of received bytes that were read directly from the reducers' memory.
-        reasked_count: Number of parts that were requested from the donors.
         is_agreed: Whether all donors have the same infinite values.
     """
 
@@ -115,7 +108,6 @@ class MeanReceiver:
         """Receive all parts into the accumulator, which then contains the mean.
 
         Args:
-            frozen: The donors, and the remaining reducers.
             deadline: Time on the loop's clock by which all parts must have arrived.
 
         **Cancellation**: reducers and donors are asked to stop; the accumulator remains in use until they have

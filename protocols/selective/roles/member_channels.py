@@ -18,7 +18,6 @@ class MemberChannels:
     """A member's channels to the coordinator and to the other members.
 
     Attributes:
-        control: Channel of messages from and to the coordinator.
         server: Sends this rank's snapshots to replacers; it outlives the policy.
     """
 

@@ -55,17 +55,9 @@ class MemberRoles:
     """Carries out a member's roles in rounds, according to the instructions of its state machine.
 
     Args:
-        member: State machine that decides.
-        channels: Channels for messages and streams.
-        coordination: View of which rank coordinates.
-        resources: The model, and the memory of the roles.
         states: Sends the optimizer and policy state to restarted ranks; None if this rank never does.
-        journal: Records each state of the member.
         island: Number of the other island that the rounds belong to; -1 for this rank's own island.
         holds_copies: Whether a copy waits for :meth:`conclude`, because other ranks have other shards of the model.
-
-    Attributes:
-        donor, replacer, reducer, relay: Objects that carry out one role each.
     """
 
     def __init__(
@@ -131,12 +123,7 @@ class MemberRoles:
         self._carry_out(instructions)
 
     def follow(self, epoch: int, rank: int) -> None:
-        """End all roles of the previous coordinator's rounds, and take part in the rounds of a new coordinator.
-
-        Args:
-            epoch: Epoch of the new coordinator.
-            rank: Rank of the new coordinator.
-        """
+        """End all roles of the previous coordinator's rounds, and take part in the rounds of a new coordinator."""
         self._journal.note_coordinator(epoch, rank)
         self._user_events.add(CoordinatorChanged(rank, epoch))
         self.lose_coordinator("is replaced")
@@ -185,7 +172,6 @@ class MemberRoles:
         """Apply new weights, without notifying the user.
 
         Args:
-            due: The state machine's instruction.
             trouble: See :meth:`OwnState.take`.
         """
         info = self.replacer.put_in_place(due.frozen, iteration, trouble)
@@ -262,7 +248,6 @@ class MemberRoles:
         """Load the weights that belong to another member's whole state.
 
         Args:
-            exchange: Exchange that has received the weights.
             iteration: The other member's iteration.
         """
         self._member.on_step()

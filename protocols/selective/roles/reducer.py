@@ -60,14 +60,7 @@ class _Sum:
 class Reducer:
     """Computes and offers the mean of one part in each round in which this rank is a reducer.
 
-    Args:
-        server: Sends the means; also has the channel of the policy's parameter streams.
-        pool: Memory for the parts.
-        donor: Donor's role of this rank, with the rank's own snapshot.
-
     Attributes:
-        reduction_count: Number of complete means so far.
-        received_nbytes: Number of bytes received.
         read_nbytes: Number of received bytes that were read directly from the donors' memory.
     """
 

@@ -15,14 +15,7 @@ from asyncdist.protocols.selective.roles.exchange_buffers import Accumulator
 
 
 class Relay:
-    """Offers the parts that this rank has fetched in a round to the other replacers on its host.
-
-    Args:
-        server: Sends the parts.
-
-    Attributes:
-        shared_count: Number of parts offered so far.
-    """
+    """Offers the parts that this rank has fetched in a round to the other replacers on its host."""
 
     def __init__(self, rank: int, server: SnapshotServer) -> None:
         self._rank = rank

@@ -17,15 +17,8 @@ from asyncdist.protocols.step_info import NOTHING, StepInfo
 class Replacer:
     """Receives and applies the averages of the rounds in which this rank is a replacer, one round at a time.
 
-    Args:
-        server: Channel of the policy's parameter streams.
-        resources: The model, and the memory of exchanges.
-        reducer: Adds up this rank's part of a mean, if this rank is a reducer.
-        relay: Shares the parts that this rank fetches for its host.
-
     Attributes:
         exchange: Exchange of the round in progress; None between rounds.
-        replacement_count: Number of averages applied so far.
     """
 
     def __init__(
@@ -85,7 +78,6 @@ class Replacer:
         """Apply the new weights, and return the step's result.
 
         Args:
-            frozen: The donors of the round.
             trouble: See :meth:`OwnState.take`.
         """
         exchange = self.exchange

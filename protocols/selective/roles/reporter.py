@@ -16,13 +16,9 @@ class Reporter:
     """Creates and sends the reports of one member, with its metric and the duration of its steps.
 
     Args:
-        channels: Channels that send the reports.
-        coordination: View of the coordinator, which decides whether a report asks for an answer.
-        member: State machine that stores the newest report.
         call: Number of calls of ``step`` before this rank begins.
 
     Attributes:
-        report_count: Number of reports.
         nonfinite_count: Number of reports whose metric was NaN or infinite.
     """
 
@@ -52,7 +48,6 @@ class Reporter:
         """Send a report with this metric to the coordinator, if there is one.
 
         Args:
-            iteration: Iteration of the policy.
             call: Number of earlier calls of ``step``, by which step times are measured.
         """
         now = self._services.time()

@@ -19,12 +19,8 @@ class RoleResources:
     """The model and the memory that a rank's roles share, in its own island and in other islands.
 
     Attributes:
-        flat: State of the model.
         own: Entries of that state that are sent to other ranks, and entries that an average leaves unchanged.
         snapshots, buffers, parts: Memory of donors, replacers and reducers.
-        applier: Changes the weights.
-        timing: Durations of snapshots and applications.
-        events: Events for the user's ``on_event`` callback.
         state: Optimizer and policy state, which only restarted ranks receive.
     """
 

@@ -18,8 +18,6 @@ class RoundEvents:
     """Creates the events about one member's rounds: a role is assigned, or its round is ended or abandoned.
 
     Args:
-        member: State machine of the member.
-        pending: Queue of events for the user.
         island: Number of the other island that the rounds belong to; -1 for this rank's own island.
     """
 

@@ -26,15 +26,11 @@ class RoundCourse:
     """Conducts the coordinator's rounds, one at a time, and counts them.
 
     Args:
-        roster, newcomers, migrants, patience, history: State of the coordinator.
         stream_safe_points: Number of safe points that sender and receiver of one snapshot each need.
-        model_nbytes: Size of a snapshot in bytes.
 
     Attributes:
         current: The round in progress; None between rounds.
         decided_count: Number of rounds that have started.
-        ended_count: Number of rounds that have ended.
-        overdue_count: Number of replacers that had not answered before their round's timeout.
         routes: Number of rounds with donors, by route.
     """
 

@@ -36,7 +36,6 @@ class Plan(NamedTuple):
         judged: For each named rank, the iteration of the report that the decision used.
         best: Donor with the best metric; -1 for none.
         admits: Whether the replacers are restarted ranks that receive a whole state.
-        restarted: Restarted ranks in this round, with their incarnations.
         reducers: Ranks that each add up one part of the snapshots; empty on the direct route.
     """
 
