@@ -339,12 +339,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     options, unknown = _parser().parse_known_args(words)
     if unknown:  # argparse's own error would not name the subcommand
         _Parser(prog=f"asyncdist {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
-    if (
-        options.command in ("sim", "replay") and arguments is None
-    ):  # this process can be restarted: it does nothing else
+    if options.command in ("sim", "replay") and arguments is None:  # this process may be restarted
         environment.fix_hash_seed()
     if options.command == "run" and options.live:
-        from asyncdist.live import beside  # imports msgspec
+        from asyncdist.live import beside  # imported only here, since it loads msgspec
 
         sys.exit(beside.run([*(word for word in own if word != "--live"), *rest]))
     with local_host.heeding_children():
@@ -377,15 +375,15 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.command == "init":
         return _init(options.flavour, Path(options.path))
     if options.command == "top":
-        from asyncdist.live import top  # imports msgspec
+        from asyncdist.live import top  # imported only here, since it loads msgspec
 
         return top.run(options.job)
     if options.command == "story":
-        from asyncdist.story import command  # imports msgspec
+        from asyncdist.story import command  # imported only here, since it loads msgspec
 
         return command.run(options.job, options.recorded)
     if options.command == "doctor":
-        from asyncdist.launch import doctor  # imports torch
+        from asyncdist.launch import doctor  # imported only here, since it loads torch
 
         return doctor.run()
     try:
@@ -496,9 +494,7 @@ def _script(options: argparse.Namespace) -> str:
         sys.path.insert(0, os.getcwd())
     try:
         spec = importlib.util.find_spec(options.module)
-        if (
-            spec is not None and spec.submodule_search_locations is not None
-        ):  # a package, which runs its __main__ module
+        if spec is not None and spec.submodule_search_locations is not None:  # the module is a package
             spec = importlib.util.find_spec(f"{options.module}.__main__")
     except (ImportError, ValueError) as error:
         raise local_host.LaunchError(f"-m {options.module}: {error}") from error
@@ -543,7 +539,7 @@ def _check_newcomers(transport: str, options: argparse.Namespace) -> None:
 
 
 def _replay(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from asyncdist.simulation.replay import script as scripts  # imports torch
+    from asyncdist.simulation.replay import script as scripts  # imported only here, since it loads torch
 
     if options.rank is not None and not options.pdb:
         print("asyncdist replay: --rank is for --pdb", file=sys.stderr)
@@ -563,7 +559,7 @@ def _sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _run_sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from asyncdist.simulation import run_script as scripts  # imports torch
+    from asyncdist.simulation import run_script as scripts  # imported only here, since it loads torch
     from asyncdist.simulation.exploration.fault_plans import ScriptError, read_faults
 
     try:

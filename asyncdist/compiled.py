@@ -94,12 +94,12 @@ def is_settled() -> bool:
 
 
 def describe() -> str:
-    """Return one line that says whether a process like this one runs the modules compiled, and if not, why."""
+    """Return one line that says whether processes with this Python run the compiled modules, and if not, why."""
     if not is_wanted():
         return f"no, since {PURE_VARIABLE}={os.environ[PURE_VARIABLE]}"
     reason = reason_against()
     return "yes" if reason is None else f"no, {reason}"
 
 
-if __name__ == "__main__":  # run by tools/setup
+if __name__ == "__main__":  # tools/setup runs this file
     sys.exit(not is_settled())

@@ -189,7 +189,7 @@ def check_alone(environ: Mapping[str, str] = os.environ) -> None:
     size = found.expected_size or 1
     if variables.problems or found.transport != "torch" or size == 1:
         return
-    from asyncdist.errors import TransportError  # not at the top: see the module's docstring
+    from asyncdist.errors import TransportError  # imported only here, to keep other imports minimal
 
     name = f"{TRANSPORT_VARIABLE}={environ[TRANSPORT_VARIABLE]}" if environ.get(TRANSPORT_VARIABLE) else "the program"
     raise TransportError(
@@ -225,7 +225,7 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
     assert launch is not None and launch.expected_size is not None and port is not None
     if launch.expected_size > 1:
         local_host.check_address("MASTER_ADDR", environ["MASTER_ADDR"])
-    is_served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # as torch.distributed compares it
+    is_served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the same comparison as in torch.distributed
     is_loopback = environ.get(LOOPBACK_VARIABLE) != "0" and local_host.is_loopback(environ["MASTER_ADDR"])
     return TorchRendezvous(
         launch.rank,

@@ -22,8 +22,9 @@ from asyncdist import rank_program
 
 #: Memory in bytes that one rank and its guardian processes use and do not share with other processes.
 _RANK_NBYTES: Final = 16 << 20
-#: File with Linux's range of ephemeral ports; the next constant is the first ephemeral port of RFC 6335.
+#: File with Linux's range of ephemeral ports.
 _PORT_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+#: First ephemeral port according to RFC 6335.
 _RFC_6335_FIRST: Final = 49152
 #: Minimum number of ports below the ephemeral range; with fewer, most of them may be reserved for services.
 _PORT_COUNT_MIN: Final = 16384
@@ -112,7 +113,7 @@ def check_loopback() -> None:
 
 
 def find_free_port() -> int:
-    """Return a TCP port for a store of torch.distributed at which no process listens now.
+    """Return a TCP port at which no process listens, for a store of torch.distributed.
 
     The port is below the kernel's ephemeral range, since the kernel could assign an ephemeral port to another
     connection before the store starts.
@@ -221,7 +222,7 @@ def has_reached_foreground(came: signal.struct_siginfo) -> bool:
 
 
 def stop_with_ranks(number: int) -> None:
-    """Stop this process too if the signal is SIGTSTP, which has stopped the ranks, so that its shell notices."""
+    """If the signal is SIGTSTP, which has stopped the ranks, stop this process too, so that its shell notices."""
     if number == signal.SIGTSTP:
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -288,7 +289,7 @@ def listen_at(address: str, port: int) -> socket.socket | None:
 
 def available_cores() -> int:
     """Return the number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
+    if hasattr(os, "sched_getaffinity"):  # macOS lacks this function
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 

@@ -153,9 +153,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(_RANKS, plan.ranks, ids=[f"ranks{count}" for count in plan.ranks])
 
 
-@pytest.hookimpl(
-    wrapper=True, trylast=True
-)  # innermost hook, so that plugins for coroutine tests see its plain functions
+@pytest.hookimpl(wrapper=True, trylast=True)  # innermost: plugins for coroutine tests see plain functions
 def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> Generator[None, Any, Any]:
     """Hide from pytest the arguments that the simulation provides, and turn marked tests into plain functions."""
     function: Any = obj

@@ -54,7 +54,7 @@ TERMINAL: Final = "/dev/tty"
 _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 #: Variable with the launcher's pid and its descriptor of the file in which ranks record errors they have printed.
 TOLD_VARIABLE: Final = "ASYNCDIST_TOLD"
-#: Note on the error of a debugger in a rank without input.
+#: Note that is added to a debugger's error if the rank has no input.
 _NO_INPUT: Final = (
     "This rank has an empty standard input, so a debugger cannot be used. In a job on one host, rank 0 shares the "
     "standard input of asyncdist run: if world.rank == 0: breakpoint(). To debug any rank of a recorded job, use "
@@ -256,7 +256,7 @@ def _heed_no_more() -> None:
 
 
 def tell_no_world(_number: int, frame: types.FrameType | None) -> None:
-    """Print that this rank has no open world, and the current line of its program. A handler of SIGUSR1."""
+    """Handle SIGUSR1 while no world is open: report this, and the current line of the program."""
     while frame is not None and frame.f_back is not None and _is_passed_over(frame):
         frame = frame.f_back
     has_begun = frame is not None and frame.f_code.co_filename != __file__
@@ -356,9 +356,8 @@ def ancestors() -> list[int]:
     found = [os.getppid()]
     with contextlib.suppress(OSError, ValueError):
         while found[-1] > 1:
-            _, _, behind_name = (
-                Path(f"/proc/{found[-1]}/stat").read_bytes().rpartition(b")")
-            )  # a program's name may contain ")"
+            # The program's name, before the last ")", may contain any characters.
+            _, _, behind_name = Path(f"/proc/{found[-1]}/stat").read_bytes().rpartition(b")")
             found.append(int(behind_name.split()[1]))
     return found
 

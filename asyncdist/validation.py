@@ -26,8 +26,9 @@ P = ParamSpec("P")
 
 #: Oldest supported torch. Earlier stores of torch.distributed cannot be cloned, as ranks that join later require.
 TORCH_MIN: Final = (2, 8)
-#: Smallest float above zero; the next constant is the largest finite float.
+#: Smallest float above zero.
 SMALLEST: Final = math.ulp(0.0)
+#: Largest finite float.
 LARGEST: Final = math.nextafter(math.inf, 0.0)
 
 

@@ -43,7 +43,7 @@ class WaitKind(enum.StrEnum):
     STREAM_SEND = "stream_send", "stream to rank {peer}, tag {tag}"
     STREAM_RECEIVE = "stream_receive", "stream from rank {peer}, tag {tag}"
     STREAM_RECEIVER = "stream_receiver", "rank {peer} to receive a stream"
-    # Stories do not show these kinds; recordings need them. Number counts a task's sends to one rank on one tag.
+    # Only recordings and replays use these kinds. The number counts a task's sends to one rank on one tag.
     MESSAGE_LEFT = "message_left", "send {number} to {peer}, tag {tag}"
     STREAM_LEFT = "stream_left", "stream {number} to {peer}, tag {tag}"
     WRITTEN_NBYTES = "written_nbytes", "written to {peer}, slot {number}"

@@ -81,9 +81,8 @@ class BegunCall:
         awaited, self._awaited = self._awaited, None
         if self.is_cancelled:  # like asyncio, this cancels the awaited future first
             self.is_cancelled = False
-            if (
-                inspect.getcoroutinestate(self._coroutine) == inspect.CORO_CREATED
-            ):  # the coroutine cannot catch errors before it starts
+            # A coroutine that has not started cannot catch the error.
+            if inspect.getcoroutinestate(self._coroutine) == inspect.CORO_CREATED:
                 self._coroutine.close()
                 raise asyncio.CancelledError
             if awaited is None or not awaited.cancel():

@@ -133,7 +133,7 @@ class World:
         self.call(self.awaited.safe_point)
 
     def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> None:
-        """Check outstanding requests until none completes or ``budget_s`` seconds pass; this rank's tasks also run."""
+        """Check outstanding requests, for at most ``budget_s`` seconds, until none completes."""
         self.call(self.awaited.progress, budget_s)
 
     def compute(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

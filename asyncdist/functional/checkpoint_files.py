@@ -144,7 +144,7 @@ def _save(state: Mapping[str, Any], path: Path) -> None:
 def _write_aside(path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
     """Write a file under a temporary name, rename it, and return its size and checksum.
 
-    If writing fails, deletes the partial file, which might fill the disk, and raises OSError with the file's name.
+    If writing fails, delete the partial file, since the disk may be full, and raise OSError with the file's name.
     """
     beside = path.with_name(f"{path.name}.part")
     try:
@@ -215,9 +215,8 @@ def _delete_old(newest: Path, keep: int) -> None:
     whole = [folder for folder in older if (folder / _MANIFEST).is_file()]
     for folder in older:
         if folder not in whole[len(whole) - (keep - 1) :]:
-            (folder / _MANIFEST).unlink(
-                missing_ok=True
-            )  # deleted first, so that a partly deleted checkpoint is invalid
+            # The manifest is deleted first, so that a partly deleted checkpoint is not valid.
+            (folder / _MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
 
 

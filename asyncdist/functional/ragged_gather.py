@@ -49,7 +49,7 @@ async def gather_distributed_data(
 
     Returns:
         On the group's first rank the concatenation: a list, or a tensor on the device of that rank's tensor. None on
-            other ranks.
+        other ranks.
 
     Raises:
         DisagreementError: Trailing shapes, dtypes or kinds differ. Raised on every member, with both ranks.

@@ -448,7 +448,7 @@ def _assign(training: Mapping[str, Sequence[int]], buffers: Mapping[str, Sequenc
     for rank in strangers:
         clients[min(clients, key=lambda buffer: len(clients[buffer]))].append(rank)
     for buffer, served in clients.items():
-        if not served:  # the buffer is alone on its host, and all others have one
+        if not served:  # no training rank without a buffer is on this buffer's host
             busiest = max(clients, key=lambda other: len(clients[other]))
             clients[buffer].append(clients[busiest].pop())
     return {buffer: tuple(sorted(served)) for buffer, served in sorted(clients.items())}

@@ -23,7 +23,7 @@ def seed_all(seed: int, *, world: World | None = None) -> int:
 
     Returns:
         The seed of this rank's generators, derived from ``seed`` and rank by numpy's ``SeedSequence``. Seeds of
-            different ranks and of neighbouring ``seed`` values are unrelated.
+        different ranks and of neighbouring ``seed`` values are unrelated.
 
     Raises:
         ValueError: ``seed`` is not an integer >= 0.

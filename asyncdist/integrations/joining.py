@@ -190,9 +190,8 @@ class Training(Generic[PolicyT]):
         if self._warning and world.rank == 0:
             logger.warning("%s", self._warning)
         self._warning = ""
-        if (error := sys.exception()) is not None and is_out_of_memory(
-            error
-        ):  # called in the except clause of this error
+        # True if this is called in the except clause of such an error.
+        if (error := sys.exception()) is not None and is_out_of_memory(error):
             note_out_of_memory()
         made = self._make(model, optimizer)
         if not self._continue(made):

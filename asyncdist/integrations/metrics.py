@@ -48,7 +48,7 @@ class RunningLoss:
         self._total, self._count = 0.0, 0
 
     def __call__(self) -> float:
-        """Return the mean of the losses, or infinity without losses, and reset."""
+        """Return the mean of the losses since the last call; infinity if there are none."""
         mean = metric_as_number(self._total) / self._count if self._count else math.inf
         self.reset()
         return mean

@@ -45,7 +45,7 @@ def draw() -> int:
 def draw_apart(number: int) -> None:
     """Reseed :mod:`random`, numpy's and torch's global generators, so that they differ between ranks.
 
-    Each is seeded with its own next number, mixed with ``number``, which differs between the ranks.
+    Each generator is seeded with its own next number, mixed with ``number``, which differs between the ranks.
     """
     random.seed(mix(random.getrandbits(64), number))
     np.random.seed(mix(int(np.random.randint(2**32, dtype=np.uint64)), number))

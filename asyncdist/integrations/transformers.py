@@ -239,9 +239,8 @@ class SelectiveAveraging(TrainerCallback):
         if self.monitor is None:
             return
         found = metrics or {}
-        if self.monitor not in found and self._evaluated.issuperset(
-            found
-        ):  # all evaluation datasets have been evaluated
+        # The metric is missing if all evaluation datasets have been evaluated without it.
+        if self.monitor not in found and self._evaluated.issuperset(found):
             self._warn_of_no_metric()
         self._evaluated.update(found)
         self._newest = found.get(self.monitor, self._newest)

@@ -1,1 +1,1 @@
-"""Starts jobs and diagnoses them."""
+"""Starts jobs with several ranks, and diagnoses installations (``asyncdist doctor``)."""

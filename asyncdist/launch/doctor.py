@@ -329,7 +329,7 @@ def run() -> int:
     problems = find_problems(facts)
     if facts.started.rank == 0:
         print(format_report(facts, problems), flush=True)
-    elif problems and not environment.local_rank(environ):  # local rank 0, or the launcher sets no local rank
+    elif problems and not environment.local_rank(environ):  # true for local rank 0, and without a local rank
         head = f"rank {facts.started.rank} on {socket.gethostname()}: "
         print(head + "\n".join(format_problems(problems)), flush=True)
     return 1 if problems else 0
@@ -480,7 +480,7 @@ def _first_words(text: str) -> str:
 
 
 def tell_of_mpi() -> None:
-    """Start MPI for the :class:`Launch` in ``argv``, and print the result. Main function of a child process."""
+    """Start MPI for the :class:`Launch` given in ``sys.argv``, and print the result. Main function of a child."""
     started = Launch(**json.loads(sys.argv[1]))
     try:
         found = _start_mpi_here(started)

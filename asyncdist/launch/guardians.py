@@ -136,9 +136,8 @@ def end_children() -> None:
         for pid in children:
             if late_s >= 0 or pid not in told:
                 told.add(pid)
-                os.kill(
-                    pid, signal.SIGKILL if late_s >= 0 else signal.SIGTERM
-                )  # the pid is valid, since only this process reaps it
+                # The pid is valid, since only this process reaps it.
+                os.kill(pid, signal.SIGKILL if late_s >= 0 else signal.SIGTERM)
         time.sleep(_PERIOD_S)
 
 
@@ -359,9 +358,9 @@ def _wait(child: int, parent: int, on_word: Callable[[], None], *, signals_group
             ended = dict(iter(_reap, None))
             if child in ended:
                 return ended[child]
-        elif came.si_signo == signal.SIGIO and came.si_code > 0:  # a code above 0 means the kernel
+        elif came.si_signo == signal.SIGIO and came.si_code > 0:  # codes above 0 are from the kernel
             on_word()
-        elif not (signals_group and (came.si_pid == parent or came.si_code > 0)):  # not from the parent or kernel
+        elif not (signals_group and (came.si_pid == parent or came.si_code > 0)):  # not sent by parent or kernel
             os.kill(child, came.si_signo)
     return None
 
@@ -387,7 +386,7 @@ def _parents() -> dict[int, int]:
 def _end_as(code: int) -> NoReturn:
     """End with this exit code, or by the signal -``code`` if it is negative."""
     if code < 0:
-        _prctl(_PR_SET_DUMPABLE, 0)  # the rank has already written a core file
+        _prctl(_PR_SET_DUMPABLE, 0)  # avoids a second core file in addition to the rank's
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

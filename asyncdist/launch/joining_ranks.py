@@ -53,7 +53,7 @@ def run(
 
     Returns:
         0 if the last process of each rank ended with 0. Otherwise the code of the first rank that failed, or 128 plus
-            the number of the signal that killed it or that the launcher received.
+        the number of the signal that killed it or that the launcher received.
 
     Raises:
         LaunchError: The script does not exist, no job is at the address, or too few of its places are free.

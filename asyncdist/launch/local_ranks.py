@@ -51,7 +51,7 @@ Event: TypeAlias = tuple[Literal["signal", "key", "ended", "late"], int]
 
 
 class Process(Protocol):
-    """The process of a rank, on this host or another host. ``returncode`` is that of :mod:`subprocess`."""
+    """The process of a rank, on this host or another host, with a ``returncode`` as in :mod:`subprocess`."""
 
     returncode: int | None
 
@@ -69,7 +69,7 @@ class RankProcess(subprocess.Popen[bytes]):
     """The process of a rank on this host."""
 
     def end(self) -> None:
-        """Kill the rank and all processes that it has started; this process ends once they are gone."""
+        """Kill the rank and all processes that it has started. This process ends after them."""
         if guardians.ARE_HERE:
             self.send_signal(guardians.end_signal())
             return
@@ -110,9 +110,8 @@ def run(
     )
     environments = dict(enumerate(of_ranks))
     kept: secret_files.RenewedSecret | None = None
-    events: queue.SimpleQueue[Event] = (
-        queue.SimpleQueue()
-    )  # of all queues, only its put may be called by a signal handler during get
+    # Unlike other queues, SimpleQueue allows a signal handler to put items while this thread waits in get.
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     processes: dict[int, RankProcess] = {}
     server: RankProcess | None = None
     first = {rank_program.STDIN_VARIABLE: rank_program.INHERITED, **guardians.foreground_variables()}
@@ -215,7 +214,7 @@ class Restarts(Generic[P]):
             tell(self._notes, f"asyncdist/{key} {value}")
 
     def newcomer(self, rank: int) -> str:
-        """Return a clause that says how this rank joined a running world; "" if it was there from the beginning."""
+        """Return a clause for messages that says how this rank joined a running world; "" for an initial rank."""
         if self.have_joined:
             return "which had joined the others"
         return "which was restarted" if self._newest[rank] else ""
@@ -377,7 +376,7 @@ def supervise(
 
 
 class _Supervision(Generic[P]):
-    """Implements :func:`supervise`.
+    """Waits for ranks, restarts or stops them, and finds the job's exit code, for :func:`supervise`.
 
     Ranks that have joined another launcher's world are killed at a signal. If they stopped by themselves, they would
     report a failure to that world, and so end it.

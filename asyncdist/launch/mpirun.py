@@ -91,8 +91,8 @@ def run(
 
     Returns:
         The first of these that exists: 128 plus the number of a signal that this process received; the exit code of the
-            rank that ended the job, or 128 plus the number of the signal that killed it; the exit code of mpirun. The
-            result is 0 only if a rank has ended with 0.
+        rank that ended the job, or 128 plus the number of the signal that killed it; the exit code of mpirun. The
+        result is 0 only if a rank has ended with 0.
 
     Raises:
         LaunchError: The script does not exist, no MPI or more than one is usable, or this MPI cannot run the job.

@@ -26,8 +26,9 @@ from typing import Any, Final
 
 #: Path of this file, to run it as a program.
 PROGRAM: Final = os.path.abspath(__file__)
-#: Key of the job's description; the next constant is the key of the notice that the job has ended.
+#: Store key of the job's description.
 JOB: Final = "places"
+#: Store key that is set when the job has ended.
 OVER: Final = "over"
 #: Timeout in seconds for torch's client, which by default waits much longer for a silent process.
 _CONNECT_S: Final = 5.0

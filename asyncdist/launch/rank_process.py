@@ -46,7 +46,7 @@ _LAST: Final = -1000
 RETURNED: Final = b"."
 #: Result of a rank that caused the failure. The time, packed by ``MOMENT``, and the traceback follow.
 CAUSE: Final = b"!"
-#: Result of a rank that may be the cause, since torch.distributed reports a dead peer by a mere RuntimeError.
+#: Result of a rank that may be the cause, since torch.distributed reports a dead peer by an ordinary RuntimeError.
 PERHAPS: Final = b"?"
 #: Result of a rank that failed because it lost another rank.
 CONSEQUENCE: Final = b"-"
@@ -81,9 +81,8 @@ def init_and_run(func: Callable[P, Any], cfg: MultiprocessConfig, *args: P.args,
     if is_coroutine_function(func):
         _run_coroutine(func, cfg, args, kwargs)
     else:
-        contextvars.copy_context().run(
-            _run_function, func, cfg, args, kwargs
-        )  # the function's parallel groups are dropped with this context
+        # The copied context keeps the function's parallel groups out of the caller's context.
+        contextvars.copy_context().run(_run_function, func, cfg, args, kwargs)
 
 
 def _run_function(
@@ -226,7 +225,7 @@ def _end_with_launcher() -> None:
 
 
 def _call(story: _Story, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call ``func``. Report a failure before the process group is destroyed and the other ranks fail as a result."""
+    """Call ``func``. If it fails, report this before the process group is destroyed and makes other ranks fail."""
     try:
         func(*args, **kwargs)
     except BaseException as error:
@@ -247,7 +246,7 @@ class _Story:
         kind = CONSEQUENCE if is_consequence(error) else PERHAPS if isinstance(error, RuntimeError) else CAUSE
         if isinstance(error, SystemExit):
             if error.code is None or error.code == rank_program.exit_code(error.code):
-                return  # the launcher sees the exit code
+                return  # the launcher reads the exit code
             text = f"exited with {error.code!r}"
         else:
             text = format_error(error)

@@ -248,7 +248,7 @@ class _Child:
 
     def reap(self) -> bool:
         """Return whether the rank has ended. If it failed without a report, set ``failure``."""
-        code = self.process.exitcode  # a forked child of the rank may keep the sentinel open
+        code = self.process.exitcode  # the sentinel is not used, since a forked child may keep it open
         if code is None:
             return False
         self.end_rest()
@@ -358,7 +358,7 @@ def _find_cause(ranks: Sequence[_Child]) -> str:
         left_s = began_at + _PATIENCE_S[found.kind] - time.monotonic()
         ended = [child for child in ranks if child not in living]
         gone = [child.rank for child in ended if child.process.exitcode == 0 and not child.returned]
-        if gone and found.kind != CAUSE:  # os._exit(0) is a failure only if another rank has failed
+        if gone and found.kind != CAUSE:  # an early exit with 0 matters only after another failure
             text = f"rank {gone[0]} ended with exit code 0 before its function had returned"
             return text if found.kind == CONSEQUENCE else f"{text}; {_describe(found)}"
         if not living or left_s <= 0:

@@ -79,7 +79,7 @@ def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def _is_rank_0_elsewhere(environ: Mapping[str, str]) -> bool:
     """Return whether this task can tell from its variables that rank 0 is not on the first host.
 
-    Only tasks on the first host or on rank 0's host can.
+    Only tasks on the first host or on rank 0's host have the necessary variables.
     """
     node, tasks = environ.get("SLURM_NODEID"), environ.get("SLURM_GTIDS")
     if not node or not tasks:

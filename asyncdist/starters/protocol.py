@@ -29,7 +29,7 @@ async def main(world: ad.World) -> float:
     """Run push-sum (Kempe, Dobra and Gehrke, 2003), in which numbers and weights move but their sums stay constant."""
     channel = world.channel(Half | Done, tag=40)
     others = [rank for rank in range(world.size) if rank != world.rank]
-    draw = world.generator("neighbours")  # in a simulation, the seed determines the neighbours
+    draw = world.generator("neighbours")  # its numbers follow from the seed of a simulation
     number, weight, done_count = float(world.rank), 1.0, 0
 
     for step in range(ROUNDS):

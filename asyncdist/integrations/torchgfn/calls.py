@@ -89,11 +89,8 @@ class PortedCalls:
         if expose_params not in (None, True):
             validation.refuse("expose_params", expose_params, "None or True")
         if type(iteration) is int and iteration == policy.iteration and self._numbers.epoch_start == 0:
-            return (
-                model,
-                optimizer,
-                fields_of(await policy._guarded_step(local_metric)),
-            )  # fast path for a caller with the policy's own numbers
+            # This is the fast path for a caller whose numbers are those of the policy.
+            return model, optimizer, fields_of(await policy._guarded_step(local_metric))
         policy.check_can_step()
         if type(iteration) is not int or iteration < 0:
             iteration = validation.count("iteration", iteration, least=0)

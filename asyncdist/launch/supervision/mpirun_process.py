@@ -44,8 +44,9 @@ _MPIRUN_STOP_S: Final = 5.0
 _LAST_WORDS_S: Final = 1.0
 #: Maximum seconds for an agent to forward its last reports. Its host may be unplugged.
 _AGENT_END_S: Final = 3.0
-#: Seconds between probes of hosts; the next constant is the maximum number of seconds without an answer.
+#: Seconds between probes of hosts.
 _PROBE_S: Final = 5.0
+#: Maximum seconds without an answer from a host.
 _SILENCE_S: Final = 30.0
 #: Maximum seconds to hold the beginning of an mpirun message back before it is printed incomplete.
 _HOLD_S: Final = 0.2
@@ -345,7 +346,7 @@ class _RemoteGuardian:
         self._rank = rank
 
     def send(self, number: int) -> None:
-        """Send the guardian a signal, if it lives."""
+        """Send a signal to the guardian, if it is alive."""
         self._agent.say(guardian=self._rank, number=number)
 
     def close(self) -> None:
