@@ -204,9 +204,8 @@ def check_alone(environ: Mapping[str, str] = os.environ) -> None:
 def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous:
     """Return the rendezvous described by the variables of torchrun or srun.
 
-    Raises:
-        ValueError: Variables are missing, are not numbers or contradict each other; one error names all of them.
-            MASTER_ADDR cannot be resolved, or rank 0 of a Slurm step is not on the host with that address.
+    Raises ValueError if variables are missing, are not numbers or contradict each other (one error names all of them),
+    if MASTER_ADDR cannot be resolved, or if rank 0 of a Slurm step is not on the host with that address.
     """
     why_missing, own = "", environ
     missing = [name for name in TORCH_NAMES if not environ.get(name)]

@@ -69,10 +69,7 @@ def find_caller() -> Caller | None:
 
 
 def current_caller(what: str) -> Caller:
-    """Return the caller for the blocking code that runs here.
-
-    Args:
-        what: Name of the blocking call, for errors.
+    """Return the caller for the blocking code that runs here. Errors name the blocking call ``what``.
 
     Raises:
         LocalProtocolError: Called in a coroutine of a rank, which should await instead.
@@ -201,8 +198,7 @@ def entered(awaited: AbstractAsyncContextManager[T], caller: Caller) -> Iterator
 class LoopCaller(Caller):
     """Hosts the only rank of a process: runs an event loop while a call blocks.
 
-    Args:
-        open_world: Returns the context manager that hosts the rank, for the given handling of signals.
+    ``open_world`` returns the context manager that hosts the rank, for the given handling of signals.
     """
 
     def __init__(self, open_world: Callable[[Interrupts], AbstractAsyncContextManager[World]]) -> None:
@@ -472,9 +468,7 @@ def aside() -> Iterator[None]:
 class SwitchingCaller(Caller):
     """Runs blocking code on a separate stack, inside the main of a rank whose loop is running.
 
-    Args:
-        world: The rank's world.
-        is_of_script: Whether the code is a whole script, which opens this world itself.
+    ``is_of_script`` is whether the code is a whole script, which opens this world itself.
     """
 
     def __init__(self, world: World, *, is_of_script: bool = False) -> None:

@@ -11,11 +11,7 @@ from asyncdist.blocking.callers import current_caller, entered
 
 
 class Face:
-    """Wraps an object so that its coroutine methods block. Its other attributes are unchanged.
-
-    Args:
-        awaited: The wrapped object, also available as the attribute ``awaited``.
-    """
+    """Wraps an object so that its coroutine methods block. The wrapped object is the attribute ``awaited``."""
 
     def __init__(self, awaited: Any) -> None:
         self.awaited = awaited

@@ -50,11 +50,7 @@ def end_process_world() -> None:
 
 
 class _UntilExit:
-    """Leaves a context manager when the interpreter exits, or with the exception that ends the program.
-
-    Args:
-        block: Context manager that has been entered.
-    """
+    """Leaves a context manager, already entered, when the interpreter exits or an exception ends the program."""
 
     def __init__(self, block: AbstractContextManager[Any]) -> None:
         self._block: AbstractContextManager[Any] | None = block
@@ -100,8 +96,8 @@ _until_exit: _UntilExit | None = None
 def leave_with(error: BaseException) -> BaseException:
     """Leave this process's world, if any, because ``error`` has ended the program. For code that runs scripts.
 
-    Returns:
-        The error to show to the user. After a Ctrl-C, it is the error raised on leaving, which was already reported.
+    Returns the error to show to the user. After a Ctrl-C, it is the error raised on leaving, which was already
+    reported.
     """
     if _until_exit is not None:
         try:

@@ -74,16 +74,10 @@ async def average_models(model: nn.Module, training_group: Group | None = None, 
 async def average_state(
     model: nn.Module, state: FlatState | None, training_group: Group | None = None, *, world: World | None = None
 ) -> None:
-    """Average a part of a model's state, possibly with optimizer state, over the group, in place.
+    """Average ``state``, a part of a model's state and possibly of optimizer state, over the group, in place.
 
-    Means are computed and errors raised as by :func:`average_models`.
-
-    Args:
-        model: The model.
-        state: Entries of the model and of optimizer state to average; None for the whole model. Kept for the next call,
-            until the world's scratch memory drops the model.
-        training_group: Ranks that average; by default all.
-        world: World of the call; by default the current one.
+    If it is None, the whole model is averaged. It is kept for the next call, until the world's scratch memory drops the
+    model. Means are computed and errors raised as by :func:`average_models`.
     """
     world, group = place(world, training_group)
     outcome = await attempt(lambda: _Models(model, world, state), lambda models: models.summary)
@@ -146,7 +140,7 @@ async def _settle_or_restore(
     outcome: LocalResult,
     reduce: Callable[[Collectives], Coroutine[Any, Any, list[ResultHeader]]],
 ) -> None:
-    """Carry out the reduction, or raise and leave every tensor unchanged."""
+    """Run the averaging collective. If it fails, raise its error and leave every tensor unchanged."""
     try:
         raise_first_error(await run_and_raise(world.collectives, group, outcome, reduce))
     except BaseException:
@@ -159,11 +153,8 @@ async def _settle_or_restore(
 class _Kept:
     """Layout and memory of a model's state, kept for the next call. The memory has wide dtypes for exact sums.
 
-    Attributes:
-        state: The state; refers to the model weakly if it covers the whole model.
-        is_whole: Whether the state covers the whole model.
-        commons: Memory of the flat tensors, shared by ranks of one host.
-        digest: Digest of the state's fingerprint.
+    If ``is_whole``, the state covers the whole model and refers to it weakly. ``commons`` is the memory of the flat
+    tensors that ranks of one host share.
     """
 
     state: FlatState
@@ -175,9 +166,6 @@ class _Kept:
 
 class _Models:
     """Prepares a model's state to be averaged, and writes the average back. Raises an error for an invalid model.
-
-    Args:
-        state: State to average; by default the state of the whole model.
 
     Attributes:
         summary: Digest of the state's fingerprint, as bytes.

@@ -29,11 +29,8 @@ _COMPARED_SIZE_MAX: Final = 64
 def place(world: World | None, group: Group | None) -> tuple[World, Group]:
     """Return the world and group of a collective call, after filling in defaults.
 
-    Raises:
-        RuntimeError: There is no current world.
-        TypeError: ``group`` is not a :class:`Group`.
-        LocalProtocolError: This rank is not in ``group``.
-        RankLostError: The job has failed.
+    Raises an error if there is no current world, ``group`` is not a :class:`Group`, this rank is not in it, or the job
+    has failed.
     """
     world = world or current_world()
     world.check()
@@ -93,14 +90,11 @@ async def barrier(*, group: Group | None = None, world: World | None = None) -> 
 async def broadcast(
     tensor: torch.Tensor, root: int = 0, *, group: Group | None = None, world: World | None = None
 ) -> torch.Tensor:
-    """Write ``root``'s values into every member's ``tensor``, in place.
+    """Write ``root``'s values into every member's ``tensor``, in place, and return it.
 
     Args:
         tensor: Tensor of equal shape and dtype on all members, on any device; only read on ``root``.
         root: Rank of a member.
-
-    Returns:
-        ``tensor``.
     """
     world, group = place(world, group)
     return await world.collectives.broadcast(tensor, group, root)
@@ -109,14 +103,11 @@ async def broadcast(
 async def gather(
     tensor: torch.Tensor, root: int = 0, *, group: Group | None = None, world: World | None = None
 ) -> list[torch.Tensor] | None:
-    """Collect every member's tensor on ``root``.
+    """Return all members' tensors, in the group's order, on rank ``root``; None on other ranks.
 
     Args:
         tensor: Tensor of equal shape and dtype on all members, on any device.
         root: Rank of a member.
-
-    Returns:
-        On ``root``, the tensors in the group's order; None on other ranks.
     """
     world, group = place(world, group)
     return await world.collectives.gather(tensor, group, root)
@@ -182,16 +173,13 @@ async def _all_gather(tensor: object, group: Group | None, world: World | None) 
 async def all_reduce(
     tensor: torch.Tensor, op: ReduceOp = "sum", *, group: Group | None = None, world: World | None = None
 ) -> torch.Tensor:
-    """Reduce ``tensor`` elementwise over all members, in place.
+    """Reduce ``tensor`` elementwise over all members, in place, and return it.
 
     Args:
         tensor: Tensor of equal shape and dtype on all members, on any device. Integers wrap. For booleans, "sum" and
             "max" are "or", "prod" and "min" are "and". A minimum or maximum is NaN if any member has NaN. Dtypes
             narrower than float32 are reduced in float32 and rounded once.
         op: ``"sum"``, ``"min"``, ``"max"`` or ``"prod"``; complex numbers allow only ``"sum"`` and ``"prod"``.
-
-    Returns:
-        ``tensor``.
     """
     world, group = place(world, group)
     return await world.collectives.all_reduce(tensor, group, op)
@@ -212,16 +200,13 @@ async def all_to_all(
 async def all_to_all(
     tensors: torch.Tensor | Sequence[torch.Tensor], group: Group | None = None, *, world: World | None = None
 ) -> torch.Tensor | list[torch.Tensor]:
-    """Send the i-th of ``tensors`` to member i, and return the tensors received from the members.
+    """Send the i-th of ``tensors`` to member i, and return the tensors received from the members, in their order.
 
     Args:
         tensors: One tensor per member, all of equal shape and dtype; or a single tensor, of equal shape and dtype on
-            all members, whose first dimension is split evenly among them.
+            all members, whose first dimension is split evenly among them. The result has the same form.
         group: By default all ranks of the world. For process groups of torch.distributed, with gradients, use
             :func:`asyncdist.launch.process_groups.all_to_all`.
-
-    Returns:
-        A list, or a tensor of the same shape, in the group's order.
 
     Raises:
         ValueError: The first dimension cannot be split evenly.

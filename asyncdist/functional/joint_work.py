@@ -40,8 +40,7 @@ _GROUP_TIMEOUT_S: Final = 600.0
 class JointWork(Generic[T]):
     """This rank's part in one joint work of a group.
 
-    Args:
-        operation: Name of the called function, for headers and errors.
+    ``operation`` is the name of the called function, for headers and errors.
     """
 
     def __init__(self, world: World, group: Group, operation: str) -> None:
@@ -57,7 +56,7 @@ class JointWork(Generic[T]):
             future.add_done_callback(_mark_retrieved)
         self._is_given_up = False
         self._is_held = False
-        self._released: asyncio.Future[None] | None = None  # done when cancellations are no longer delayed
+        self._released: asyncio.Future[None] | None = None  # done when :meth:`hold` no longer applies
         self._is_over = False
 
     async def begin(
@@ -66,16 +65,12 @@ class JointWork(Generic[T]):
         """Wait until all members have joined and the group's earlier joint works have ended, and start the work.
 
         Args:
-            prepare: Awaited on every member before it joins; its exception is sent to the others.
+            prepare: Awaited on every member before it joins. Its exception is raised here, and as RemoteError on the
+                others.
             work: Called with the group of the work, and the first member's result of ``prepare``.
 
         Returns:
             The first member's result of ``prepare``.
-
-        Raises:
-            Exception: ``prepare`` raised on this rank.
-            RemoteError: ``prepare`` raised on another member.
-            AsyncdistError: The members cannot begin.
         """
         previous, self._group.lease.joint_work = self._group.lease.joint_work, self
         self._previous = previous if isinstance(previous, JointWork) else None

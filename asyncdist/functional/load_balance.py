@@ -28,7 +28,6 @@ class StepBalance:
     """Shows how evenly the work of one step was distributed over the ranks.
 
     Attributes:
-        step: Name of the step.
         useful_s: Seconds that a rank worked on average: per iteration the mean over ranks, summed.
         waiting_s: Seconds that a rank waited for the slowest rank on average: per iteration the maximum minus the mean,
             summed.
@@ -80,8 +79,6 @@ class RankTime:
     """The times of one step on one rank.
 
     Attributes:
-        rank: The rank.
-        step: Name of the step.
         mean_s: Mean seconds per iteration; NaN without iterations.
         total_s: Sum of the seconds.
         iteration_count: Number of iterations.
@@ -99,7 +96,6 @@ class StepTime:
     """Compares the times of one step over the ranks that have it.
 
     Attributes:
-        step: Name of the step.
         max_s: Largest total of a rank, in seconds.
         mean_s: Mean of the ranks' totals, in seconds.
         ranks: Ranks that have the step.
@@ -163,12 +159,8 @@ def report_load_imbalance(all_timing_dict: Sequence[Timing], world_size: int | N
 def report_time_info(all_timing_dict: Sequence[Timing], world_size: int | None = None) -> TimeInfo:
     """Print and return the mean and total of each step on each rank, and the largest and mean total over the ranks.
 
-    Args:
-        all_timing_dict: One dict per rank, as for :func:`report_load_imbalance`.
-        world_size: Number of dicts to use; by default all.
-
-    Raises:
-        TypeError, ValueError: An entry is not a dict, or a value is not a number of seconds.
+    Arguments and errors are those of :func:`report_load_imbalance`: one dict per rank, in rank order, and optionally
+    the number of dicts to use.
     """
     timings = _checked(all_timing_dict, world_size)
     times = tuple(

@@ -80,16 +80,13 @@ async def compute_and_broadcast(
     group: Group | None = None,
     world: World | None = None,
 ) -> Any:
-    """Compute a value on one rank, and return it on all.
+    """Compute a value on one rank, and return it on all. Other ranks get an equal value of the same types.
 
     Args:
         fn: Function or coroutine function without arguments; called only on ``root``.
         root: Rank of a member in the world; by default the group's first.
         group: Ranks that get the value; by default all.
         world: World of the call; by default the current one.
-
-    Returns:
-        On ``root`` the result of ``fn``; on other ranks an equal value of the same types.
 
     Raises:
         RemoteError: ``fn`` raised on ``root``, or its result cannot be sent. ``root`` raises the exception itself.
@@ -139,7 +136,7 @@ async def gather_from_all_ranks(
     group: Group | None = None,
     world: World | None = None,
 ) -> list[Any] | None:
-    """Compute a value on every rank, and return all values on one.
+    """Compute a value on every rank. Return all values, in the group's order, on ``root``; None on other ranks.
 
     Args:
         fn: Function or coroutine function without arguments; called on every member.
@@ -147,9 +144,6 @@ async def gather_from_all_ranks(
         root: Rank that gets the values; by default the group's first.
         group: Ranks that compute; by default all.
         world: World of the call; by default the current one.
-
-    Returns:
-        On ``root`` the values in the group's order; None on other ranks.
 
     Raises:
         RemoteError: ``fn`` raised on another member, or its result cannot be sent. The first such member in the group's

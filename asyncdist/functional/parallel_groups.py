@@ -118,13 +118,12 @@ async def new_parallel_groups(
 ) -> ParallelGroups[Group]:
     """Make the model, pipeline and data groups of this rank. Collective among all ranks of the world.
 
+    In this task, :func:`parallel_groups` returns the same groups from now on.
+
     Args:
         model_parallelism: Number of ranks that share one stage of a model.
         pipeline_parallelism: Number of stages of a model. The product of both must divide the world size.
         world: World of the call; by default the current one.
-
-    Returns:
-        This rank's groups, which :func:`parallel_groups` returns in this task from now on.
 
     Raises:
         ValueError: A number is not a positive integer, or their product does not divide the world size. The other ranks

@@ -159,10 +159,8 @@ async def async_save_population(
 class PendingSave:
     """A running save of :func:`async_save_population`. Await it for the folder of the checkpoint.
 
-    It may be awaited several times, or not at all. **Cancellation**: the save continues.
-
-    Attributes:
-        folder: Folder of the checkpoint, which is not valid before the save has ended.
+    It may be awaited several times, or not at all. ``folder`` is not valid before the save has ended. **Cancellation**:
+    the save continues.
     """
 
     def __init__(self, folder: Path, joint: JointWork[Path]) -> None:
@@ -183,8 +181,7 @@ class PendingSave:
 class _Save:
     """One save of this rank, with the arguments of :func:`save_population`.
 
-    Args:
-        is_beside: Whether training continues, so that a thread writes a copy of the state.
+    ``is_beside`` is whether training continues, so that a thread writes a copy of the state.
     """
 
     def __init__(

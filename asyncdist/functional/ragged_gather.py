@@ -36,20 +36,17 @@ async def gather_distributed_data(
     *,
     world: World | None = None,
 ) -> torch.Tensor | list[Any] | None:
-    """Concatenate every member's data on the group's first rank, in the group's order.
+    """Concatenate every member's data, in the group's order, on the group's first rank. Other ranks get None.
 
     Args:
         local_tensor: Dense tensor of shape (n, ...), of any dtype and device. n may differ between members and be 0;
             the rest of the shape and the dtype must be equal. Or, on all members, a list of any length with values that
-            can be sent (:data:`asyncdist.tensors.serialization.ALLOWED`).
+            can be sent (:data:`asyncdist.tensors.serialization.ALLOWED`). The result is a tensor on the same device as
+            the first rank's, or a list.
         world_size: None, or the group's size; for compatibility with torchgfn.
         rank: None, or this rank; for compatibility with torchgfn.
         training_group: Ranks that take part; by default all.
         world: World of the call; by default the current one.
-
-    Returns:
-        On the group's first rank the concatenation: a list, or a tensor on the device of that rank's tensor. None on
-        other ranks.
 
     Raises:
         DisagreementError: Trailing shapes, dtypes or kinds differ. Raised on every member, with both ranks.

@@ -197,8 +197,6 @@ class DistributedContext:
 
     Attributes:
         layout: Roles of all ranks.
-        my_rank: This rank.
-        world_size: Number of ranks.
         num_training_ranks: Number of training ranks.
         agent_group_size: Number of training ranks in each agent group.
         agent_group_id: Index of this rank's agent group; None if it does not train.

@@ -93,14 +93,10 @@ def selective_averaging(
 ) -> Training[Selective]:
     """Return a :class:`Training` that runs selective averaging, or replica averaging if a replica has several ranks.
 
-    Args:
-        mode: The policy's ``metric_mode``, which may be in ``options`` instead; ``"min"`` by default.
-        options: Other options of the policy, which are checked when the training begins.
-        monitor: Name of the metric by which ranks are judged; None for the training loss. Rank 0 logs a warning if the
-            name contradicts ``mode``.
-
-    Raises:
-        TypeError, ValueError: An argument other than ``options`` has a wrong type or value.
+    ``mode`` is the policy's ``metric_mode``, which may be in ``options`` instead; by default ``"min"``. Ranks are
+    judged by the metric named ``monitor``, or by the training loss if it is None. Rank 0 logs a warning if the name
+    contradicts ``mode``. Raises TypeError or ValueError for a wrong argument; ``options`` are checked when the training
+    begins.
     """
     validation.count("average_every", average_every)
     metric_mode = options.get("metric_mode", mode)
@@ -164,8 +160,7 @@ class Training(Generic[PolicyT]):
         policy: The open policy; None before and after the training.
         replacement_count: Number of times that this rank has adopted an average since the training began.
         is_interrupted: Whether memory was exhausted while the policy was open, so that the training may begin again.
-        is_apart: Whether this rank trains without a policy, because it has run out of memory and the other ranks did
-            not start a new policy with it.
+        is_apart: Whether this rank trains alone, since after exhausted memory the others started no new policy with it.
     """
 
     def __init__(self, make: Callable[[nn.Module, torch.optim.Optimizer], PolicyT], warning: str = "") -> None:

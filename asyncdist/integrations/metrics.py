@@ -21,15 +21,10 @@ class RunningLoss:
         self._count = 0
 
     def add(self, loss: Any, count: int = 1, *, is_negated: bool = False) -> None:
-        """Add the loss of a step.
+        """Add the loss of a step: a number, or a tensor with one element, whose graph is dropped.
 
-        Args:
-            loss: A number, or a tensor with one element, whose graph is dropped.
-            count: Number of steps that this loss completes; 0 for a part of a step's loss.
-            is_negated: Whether to change the sign, for a score, where larger is better.
-
-        Raises:
-            TypeError, ValueError: ``loss`` is not a number or a tensor with one element.
+        The loss completes ``count`` steps; 0 means that it is a part of a step's loss. If ``is_negated`` is true, the
+        sign is changed, for a score, which is better if it is larger. Raises TypeError or ValueError for other losses.
         """
         try:
             if isinstance(loss, torch.Tensor):

@@ -62,8 +62,8 @@ def shuffle_apart(loader: Any, number: int, *, size: int = 1, seed: int | None =
         loader: A ``DataLoader``, or a library's wrapper of one.
         number: Number of the replica, equal on its ranks; the rank if each rank is a replica.
         size: Number of ranks of a replica.
-        seed: Seed for samplers that would otherwise draw from torch's global generator, equal on the ranks of a
-            replica; None to let them draw from it.
+        seed: Seed, equal on the ranks of a replica, for samplers that would otherwise draw from torch's global
+            generator; None to let them draw from it.
     """
     for sampler in _samplers_of(loader, size):
         is_of_library = _is_of_library(sampler)

@@ -17,13 +17,7 @@ from asyncdist.integrations.joining import choose_gpus
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Describes the replica to which this rank belongs.
-
-    Attributes:
-        number: Number of the replica, counted from 0.
-        place: Index of this rank in the replica, counted from 0.
-        size: Number of ranks in the replica.
-    """
+    """The replica to which this rank belongs. It has ``size`` ranks, and this rank has the index ``place``."""
 
     number: int
     place: int
@@ -33,10 +27,8 @@ class Replica:
 def show_replica(world: World, size: int) -> Replica:
     """Set the launcher's variables so that a library trains with the ranks of this rank's replica.
 
-    Collective among all ranks. Does nothing if a replica has one rank.
-
-    Raises:
-        TypeError, ValueError: ``size`` does not divide the number of ranks, or a replica's ranks are on several hosts.
+    Collective among all ranks. Does nothing if a replica has one rank. Raises TypeError or ValueError if ``size`` does
+    not divide the number of ranks, or if a replica's ranks are on several hosts.
     """
     replica = replica_of(world, size)
     if world.size == 1:
@@ -62,9 +54,8 @@ def show_replica(world: World, size: int) -> Replica:
 def new_process_group(world: World, size: int, backend: str | None) -> dist.ProcessGroup:
     """Return a process group of torch.distributed with the ranks of this rank's replica. Collective among all ranks.
 
-    Raises:
-        TypeError, ValueError: ``size`` does not divide the number of ranks.
-        LocalProtocolError: The ranks of torch.distributed differ from the world's, or ranks share a process.
+    Raises TypeError or ValueError if ``size`` does not divide the number of ranks, and LocalProtocolError if the ranks
+    of torch.distributed differ from the world's or share a process.
     """
     replica = replica_of(world, size)
     if world.size > 1 and isinstance(world._caller, SwitchingCaller):

@@ -329,7 +329,7 @@ def run() -> int:
     problems = find_problems(facts)
     if facts.started.rank == 0:
         print(format_report(facts, problems), flush=True)
-    elif problems and not environment.local_rank(environ):  # true for local rank 0, and without a local rank
+    elif problems and not environment.local_rank(environ):  # the local rank is 0 or unknown
         head = f"rank {facts.started.rank} on {socket.gethostname()}: "
         print(head + "\n".join(format_problems(problems)), flush=True)
     return 1 if problems else 0

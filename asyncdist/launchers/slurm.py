@@ -57,12 +57,9 @@ def is_sruns(source: str, environ: Mapping[str, str]) -> bool:
 
 
 def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that torchrun would set for this task of a step.
+    """Return the variables that torchrun would set for this task of a step, except for those set by the user.
 
-    MASTER_ADDR and MASTER_PORT are kept if the user has set them.
-
-    Raises:
-        ValueError: MASTER_ADDR is not set, and rank 0 does not run on the first host, where the ranks would meet.
+    Raises ValueError if MASTER_ADDR is not set, and rank 0 does not run on the first host, where the ranks would meet.
     """
     if not environ.get("MASTER_ADDR") and _is_rank_0_elsewhere(environ):
         raise ValueError(f"rank 0 does not run on the host on which the ranks meet. {why_no_rank_0(environ)}")

@@ -51,10 +51,8 @@ _NAME: Final = "containers of torchgfn"
 class Ask:
     """A request from a training rank to a buffer rank.
 
-    Attributes:
-        kind: Name of a ``MessageType`` of torchgfn.
-        nbytes: Size of the payload in bytes.
-        payload: The payload; empty if it follows as a stream.
+    ``kind`` is the name of a ``MessageType`` of torchgfn. A ``payload`` that does not fit into the message is empty
+    here, and follows as a stream of ``nbytes`` bytes.
     """
 
     kind: str
@@ -64,12 +62,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer from a buffer rank to a training rank.
-
-    Attributes:
-        nbytes: Size of the payload in bytes.
-        payload: The payload; empty if it follows as a stream.
-    """
+    """An answer from a buffer rank. An empty ``payload`` follows as a stream of ``nbytes`` bytes."""
 
     nbytes: int
     payload: bytes
@@ -269,10 +262,6 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
 
 class _Desk:
     """Receives a buffer rank's requests, one at a time, and sends the answers. Used as a context manager.
-
-    Args:
-        world: World of this rank.
-        client_count: Number of ranks that use the buffer.
 
     Attributes:
         done: Ranks that have sent their termination signals.

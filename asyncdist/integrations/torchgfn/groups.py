@@ -17,15 +17,10 @@ _HERE = "asyncdist.integrations.torchgfn"
 def group_of(group: Any) -> Group | None:
     """Return the group of asyncdist with the ranks of ``group``; None for all ranks.
 
-    Opens the world if none is open, which is collective among all ranks of the job. The members then make the group
-    together. Before either step, raises an error if the step could not complete.
-
-    Args:
-        group: A group of asyncdist, a process group of torch.distributed, a communicator of MPI, or None.
-
-    Raises:
-        ValueError: No world is open and ``group`` does not have all ranks of the job, or its ranks are unknown.
-        TypeError: ``group`` has a different type.
+    ``group`` is a group of asyncdist, a process group of torch.distributed, a communicator of MPI, or None. Opens the
+    world if none is open, which is collective among all ranks of the job. The members then make the group together.
+    Before either step, raises an error if the step could not complete: TypeError for a different type, ValueError if no
+    world is open and ``group`` does not have all ranks of the job, or if its ranks are unknown.
     """
     if group is None or isinstance(group, Group):
         join()

@@ -26,8 +26,6 @@ class DistributedContext:
     """The roles of the ranks, as seen by one rank, with the fields of torchgfn's class.
 
     Attributes:
-        my_rank: This rank.
-        world_size: Number of ranks.
         num_training_ranks: Number of training ranks, which are the first ranks.
         agent_group_size: Number of training ranks in each agent group.
         agent_groups: All agent groups; None if there is only one rank.
@@ -124,11 +122,9 @@ def initialize_distributed_compute_mpi4py(num_remote_buffers: int, num_agent_gro
 
 
 def barrier(group: Group | None = None, backend: str = "mpi") -> None:
-    """Wait until every rank of ``group`` has called this. Replaces ``torch.distributed.barrier``.
+    """Wait until every rank of ``group`` (by default all) has called this. Replaces ``torch.distributed.barrier``.
 
-    Args:
-        group: Group of ranks; all ranks by default.
-        backend: Ignored, since the launcher decides between MPI and torch.distributed.
+    ``backend`` is ignored, since the launcher decides between MPI and torch.distributed.
     """
     del backend
     join()
@@ -138,10 +134,7 @@ def barrier(group: Group | None = None, backend: str = "mpi") -> None:
 def broadcast(tensor: torch.Tensor, src: int = 0, group: Group | None = None) -> None:
     """Copy ``tensor`` of rank ``src`` into the other ranks' tensors. Replaces ``torch.distributed.broadcast``.
 
-    Args:
-        tensor: Tensor to send or to overwrite, of equal shape and dtype on all ranks of ``group``.
-        src: Rank that sends, a member of ``group``.
-        group: Group of ranks; all ranks by default.
+    Shape and dtype must be equal on all ranks of ``group``, by default all ranks.
     """
     join()
     blocking.broadcast(tensor, src, group=group)

@@ -23,7 +23,7 @@ def exit_code(returncode: int) -> int:
 def how_ended(returncode: int, *, was_passed_on: bool = False) -> str:
     """Return a description of how a process with this return code has ended.
 
-    ``was_passed_on`` is whether the launcher had passed the process the signal that killed it.
+    If ``was_passed_on`` is true, the launcher itself had passed on the signal that killed the process.
     """
     if returncode > 0:
         return f"ended with exit code {returncode}"
