@@ -146,7 +146,7 @@ def _refuse(item: pytest.Item, problem: str) -> NoReturn:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Create one item per number of ranks if the mark lists several."""
+    """Create one pytest item for each number of ranks if the mark lists several numbers."""
     plan = _plan(metafunc.definition)
     if plan is not None and plan.is_parametrized:
         metafunc.fixturenames.append(_RANKS)

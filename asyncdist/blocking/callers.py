@@ -133,13 +133,13 @@ class Caller(abc.ABC):
             self._is_calling = False
 
     def note_opened(self) -> None:
-        """Call ``on_opened`` once, because the code has opened its world."""
+        """Call ``on_opened``, only once, when the code opens its world."""
         on_opened, self.on_opened = self.on_opened, None
         if on_opened is not None:
             on_opened()
 
     def at_end(self, fn: Callable[[], None]) -> None:
-        """Register ``fn`` to be called before the world is left without an error, in reverse order of registration."""
+        """Register ``fn`` to be called before the world closes without an error, the last registered function first."""
         self._at_end.append(fn)
 
     @property

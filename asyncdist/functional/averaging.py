@@ -76,8 +76,8 @@ async def average_state(
 ) -> None:
     """Average ``state``, a part of a model's state and possibly of optimizer state, over the group, in place.
 
-    If it is None, the whole model is averaged. It is kept for the next call, until the world's scratch memory drops the
-    model. Means are computed and errors raised as by :func:`average_models`.
+    If ``state`` is None, the whole model is averaged. A given state is kept for the next call, until the world's
+    scratch memory drops the model. Means are computed and errors raised as by :func:`average_models`.
     """
     world, group = place(world, training_group)
     outcome = await attempt(lambda: _Models(model, world, state), lambda models: models.summary)

@@ -49,8 +49,8 @@ async def surviving_group(group: Group | None = None, *, timeout_s: float = 60.0
     """Make a group of the members of ``group`` that are neither lost nor have left the world.
 
     Collective among these members, in a job that survives losses. All get the same group, even if a member is lost
-    during the call. After a loss, collectives of the old group raise RankLostError, and the new group allows to
-    continue. Several tasks may call this at the same time for different groups.
+    during the call. Collectives of the old group raise RankLostError, but the new group can be used. Several tasks may
+    call this at the same time for different groups.
 
     Args:
         group: By default all ranks; it may have been freed.
@@ -69,7 +69,7 @@ async def surviving_group(group: Group | None = None, *, timeout_s: float = 60.0
 
 
 async def barrier(*, group: Group | None = None, world: World | None = None) -> None:
-    """Wait until every member has called this.
+    """Wait until every member of the group has called this function.
 
     Raises:
         DisagreementError: A member has called a different function instead; raised on every member of a group of up to

@@ -57,7 +57,7 @@ def choose_gpus(numbers: Sequence[int]) -> None:
 
 
 def join() -> World:
-    """Return the world of this process. If the process trains alone, log one warning."""
+    """Return the world of this process. If the process trains alone, log a warning, only once."""
     if environment.is_started_by_trainer():  # a trainer started this process for another device
         with environment.variable_set(environment.TRANSPORT_VARIABLE, "local"):
             return process_world()

@@ -265,7 +265,7 @@ class SelectiveAveraging(Callback):
         self._warn_of_no_metric(trainer)
 
     def _warn_of_no_metric(self, trainer: pl.Trainer) -> None:
-        """Log one warning if the optimizer has done steps but no metric was found by which to judge this rank."""
+        """Log a warning, only once, if the optimizer has done steps but no metric for judging this rank was found."""
         if self._has_warned or self._step_count == self._first_step_count:
             return
         if self.monitor is None:

@@ -252,7 +252,7 @@ class SelectiveAveraging(TrainerCallback):
             self._warn("no evaluation has reported the monitored metric %r; reported: %s", self.monitor, given)
 
     def _warn(self, why: str, *arguments: object) -> None:
-        """Log one warning that this rank cannot be judged."""
+        """Log a warning, only once, that this rank cannot be judged, with the reason ``why``."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(

@@ -111,7 +111,7 @@ def launch_subprocesses(
 def _passing_signals_on(ranks: Sequence[_Child]) -> Iterator[None]:
     """Pass signals without a handler on to the ranks. Raise SystemExit for signals that end the job.
 
-    By default these would end this process at once, before ranks could save anything or be stopped completely.
+    By default, such a signal would end this process at once, and some processes of the ranks would survive.
     """
 
     def take(number: int, _: FrameType | None) -> None:

@@ -97,7 +97,7 @@ class _Remote:
 
 
 class ReplayBuffer(_Remote, _GfnReplayBuffer):  # type: ignore[misc]  # torchgfn has no types
-    """A torchgfn replay buffer that also sends added containers to the rank ``remote_manager_rank``.
+    """Extends torchgfn's buffer: added containers are also sent to the rank ``remote_manager_rank``.
 
     It has the arguments of ``gfn.containers.ReplayBuffer``, and two arguments of torchgfn after 2.4.1.
 
@@ -123,7 +123,7 @@ class ReplayBuffer(_Remote, _GfnReplayBuffer):  # type: ignore[misc]  # torchgfn
 
 
 class NormBasedDiversePrioritizedReplayBuffer(_Remote, _GfnDiverseReplayBuffer):  # type: ignore[misc]
-    """A torchgfn buffer of the same name that also sends added containers to the rank ``remote_manager_rank``.
+    """Extends torchgfn's buffer of the same name: added containers are also sent to the rank ``remote_manager_rank``.
 
     It has the arguments of ``gfn.containers.NormBasedDiversePrioritizedReplayBuffer``, and ``communication_backend``
     and ``timing`` of :class:`ReplayBuffer`.
