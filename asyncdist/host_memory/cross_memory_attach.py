@@ -36,7 +36,7 @@ class _Stretch(ctypes.Structure):
 
 
 class AttachToken:
-    """Random bytes in this process's memory that allow other processes to access the memory, until they are revoked.
+    """Random token in this process's memory. Other processes may access the memory while the token is there.
 
     Attributes:
         address: Address of the token.
@@ -55,7 +55,11 @@ class AttachToken:
 
 
 class PeerProcess:
-    """Reads and writes the memory of a process on this host that has published a token; OSError if impossible."""
+    """Reads and writes the memory of a process on this host that has published a token.
+
+    Raises:
+        OSError: The memory cannot be accessed from this process.
+    """
 
     def __init__(self, pid: int, address: int, token: bytes) -> None:
         self._token = token

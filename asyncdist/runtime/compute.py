@@ -23,7 +23,7 @@ _AUTOCAST_DEVICE_KINDS: Final = ("cpu", "cuda")
 
 
 class TorchModes(NamedTuple):
-    """The torch modes that belong to a thread, so that a worker thread can copy them from its caller.
+    """The torch modes of a thread, which a worker thread takes over from its caller.
 
     Attributes:
         autocast: Name of each kind of device, whether autocast is enabled on it, and the target dtype.
@@ -41,14 +41,14 @@ class VirtualClock(Protocol):
     """Charges the computing time of user code in a simulation."""
 
     def before_safe_point(self) -> Awaitable[None]:
-        """Charge the computing time since the rank's last safe point. The result must be awaited immediately."""
+        """Charge a simulated rank for the time since its last safe point. The result must be awaited immediately."""
 
     def run_beside(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        """Call ``call`` during a ``World.compute``; return a future that gets the result when the time has passed."""
+        """Call ``call`` during a ``World.compute``; return a future that gets the result after the virtual time."""
 
 
 class Computing:
-    """Runs one function at a time in a worker thread of a rank; ``wake`` resumes the task that waits for it."""
+    """Runs one function at a time in a worker thread, and calls ``wake`` to resume the task that waits for it."""
 
     def __init__(self, rank: int, loop: asyncio.AbstractEventLoop, wake: Callable[[Callable[[], None]], None]) -> None:
         self.is_under_way = False
@@ -70,7 +70,7 @@ class Computing:
         return sys._current_frames().get(self._thread) if self.is_under_way and self._thread is not None else None
 
     async def run(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
-        """Run ``fn`` and return its result: in a thread, or at a virtual time if the rank is simulated (``clock``)."""
+        """Run ``fn`` and return its result: in a thread or, if the rank is simulated, at a virtual time (``clock``)."""
         if self.is_under_way:
             raise BusyError("only one compute at a time is allowed, and another one is running", rank=self._rank)
         self.is_under_way = True
@@ -118,7 +118,7 @@ class Computing:
             try:
                 raise error
             finally:
-                del error  # the error's traceback refers to this frame, which would be a cycle
+                del error  # without this, the error's traceback and this frame would refer to each other
         return cast(T, returned)
 
     def _wait_anew(self, future: object) -> None:

@@ -62,7 +62,7 @@ async def meet_all(transport: Transport, engine: Engine, loop: asyncio.AbstractE
 
 
 def first_ranks(hosts: Sequence[Hashable]) -> tuple[int, ...] | None:
-    """Return the lowest rank on the host of each rank, for the hosts' names; None if all ranks share one host."""
+    """Return, for each rank, the lowest rank with an equal host name; None if all ranks share one host."""
     firsts: dict[Hashable, int] = {}
     found = tuple(firsts.setdefault(host, rank) for rank, host in enumerate(hosts))
     return found if len(firsts) > 1 else None
@@ -77,7 +77,7 @@ def _everybody(size: int) -> tuple[int, ...]:
 async def _exchange_hellos(
     transport: Transport, group: Group, collectives: Collectives
 ) -> tuple[int, tuple[int, ...] | None]:
-    """Return rank 0's number for the job, and the lowest rank on each rank's host, after a check of versions."""
+    """Compare all versions; return rank 0's number for the job, and the lowest rank on each rank's host."""
     version = f"asyncdist {__version__}, frames {wire.VERSION}"
     own = secrets.randbits(32) if transport.launch_nonce is None else transport.launch_nonce
     host = hashlib.sha256(transport.hostname.encode(errors="surrogateescape")).digest()[:_HOST_NBYTES]

@@ -214,13 +214,13 @@ def _exporter(world: World, transport: Transport, options: RankOptions) -> Expor
 
 
 def _leave_counters(world: World, options: RankOptions) -> None:
-    """Store the rank's last counters, if requested, for a display that runs longer than the rank."""
+    """Store the rank's last counters, if requested, so that a table can show them after the rank has ended."""
     if options.last_counters is not None:
         last_counters.leave(options.last_counters, counters_of(world.services))
 
 
 def _teller(world: World, transport: Transport, options: RankOptions, stack: contextlib.ExitStack) -> Teller | None:
-    """Make the rank report its waits on SIGUSR1, and on a socket if it has its own process, until ``stack`` ends."""
+    """Make the rank report its waits on SIGUSR1, and on a socket between processes, until ``stack`` is closed."""
     main = asyncio.current_task()
     if not options.tells or main is None:
         return None

@@ -21,7 +21,7 @@ logger = logging.getLogger("asyncdist.runtime.leaving")
 
 #: Maximum time that a rank waits for its last requests, in seconds.
 _FLUSH_S: Final = 5.0
-#: Maximum time between the last leave message of a peer and its finalize message, in seconds.
+#: Seconds to wait for the peers' last messages after all of their mains have returned.
 _FINALIZE_S: Final = 60.0
 
 

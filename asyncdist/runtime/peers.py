@@ -52,7 +52,7 @@ from asyncdist.transports.rank_sets import RankSet
 
 logger = logging.getLogger("asyncdist.runtime.peers")
 
-#: Largest world in which each rank notifies all others directly. If ranks can be restarted, this applies to any size.
+#: Largest world in which each rank notifies all others directly. If ranks can be restarted, the size is not limited.
 FLAT_SIZE_MAX: Final = DIRECT_COUNT_MAX
 
 
@@ -78,7 +78,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Finalize:
-    """Message to every peer: the sender has ended. Repeats the contents of :class:`Leave`, which may have been lost."""
+    """Message to every peer: the sender has ended. Repeats :class:`Leave`, in case that message was lost."""
 
     started: tuple[tuple[int, int], ...] = ()
     lost: Losses = ()
@@ -104,7 +104,7 @@ class Peers:
 
     Attributes:
         answered: Ranks that have acknowledged a failure, have failed, or have ended.
-        turns: Orders the starts of this rank that must not overlap.
+        turns: Lets one collective start of this rank run at a time.
         announcements: Messages along the tree; None if this rank notifies all others directly.
         warns_of_losses: Whether the lowest present rank logs a warning for each lost rank; set if no launcher does.
     """

@@ -34,6 +34,6 @@ def spare_collections() -> None:
 
 
 def _end() -> None:
-    """Undo the exclusion at exit if a loaded library would print its remaining objects."""
+    """Make all objects collectable again at exit, if a loaded library would print the remaining objects."""
     if any(name in sys.modules for name in _COUNT_AT_THE_END):
         gc.unfreeze()

@@ -37,7 +37,7 @@ _FIRST_SEED: Final = torch.initial_seed()
 
 
 class Recording:
-    """Records one rank to a file, if requested; ``transport`` and ``engine`` are those that the rank must use."""
+    """Records one rank to a file, if requested, and provides the transport and the engine of the recorded rank."""
 
     def __init__(self, options: RecordOptions | None, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
         self.transport = transport
@@ -54,7 +54,7 @@ class Recording:
         self.engine: Engine = self._recorded or Engine(transport, loop)
 
     def begin(self, world: World) -> None:
-        """Begin the file, since the job's number and this rank's world are now known."""
+        """Begin the file. Its header describes the job and the world, which is open now."""
         writer, engine, transport = self._writer, self._recorded, self.transport
         if writer is None or engine is None:
             return

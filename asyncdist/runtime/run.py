@@ -74,7 +74,8 @@ _RANKS_ASKED_FOR: Final = re.compile(r"(?<!\S)((?:-n|-np|--ranks|--nproc[-_]per[
 run_elsewhere: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], Any] | None] = ContextVar(
     "run_elsewhere", default=None
 )
-#: If set, a function that :func:`run_local` calls in the same way, because the ranks are replayed.
+#: If set, a function that :func:`run_local` calls with main, its arguments and ``strict``, because the ranks are
+#: replayed.
 run_local_elsewhere: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], list[Any]] | None] = ContextVar(
     "run_local_elsewhere", default=None
 )
@@ -191,7 +192,8 @@ def _warn_if_alone(words: Sequence[str]) -> None:
     found = _RANKS_ASKED_FOR.search(" ".join(words[1:]))
     if found is not None and int(found[2]) > 1 and not environment.VARIABLES.get(environment.TRANSPORT_VARIABLE):
         logger.warning(
-            "this process is the only rank: %s is an argument of the script; asyncdist run -n %s %s starts %s ranks",
+            "this process is the only rank, since %s is an argument of the script; "
+            "asyncdist run -n %s %s starts %s ranks",
             found[1],
             found[2],
             words[0],

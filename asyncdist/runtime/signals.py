@@ -53,7 +53,7 @@ class Interrupts:
         self._waits[rank] = wait
 
     def error(self, rank: int) -> BaseException | None:
-        """Return the exception for the received signal, with a note about the wait of ``rank``; None without signal."""
+        """Return the exception for the received signal, with a note on the wait of ``rank``, or None."""
         if self.received is None:
             return None
         error = interrupt_error(self.received)

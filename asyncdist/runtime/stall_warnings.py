@@ -87,8 +87,8 @@ class EndWatch:
             return
         told = "; ".join(f"{task.get_name()}: {what_awaits(task, world)}" for task in tasks)
         logger.warning(
-            "main of rank %d has returned, but the rank ends only after the tasks that it spawned; for %g s they have "
-            "waited: %s. If nothing ends them, leave their loops, cancel them, or close the channel that they read",
+            "main of rank %d has returned, but the tasks that it spawned keep the rank from ending; for %g s they have "
+            "waited: %s. If nothing ends them, leave their loops, cancel them, or close the channels that they read",
             world.rank,
             self._period_s,
             told,
@@ -107,7 +107,8 @@ class StallWatch:
     as sleeps and waits with a timeout, are not reported.
 
     Args:
-        end: Called with a StallError if main waits only for its peers. Otherwise, and if None, a warning is logged.
+        end: Called with a StallError if main waits only for its peers. Otherwise, or if ``end`` is None, a warning is
+            logged.
     """
 
     def __init__(
@@ -318,7 +319,7 @@ def _name(awaited: Any) -> str:
 
 
 def frames_of(task: asyncio.Task[Any]) -> list[types.FrameType]:
-    """Return the frames of a task, from its coroutine to the innermost; the frame of blocking code first."""
+    """Return the frames of a task, from its coroutine to the innermost, after blocking code that drives it."""
     of_caller = frame_of_caller.get(task)
     frame = None if of_caller is None else of_caller()
     while frame is not None and is_library(frame):

@@ -162,8 +162,8 @@ class World:
         The number counts the restarts of the rank. If the rank had no process when the job started, its first process
         has number 1. A process with a number above 0 does not belong to the group of all ranks, so collectives need a
         new group. Policies that support it admit the process; see :class:`protocols.AsyncSelectiveAveragingPolicy`.
-        Ranks to which it is not connected yet count as lost. If it fails before a policy or a group has admitted it,
-        the job continues without the rank.
+        Ranks that are not connected to the process yet count as lost. If the process fails before a policy or a group
+        has admitted it, the job continues without the rank.
         """
         return self._transport.incarnation
 
@@ -288,7 +288,7 @@ class World:
     def generator(self, purpose: str) -> random.Random:
         """Return a random generator whose draws depend only on the job, the rank and ``purpose``.
 
-        In a simulation, the job is represented by the seed.
+        In a simulation, the draws follow from the seed.
         """
         return random.Random(f"{self._nonce} {self.rank} {purpose}")
 
@@ -322,9 +322,10 @@ class World:
         capacity: int = 1024,
         group: Group | None = None,
     ) -> Channel[T]:
-        """Open a channel, which connects all ranks that open it with the same tag, name and group, equally often.
+        """Open a channel to all ranks that open one with the same tag, name and group.
 
-        A tag belongs to one message type or name until all its channels are closed on this rank.
+        The n-th such channel of a rank is connected with the n-th such channel of each other rank. A tag belongs to one
+        message type or name until all its channels are closed on this rank.
 
         Args:
             message_type: Frozen dataclass, or a union of them; :mod:`asyncdist.messaging.wire` lists the field types.
@@ -453,7 +454,7 @@ class World:
 
     @property
     def is_open(self) -> bool:
-        """Whether main may run."""
+        """Whether the world is open, so that main may run."""
         return self._task_group is not None
 
     def attach_tasks(self, task_group: asyncio.TaskGroup | None) -> None:

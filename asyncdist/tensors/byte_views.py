@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def oddity_of(tensor: Tensor) -> str | None:
-    """Return a description of a tensor without plain values in memory, such as "a nested tensor"; None for others."""
+    """Describe why a tensor has no plain values in memory, as in "a nested tensor"; return None if it has."""
     if tensor.is_meta:
         return "a meta tensor (it has no values)"
     if tensor.is_quantized:

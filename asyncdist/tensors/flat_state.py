@@ -49,7 +49,7 @@ class Entry:
 
     Attributes:
         names: All names, in the order of the modules; more than one for tied weights.
-        averaged: Whether the values are averaged (floating and complex) or copied from the best donor (integer and
+        averaged: Whether the values are averaged (floating and complex) or copied from the best rank (integer and
             bool).
         offset: Index of the first element in the flat tensor.
     """
@@ -138,7 +138,7 @@ class FlatBuffers:
         return {dtype: tensor for dtype, tensor in self.tensors.items() if _is_averaged(dtype)}
 
     def exact(self) -> dict[torch.dtype, Tensor]:
-        """Return the tensors that are copied from the best donor, by dtype."""
+        """Return the tensors that are copied from the best rank instead of being averaged, by dtype."""
         return {dtype: tensor for dtype, tensor in self.tensors.items() if not _is_averaged(dtype)}
 
     def by_name(self) -> dict[str, Tensor]:

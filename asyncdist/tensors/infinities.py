@@ -33,13 +33,13 @@ class KnownInfinities:
         }
 
     def unsound_entry(self, buffers: FlatBuffers) -> str | None:
-        """Return the name of an averaged entry with an unsound value in a snapshot or mean; None if there is none."""
+        """Return the name of an averaged entry with an unexpected non-finite value in ``buffers``, or None."""
         if all(is_finite(tensor) for tensor in buffers.averaged().values()):
             return None  # the usual case, and faster than a check of each entry
         return self._first_unsound(zip(buffers.entries, buffers.views, strict=True))
 
     def unsound_entry_of_model(self) -> str | None:
-        """Return the name of an averaged entry of the model with an unsound value; None if there is none."""
+        """Return the name of an averaged entry of the model with an unexpected non-finite value, or None."""
         return self._first_unsound(self._own())
 
     def _own(self) -> Iterable[tuple[Entry, Tensor]]:

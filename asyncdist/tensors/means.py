@@ -275,7 +275,10 @@ def _mean_of_equal(values: Tensor, weights: Sequence[float]) -> Tensor:
 
 
 def _is_within(values: Tensor, bound: float) -> bool:
-    """Return whether all values are finite and within ``bound``, which must exceed the dtype's largest square root."""
+    """Return whether all values are finite and at most ``bound`` in size.
+
+    ``bound`` must exceed the square root of the dtype's largest value.
+    """
     # A sum of squares takes a fifth of the time. It is finite for values up to 1e18, and never for NaN.
     if math.isfinite(torch.dot(values, values).item()):
         return True

@@ -138,8 +138,8 @@ def _joined(parts: list[Tensor]) -> Tensor:
 def unpack(flats: dict[torch.dtype, Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
     """Split flat tensors from ``pack(leaves)`` into pieces with each leaf's shape and device, which share their memory.
 
-    For a flat tensor of shape [m, n], the pieces have an additional leading dimension m. Its dtype may differ from its
-    key.
+    For a flat tensor of shape [m, n], the pieces have an additional leading dimension m. A flat tensor's dtype may
+    differ from its key.
     """
     offsets = dict.fromkeys(flats, 0)
     found = []

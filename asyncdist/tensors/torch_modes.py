@@ -76,7 +76,7 @@ class RankModes:
             self._set(modes[rank], now)
 
     def reset(self, rank: int) -> None:
-        """Give ``rank``, which must not be the current rank, the initial modes."""
+        """Reset the modes of ``rank``, which must not be the current rank, to the initial modes."""
         self._modes[rank] = self._first
 
     def restore(self) -> None:
@@ -86,7 +86,7 @@ class RankModes:
             _kept.append(self._guard)
 
     def _set(self, modes: Modes, now: Modes) -> None:
-        """Set the thread's modes. Inference mode is first, since leaving it resets the other modes."""
+        """Set the thread's modes. Inference mode is set first, since leaving it resets the other modes."""
         grad, inference, depth, casts = modes
         depth_now = now[2]
         if self._guard is not None:

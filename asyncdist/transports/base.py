@@ -51,7 +51,7 @@ class Request(Protocol):
         """
 
     def cancel(self) -> None:
-        """Ask to cancel a receive, which may still complete; ``cancelled`` tells which after ``test`` returned True."""
+        """Ask to cancel a receive. It may still complete; ``cancelled`` is valid after ``test`` has returned True."""
 
     @property
     def cancelled(self) -> bool:
@@ -247,7 +247,7 @@ class Transport(abc.ABC):
         """Call ``leave`` just before the user's program ends the backend."""
 
     def set_return_listener(self, listen: Callable[[int, int], None]) -> None:
-        """Call ``listen(rank, incarnation)`` when a lost rank has a new process, to be used after :meth:`accept`."""
+        """Call ``listen(rank, incarnation)`` when a lost rank has a new process, which :meth:`accept` connects."""
         del listen
 
     def accept(self, rank: int, incarnation: int) -> bool:

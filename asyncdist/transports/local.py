@@ -44,7 +44,7 @@ class LocalHub:
         return frozenset(self._lost)
 
     def send(self, buffer: Buffer, source: int, dest: int, tag: int) -> Send:
-        """Start to send ``buffer``."""
+        """Start to send ``buffer`` from rank ``source`` to rank ``dest``."""
         view = as_bytes(buffer)
         send = Send(self.matchers[source].callbacks, view.nbytes)
         if dest in self._lost or source in self._lost:

@@ -223,7 +223,7 @@ class LocalMessage:
 class Matcher:
     """Queues the posted receives and the unexpected messages of one rank, and matches them.
 
-    If ``rings_when_posted`` is true, a receive that matches when it is posted rings the doorbell.
+    If ``rings_when_posted`` is true, posting a receive that matches a waiting message rings the doorbell.
     """
 
     def __init__(self, callbacks: CallbackQueue, *, rings_when_posted: bool = False) -> None:

@@ -131,7 +131,7 @@ def _unlink_shared_memory() -> None:
 
 @contextlib.contextmanager
 def _warns_of_absent_ranks(everybody: Any) -> Iterator[None]:
-    """Log a warning, from a timer thread, if the body, a blocking call of all ranks, takes long."""
+    """Log a warning, from a timer thread, if the blocking call in the body, which needs all ranks, takes long."""
     timer = threading.Timer(
         OPEN_PATIENCE_S,
         logger.warning,

@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn
 
 from asyncdist.transports.base import ANY_SOURCE
 
-#: Value of a status's source that MPI has not written.
+#: Marks the source in a status that MPI has not filled in.
 NOBODY: Final = -77
 
 

@@ -9,8 +9,8 @@ The following rules were found by experiment with Open MPI 5.0.11:
   inside the ``except`` block, before any other test. Otherwise these receives never complete.
 - MPI_Finalize is never called, since it may hang after a death. Before a rank exits, it exchanges goodbyes with all
   live ranks, so that no rank mistakes this exit for a death.
-- Open MPI does not treat an exit with a nonzero code as a death. If a rank exits so without notifying the others, the
-  guardian process (:mod:`asyncdist.launch.guardians`) turns the exit into death by a signal.
+- Open MPI does not treat an exit with a nonzero code as a death. If a rank exits in this way without notifying the
+  others, the guardian process (:mod:`asyncdist.launch.guardians`) turns the exit into death by a signal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sends of fixed size that a transport prepares once and starts for each message.
+"""Prepared sends: a transport sets up a send of fixed size once, and starts it for each message.
 
 The module is compiled if possible (see :mod:`asyncdist.compiled`), since it runs for each small message.
 """

@@ -47,7 +47,10 @@ class LivingRank:
         self._descriptor: int | None = None
 
     def other(self) -> int | None:
-        """Return the pid of another process that runs as this rank; 0 if it is in another container."""
+        """Return the pid of another process that runs as this rank; None if there is none.
+
+        The pid is 0 if the process is in another container.
+        """
         if not sys.platform.startswith("linux") or self._descriptor is not None:
             return None
         for folder in private_folders.candidates(self._bases):

@@ -33,7 +33,7 @@ def candidates(bases: Iterable[str]) -> list[Path]:
 
 
 class NotPrivateError(PermissionError):
-    """A folder belongs to another user, or other users may enter it. The message names the folder and the reason."""
+    """Raised if a folder belongs to another user or is open to other users; names the folder and the reason."""
 
 
 @contextlib.contextmanager

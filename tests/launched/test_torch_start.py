@@ -303,7 +303,7 @@ def test_missing_ranks_are_named_before_the_start_is_abandoned(
     with pytest.raises(TransportError, match=f"rank {rank} "):
         Gathering(SealedStore(dist.HashStore(), JobSecret()), rank, 3, time.monotonic() + 0.1).come()
     missing = {0: [1, 2], 1: [0]}
-    said = f"rank {rank} waits for ranks {missing.get(rank)}: they have not arrived at the start of the world yet"
+    said = f"rank {rank} waits for ranks {missing.get(rank)}, which have not arrived at the start of the world"
     assert [said in text for text in caplog.messages] == ([True] if rank in missing else [])
 
 

@@ -1,1 +1,1 @@
-"""Announces in large worlds that ranks leave, end or fail, along a tree of the ranks."""
+"""Announces that ranks leave, end or fail, along a tree of the ranks, in large worlds."""

@@ -1,4 +1,4 @@
-"""Sends the announcements of leaving, ended and failed ranks along a tree, in large worlds.
+"""Sends announcements that ranks leave, end or fail to the neighbours in a tree of the ranks, in large worlds.
 
 :mod:`asyncdist.runtime.departing.departures` decides which announcements of leaving and ended ranks are due. A failed
 rank notifies its neighbours in the tree, and they notify theirs. If many ranks fail at once, a rank relays a failure
@@ -34,14 +34,14 @@ _REPEAT_COUNT: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Message to a neighbour in the tree: rank ``rank`` has failed, so the job must stop."""
+    """Message to a neighbour in the tree: ``rank`` has failed, so the job must stop."""
 
     rank: int
     summary: str
 
 
 class Announcements:
-    """Exchanges announcements of leaving, ended and failed ranks with this rank's neighbours in the tree.
+    """Exchanges announcements that ranks leave, end or fail with this rank's neighbours in the tree.
 
     Args:
         on_departure: Called with each newly announced departure.
@@ -106,7 +106,7 @@ class Announcements:
                     self._send(Failure(rank, summary), neighbour)
 
     def on_lost(self, rank: int) -> None:
-        """Remove a lost rank from the tree, and send its former neighbours what they may have missed."""
+        """Remove a lost rank from the tree, and send this rank's new neighbours the announcements that they lack."""
         before = self._departures.neighbours
         self._departures.on_lost(rank)
         for neighbour in self._departures.neighbours:
@@ -167,7 +167,7 @@ class Announcements:
         engine.recheck()  # waiting tasks check again, since all ranks may have reached the next stage
 
     def _delay_s(self) -> float:
-        """Return the seconds by which this rank delays announcements; half as long at each level below the root."""
+        """Return the delay of this rank's announcements in seconds; it is halved at each level below the root."""
         now = self._loop.time()
         if self._heard_at is None:
             self._heard_at = now

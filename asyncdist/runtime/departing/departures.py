@@ -1,4 +1,4 @@
-"""Decides which announcements of leaving and ended ranks a rank must send to its neighbours in a tree.
+"""Decides which announcements a rank must send to its neighbours in a tree when ranks leave or end.
 
 In a small world each rank notifies all others when it leaves main and when it has ended. In a larger world it notifies
 only the ranks with which it has exchanged messages. This module informs the remaining ranks along the tree of
@@ -6,12 +6,12 @@ only the ranks with which it has exchanged messages. This module informs the rem
 
 - A rank notifies its parent as soon as its whole subtree has reached a stage. When all ranks have reached the stage,
   the root announces this down the tree.
-- If some ranks continue, the departures of others are still sent up to the root and down to all ranks, but delayed and
-  combined into bitmaps.
+- If some ranks continue, the departures of the others are also sent up to the root and down to all ranks, but delayed
+  and combined into bitmaps.
 - A rank acknowledges that all ranks have ended when its whole subtree knows it. Then the root announces the stage
   ``HEARD``, and only then may ranks exit. Until then, all living ranks can inform a rank whose ancestors are lost.
-- A rank that becomes a neighbour after a loss is sent everything. So is a parent that has not answered for a long time,
-  since a message may have been corrupted. Repeated announcements have no effect.
+- A rank that becomes a neighbour after a loss is sent all announcements. So is a parent that has not answered for a
+  long time, since a message may have been corrupted. Repeated announcements have no effect.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Departure:
         bitmap: Bit set of the ranks that have reached the stage.
         started: Pairs of a group's tag and the number of collectives that the ranks have started in the group.
         lost: Ranks that these ranks know to be lost.
-        told: Ranks that each of them notifies directly, and that may not know it as a contact.
+        told: Ranks that these ranks notify directly, although they have received no message from them.
     """
 
     first: int
@@ -89,15 +89,15 @@ class EndHeard:
 
 
 class Departures:
-    """Records which ranks have left or ended, as far as this rank knows, and which of them each neighbour knows."""
+    """Records which ranks have left or ended, and which neighbours in the tree have been notified of this."""
 
     def __init__(self, size: int, rank: int) -> None:
         self._size = size
         self._rank = rank
         self._tree = SpanningTree(size, rank)
         self._known = _Reached()
-        self._announced = _Reached()  # departures to send down the tree, which the root has announced
-        self._accounts: dict[_Account, int] = {}  # bit set of the ranks by their details
+        self._announced = _Reached()  # departures that the root has announced, to be sent to the children
+        self._accounts: dict[_Account, int] = {}  # bit sets of ranks, by the details of these ranks
         self._lost = 0
         self._told: dict[int, _Reached] = {neighbour: _Reached() for neighbour in self._tree.neighbours}
         self._told_stage: dict[int, int] = dict.fromkeys(self._tree.neighbours, 0)
@@ -263,7 +263,7 @@ class Departures:
         ]
 
     def _forget_whom_they_tell(self) -> None:
-        """Remove the contact lists of ended ranks whose notices have arrived, so that most ranks have equal details."""
+        """Drop the details of ended ranks that are no longer needed, so that most ranks have equal details."""
         settled = self._known.ended
         for told in self._told.values():
             settled &= told.ended

@@ -61,7 +61,7 @@ class SpanningTree:
             self.children = tuple(self._living_children(self._rank, self._own_last))
 
     def _living_children(self, rank: int, last: int) -> Iterator[int]:
-        """Yield the living children of ``rank``, whose subtree ends with ``last``; lost ones are replaced by theirs."""
+        """Yield the living children of ``rank``, replacing each lost child by its own living children."""
         for first, end in halves(rank, last):
             yield from self._living_below(first, end)
 

@@ -1,4 +1,4 @@
-"""Ends a rank after its own failure or a peer's: notifies the peers, waits for them, and aborts silent ones."""
+"""Ends a rank after a failure: notifies the peers, waits until they stop, and aborts the job if some do not."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _print_alike(rank: int, teller: int | None, error: BaseException) -> None:
 
 
 async def _hear_why(world: World, seconds: float) -> None:
-    """Wait for a peer's failure report that may be on its way, and that may explain the end of the peer."""
+    """Wait for a peer's failure report that may be on its way, and that may be the cause of this rank's error."""
     engine = world.services.engine
     deadline = engine.loop.time() + seconds
     while engine.failure is None:

@@ -21,8 +21,8 @@ from asyncdist.tensors.serialization import cut_text, words_of
 #: Maximum size of a rank's failure summary, in bytes.
 _SUMMARY_NBYTES_MAX: Final = 1200
 
-#: If the program that started this rank reports failures itself: a function that receives the exception instead of
-#: printing it.
+#: Function that receives the exception that ends this rank, if the program that started the rank reports failures
+#: itself.
 told_elsewhere: ContextVar[Callable[[BaseException], None] | None] = ContextVar("told_elsewhere", default=None)
 
 
@@ -84,7 +84,7 @@ class FailureReport:
 
 
 def _let_interrupts_kill() -> None:
-    """Let Ctrl-C end an exiting process without a traceback. Registered with :mod:`atexit` last, so called first."""
+    """Make Ctrl-C end the process without a traceback while the interpreter exits."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 

@@ -23,7 +23,7 @@ from asyncdist.errors import LocalProtocolError
 
 
 class ForkedChildError(LocalProtocolError):
-    """A forked child of a rank uses the rank's world."""
+    """Raised if a forked child of a rank uses the rank's world."""
 
 
 def exit_immediately(code: int) -> NoReturn:
@@ -98,8 +98,8 @@ def end_at_next_turn(loop: asyncio.AbstractEventLoop, rank: int) -> None:
 
 def _end_in_loop(rank: int) -> None:
     sys.stderr.write(
-        f"asyncdist: process {os.getpid()} ends: rank {rank} has forked it, and it awaits in the loop of the rank, "
-        "which only the rank may do; end such a process with sys.exit() or os._exit()\n"
+        f"asyncdist: process {os.getpid()} ends: it is a forked child of rank {rank} and has awaited in the rank's "
+        "event loop, which only the rank may do; end such a process with sys.exit() or os._exit()\n"
     )
     exit_immediately(1)
 

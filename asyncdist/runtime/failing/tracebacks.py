@@ -25,7 +25,7 @@ _MACHINERY: Final = (
 _OF_A_GROUP: Final = (*_MACHINERY, "asyncio.taskgroups", "contextlib")
 #: Functions that call a rank's main, or blocking user code.
 _HOSTS: Final = (("asyncdist.runtime.hosting", "host_rank"), ("asyncdist.blocking.callers", "_serve"))
-#: Functions whose frames may lie between these functions and the user's code.
+#: Functions of asyncdist whose frames may lie between the host of a rank and the user's code.
 _WRAPPERS: Final = (("asyncdist.launch.rank_process", "_with_groups"), ("asyncdist.blocking.world", "open_world"))
 #: Function that checks main before it is called. Its errors quote the user's line, so they need no traceback.
 _REFUSAL: Final = ("asyncdist.validation", "main_function")
@@ -63,7 +63,7 @@ if sys.version_info < (3, 12):
 
 
 def user_traceback(error: BaseException) -> TracebackType | None:
-    """Return the traceback from main, a scenario or a script on; None for the exception group of spawned tasks."""
+    """Return the part of the traceback in the user's code; None for the exception group of spawned tasks."""
     trace = error.__traceback__
     found = raised = None
     is_in_user_code = not isinstance(error, BaseExceptionGroup)

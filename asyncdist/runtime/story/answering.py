@@ -1,6 +1,6 @@
 """Answers requests for a rank's current waits in a thread, and prints the waits of all ranks if none makes progress.
 
-The report about one rank is called its story. If main blocks the loop, the thread itself collects the story.
+If main does not block the loop, the loop collects the waits; otherwise the thread does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from asyncdist.wording import seconds_in_words
 
 logger = logging.getLogger("asyncdist.runtime.story.answering")
 
-#: Bytes that wake the thread: to end it, or to print the stories of all ranks.
+#: Bytes that wake the thread: to end it, or to print the reports of all ranks.
 _END: Final = b"!"
 _ASKED: Final = b"?"
 
@@ -39,17 +39,16 @@ _LOOP_S: Final = 0.3
 #: Number of checks for progress during ``stall_s``, and the maximum number of seconds between two checks.
 _LOOKS_IN_STALL: Final = 4
 _PERIOD_S_MAX: Final = 1.0
-#: Number of other ranks that also record a printed standstill, since the loop of the printing rank may be blocked.
+#: Number of other ranks that also record a printed report, since the loop of the printing rank may be blocked.
 _KEEPER_COUNT: Final = 4
-#: Seconds within which a launcher's signal reaches all ranks; the ranks wait as long, so that only one prints the
-#: stories.
+#: Seconds that a rank waits before it prints after a signal, so that the signal reaches all ranks and only one prints.
 _ASKED_TOGETHER_S: Final = 0.3
 #: Seconds during which a rank reports to other ranks that it has received the signal.
 _ASKED_S: Final = 1.0
 
 
 class Teller:
-    """Reports the waits of one rank on requests over a socket, and those of all ranks if the job stands still.
+    """Reports the waits of one rank on requests over a socket, and of all ranks if none makes progress.
 
     Reports are printed after ``stall_s`` seconds without progress; infinity for never.
     """
@@ -62,10 +61,10 @@ class Teller:
         self._thread_of_rank = threading.get_ident()
         self._signs = Signs(world)
         self._stall_s = stall_s
-        self._told_of: float | None = None  # time of the rank's last progress before the printed standstill
+        self._told_of: float | None = None  # time of the rank's last progress when the reports were printed
         self._look_again_at = 0.0
         self._asking: threading.Thread | None = None
-        self._asked: RankStory | None = None  # story of this rank when the signal arrived
+        self._asked: RankStory | None = None  # report on this rank when the signal arrived
         self._asked_at = -math.inf
         self._telling: threading.Thread | None = None
         self._period_s = min(_PERIOD_S_MAX, stall_s / _LOOKS_IN_STALL)
@@ -104,7 +103,7 @@ class Teller:
             self._thread = None
 
     def has_told_standstill(self) -> bool:
-        """Return whether any rank has printed the stories since this rank's last progress."""
+        """Return whether any rank has printed the reports of all ranks since this rank's last progress."""
         return self.told_at >= self._signs.moved_at
 
     # -- in the rank's thread, or in a signal's handler there ---------------------------------------------------------
@@ -125,7 +124,7 @@ class Teller:
         return ""
 
     def tell_abort(self) -> str:
-        """Return and record the stories of all ranks of this host before an abort."""
+        """Return and record the reports of all ranks of this host before an abort."""
         text = tell_job(*self._ask_all(collect(self._world, self._main, self._signs)))
         self._world.services.events.record("told", f"{ABORT}; {text}")
         return text
@@ -154,10 +153,10 @@ class Teller:
                         self._renew_listener(ready)
                         self._look()
                 except Exception as error:  # a report must never end a run, and the rank may be ending
-                    logger.debug("rank %d could not report its story", self._world.rank, exc_info=error)
+                    logger.debug("rank %d could not report its waits", self._world.rank, exc_info=error)
 
     def _renew_listener(self, ready: selectors.BaseSelector) -> None:
-        """Listen on a new socket if the socket's file is gone, as it is after the end of the user's last session."""
+        """Listen on a new socket if the socket's file was removed, for example with the user's last session."""
         assert self._listener is not None and self._path is not None, "it has begun"
         if os.path.lexists(self._path):
             return
@@ -225,7 +224,7 @@ class Teller:
             if not any(sockets.was_asked(place) for place in lower):
                 _write(tell_job(*self._ask_all(own)))
         except Exception as error:  # a request for a report must not end the run
-            logger.debug("rank %d could not report the stories of all ranks", self._world.rank, exc_info=error)
+            logger.debug("rank %d could not report the waits of all ranks", self._world.rank, exc_info=error)
 
     # -- if nothing moves ---------------------------------------------------------------------------------------------
 
@@ -243,7 +242,7 @@ class Teller:
         try:
             self._tell_if_none_moves()
         except Exception as error:  # a report must never end a run
-            logger.warning("rank %d could not report that nothing moves", self._world.rank, exc_info=error)
+            logger.warning("rank %d could not report that no rank makes progress", self._world.rank, exc_info=error)
 
     def _tell_if_none_moves(self) -> None:
         if not self._is_others_to_tell():
@@ -263,13 +262,13 @@ class Teller:
         _write(text)
 
     def _note_told(self, text: str) -> None:
-        """Note that a standstill was printed, and make the loop record the text unless it is empty."""
+        """Record that the reports were printed, and make the loop record the text unless it is empty."""
         if text:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._world.services.events.record, "told", text)
         self._told_of = self._signs.moved_at
         self.told_at = time.monotonic()
-        self._stall_s *= 2  # report a repeated standstill less often
+        self._stall_s *= 2  # repeat the report only after twice as long
 
     def _places(self) -> list[sockets.Place]:
         assert self._path is not None, "it has begun"

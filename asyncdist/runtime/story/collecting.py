@@ -17,9 +17,9 @@ from asyncdist.runtime.world import World
 from asyncdist.story.facts import ChannelState, Collective, MainState, PolicyState, RankStory, Wait
 from asyncdist.story.happenings import events_in_words
 
-#: Maximum number of event kinds in a story. Steps and roles are part of the policy's line instead.
+#: Maximum number of event kinds in a report. Steps and roles are part of the policy's line instead.
 EVENT_COUNT_MAX: Final = 3
-#: Maximum number of tasks in a story, and of ranks listed for one wait.
+#: Maximum number of tasks in a report, and of ranks listed for one wait.
 TASK_COUNT_MAX: Final = 20
 PEER_COUNT_MAX: Final = 1024
 #: Folders of the interpreter and its libraries, which do not contain user code.
@@ -34,7 +34,10 @@ def job_name(world: World) -> str:
 
 
 def collect(world: World, main: asyncio.Task[Any], signs: Signs, frame: types.FrameType | None = None) -> RankStory:
-    """Return a report of a rank's waits, policies, channels and events; ``frame`` is given if its loop is blocked."""
+    """Return a report of a rank's waits, policies, channels and events.
+
+    ``frame`` is the current frame of the rank's thread if its loop is blocked, and None otherwise.
+    """
     services = world.services
     state, line, inner_line = _state(main, signs, frame)
     return RankStory(

@@ -90,4 +90,4 @@ def _told(tell: Callable[[], str]) -> str:
     try:
         return tell()
     except Exception as error:
-        return f"the story of a rank could not be reported: {type(error).__name__}: {error}"
+        return f"the waits of a rank could not be reported: {type(error).__name__}: {error}"

@@ -57,7 +57,7 @@ _COMPENSATIONS: Final = frozenset(("kahan_comp", "kahan_compensation", "compensa
 _LAGGING: Final = frozenset(("ema", "param_ema", "pbar"))
 #: Names of weights to leave unchanged: Prodigy's initial weights, and copies used only within one step.
 _KEPT: Final = frozenset(("p0", "param_init", "old_p", "backup_params", "param_buffer"))
-#: Names of moments and gradients, which may equal the weights by accident of the loss function.
+#: Names of moments and gradients. For some loss functions these equal the weights.
 _MOMENTS: Final = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "prev", "prev_grad", "previous_grad", "last_grad", "grad")
 )
@@ -108,7 +108,7 @@ class Copy:
 
 
 def kind_of(key: str, held: Sequence[Held]) -> Kind | None:
-    """Return how the tensors of one name follow the weights; None if no rule is known."""
+    """Return the rule by which an optimizer's tensors of one name follow the weights; None if none is known."""
     if key in _MASTERS or (key not in _MOMENTS and _is_mirror(held)):
         return "mirror"
     if key in SLOW:
@@ -132,7 +132,7 @@ def _is_mirror(held: Sequence[Held]) -> bool:
 
 def _are_equal(tensor: Tensor, parameter: Tensor) -> bool:
     few = parameter.detach().reshape(-1)[:8]
-    if not torch.equal(tensor.reshape(-1)[:8].to(few), few):  # excludes nearly all other tensors quickly
+    if not torch.equal(tensor.reshape(-1)[:8].to(few), few):  # a quick test that rules out nearly all tensors
         return False
     return torch.equal(tensor.to(parameter), parameter.detach())
 

@@ -77,12 +77,12 @@ _CONTROL_TAG: Final = 1
 _WATCH_TAG: Final = 0x7FFFFFFD
 _ANNOUNCED_TAG_COUNT: Final = 0x40000000
 
-#: Maximum seconds between the end of a dead peer's first connection and of its second.
+#: Maximum seconds between the closing of a dead peer's first connection and the closing of its second.
 _LINGER_S: Final = 0.1
 
 
 class _Upload(Transfer):
-    """An announced large message at its sender; ``number`` counts the announced messages to the receiver."""
+    """Sender's side of an announced large message; ``number`` counts the announced messages to the receiver."""
 
     def __init__(self, number: int, view: memoryview, send: Send) -> None:
         super().__init__(number % _ANNOUNCED_TAG_COUNT, readable(view))
@@ -91,7 +91,7 @@ class _Upload(Transfer):
 
 
 class _Download(Transfer):
-    """An announced large message at its receiver."""
+    """Receiver's side of an announced large message."""
 
     def __init__(self, number: int, view: memoryview, receive: Receive | None) -> None:
         super().__init__(number % _ANNOUNCED_TAG_COUNT, bytes_tensor(view))

@@ -1,7 +1,7 @@
 """Sends and receives the chunks of streams over gloo, without the announcement that other large messages need.
 
-On the tag of a stream, called a *granted* tag, a receive names its source, is never abandoned, and is as large as its
-message. Both ends therefore pass their requests to gloo immediately, and gloo matches them in order.
+On the tag of a stream, called a *granted* tag, a receive names its source and is large enough for its message. Both
+ends therefore pass their requests to gloo immediately, and gloo matches them in order.
 
 - A trailer of eight bytes contains the message's size, which may be smaller than the buffer.
 - gloo cannot cancel a receive. A receiver that cancels one asks the sender to answer it with an empty message. If a
@@ -102,7 +102,7 @@ class Passage:
         return send
 
     def _send_nothing(self) -> None:
-        """Answer the next receives with empty messages, while they are cancelled ones."""
+        """Answer the next receives with empty messages, as long as the peer has cancelled them."""
         while self._sent_count + 1 in self._unwanted:
             self._unwanted.remove(self._sent_count + 1)
             self._send(memoryview(b""), _NOTHING)

@@ -26,7 +26,7 @@ UNACKNOWLEDGED_S: Final = 30
 
 @contextlib.contextmanager
 def probed_connections() -> Iterator[None]:
-    """Enable probes on the connections to other hosts that the body of ``with`` makes. Has an effect only on Linux."""
+    """Enable probes on the connections to other hosts that the body of ``with`` makes. Works only on Linux."""
     earlier = set(_descriptors())
     yield
     probe_all(set(_descriptors()) - earlier)

@@ -53,7 +53,7 @@ class TorchTransport(MatchedTransport):
 
     Args:
         rendezvous: Place where the ranks meet; None if the user's process group defines the ranks.
-        granted_tags: Tags of streams, on which each receive names its source and is as large as its message.
+        granted_tags: Tags of streams, on which each receive names its source and is large enough for its message.
         start_timeout_s: Seconds to wait for the other ranks; 300 by default.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Makes gloo groups of ranks, some of which may end during this: either all ranks get the groups, or none.
+"""Makes gloo groups even if ranks end in the meantime: either all ranks get the groups, or none.
 
 gloo looks for the ranks in the store and then connects to them, both in C++, where a thread cannot be interrupted, and
 detects late that a process has ended. This module therefore waits in the store itself, where a check can end the wait.

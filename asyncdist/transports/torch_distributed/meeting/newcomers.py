@@ -157,7 +157,7 @@ class Entrance:
             time.sleep(_PERIOD_S)
 
     def _begin(self) -> str:
-        """Begin a world with all other ranks, and return its token. If a rank is killed meanwhile, all gather again."""
+        """Begin a world with all other ranks, and return its token. If a rank is killed, all ranks start again."""
         attempt = 1
         while True:
             self.store, token = join_world(self._rendezvous, self._deadline - time.monotonic(), self._check_others)
@@ -170,7 +170,7 @@ class Entrance:
                 if attempt == _ATTEMPT_COUNT:
                     raise
                 attempt += 1
-                logger.info("rank %d gathers again with the others: %s", self._rendezvous.rank, error)
+                logger.info("rank %d starts the world again with the other ranks: %s", self._rendezvous.rank, error)
 
     def _make_groups(self) -> list[Any]:
         """Make the groups of all ranks that begin the world. Raise TransportError if a rank cannot make them."""
@@ -321,7 +321,7 @@ def _text(store: Any, key: str) -> str:
 
 
 class Reception:
-    """Reads a world's log for one process, and makes groups of two with the processes that it should connect to.
+    """Reads a world's log of new processes, and connects to a process when :meth:`want` requests this.
 
     Args:
         process: Launcher's name of this process.
@@ -381,7 +381,7 @@ class Reception:
         self._thread.start()
 
     def want(self, rank: int, incarnation: int, *, welcomes: bool) -> None:
-        """Connect to a process as soon as it wants this as well, instead of an earlier process of its rank.
+        """Request a connection to a process; this replaces a request for an earlier process of the same rank.
 
         If ``welcomes`` is true, this rank considers the earlier process lost, and welcomes the new one.
         """
@@ -404,13 +404,13 @@ class Reception:
             said: set[str] = set()
             for look in itertools.count():
                 try:
-                    if look % _LOOKS_PER_RENEWAL == 0:  # another user of this host may have deleted it
+                    if look % _LOOKS_PER_RENEWAL == 0:  # another user of this host may have deleted the name
                         common.compare_set(_RUNNING, "", self._running)
                     number = self._read_log(store, number)
                     self._look_for_wanted(store, said)
                 except RuntimeError as error:  # another user may have deleted a value since
                     common.check([_OVER])  # raises an error if the store has closed
-                    logger.info("rank %d retries to read the store: %s", self._rank, reason(error))
+                    logger.info("rank %d could not read the store, and tries again: %s", self._rank, reason(error))
                 if self._closing.wait(_PERIOD_S) or common.check([_OVER]):
                     return
         except RuntimeError as error:
@@ -463,7 +463,7 @@ class Reception:
         try:
             groups = self._connect(rank, incarnation, place)
         except (RuntimeError, TransportError) as error:
-            logger.info("rank %d did not meet rank %d, restarted %d times: %s", self._rank, rank, incarnation, error)
+            logger.info("rank %d did not connect to rank %d (restart %d): %s", self._rank, rank, incarnation, error)
         else:
             self._callbacks.put(self._on_met, (rank, incarnation, groups))
 
@@ -494,9 +494,9 @@ class Reception:
             except _EndedError:
                 raise
             except TransportError as error:
-                logger.info("rank %d: attempt %d to meet rank %d failed: %s", self._rank, number, rank, error)
+                logger.info("rank %d: attempt %d to connect to rank %d failed: %s", self._rank, number, rank, error)
         raise TransportError(f"all {len(_PAIR_CONNECT_S)} attempts failed")
 
 
 class _EndedError(TransportError):
-    """One of two processes that want to connect has ended, so no further attempt is made."""
+    """Raised if one of two processes that want to connect has ended, so that no further attempt is made."""

@@ -308,8 +308,8 @@ class _Gathering:
         """Log the missing ranks, on rank 0 or, if rank 0 is missing, on one or two ranks of each host."""
         if self._rank == 0 or (not self.token and environment.local_rank() in (None, 0, 1)):
             logger.warning(
-                "rank %d waits for ranks %s: they have not arrived at the start of the world yet, and may have ended; "
-                "it waits for up to %.0f s more%s",
+                "rank %d waits for ranks %s, which have not arrived at the start of the world and may have ended; it "
+                "waits up to %.0f s longer%s",
                 self._rank,
                 self._missing,
                 max(0.0, self._deadline - time.monotonic()),
@@ -454,7 +454,7 @@ def _await_server(rendezvous: Rendezvous, deadline: float, whose: str) -> None:
                 raise TransportError(f"{waits}, but {place}: {error}{cause}", port=rendezvous.port) from error
             if environment.local_rank() in (None, 0):
                 left_s = deadline - until
-                logger.warning("%s: %s yet; it waits for up to %.0f s more (%s)%s", waits, place, left_s, error, cause)
+                logger.warning("%s: %s yet; it waits up to %.0f s longer (%s)%s", waits, place, left_s, error, cause)
 
 
 def await_listener(address: str, port: int, deadline: float) -> None:

@@ -22,7 +22,7 @@ def serve(address: str, port: int, *, size: int | None = None, is_open: bool = F
         is_open: Whether to listen at all addresses, since processes know the host by different addresses.
     """
     listener = None if is_open else local_host.listen_at(address, port)
-    shares_process = port != 0  # with a store of the user's program at this port
+    shares_process = port != 0  # share a store of the user's program at this port
     if listener is None:
         return TCPStore(address, port, size, True, TIMEOUT, wait_for_workers=False, multi_tenant=shares_process)
     return TCPStore(
