@@ -100,7 +100,7 @@ class GroupLedger:
     ) -> Group:
         """Make the group object on this rank, after all members have agreed on the group.
 
-        ``made_after`` is the number of losses of ranks that this rank knew of when it requested the group.
+        ``made_after`` is the number of losses that this rank knew of when it requested the group.
         """
         lease = Lease(serial, wire.scope_of(ranks, "group", serial), self._give_back)
         lease.made_after = made_after

@@ -204,7 +204,7 @@ _CRC: Final = struct.Struct("<I")
 _LINE_NBYTES: Final = 64
 _RECORD_OFFSETS: Final = (_LINE_NBYTES, 2 * _LINE_NBYTES)
 _HEAD_NBYTES: Final = 3 * _LINE_NBYTES
-#: Number of the version being written that a closed window stores, so that readers find all its versions outdated.
+#: A closed window stores this as the number of the version being written, which makes all its versions outdated.
 _RETIRED: Final = 1 << 62
 
 

@@ -270,7 +270,7 @@ class TagDemultiplexer:
         self._closed_received_count += counts.received_count
         for (key, _), _ in channel.known_by():
             found = self.receiver.routes.get(key)
-            if found is not None and found[1] is channel.inbox:  # and not the inbox of a newer channel
+            if found is not None and found[1] is channel.inbox:  # A newer channel may already use the route.
                 self.receiver.close(key)
 
     def channels(self) -> tuple[ReceivingChannel, ...]:

@@ -149,7 +149,7 @@ class Poller:
         self._in_pass = False
         self._pass_count = 0
         self._completion_count = 0
-        self._request_count = 0  # completions that were not messages of a tag's receive
+        self._request_count = 0  # number of completions other than messages delivered to channels
         self._transferred_at = 0.0
         # State of the driver.
         self._handle: asyncio.Handle | None = None

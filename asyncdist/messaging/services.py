@@ -391,7 +391,7 @@ class Services:
         return any(each.under_way_count for each in self._demultiplexers.values() if each.is_users)
 
     def leftovers(self, spoiled_tags: Collection[int] = ()) -> list[str]:
-        """Describe unfinished requests, unread messages, streams and tasks, none of which a clean end has."""
+        """Describe unfinished requests, unread messages, streams and tasks, which are errors at the end of a rank."""
         requests = Counter(self.engine.outstanding(spoiled_tags))
         found = [f"request: {what}" if n == 1 else f"{n} requests: {what}" for what, n in requests.items()]
         for demultiplexer in self._demultiplexers.values():

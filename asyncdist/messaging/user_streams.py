@@ -50,7 +50,7 @@ class AttachAccept:
 
 
 class _Outgoing:
-    """A tensor to send, and the stream that sends it, or the receiver's grant if its size differs from the tensor's."""
+    """A tensor that is being sent: its bytes, its stream, and the receiver's grant if the granted size is wrong."""
 
     __slots__ = ("address", "refused", "stream", "view")
 

@@ -172,7 +172,7 @@ def _checked_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
 
 
 def _check_same(optimizer: torch.optim.Optimizer, leaves: Sequence[Tensor], spec: optree.PyTreeSpec) -> None:
-    """Raise ValueError unless the leaves are exactly the optimizer's parameters, all of which its step changes."""
+    """Raise ValueError unless the leaves are exactly the optimizer's parameters, since its step changes all of them."""
     name = type(optimizer).__name__
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for index, leaf in enumerate(leaves):

@@ -116,7 +116,7 @@ def split_key_to_devices(key: int | torch.Generator, devices: Sequence[torch.dev
 
 
 def get_global_ranks(*, world: World | None = None) -> Tensor:
-    """Return all ranks in order, int64 of shape [size]; split over an axis, it shows which rank has which shard."""
+    """Return all ranks in order, int64 of shape [size], for example to show which rank gets which shard of a tensor."""
     return torch.arange((world or current_world()).size, device="cpu")
 
 

@@ -162,7 +162,7 @@ class Objection(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Reminder(Keyed):
-    """Message with which a leader reminds a missing member that other ranks wait. Its key is for all occurrences."""
+    """Message with which a leader reminds a missing member that the ranks ``present`` wait for it."""
 
     subject: str
     present: Runs

@@ -149,7 +149,7 @@ class TreeCollectives:
         return work
 
     async def fold_along_ranks(self, group: Group, values: torch.Tensor, fold: LeftFold) -> torch.Tensor | None:
-        """Return the reduction of all flat tensors in rank order; None if it needs all tensors at once."""
+        """Reduce all members' flat tensors in rank order; return None if the reduction needs all tensors at once."""
         place, token = Place.of(group, group.ranks[-1]), memoryview(bytearray(1))
         # This exchange detects members that pass fewer bytes, and are therefore in fold_rows.
         error = await self._collect(place, token, _everything(token))
