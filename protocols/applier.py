@@ -53,7 +53,7 @@ class Applier:
         """Change the weights in place, and return the result of the step.
 
         Args:
-            trouble: See :meth:`OwnState.take`.
+            trouble: Description of this rank's non-finite state, "" if there is none; None to check the state now.
         """
         if new.donors:
             assert new.average is not None, f"round {new.round} is complete without an average"

@@ -3,14 +3,9 @@
 Every ``average_every`` steps, all members wait for each other and continue with the mean of their weights (local SGD,
 or federated averaging with equal weights: McMahan et al., 2017).
 
-If a waiting step is cancelled and all members have already agreed on the average, the step applies the average before
-it raises the cancellation. Otherwise no member averages in this step: the other members get RemoteError, and all try
-again at the next due step. If each step has a deadline that is shorter than the slowest member's delay, no average is
-ever computed. To continue without slow members, use :class:`AsyncSelectiveAveragingPolicy`.
-
-The members agree over the control channel before they enter a collective operation, so if a member has left, the others
-get ClosedError instead of waiting forever. The average is computed as in :func:`asyncdist.average_models`: in rank
-order, and through shared memory between processes on one host.
+If a waiting step is cancelled after all members have agreed on the average, the step applies the average before it
+raises the cancellation. Otherwise no member averages in this step: the other members get RemoteError, and all try again
+at the next due step. If a member has left, the others get ClosedError instead of waiting forever.
 """
 
 from __future__ import annotations
@@ -147,7 +142,7 @@ class AverageAllPolicy(Ported):
         except (
             asyncio.CancelledError,
             ValueError,
-        ) as error:  # must count as a meeting on all members
+        ) as error:  # an absence, so that the members' next meetings have equal numbers
             why = error if isinstance(error, ValueError) else None
             world.agreements.stay_away(world.agreements.next_meeting(members, self._subject), why)
             raise

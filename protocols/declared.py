@@ -16,8 +16,7 @@ from typing import Any, Final, Self, TypeAlias, TypeVar, get_args
 from asyncdist import validation
 
 T = TypeVar("T")
-#: Function that receives an option's name and value, and returns the value to store. It raises TypeError or ValueError
-#: for a wrong value.
+#: Function that checks an option's name and value: it returns the value to store, or raises TypeError or ValueError.
 Check: TypeAlias = Callable[[str, Any], Any]
 _KEY: Final = "option"
 #: Headings of the groups of options, in the order of the documentation.

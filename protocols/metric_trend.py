@@ -16,13 +16,10 @@ from typing import Final
 _BLANK_COUNT: Final = 3
 #: Number of blocks of equal length whose medians are compared, which limits the effect of noise and outliers.
 _BLOCK_COUNT: Final = 16
-#: The blocks are compared when this number of values has been added, and each time the number has doubled, up to
-#: ``_COUNT_MAX`` values. Later values are ignored.
+#: Numbers of values at which the blocks are compared: the first and the last; the number doubles in between.
 _COUNT_MIN: Final = _BLOCK_COUNT
 _COUNT_MAX: Final = 128 * _BLOCK_COUNT
-#: A metric has settled at a worse value if the distance from the first block to the later half of the blocks is this
-#: many times the spread of that half. Of 2,000 random walks, about 10 meet this criterion by accident, and none of
-#: 2,000 maxima of four random walks. A factor of 4 gives 45 and 1.
+#: Smallest ratio of a decline to the later values' spread that causes a warning. Of 2,000 random walks, 10 reach it.
 _GAP_FACTOR: Final = 6.0
 
 

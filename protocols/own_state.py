@@ -73,8 +73,8 @@ class OwnState:
         """Replace the weights by an average.
 
         Args:
-            trouble: Result of :meth:`trouble`, on this rank or on a rank with another shard of the model; None to call
-                :meth:`trouble` now.
+            trouble: Description of the non-finite state of this rank or of another shard of its model, from
+                :meth:`trouble`; None to check this rank's state now.
 
         Returns:
             Description of the non-finite state; "" if all was finite. If it is not "", momentum was ignored and the

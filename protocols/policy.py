@@ -90,8 +90,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     """
 
     takes_metric: ClassVar[bool] = True
-    #: Whether a restarted rank may join the running policy (:meth:`_join`). Such a policy, if it is on all ranks, also
-    #: starts without lost ranks.
+    #: Whether a restarted rank may join the running policy. If such a policy is on all ranks, it starts without lost
+    #: ranks.
     admits_restarted: ClassVar[bool] = False
     #: Whether several ranks train one replica of the model, as under DDP. The model may then be wrapped or sharded.
     keeps_replicas: ClassVar[bool] = False
@@ -461,7 +461,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
     @abc.abstractmethod
     async def _stop(self, error: BaseException | None) -> None:
-        """Leave the policy, because the block has ended (None) or because of ``error``."""
+        """Leave the policy; ``error`` is the exception that has ended its block, or None."""
 
     @abc.abstractmethod
     def _options(self) -> Mapping[str, Any]:
@@ -489,7 +489,6 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return self._group.ranks
 
     def _has_company(self) -> bool:
-        """Return whether other ranks take part in the policy."""
         return len(self._members) > 1
 
     def _is_due(self) -> bool:

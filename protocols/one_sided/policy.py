@@ -4,13 +4,11 @@ There is no coordinator and there are no common rounds. One replacement on a mem
 
 1. Every ``average_every`` steps, the member publishes a snapshot of its state and its metric, and continues to train.
 2. When its age or its metric meets the criterion (``replacement_mode``), the member decides to be replaced.
-3. It draws donors, and adds up their newest snapshots in rank order. With shared memory, the donors are not involved;
-   otherwise they answer at their own safe points.
+3. It draws donors, and adds up their newest snapshots in rank order.
 4. In its next ``step``, the average replaces its weights.
 
-Invariants: Weights are changed and copied only inside ``step``. A snapshot is read completely, in one version, with the
-metric that was published with it, or not at all. A replacement that does not complete leaves the weights unchanged and
-reports the reason. No rank waits for another rank's step.
+Invariants: Weights are changed and copied only inside ``step``. A snapshot is read completely, with its metric, or not
+at all. A replacement that does not complete leaves the weights unchanged and reports the reason.
 """
 
 from __future__ import annotations
@@ -282,7 +280,6 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
                 logger.warning("%s", trend_warning(self._journal.title(), self._metric_mode, wrong))
 
     def _publish(self, metric: float) -> None:
-        """Begin to publish the present weights and their metric."""
         assert self._exposure is not None, "a step outside the policy"
         self._own_metric = metric
         self._watch_metric(metric)
@@ -348,7 +345,6 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
             self._dies_at = self._born_at + self._random.randint(*self._rules.age_range)
 
     def _apply(self, replacement: Replacement) -> StepInfo:
-        """Replace the weights by the average, and return the step's result."""
         began_at = self._world.time()
         new = NewWeights(
             round=replacement.number,

@@ -114,10 +114,7 @@ class DonorReader:
     async def _read_donor(
         self, replacement: Replacement, choice: Choice, donor: int, mean: WeightedMean, deadline: float
     ) -> None:
-        """Add the newest snapshot of ``donor``, which may be newer than the snapshot when the donor was chosen.
-
-        Even a slow rank therefore succeeds, however often its donors publish.
-        """
+        """Add the newest snapshot of ``donor``, even if it was published after the donor was chosen."""
         record = await self._window.published_by(donor, deadline=deadline)
         if record is None:
             raise UnreadableError(f"rank {donor} left")

@@ -1,9 +1,7 @@
 """Rules of one-sided selective averaging: whether a rank is replaced, and which ranks are its donors.
 
-Each rank applies these rules on its own, to its metric and the newest published metrics of other ranks. In a group with
-more than `SAMPLE_COUNT` other ranks, it compares itself with a random sample of this size, so that the cost of a
-replacement does not depend on the size of the group. The functions are pure: they use no asyncio, transport, clock or
-torch, and the random source is an argument.
+Each rank applies these rules on its own, to its metric and the newest published metrics of other ranks. In a large
+group, it compares itself with a random sample of `SAMPLE_COUNT` ranks.
 """
 
 import math
@@ -29,8 +27,7 @@ REPLACEMENT_MODES: Final[tuple[ReplacementMode, ...]] = get_args(ReplacementMode
 
 #: Number of other ranks with whose metrics a rank compares its own; more only if it draws more donors.
 SAMPLE_COUNT: Final = 32
-#: In a larger group, a rank that is judged by its age reads the metrics of twice as many ranks as it needs donors, but
-#: of at least this number, since some ranks cannot be donors.
+#: Smallest number of ranks whose metrics a rank reads to choose donors, in a large group and with the mode `"age"`.
 AGE_SAMPLE_COUNT: Final = 8
 #: Largest number of donors if neither `donor_count` nor `donor_ratio` is given.
 DEFAULT_DONOR_COUNT_MAX: Final = 8
@@ -237,7 +234,6 @@ def _weighted(rank: int, drawn: Sequence[int], best: int, metrics: Mapping[int, 
 
 
 def _worst(metrics: Mapping[int, float], rules: OneSidedRules) -> tuple[int, ...]:
-    """Return the ranks that the mode `worst_ratio` replaces; none in other modes."""
     if rules.replacement_mode != "worst_ratio":
         return ()
     count = replacer_count(len(metrics), rules.replacement_ratio)

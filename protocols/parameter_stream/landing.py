@@ -1,8 +1,7 @@
 """Chooses the memory in which a replacer receives the chunks of donors: its accumulator, or a ring of buffers.
 
-All donors' snapshots are cut into chunks in the same way. The first donor's chunks are received directly into the
-accumulator if it has the stored dtype. All other chunks are received into the pages of the ring; small chunks share a
-page.
+The first donor's chunks are received directly into the accumulator if it has the stored dtype. All other chunks are
+received into the pages of the ring, where small chunks share a page.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from asyncdist.protocols.parameter_stream.messages import parts_of
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.flat_state import FlatBuffers
 
-#: Largest number of donors with requested snapshots that are not added yet. It is limited because each pass of the
-#: event loop tests all posted receives.
+#: Largest number of snapshots requested at the same time, since each pass of the event loop tests all their receives.
 ASKED_COUNT_MAX: Final = 16
 #: Largest number of shares that a layout caches: for each donor asked at the same time, with and without exact tensors.
 SHARE_COUNT_MAX: Final = 2 * ASKED_COUNT_MAX

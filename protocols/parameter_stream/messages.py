@@ -15,8 +15,8 @@ from asyncdist.tensors.flat_state import FlatBuffers
 
 #: Size in bytes of each chunk, except the last chunk of each tensor.
 CHUNK_NBYTES = streams.CHUNK_NBYTES
-#: Usual number of chunks of one part on the sharded route, and the smallest size of these chunks. The chunks are small
-#: because the mean, which is sent while it is computed, lags behind the parts by ``WINDOW_COUNT`` chunks.
+#: Usual number, and smallest size, of a part's chunks. They are small so that the mean can be sent while it is
+#: computed.
 PART_CHUNK_COUNT: Final = 32
 PART_CHUNK_NBYTES_MIN: Final = 128 << 10
 #: Chunk sizes are multiples of this number of bytes, so that no element is split.

@@ -1,11 +1,9 @@
 """Reads snapshots directly from the memory of other processes on this host, instead of receiving them as streams.
 
-A receiver asks for the address of a donor's snapshot (:class:`LocateRequest`). The donor answers when it has the
-snapshot. The read itself does not involve the donor's event loop. In the first round with a donor, its snapshot is
-streamed, and the answer only serves to test whether the donor's memory can be read.
-
-A read is valid only if the donor's token is still valid after it (:mod:`asyncdist.host_memory.cross_memory_attach`).
-The donor revokes the token before it reuses the memory, so a read returns the snapshot of the right round or fails.
+A receiver asks for the address of a donor's snapshot (:class:`LocateRequest`), and the donor answers when it has the
+snapshot. In the first round with a donor, its snapshot is streamed, and the answer only serves to test whether the
+donor's memory can be read. A read is valid only if the donor's token is still valid after it
+(:mod:`asyncdist.host_memory.cross_memory_attach`); the donor revokes the token before it reuses the memory.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ logger = logging.getLogger("protocols.parameter_stream.neighbours")
 
 #: Snapshots with fewer bytes are streamed, which is as fast as an answer with the address and a system call.
 READ_NBYTES_MIN: Final = 1 << 20
-#: Number of failures after which a donor's memory is no longer read. A single failure may have a harmless reason: the
-#: snapshot was withdrawn during the read.
+#: Number of failures after which a donor's memory is no longer read. One read may fail because its round has ended.
 TRIAL_COUNT: Final = 3
 
 

@@ -239,7 +239,6 @@ class SnapshotReceiver:
             stream.finish(lambda stream: cancel_stream(self._services, self._channel, stream, self._round))
 
     def _post(self) -> None:
-        """Post as many receives as fit into the window."""
         while self._unposted and self._posting is not None:
             if self._under_way and self._unposted[0].page - self._under_way[0].page >= WINDOW_COUNT:
                 return
@@ -254,7 +253,6 @@ class SnapshotReceiver:
         self._under_way.popleft()
 
     def _reading(self, donor: int) -> Reading | None:
-        """Request the address of the donor's snapshot for a direct read; return None if it must be streamed."""
         if self._neighbours is None:
             return None
         nbytes = sum(piece.nbytes for piece in self._layout.pieces if piece.averaged)

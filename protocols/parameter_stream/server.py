@@ -148,7 +148,7 @@ class SnapshotServer:
         mean_of: Part | None = None,
         ready_count: int | None = None,
     ) -> Offer:
-        """Answer all requests of ``round``, earlier and later ones, with ``snapshot``; abort those of earlier rounds.
+        """Send ``snapshot`` to all ranks that request it in ``round``, and abort the requests of earlier rounds.
 
         Args:
             mean_of: Part whose mean ``snapshot`` is; None for a donor's snapshot.
@@ -171,7 +171,6 @@ class SnapshotServer:
             self._serve_early(offer)
 
     def _serve_early(self, offer: Offer) -> None:
-        """Answer the requests that have waited for this offer."""
         asked = [key for key, (asked_for, grant) in self._early.items() if offer.answers(asked_for, grant)]
         # Each sender begins with a different receiver, so that not all of them send to the same receiver first.
         for key in sorted(asked, key=lambda key: ((key[0] - self._services.rank) % self._services.size, key[1])):
@@ -214,7 +213,7 @@ class SnapshotServer:
                 self._refuse(key)
 
     def enter_epoch(self, epoch: int) -> None:
-        """Abort requests of earlier epochs, since their rounds are over and the new epoch may reuse their numbers."""
+        """Enter a new epoch, and abort all waiting requests, since their rounds are over."""
         while self._early:
             self._refuse(self._early.popitem()[0])
         self.channel.enter_epoch(epoch)

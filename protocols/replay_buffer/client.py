@@ -72,8 +72,7 @@ from asyncdist.tensors.byte_views import split
 from asyncdist.waits import WaitId, WaitKind
 
 _REQUEST_COUNT: Final = 1 << 32  # request numbers have 32 bits in the frame header
-#: Seconds after which a client repeats its ``Open``; doubled each time. A repetition is needed if the server has ended
-#: one buffer and not yet begun the next. There are few, because a server that starts late receives all at once.
+#: Seconds after which a client first repeats its ``Open``, which a server drops between two buffers; doubled each time.
 _OPEN_PERIOD_S: Final = 0.25
 #: Seconds to wait for a message with the reason after a server has left or has aborted a stream.
 _REASON_TIMEOUT_S: Final = 1.0
@@ -152,7 +151,6 @@ class ReplayBuffer:
         return self
 
     async def _enter(self) -> Welcome:
-        """Send ``Open`` repeatedly until the server answers, and return the answer."""
         engine, what = self._services.engine, self._awaited()
         give_up_at, period_s = self._services.time() + self._start_timeout_s, _OPEN_PERIOD_S
         while self._welcome is None and self._error is None:
@@ -446,7 +444,6 @@ class ReplayBuffer:
         self._services.engine.recheck()
 
     def _refuse_grant(self, envelope: Envelope[ReplayMessage]) -> None:
-        """Answer the server's late grant with an abort, because this rank has left the block."""
         if envelope.source == self._server:
             refuse_grant(self._services, envelope)
 
@@ -514,7 +511,6 @@ class ReplayBuffer:
             self._fail(error)
 
     def _fail(self, error: AsyncdistError) -> None:
-        """Complete all calls with the first error, because the server will not answer any more."""
         self._error = self._error or error
         for request in list(self._calls):
             self._complete(request, None, self._error)

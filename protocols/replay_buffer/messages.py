@@ -1,9 +1,8 @@
 """Defines the messages between a replay buffer's server and its clients.
 
-Items are sent as bytes. The items of a small batch are inside the message (``data``). A larger batch has empty
-``data``, and is sent as a stream of ``nbytes`` bytes after the receiver has sent a
-:class:`asyncdist.messaging.streams.Grant` with the request's number in the frame's header. A client numbers its
-requests, and the server answers each request once, with ``Added``, ``Drawn`` or ``Failed``.
+Items are sent as bytes: inside the message (``data``) or, for a large batch, as a stream of ``nbytes`` bytes after the
+receiver has sent a :class:`asyncdist.messaging.streams.Grant`. A client numbers its requests, and the server answers
+each request once, with ``Added``, ``Drawn`` or ``Failed``.
 """
 
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ class Welcome:
     """Server to client: accepts the client, and describes the buffer.
 
     Attributes:
-        entry: The ``entry`` of the client's ``Open``.
+        entry: Number from the client's ``Open``.
         in_flight_max: Largest number of the client's unanswered draws, and of its other unanswered requests.
     """
 

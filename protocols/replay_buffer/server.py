@@ -1,14 +1,11 @@
 """Serves a replay buffer to its clients, in one coroutine that usually runs on a separate rank.
 
-1. A client sends ``Open``, which the server answers with ``Welcome`` or ``Refused``.
-2. The client's batches are stored when they arrive.
-3. A draw is answered when the buffer contains enough items. It fails if no client is left to add them. If all clients
-   wait to draw more items than the buffer contains, the server warns, and continues to wait.
-4. The server ends when every client has sent ``Bye``, has left or is lost.
+A draw is answered when the buffer contains enough items, and fails if no client is left to add them. If all clients
+wait to draw more items than the buffer contains, the server warns and continues to wait. The server ends when every
+client has left or is lost. A client that violates the protocol is refused, and the others are still served.
 
 Memory is bounded: ``capacity`` items, ``in_flight_max`` small requests per client, and one large batch per client in
-each direction. Clients that are faster than the server wait. A client that violates the protocol is refused, and the
-others are still served.
+each direction. Clients that are faster than the server wait.
 """
 
 from __future__ import annotations
@@ -158,8 +155,7 @@ class _Server:
         channel = self._channel
         try:
             while not self._is_finished():
-                # After the last client has left, an ``Open`` is meant for the next buffer of this name, and is
-                # repeated.
+                # After the last client has left, an ``Open`` is meant for the next buffer of this name.
                 while not self._is_finished() and (envelope := channel.receive_nowait()) is not None:
                     self._hear(envelope)
                 self._has_lost_one = False
@@ -342,7 +338,6 @@ class _Server:
         return end, end + 8 * message.count * message.has_priorities
 
     def _store_payload(self, client: Client, message: Add | Update, payload: npt.NDArray[np.uint8]) -> None:
-        """Store the items of an ``Add``, or the priorities of an ``Update``."""
         end, nbytes = self._sizes(message)
         priorities = payload[end:].view(np.float64) if nbytes > end or isinstance(message, Update) else None
         if priorities is not None and not (np.isfinite(priorities) & (priorities >= 0)).all():
@@ -371,7 +366,6 @@ class _Server:
         raise TypeError(f"score must return a number, a tensor of one element, or None, got a {type(value).__name__}")
 
     def _receive_next(self, client: Client) -> None:
-        """Begin to receive the client's next large batch, unless one is being received."""
         if client.large and not client.is_receiving:
             client.is_receiving = True
             self._services.spawn_service(
@@ -440,7 +434,7 @@ class _Server:
                 return
 
     def _answer_all(self) -> None:
-        """Confirm all added items, and answer the draws for which the buffer contains enough items."""
+        """Confirm all added items, and answer all draws for which the buffer contains enough items."""
         for client in self._clients.values():
             if client.answers:
                 requests, scores = zip(*client.answers, strict=True)

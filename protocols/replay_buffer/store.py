@@ -1,11 +1,8 @@
 """Stores the items of a replay buffer and draws from them, without messages.
 
-An **item** is one row of a batch: the elements of all its tensors at one index of the leading dimension. A
-:class:`RowLayout` converts batches to rows of bytes and back. A :class:`ReplayStore` stores all items in one matrix of
-bytes, so that adding or drawing a batch needs one copy.
-
-Items are drawn with replacement: uniformly, or in proportion to priority^alpha with importance weights (Schaul et al.,
-"Prioritized Experience Replay", ICLR 2016, sections 3.3 and 3.4).
+An **item** is one row of a batch: the elements of all its tensors at one index of the leading dimension. Items are
+stored as rows of bytes, so that adding or drawing a batch needs one copy. They are drawn with replacement: uniformly,
+or in proportion to priority^alpha with importance weights (Schaul et al., "Prioritized Experience Replay", ICLR 2016).
 """
 
 from __future__ import annotations
@@ -26,8 +23,7 @@ Rows: TypeAlias = npt.NDArray[np.uint8]
 Form: TypeAlias = Literal["tensor", "dict", "tuple"]
 FORMS: Final[dict[str, Form]] = {"tensor": "tensor", "dict": "dict", "tuple": "tuple"}
 
-#: Number of priorities in a block. Sums are stored by block, so that a change of one item costs one small sum, and
-#: rounding errors do not accumulate.
+#: Number of priorities whose sum is stored, so that a change costs one small sum and rounding errors do not accumulate.
 _BLOCK: Final = 512
 
 
@@ -368,8 +364,7 @@ class _Priorities:
         wanted = at * bounds[-1]
         blocks = np.minimum(np.searchsorted(bounds, wanted, side="right"), np.flatnonzero(self._sums)[-1])
         inside = np.cumsum(self._values[blocks], axis=1)
-        # The rest is counted exactly from the end of the previous block. Any less would select the first index of the
-        # block, even if its number is 0.
+        # Counted exactly from the end of the previous block, since any less would select an index whose number is 0.
         rest = wanted - np.concatenate(([0.0], bounds))[blocks]
         # Rounding may lead beyond the end of the block. The last index with a number above 0 is then the right one.
         columns = (inside <= rest[:, None]).sum(axis=1)

@@ -1,7 +1,7 @@
 """State machines of a sharded replica's ranks: the followers repeat the events of their leader.
 
 Every rank of a replica has its own :class:`RoundMember`. The followers' state machines receive the leader's events in
-the same order, so that all ranks of a replica have the same role in a round. Only the ends of their own streams differ.
+the same order, so that all ranks of a replica have the same role in a round. Only failures of their own streams differ.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -47,8 +47,7 @@ from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("protocols.replicas.policy")
 
-#: Seconds after which a leaving rank warns that other ranks of its replica have not left. They leave within a step,
-#: which may be long.
+#: Seconds after which a leaving rank warns that other ranks of its replica have not left. A step may be long.
 _LEAVING_TOLD_AFTER_S: Final = 20.0
 _NO_POPULATION: Final = "replicas are one population, whose first leader is the coordinator"
 
@@ -315,7 +314,6 @@ class ReplicaAveragingPolicy(Ported):
         return info
 
     def _read_number(self, local_metric: MetricSource) -> float:
-        """Return the due metric; NaN if there is no new measurement."""
         value = self._read_new_metric(local_metric)
         return math.nan if value is None else value
 

@@ -1,22 +1,13 @@
 """Selective averaging of sharded replicas: each rank averages its shards with its counterparts in other replicas.
 
 The k-th ranks of all replicas are *counterparts*: they have the same shards of the model. Shards are sent only between
-counterparts, so no rank sends, receives or stores more of the model than its own part.
-
-The first rank of a replica is its leader, which exchanges messages with the coordinator. The other ranks, its
-followers, receive the coordinator's messages from the leader at *swap points*: steps in which all ranks of the replica
-wait for each other. At a swap point:
-
-1. Each rank reports to the leader whether its part of an average is complete or abandoned.
-2. The leader sends the coordinator's messages since the last swap point to the followers. The leader may take a
-   snapshot. It applies an average if all ranks have completed their parts, and abandons the average if a rank has.
-3. The followers do the same. A snapshot is offered only if it is finite on all ranks of the replica.
-
-Between swap points, only the streams between counterparts continue.
+counterparts. The first rank of a replica is its leader, which exchanges messages with the coordinator. The other ranks,
+its followers, receive these messages at *swap points*: steps in which all ranks of the replica wait for each other.
+There, each rank reports whether its part of an average is complete. The leader decides whether all ranks apply the
+average, abandon it or take a snapshot, and the followers do the same.
 
 Invariants: The ranks of a replica take their snapshots for a round at the same iteration. They apply an average at the
-same iteration, from the same donors with the same weights, or not at all. The leader awaits nothing between its
-decision and the resulting action, so that no message of the coordinator arrives in between.
+same iteration, from the same donors with the same weights, or not at all.
 """
 
 from __future__ import annotations
@@ -264,12 +255,10 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return len(followers) == self._replica.size - 1 and all(each.is_complete for each in followers)
 
     def _give_up_with(self, followers: Sequence[Status]) -> None:
-        """Abandon the round on the leader if a follower has done so."""
         for failure in [each.failure for each in followers if each.failure][:1]:
             self._opened.roles.give_up(self._member.round, failure)
 
     def _follow(self, decision: Decision, info: StepInfo) -> StepInfo:
-        """Repeat the leader's action on a follower, and return the result of the follower's step."""
         member = self._following
         assert member is not None, "the leader does not follow"
         self.iteration = decision.iteration

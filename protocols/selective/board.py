@@ -1,8 +1,7 @@
 """Carries the messages about a policy's coordinator, its newcomers and its emigrants.
 
-One channel carries these messages for all policies of a rank. A rank may be nominated as a coordinator, or notified of
-a new one, after it has left the policy. It then answers that it has left. For this answer, the rank remembers the
-numbers of the policies that it has left.
+One channel carries these messages for all policies of a rank. The rank also answers messages about policies that it has
+left.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """The coordinator's task in selective averaging: exchanges messages with the members.
 
 The task passes the messages that it receives to its state machine (:mod:`protocols.selective.rounds`), and sends the
-resulting messages. It runs on the group's first rank, alongside that rank's training, or on a reserved rank that does
-not train (:mod:`protocols.selective.reserved`). On a training rank it runs only at that rank's safe points, so answers
-are delayed by up to one step. If the coordinating rank is lost, another rank starts a new coordinator in a new epoch
-(:mod:`protocols.selective.leadership`).
-
-The coordinator continues after its own rank has left the policy, until the last member has left.
+resulting messages. It runs on the group's first rank, at that rank's safe points, or on a reserved rank that does not
+train. It continues after its own rank has left the policy, until the last member has left.
 """
 
 from __future__ import annotations
@@ -199,14 +195,12 @@ class Coordinator:
         )
 
     def _hear_newcomer(self, rank: int, incarnation: int) -> None:
-        """Handle a request for admission, unless the requesting process is gone."""
         services = self._services
         if rank not in services.gone and services.restarted.get(rank, 0) == incarnation:
             self._control.admit(rank)
             self._send(self._core.on_newcomer(rank, incarnation, services.time()))
 
     def _hear_guest(self, rank: int, incarnation: int) -> None:
-        """Invite a rank of another island, unless the announced process is gone."""
         services, scopes = self._services, self._scopes
         if self._migration is not None and rank not in services.gone and services.restarted.get(rank, 0) == incarnation:
             self._control.admit(rank)

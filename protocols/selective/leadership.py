@@ -1,8 +1,6 @@
-"""Runs the coordinator on the coordinating rank, and exchanges the messages that elect a new coordinator.
+"""Runs the coordinator on the coordinating rank, and exchanges the messages that determine a new coordinator.
 
-:mod:`protocols.selective.succession` decides which rank coordinates, and this module carries out the decisions. Each
-rank has one :class:`Leadership` for each policy. The object outlives the policy while its rank still coordinates for
-the other members, so it holds no tensors.
+:mod:`protocols.selective.succession` decides which rank coordinates, and this module carries out the decisions.
 """
 
 from __future__ import annotations
@@ -148,11 +146,7 @@ class Leadership:
                 self._member.admit(rank, known)
 
     def note_welcome(self, welcome: Welcome, rank: int) -> None:
-        """Record the members and the coordinator from a welcome, while this rank waits for admission.
-
-        Args:
-            rank: The coordinator's rank.
-        """
+        """Record the members and the coordinator, ``rank``, which has answered this rank's request for admission."""
         for member in welcome.members:
             self.note_admitted(*member)
         self._carry_out(self._succession.on_claim(welcome.epoch, rank, rank))
@@ -247,7 +241,6 @@ class Leadership:
         self._services.engine.loop.call_soon(self._note_peer, rank)
 
     def _on_met(self, rank: int) -> None:
-        """Handle a new connection between this rank and the new process of ``rank``."""
         if rank in self._admitted:
             self._services.engine.loop.call_soon(self._look_at, rank)
 
@@ -302,7 +295,6 @@ class Leadership:
                     serving.note_left(rank)
 
     def _serves_in(self, epoch: int) -> bool:
-        """Return whether this rank coordinates in ``epoch`` or a later epoch."""
         return self._serving is not None and epoch <= self.epoch
 
     def _carry_out(self, steps: Steps) -> None:

@@ -435,7 +435,6 @@ class RoundMember:
     # ---------------------------------------------------------------- helpers
 
     def _go(self, event: Event, round: int = 0) -> None:
-        """Change the state according to `TRANSITIONS`."""
         assert (self.state, event) in TRANSITIONS, f"{event} in {self.state} of round {self.round}"
         self.state = TRANSITIONS[self.state, event]
         self.round = round
@@ -443,19 +442,16 @@ class RoundMember:
             self.wants_step = True
 
     def _reduce(self, round: int, assign: Assign) -> Instructions:
-        """Begin to add up a part, or to share fetched parts, if the assignment demands it."""
         if (assign.part < 0 and not assign.sources) or round < 1:
             return ()
         self.reducing, self._adds_up = round, assign.part < 0
         return (Reduce(round, assign),)
 
     def _end_reducing(self) -> Instructions:
-        """Stop adding up a part and sharing fetched parts."""
         number, self.reducing = self.reducing, 0
         return (StopReducing(number),) if number else ()
 
     def _end_giving(self) -> Instructions:
-        """End the role if this member is a donor."""
         if self.state not in GIVING_STATES:
             return ()
         withdraw = (Withdraw(),) if self.state in (State.GIVING, State.LASTING) else ()
@@ -464,7 +460,6 @@ class RoundMember:
         return (*withdraw, refuse)
 
     def _end_taking(self, reason: str) -> Instructions:
-        """End the role if this member is a replacer; its average is not applied."""
         if self.state not in _TAKING_STATES:
             return ()
         number = self.round

@@ -1,12 +1,8 @@
 """Defines the messages between the members and the coordinator of a selective-averaging policy.
 
-Every message is flat: its fields are ints, floats, strings, bools, bytes and tuples of numbers, which the wire codec
-packs and checks. `PackedAssign` and `PackedFrozen` carry the content that is equal for all ranks of a round in packed
-form; each rank unpacks its own `Assign` or `Frozen`. The number of the round is in the frame's header, so that a frame
-of another round is recognised before its body is read. The messages of parameter streams are defined in
-`asyncdist.messaging.streams`.
-
-Annotations are real objects, never strings, since `get_type_hints` of each class must return plain types.
+All fields have types that the wire codec packs and checks. `PackedAssign` and `PackedFrozen` contain data that is equal
+for all ranks of a round, from which each rank unpacks its own `Assign` or `Frozen`. The number of the round is in the
+frame's header. Annotations are real objects, never strings, since `get_type_hints` must return plain types.
 """
 
 import math

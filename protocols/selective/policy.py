@@ -1,18 +1,14 @@
 """Asynchronous selective averaging: the worst ranks adopt the average of the best ranks, and no rank waits for others.
 
 This module contains the policy that each member runs. :mod:`protocols.selective.member` is the member's state machine,
-and :mod:`protocols.selective.roles.member_roles` carries out its instructions. On the coordinator's rank,
-:mod:`protocols.selective.coordinator` exchanges the messages, and :mod:`protocols.selective.rules` decides.
-
-One round on a member:
+and :mod:`protocols.selective.coordinator` is the coordinator's task. One round on a member:
 
 1. Every ``average_every`` steps the member reports its metric and continues to train.
 2. The coordinator may assign a role to the member. A **donor** copies its weights inside its next ``step``. A
-   **replacer** requests the donors' snapshots, which are streamed as soon as they exist.
+   **replacer** requests the donors' snapshots.
 3. When all donors have answered, the coordinator freezes the round: its donors no longer change. The replacer adds up
-   the streams in rank order. If a donor was left out, the replacer requests all other snapshots again.
-4. The replacer's next ``step`` applies the average and notifies the coordinator.
-5. ``End`` closes the round for every rank named in it, and frees the donor's snapshot.
+   the snapshots in rank order.
+4. The replacer's next ``step`` applies the average and notifies the coordinator, which ends the round.
 
 Invariants: weights are changed and copied only inside ``step``. A rank has one role at a time. A round that does not
 complete leaves the weights unchanged and reports the reason.
@@ -252,7 +248,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         self._open_at_start(scopes, meeting.leader, lost_members(self._world, self._members, meeting))
 
     def _open_at_start(self, scopes: PolicyScopes, coordinator: int, replaced: Sequence[int]) -> None:
-        """Open a policy that starts on all members at the same time; see :meth:`_open` for the arguments."""
+        """Open a policy that starts on all members at the same time, except those in ``replaced``, which were lost."""
         self._open(scopes, coordinator, replaced=replaced)
 
     def _open(
@@ -301,7 +297,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         return StateTransfer(self._services, scope)
 
     def _open_migration(self, scopes: PolicyScopes, succession: Succession) -> Migration | None:
-        """Return the exchange of donors with other islands; None without islands."""
+        """Return an object that exchanges donors with other islands; None without islands."""
         if self._island is None:
             return None
         self._visits = Visits(self._services, self._island, self._member, self._resources)
@@ -431,7 +427,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         return info
 
     def _act(self) -> StepInfo:
-        """Take or apply the snapshot or average that is due in this step."""
+        """Take a snapshot or apply an average, if one is due in this step."""
         info = self._opened.roles.step(self.iteration)
         return info if self._visits is None else self._visits.located(info)
 

@@ -1,11 +1,8 @@
 """State machine of the coordinator in selective averaging: decides when to judge the members, and runs each round.
 
-`RoundCoordinator` turns events (a report, an answer, a departure, a deadline) into messages to send. It is a plain
-synchronous object without asyncio or a clock, so the same calls return the same messages.
-
-Invariants, checked by assertions: rounds are numbered from 1 and never overlap. A rank has one role in a round. Every
-live rank named in a round receives exactly one `End` for it. No message is sent to a rank that has left or was lost. A
-round always has a deadline. No peer's message can make a call raise: unexpected messages are ignored and counted.
+`RoundCoordinator` turns events (a report, an answer, a departure, a deadline) into messages to send, without asyncio or
+a clock. Invariants, checked by assertions: rounds never overlap. A rank has one role in a round. Every live rank named
+in a round receives exactly one `End`. A round always has a deadline. Unexpected messages are ignored and counted.
 """
 
 import math
@@ -130,7 +127,6 @@ class RoundCoordinator:
         return self._advance(now)
 
     def _on_strange_report(self, rank: int) -> tuple[Send, ...]:
-        """Answer a report from a rank that is not known to take part."""
         if rank not in self._members and rank in self._may_join:  # admitted by an earlier coordinator
             return (Send(rank, 0, Rejoin()),)
         member = self._live(rank, "Report")
@@ -400,7 +396,6 @@ class RoundCoordinator:
     # ---------------------------------------------------------------- helpers
 
     def _admit(self, rank: int, member: Member, now: float) -> tuple[Send, ...]:
-        """Make a newcomer a member, since it has applied a member's state, and notify all ranks."""
         self._tell("{:.6f} rank {} is admitted", now, rank)
         self.roster.admit(member)
         self._newcomers.remove(rank)

@@ -1,8 +1,7 @@
 """Decides which ranks are donors and replacers in selective averaging, and on which route the snapshots are sent.
 
-The functions are pure: they use no asyncio, transport, clock, torch or randomness. `protocols.selective.rounds` decides
-when to judge the members. `protocols.ranking` defines the order of the ranks, including ties and NaN, and the number of
-replaced ranks.
+The functions are pure. `protocols.selective.rounds` decides when to judge the members, and `protocols.ranking` defines
+the order of the ranks and the number of replaced ranks.
 """
 
 import math
@@ -24,16 +23,14 @@ from asyncdist.protocols.ranking import (
 #: Route on which the donors' snapshots reach the replacers; `reducers_of` explains the routes.
 Route: TypeAlias = Literal["auto", "direct", "sharded"]
 _ROUNDS: Final = "stragglers and rounds"
-#: `"auto"` chooses the sharded route if the busiest rank then transfers at most half as many models, and at least this
-#: many bytes less. Otherwise the sharded route's extra step costs more (8 ranks on 2 cores, 4 MiB: 55 ms, not 13 ms).
+#: `"auto"` chooses the sharded route, which takes a step longer, if the busiest rank transfers this many bytes less.
 _SHARDED_SAVING_NBYTES: Final = 64 << 20
 _SHARDED_COUNT_MIN: Final = 4
 #: `"auto"` also chooses the sharded route if this reduces the total number of streams by at least this number.
 _SHARDED_SAVING_STREAMS: Final = 128
 #: Fixed cost of one stream, expressed as a number of bytes.
 _STREAM_NBYTES: Final = 64 << 10
-#: Number of bytes that a host must save before one of its replacers fetches parts for the others. Such fetching makes
-#: the round one step longer.
+#: Replacers on a host share parts, which takes a step longer, if the host then receives at least this many bytes less.
 SHARED_NBYTES_MIN: Final = 1 << 20
 #: Largest number of models that a rank may send or receive if only the ranks of one host are reducers.
 _MODELS_MAX: Final = 2
@@ -127,9 +124,9 @@ def averaging_weights(
     """Return one unnormalised weight per donor; all are >= 0, with a positive finite sum.
 
     The receiver divides by their sum; weights of exactly 1 make the mean of 1, 2 and 3 exactly 2. With `weighted_mean`,
-    a donor's weight is the difference of its metric from the worst finite metric of all participants, including the
-    replaced ranks; if all differences are 0, all weights are 1. Only the ratios matter, so weights that could overflow
-    float32 (or float64, for metrics near its limits) are scaled by a power of two, which changes no ratio.
+    a donor's weight is the difference between its metric and the worst finite metric of all participants, including the
+    replaced ranks. If all differences are 0, all weights are 1. Weights that could overflow float32 are scaled by a
+    power of two, which does not change their ratios.
 
     Args:
         averaging_strategy: One of `STRATEGIES`. Every strategy except `weighted_mean` weighs all donors equally.
@@ -319,7 +316,7 @@ def _least_load(
         like, unlike = unlike, like
     choices = [
         tuple(ranks)
-        for ranks in by_host.values()  # a reducer transfers parts of its own group's models and of the other group's
+        for ranks in by_host.values()  # only hosts whose ranks would each transfer at most `_MODELS_MAX` models
         if len(ranks) > 1 and max(like - 1, len(ranks) - 1 + unlike) <= _MODELS_MAX * len(ranks)
     ]
     return min([candidates, *choices], key=lambda ranks: _sharded_network_load(ranks, decision, model_nbytes, hosts))

@@ -1,20 +1,14 @@
 """Decides which rank coordinates a policy when its coordinator is lost, has stopped, or does not answer.
 
-`Succession` is a state machine on each rank: a plain synchronous object that turns events into instructions. All ranks
-know the same order of succession. When a rank notices that the coordinator is gone, it determines the first rank in
-that order that can take over. If it is that rank itself, it becomes the coordinator. Otherwise it nominates that rank,
-which may not have noticed the loss, or may have left the policy.
+All ranks know the same order of succession. When a rank notices that the coordinator is gone, the first rank in that
+order becomes the coordinator, or is nominated if it has not noticed the loss. Each new coordinator opens an *epoch*. No
+two ranks open the same epoch, and each rank follows the largest epoch that it knows, so that all ranks end up with one
+coordinator even if several take over at the same time. (An epoch corresponds to a term of Raft, Ongaro and Ousterhout
+2014. No vote is needed, since no decision must outlive its coordinator.)
 
-Each new coordinator opens an *epoch*. No two ranks ever open the same epoch, and each rank follows the largest epoch
-that it knows. If two ranks have taken over at the same time, or a coordinator was only slow, all ranks therefore end up
-with one coordinator. An epoch corresponds to a term of Raft (Ongaro and Ousterhout 2014). No vote is needed, since
-weights change on members only and no decision must outlive its coordinator.
-
-`Watch` detects on a member that the coordinator does not respond, although its rank is not reported as lost. The first
-members of the succession ask for an answer in each report. One of them takes over if the answer is missing, or if most
-answers are so late that rounds are lost. The delay is measured in steps and reports of the waiting member, so a pause
-of the member itself does not count. This is an adaptive failure detector (Hayashibara et al. 2004), with missed rounds
-instead of a probability. A false suspicion costs only the round in progress.
+`Watch` detects that the coordinator does not respond, although its rank is not reported as lost. The first members of
+the succession ask for an answer in each report, and one of them takes over if answers are missing or too late. This is
+an adaptive failure detector (Hayashibara et al. 2004), with missed rounds instead of a probability.
 """
 
 from collections import deque
@@ -29,9 +23,8 @@ from asyncdist.protocols.selective.waiting import NOISE_S
 NOMINATION_COUNT_MAX: Final = 3
 #: Number of members that ask the coordinator for answers. One is not enough, since it may be lost or slow as well.
 WATCHER_COUNT: Final = 3
-#: The first of these members takes over after this number of reports and this number of seconds without an answer; the
-#: second and third wait twice and three times as long. Shorter limits would react to pauses of processes that share
-#: cores.
+#: Number of reports, and of seconds, without an answer after which the first watcher takes over; later ones wait
+#: longer.
 MISSED_REPORT_COUNT: Final = 3
 SILENT_S: Final = 1.0
 #: An answer is late if it arrives after more than this number of steps. With equal steps, it arrives after two.
@@ -117,10 +110,7 @@ class Succession:
         self._unavailable.discard(rank)
 
     def begin_in(self, epoch: int) -> None:
-        """Begin in a later epoch, for a restarted rank.
-
-        No rank may take over until :meth:`on_admitted` has named it.
-        """
+        """Initialise a restarted rank in ``epoch``; other ranks may take over only after :meth:`on_admitted`."""
         self.epoch, self.is_newcomer = epoch, True
         self._unavailable.update(self._order)
         self._unavailable.add(self.rank)
@@ -165,8 +155,7 @@ class Succession:
             self.coordinator = None
             self._lost_claim = epoch, coordinator
             return self._seek()
-        # The epoch's coordinator was lost. The claim counts only if it was made by a restarted process that this rank
-        # had not met yet.
+        # The epoch's coordinator was lost here, so the claim counts only if a restarted process has made it.
         if epoch == self.epoch and (epoch, coordinator) != self._lost_claim:
             return ()
         self.epoch, self.coordinator = epoch, coordinator
@@ -216,7 +205,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._asked_at: float | None = None  # time of the first report since the last answer
-        self._asked_in = 0  # the step of that report
+        self._asked_in = 0  # this rank's step in which it sent the first report since the last answer
         self._missed_count = 0  # number of further reports without an answer
         self._silent_s = 0.0  # seconds without an answer, not counting this rank's own pauses
         self._interval_s = 0.0

@@ -18,8 +18,7 @@ from functools import partial
 from statistics import median_low
 from typing import Final, NamedTuple
 
-#: A round delays no other round if it takes at most this number of cadences, or this multiple of the time that it would
-#: take with only the median rank.
+#: Numbers of cadences, and of rounds with the median rank, that a round may take; the longer time is the limit.
 FREE_CADENCES: Final = 1.25
 FREE_ROUNDS: Final = 2.0
 #: Differences in seconds below this limit are ignored, because busy hosts and coarse timers cause them.

@@ -52,7 +52,7 @@ async def start_without_lost(
 
 
 def lost_members(world: World, ranks: Sequence[int], meeting: Meeting) -> tuple[int, ...]:
-    """Return the ranks in ``ranks`` without which a policy starts, because they are lost or were restarted.
+    """Return the members of a policy that do not take part in its start, because they are lost or were restarted.
 
     Args:
         meeting: Agreement on the start.

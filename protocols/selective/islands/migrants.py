@@ -1,9 +1,8 @@
 """Chooses the emigrants of one island, and stores the available donors from other islands until a round uses them.
 
-After a fixed number of decisions, the best member of an island is announced as a donor to another island. There it is
+After a fixed number of decisions, the best member of an island is announced as a donor to another island, where it is
 called a *guest*. This is the island model of evolutionary computing (Tanese 1989; Whitley, Rana and Heckendorn 1999),
-except that no individual moves: the emigrant stays in its island and sends its weights. The module is part of the
-coordinator's state machine (`protocols.selective.rounds`).
+except that no individual moves: the emigrant stays in its island and sends its weights.
 """
 
 from collections.abc import Mapping

@@ -1,13 +1,10 @@
 """Exchanges the messages between the islands of one policy, on one rank.
 
-The coordinator of an island announces its best member, the emigrant, to the first live rank of another island. If that
-rank is not the coordinator, it forwards the announcement once. The other island's coordinator invites the emigrant,
-which may be a donor in the next round after it has answered. No rank waits for an emigrant: if a message is lost, no
-weights migrate until the next emigrant is chosen. A rank that has left the policy declines, and the announcement is
-sent to the next rank of that island, or to the next island if all ranks there have left.
+The coordinator of an island announces its best member, the emigrant, to the first live rank of another island, which
+forwards the announcement to its coordinator. That coordinator invites the emigrant, which may then be a donor in the
+next round. No rank waits for an emigrant: if a message is lost, no weights migrate until the next emigrant is chosen.
 
-Announcements also carry checksums of initial weights that are known in the sender's island. The first island can
-therefore warn if ranks of different islands have begun with different weights.
+Announcements also carry checksums of initial weights, so that the first island can warn if they differ.
 """
 
 from __future__ import annotations
@@ -194,7 +191,6 @@ class Migration:
             warn_of_first_weights(self._marks)
 
     def _on_declined(self, source: int, is_serving: bool) -> GuestLeft | None:
-        """Record that a rank of another island has left the policy, and announce the emigrant to another rank."""
         self._absent.add(source)
         if not is_serving:
             return None

@@ -1,8 +1,7 @@
 """Makes this rank a donor in other islands, in addition to its role in its own island.
 
-A :class:`Visit` has the state machine, the channels and the snapshots of a donor in another island. That island's
-coordinator and replacers treat it like any donor. An invitation opens the visit before any rank requests a snapshot,
-and the visit remains open for later rounds.
+A :class:`Visit` has the state machine, the channels and the snapshots of a donor in another island, where it is treated
+like any donor. It is opened by an invitation, and remains open for later rounds.
 """
 
 from __future__ import annotations
@@ -108,10 +107,7 @@ class Visit:
             self._services.engine.loop.call_soon(self._lose, rank)
 
     def _lose(self, rank: int) -> None:
-        """End this rank's role if ``rank`` is the other island's coordinator, which is gone.
-
-        A new coordinator does not know the round.
-        """
+        """End this rank's role if ``rank``, which is gone, is the other island's coordinator."""
         if rank == self._coordination.coordinator:
             self._coordination.follow(self._coordination.epoch, None)
             self._roles.lose_coordinator("is gone")

@@ -1,12 +1,8 @@
 """Decides when restarted ranks are admitted to a running policy, and which member sends them its state.
 
 A *newcomer* is the new process of a lost member. It is admitted in a separate round in which one donor sends it its
-whole state. Newcomers that wait at the same time are admitted together. Until it has the state, a newcomer is neither
-judged nor waited for.
-
-Rounds do not overlap, so a slow newcomer delays all of them. The time limit of an admission is derived from the
-duration of rounds, and doubles after each admission that exceeded it. Other rounds then have nine times as long before
-the next attempt.
+whole state. Rounds do not overlap, so a slow newcomer delays all others. An admission therefore has a time limit, which
+doubles after each admission that exceeded it. Other rounds then have nine times as long before the next attempt.
 """
 
 import math
@@ -20,8 +16,8 @@ from asyncdist.protocols.selective.waiting import HELD_SHARE
 
 #: Largest number of newcomers that are admitted in one round.
 NEWCOMER_COUNT_MAX: Final = 8
-#: Time limit of the first attempt: the larger of this number of cadences (the median time between a member's reports)
-#: and this number of typical round durations.
+#: The first attempt may take this number of cadences (times between reports), or this number of rounds if that is
+#: longer.
 _FIRST_CADENCES: Final = 2.0
 _FIRST_ROUNDS: Final = 6.0
 

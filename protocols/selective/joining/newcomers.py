@@ -1,8 +1,7 @@
 """Finds the policy that runs on the other ranks, and requests admission of a restarted rank (a *newcomer*).
 
-A newcomer sends its request to all live ranks until it is admitted, since the coordinator may change, or may not yet be
-connected to the newcomer. The coordinator compares class, name, model and options. It answers with the scopes that the
-newcomer needs to exchange messages with the members. A rank that has left the policy answers that it has left.
+A newcomer sends its request to all live ranks until it is admitted, since the coordinator may change. The coordinator
+compares class, name, model and options, and answers with the scopes for messages between the newcomer and the members.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class Request:
     The message is short, since every newcomer sends it to every rank.
 
     Attributes:
-        key: Number of all policies of this class and name on these ranks.
+        key: Number that identifies all policies of this class and name on these ranks.
         digest: Digest of the policy's class, name, model and options on the newcomer.
-        left: Policy that the newcomer's process has left before, which is not meant; 0 for none.
+        left: Number of the policy that the newcomer's process has left before, and does not want to join; 0 for none.
     """
 
     key: int
@@ -150,7 +149,7 @@ class Application:
         if self._answer_s is None:
             self._answer_s = self._services.time() - self._began_at
         match message:
-            case Welcome() if self._policy in (None, message.policy):  # the other ranks may start another policy next
+            case Welcome() if self._policy in (None, message.policy):  # answers from a later policy are ignored
                 self._welcome = message, source
                 self._deadline = self._services.time() + self._timeout_s
             case Over(_, has_ended):

@@ -1,8 +1,7 @@
 """Transfers the optimizer's and the policy's state from a donor to a restarted rank, in addition to the weights.
 
 In the step that takes the snapshot, the donor copies the state into one tensor of bytes: a description without code,
-followed by the contents of all tensors. The restarted rank receives the size in one stream, allocates memory, and
-receives the state in a second stream. A donor that has left the policy answers both requests with an abort.
+followed by the contents of all tensors. The restarted rank receives first the size and then the state as streams.
 """
 
 from __future__ import annotations
@@ -194,7 +193,6 @@ class StateTransfer:
         return state
 
     async def _receive(self, into: torch.Tensor, donor: int, round: int, deadline: float) -> None:
-        """Request one stream from ``donor`` and receive it into a tensor."""
         services = self._services
 
         def cancel(slot: int) -> None:

@@ -87,7 +87,6 @@ class Donor:
         return Copy(round, snapshot, iteration, began_at, state_safe_points, under_way)
 
     def _offer_state(self, round: int) -> int:
-        """Copy and offer the optimizer and policy state; return the number of safe points needed to send it."""
         assert self._states is not None, "a rank without a state transfer is asked for its state"
         state = copied(self._resources.state)
         if state is None:

@@ -1,8 +1,7 @@
 """Receives a replacer's average in a sharded round: one part of the mean from each reducer.
 
-If a reducer was left out, has failed or is gone, its part is requested from all donors, which costs more bytes and
-gives the same bits. A reducer that is only late is awaited until the round's deadline. If the network is slow and all
-reducers are late, requests to all donors would make it even slower.
+If a reducer has failed, its part is requested from all donors, which gives the same bits. A reducer that is only late
+is awaited until the round's deadline, since requests to all donors would make a slow network even slower.
 
 Replacers on the same host share the parts of reducers on other hosts: one replacer fetches a part, and the others
 request it from that replacer, or from the reducer if that fails. Each rank first receives the parts that it fetches
@@ -85,7 +84,6 @@ class MeanReceiver:
                 self._ask(reducer)
 
     def _ask(self, reducer: int) -> None:
-        """Request one reducer's part."""
         source, part = self._source_of[reducer], self._part_of(reducer)
         try:
             stream = ask_for_part(
@@ -184,7 +182,6 @@ class MeanReceiver:
         return mean is not None
 
     async def _ask_donors(self, reducer: int, frozen: Frozen, deadline: float) -> None:
-        """Add up the part of a failed reducer from the donors' snapshots."""
         self._finish(reducer)
         part = self._part_of(reducer)
         self.reasked_count += 1

@@ -1,8 +1,7 @@
 """Connects a member's state machine with its roles: passes events to it, and carries out its instructions.
 
-Each event (a message from the coordinator, a step, the end of a copy or of an exchange) is passed to the state machine
-:class:`RoundMember`, and :meth:`MemberRoles.carry_out` executes the returned instructions in order. The roles do not
-depend on the state machine. Tasks that wait for a role's streams run here, and their end is an event.
+Events are messages from the coordinator, steps, and the ends of copies and exchanges. The roles do not depend on the
+state machine.
 """
 
 from __future__ import annotations
@@ -136,7 +135,7 @@ class MemberRoles:
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def step(self, iteration: int) -> StepInfo:
-        """Take or apply the snapshot or average that is due in this step.
+        """Take a snapshot or apply an average, if one is due in this step.
 
         Returns:
             The result of the step: an applied average, or a round that was abandoned since the last step.
@@ -172,7 +171,7 @@ class MemberRoles:
         """Apply new weights, without notifying the user.
 
         Args:
-            trouble: See :meth:`OwnState.take`.
+            trouble: Description of this rank's non-finite state, "" if there is none; None to check the state now.
         """
         info = self.replacer.put_in_place(due.frozen, iteration, trouble)
         self.carry_out(self._member.on_applied(iteration))
@@ -223,7 +222,6 @@ class MemberRoles:
             self.donor.announce(copy)
 
     async def _take_average(self, exchange: Exchange, frozen: Frozen) -> None:
-        """Receive the average of a frozen round, and pass the result to the state machine."""
         try:
             fault = await self.replacer.receive(exchange, frozen)
             if fault:

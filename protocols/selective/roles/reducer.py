@@ -1,15 +1,11 @@
 """The reducer's role in a sharded round: adds up one part of the donors' snapshots, for all replacers.
 
-A reducer requests its part from each donor as soon as it is assigned. After the freeze, the parts are added in rank
-order, so the mean has the same bits as on the direct route. Chunks are added up and sent while later chunks arrive, so
-that both directions of the network are in use. The mean is offered until the round ends, even if this rank has already
-applied its own average.
+A reducer requests its part from all donors as soon as it is assigned. After the freeze, it adds up the parts in rank
+order, so that the mean has the same bits as on the direct route. Each chunk of the mean is sent while later chunks
+arrive. Parts that arrive before their turn wait in separate memory, in total less than the size of one model.
 
-All donors send at the same time, so that all links are in use. Parts that arrive before their turn in the sum wait in
-separate memory, in total less than the size of one model.
-
-If a part cannot be completed, requests for its mean are refused, and each replacer requests the part from the donors.
-This includes a part in which the donors have different infinite values: the replacers find and report the difference.
+If a part cannot be completed, or the donors have different infinite values in it, requests for its mean are refused,
+and each replacer requests the part from the donors.
 """
 
 from __future__ import annotations
@@ -215,7 +211,6 @@ class Reducer:
 
 
 async def _arrival(state: _Sum, donor: int, nbytes: int) -> None:
-    """Wait until the first ``nbytes`` of a donor's stream have arrived."""
     stream = state.asked.get(donor)
     if isinstance(stream, InboundStream):
         while stream.received_nbytes < nbytes:

@@ -1,9 +1,8 @@
 """Shares parts of a mean, which one replacer has fetched from another host, with the other replacers on its host.
 
 In a sharded round, each part of the mean is sent to each host only once: one replacer requests the part from its
-reducer, and the other replacers on the host request it from that replacer. The part is sent from the memory of the
-replacer's own mean, which remains in use until the round and all these streams have ended. If the part does not arrive,
-the requests are refused, and the other replacers request the part from the reducer.
+reducer, and the other replacers on the host request it from that replacer. If the part does not arrive, their requests
+are refused, and they request the part from the reducer.
 """
 
 from __future__ import annotations

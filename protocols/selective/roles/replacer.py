@@ -78,7 +78,7 @@ class Replacer:
         """Apply the new weights, and return the step's result.
 
         Args:
-            trouble: See :meth:`OwnState.take`.
+            trouble: Description of this rank's non-finite state, "" if there is none; None to check the state now.
         """
         exchange = self.exchange
         assert exchange is not None, "weights are to be applied without an exchange"

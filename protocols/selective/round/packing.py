@@ -1,11 +1,8 @@
 """Packs sets of ranks and lists of numbers into few bytes, for the messages of a round.
 
 Every rank in a round receives the list of all donors and replacers, so the bytes of a round grow with the square of the
-number of ranks. The packed form takes one bit per rank, and less for consecutive ranks or equal numbers; a list would
-take up to 16 bytes per rank. The coordinator packs once per round and sends the same bytes to all ranks.
-
-For any bytes, unpacking either returns a valid result or raises ValueError. `RANK_COUNT_MAX` limits the size of a
-range, and the length of the frame limits all other results.
+number of ranks. The packed form takes one bit per rank instead of up to 16 bytes, and less for consecutive ranks. For
+any bytes, unpacking either returns a valid result or raises ValueError.
 """
 
 import math
@@ -22,8 +19,7 @@ _RANK: Final = struct.Struct("<I")
 _RANGE: Final = struct.Struct("<II")
 #: Largest number of ranks in a range, since nine bytes could otherwise claim a huge range. More are packed as bits.
 RANK_COUNT_MAX: Final = 1 << 16
-#: First byte of packed numbers or weights: one value for all, or a separate value for each. Separate numbers are packed
-#: as differences from the smallest number, in the smallest of these types that fits the largest difference.
+#: First byte of packed numbers: one value for all, or the type of their differences from the smallest number.
 _SAME: Final = b"="
 _EACH: Final = {b"B": 1 << 8, b"H": 1 << 16, b"I": 1 << 32, b"Q": 1 << 64}
 _EACH_WEIGHT: Final = b"d"

@@ -13,8 +13,7 @@ from asyncdist.protocols.selective.round.plan import Freeze, Plan
 from asyncdist.protocols.selective.rules import Decision
 from asyncdist.protocols.selective.waiting import Pace, as_pace
 
-#: Largest accepted ratio of the safe points for a donor's optimizer and policy state to the safe points for its
-#: weights.
+#: Largest accepted number of safe points for a donor's optimizer and policy state, relative to those for its weights.
 STATE_STREAM_COUNT_MAX: Final = 20
 #: Number of safe points for the stream of one part: `PART_CHUNK_COUNT` chunks with `WINDOW_COUNT` chunks in flight.
 _PART_SAFE_POINTS: Final = 8
@@ -137,7 +136,7 @@ class Round:
     released: set[int] = field(default_factory=set)
     frozen: bool = False
     admits: bool = False
-    limit_at: float = math.inf  # time at which a round that admits must end, so that it delays other rounds no longer
+    limit_at: float = math.inf  # latest end of a round that admits restarted ranks, since it delays other rounds
     state_safe_points: int = 0  # in a round that admits: safe points for the rest of the state, as the donor announced
 
     def openings(self, members: Mapping[int, Member]) -> list[Send]:
