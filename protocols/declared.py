@@ -37,7 +37,6 @@ def option(doc: str, check: Check, *, default: Any = MISSING, group: str = GROUP
     """Declare an option, as a field of a subclass of :class:`Options`.
 
     Args:
-        doc: Description for the policies' docstrings and the docs.
         check: Function that checks a value and returns the value to keep.
         default: Default value. Without one, the option is required.
         group: One of :data:`GROUPS`.
@@ -82,12 +81,7 @@ def declared(kind: type[Options]) -> list[Field[Any]]:
 
 
 def with_options(options: type, *kinds: type[Options]) -> Callable[[type[T]], type[T]]:
-    """Return a class decorator that adds the options to a policy's signature and docstring.
-
-    Args:
-        options: TypedDict of the constructor's ``**options``.
-        kinds: Classes that declare the options.
-    """
+    """Return a class decorator that adds the options to a policy's signature and docstring."""
 
     def decorate(policy: type[T]) -> type[T]:
         init: Any = policy.__init__

@@ -48,14 +48,7 @@ class UnreadableError(Exception):
 
 
 class DonorReader:
-    """Reads the metrics and snapshots that the other members have published, and averages the snapshots.
-
-    Args:
-        counts: The policy's counts, of which ``torn`` (discarded reads) and ``received`` (bytes) are updated.
-
-    Attributes:
-        accumulators: Pool of the buffers in which averages are computed.
-    """
+    """Reads the metrics and snapshots that the other members have published, and averages the snapshots."""
 
     def __init__(
         self,

@@ -154,11 +154,7 @@ def is_among_worst(rank: int, metrics: Mapping[int, float], rules: OneSidedRules
 
 
 def is_dying(rank: int, metrics: Mapping[int, float], rules: OneSidedRules) -> bool:
-    """Return whether `rank` is replaced because of its metric; always False with the mode `age`.
-
-    Args:
-        metrics: Metric of `rank`, and the newest published metrics of other ranks.
-    """
+    """Return whether `rank` is replaced because of its metric; always False with the mode `age`."""
     if rules.replacement_mode == "threshold":
         return is_worse(metrics[rank], rules.threshold_metric, rules.metric_mode)
     return rules.replacement_mode == "worst_ratio" and is_among_worst(rank, metrics, rules)
@@ -191,9 +187,6 @@ def choose(
     the best of the drawn ranks is the only donor. With `weighted_mean`, a donor's weight is the difference of its
     metric from the worst metric among the drawn ranks and `rank`. Donors with weight 0 are left out; if all weights are
     0, all donors have the weight 1.
-
-    Args:
-        metrics: Newest metrics by rank; the metric of `rank` may be missing if it has not published yet.
 
     Returns:
         The choice; None if no other rank can be a donor.

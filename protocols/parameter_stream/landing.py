@@ -75,7 +75,6 @@ class LandingPiece(NamedTuple):
     Attributes:
         into: Elements of the accumulator to which the chunk is added or copied.
         view: Memory of ``into`` if the chunk can be received directly into it; otherwise None.
-        number, first: Index of the tensor, and of the chunk's first element in that tensor.
     """
 
     into: torch.Tensor
@@ -106,11 +105,7 @@ class _Share(NamedTuple):
 
 
 class Layout:
-    """Assigns memory to the chunks of streams into one accumulator: its tensors or the ring's pages.
-
-    Attributes:
-        pieces: Chunks of the whole state; chunks of averaged tensors are first.
-    """
+    """Assigns memory to the chunks of streams into one accumulator: its tensors or the ring's pages."""
 
     def __init__(self, accumulator: FlatBuffers, chunk_nbytes: int) -> None:
         self.pieces = _pieces(accumulator, chunk_nbytes)

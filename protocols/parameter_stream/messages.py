@@ -29,7 +29,6 @@ class PartGrant:
 
     Attributes:
         slot: Slot of the sender that the stream uses.
-        nbytes: Size of the stream.
         chunk_nbytes: Size of each chunk, except the last chunk of each tensor.
         part, part_count: Number of the part, from 0, and number of parts.
         of_mean: Whether the mean of the part is requested.

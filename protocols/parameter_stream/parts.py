@@ -38,7 +38,6 @@ class PartBuffers(NamedTuple):
     """Memory for the mean of one part, and for that part of each donor's state.
 
     Attributes:
-        mean: Mean of the part, in the accumulation dtypes.
         given: Part of each donor's state, in the stored dtypes. All donors share the memory for integer and bool
             tensors.
     """
@@ -48,11 +47,7 @@ class PartBuffers(NamedTuple):
 
 
 class PartPool:
-    """Pool that provides the memory for part buffers and reuses it in later rounds.
-
-    Attributes:
-        sizes: Number of elements of the whole state, by dtype.
-    """
+    """Pool that provides the memory for part buffers and reuses it in later rounds."""
 
     def __init__(self, flat: FlatState) -> None:
         self.sizes = flat.sizes
@@ -81,11 +76,7 @@ class PartPool:
         return PartBuffers(FlatBuffers((), mean, ()), tuple(FlatBuffers((), tensors, ()) for tensors in given))
 
     def release(self, *, is_clean: bool) -> None:
-        """End the use of a round's buffers.
-
-        Args:
-            is_clean: Whether no more chunks can arrive in the buffers. If false, the next use allocates new memory.
-        """
+        """End the use of a round's buffers."""
         self.in_use -= 1
         if not is_clean:
             self._tensors = {}

@@ -196,10 +196,6 @@ class SnapshotReceiver:
     async def run(self, weights: Sequence[float], *, deadline: float) -> None:
         """Request the remaining snapshots, and average all snapshots into the accumulator.
 
-        Args:
-            weights: Weights of the donors, not normalised.
-            deadline: Time on the loop's clock by which the mean must be complete.
-
         **Cancellation**: the donors are asked to stop; accumulator and ring remain in use until they have answered.
 
         Raises:

@@ -48,7 +48,6 @@ class Offer:
         chunks_made: Chunks of the snapshot by stream and chunk size, shared by all rounds that use the same buffers.
         streams: Streams in progress, each with its receiver and slot. Two streams may have the same slot, since a
             receiver can reuse it before the sender knows that the first stream has left.
-        withdrawn: Whether no further streams may start.
         mean_of: Part whose mean this is; None for a snapshot.
         ready_count: Number of chunks of an incomplete mean that are ready; None if all chunks are ready.
         token: Token with which receivers check that the memory was valid while they read it; None before the first

@@ -5,11 +5,7 @@ from asyncdist.messaging.services import Services
 
 
 def ended_error(server: int, name: str, kind: str, text: str) -> RemoteError | ClosedError:
-    """Return the error for a server that has reported why it ended.
-
-    Args:
-        kind: Class name of the exception that has ended the server; "" without an exception.
-    """
+    """Return the error for a server that has reported why it ended."""
     what = f"the replay buffer {name!r} on rank {server} ended before its clients"
     if kind:
         return RemoteError(f"{what}: {kind}: {text}", rank=server, kind=kind, text=text)

@@ -29,7 +29,6 @@ class Welcome:
     """Server to client: accepts the client, and describes the buffer.
 
     Attributes:
-        entry: Number from the client's ``Open``.
         in_flight_max: Largest number of the client's unanswered draws, and of its other unanswered requests.
     """
 

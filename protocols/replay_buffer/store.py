@@ -49,7 +49,6 @@ class RowLayout:
     """Layout of an item in a row of bytes, which converts batches to rows and back.
 
     Attributes:
-        form: Form of a batch: one tensor, a dict of tensors by name, or a tuple of tensors.
         fields: Fields in the order of the first batch; the fields of a tuple are named by their index. In a row, a
             dict's fields are sorted by name, so that dicts with equal keys have the same layout.
     """
@@ -351,9 +350,6 @@ class _Priorities:
 
     def draw(self, at: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
         """Return the index at which the cumulative sum reaches each fraction of the total.
-
-        Args:
-            at: Fractions from 0 to 1.
 
         Raises:
             ValueError: All numbers are 0.

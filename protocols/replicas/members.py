@@ -118,7 +118,6 @@ class FollowingMember(RoundMember):
         The caller must carry out these instructions before it requests the next ones.
 
         Args:
-            happenings: Events of the leader.
             counterparts: For each replica's leader, the rank of that replica with the same shards as this rank.
         """
         for kind, number, fields in happenings:

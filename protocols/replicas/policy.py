@@ -59,11 +59,7 @@ class ReplicaPolicyOptions(ReplicaOptions, MemberOptions, total=False):
 
 
 class _AmongLeaders(AsyncSelectiveAveragingPolicy):
-    """Policy of the replicas' leaders, which average with each other.
-
-    Attributes:
-        has_come: Whether a report is due in this step; set by :class:`ReplicaAveragingPolicy`.
-    """
+    """Policy of the replicas' leaders, which average with each other."""
 
     keeps_replicas: ClassVar[bool] = True
     has_come = False

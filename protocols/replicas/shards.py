@@ -63,10 +63,7 @@ class Decision(NamedTuple):
 
     Attributes:
         happenings: Events of the leader's state machine since the last swap point.
-        action: ``NOTHING_MORE``, ``SNAPSHOT`` or ``APPLICATION``.
         trouble: Description of the replica's own non-finite state if an average was applied; "" if it was finite.
-        info: Fields of the :class:`StepInfo` that the leader's step returns.
-        coordinator: Rank of the coordinator; None if the coordinator is gone.
     """
 
     happenings: tuple[Happening, ...]
@@ -89,9 +86,6 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
     """Policy of one rank and its counterparts, the ranks of other replicas with the same shards of the model.
 
     :meth:`place` must be called before ``async with``.
-
-    Attributes:
-        has_come: Whether a report is due in this step; set by :class:`ReplicaAveragingPolicy`.
     """
 
     keeps_replicas: ClassVar[bool] = True
@@ -112,7 +106,6 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         """Set this rank's replica and counterparts.
 
         Args:
-            replica: Ranks of this replica, beginning with the leader.
             counterparts: Ranks of all replicas with the same shards as this rank, including this rank.
         """
         self._given_group, self._given_world, self._replica = counterparts, world, replica

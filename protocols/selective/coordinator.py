@@ -105,12 +105,7 @@ class Coordinator:
         )
 
     async def serve(self, *, is_reserved: bool = False) -> None:
-        """Coordinate until every member has left or is lost, or until :meth:`stop` is called.
-
-        Args:
-            is_reserved: Whether the user awaits this call on a reserved rank. If the user cancels the call, the members
-                are notified.
-        """
+        """Coordinate until every member has left or is lost, or until :meth:`stop` is called."""
         core, services = self._core, self._services
         try:
             while not self._is_over():

@@ -153,11 +153,7 @@ class Leadership:
 
     @staticmethod
     def apply(services: Services, values: Mapping[str, str], ranks: Sequence[int], timeout_s: float) -> Application:
-        """Return a restarted rank's application for admission; it sends requests while it is awaited.
-
-        Args:
-            values: Class, name, model and options of the policy that this rank wants to rejoin.
-        """
+        """Return a restarted rank's application for admission; it sends requests while it is awaited."""
         board = services.shared(Board)
         left = board.newest_left(key_of(ranks, values))
         application = Application(services, board, ranks, values, timeout_s, left=left)
@@ -169,9 +165,6 @@ class Leadership:
 
         Without a coordinator, this rank continues to look for one. If the coordinator does not answer, this rank takes
         over.
-
-        Args:
-            interval_s: Seconds since this rank's previous report.
         """
         if self._succession.coordinator is None:
             self._carry_out(self._succession.on_cadence())

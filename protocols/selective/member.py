@@ -238,7 +238,6 @@ class RoundMember:
         reducing: Round in which this member adds up a part or shares fetched parts; 0 for none.
         admitting: Newest round in which this member sent or received a rank's whole state; 0 for none.
         wants_step: Whether the next step must copy or change weights, or report a failed round.
-        newest: This member's newest report; None before the first report.
         is_joining: Whether this rank was restarted and waits for admission.
         declined: Number of refused roles, by reason.
         abandoned: Number of rounds abandoned as a replacer, by reason.
@@ -371,7 +370,6 @@ class RoundMember:
 
         Args:
             fault: Reason why the copy cannot be sent, such as values that are not finite; "" if it can.
-            state_safe_points: Number of safe points to transfer the rest of the state; see `Ready`.
         """
         if not self.awaits_copy(round):
             return ()

@@ -104,7 +104,6 @@ class PackedAssign:
 
     Attributes:
         plan: Bytes of `protocols.selective.round.plan.Plan.packed`, equal for all ranks.
-        sources: The `sources` of the receiver's `Assign`.
     """
 
     plan: bytes
@@ -154,7 +153,6 @@ class Frozen:
     Attributes:
         donors: Ranks that send their weights; empty if the replacers build fresh weights.
         weights: Unnormalised weight of each donor; the receiver divides by their sum.
-        iterations: Step at which each donor took its snapshot.
         best: Donor whose integer and bool entries are copied unchanged; -1 for none.
         timeout_s: Seconds for the receiver to complete its average, from the moment when it reads this message.
         reducers: Assigned reducers that still add up their parts.
@@ -194,7 +192,6 @@ class PackedFrozen:
 
     Attributes:
         freeze: Bytes of `protocols.selective.round.plan.Freeze.packed`, equal for all ranks.
-        timeout_s: Seconds for the receiver to complete its average.
     """
 
     freeze: bytes

@@ -65,12 +65,7 @@ logger = logging.getLogger("protocols.selective.policy")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Membership:
-    """Bundles the objects that exist only while this rank is a member of an open policy.
-
-    Attributes:
-        states: Sends this rank's optimizer and policy state to restarted ranks.
-        coordination: This rank's view of which rank coordinates.
-    """
+    """Bundles the objects that exist only while this rank is a member of an open policy."""
 
     channels: MemberChannels
     states: StateTransfer

@@ -71,11 +71,7 @@ class IslandOptions(Options):
         return self.islands is not None or self.island_size is not None
 
     def check_beside(self, averaging_strategy: str, **ranks: object) -> None:
-        """Raise ValueError if one of the policy's other options cannot be used with islands.
-
-        Args:
-            ranks: Values of the options that name coordinators, by option.
-        """
+        """Raise ValueError if one of the policy's other options cannot be used with islands."""
         if not self.are_on:
             return
         for name, value in ranks.items():
@@ -152,7 +148,6 @@ class Island:
     """One island: a group of ranks with a policy of its own, and its position among the other islands.
 
     Attributes:
-        index: Number of the island, from 0.
         population: All ranks, in the order of the islands; for a whole world a `range`, which takes no memory.
     """
 

@@ -30,9 +30,6 @@ class Invitation:
 
     The sender is the coordinator of its island. The invited rank answers with `Joined`, and all later messages use the
     channels of the sender's island.
-
-    Attributes:
-        to_members, to_coordinator: Scopes of messages in the sender's island.
     """
 
     policy: int

@@ -32,9 +32,6 @@ class Migrants:
     Args:
         members: The coordinator's members. The guests of a round are added to them, and removed after the round.
         every: Number of decisions after which the next emigrant is chosen; 0 disables emigration.
-
-    Attributes:
-        named: Guests in the round in progress.
     """
 
     def __init__(self, members: dict[int, Member], every: int, metric_mode: str) -> None:

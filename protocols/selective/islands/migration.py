@@ -54,11 +54,7 @@ class Migration:
     """Sends and receives one rank's messages to and from other islands.
 
     Args:
-        marks: Checksums of the members' initial weights, at most two different ones.
         draw: Generator that chooses islands at random; None for the ring.
-
-    Attributes:
-        is_first: Whether this rank is in the first island.
     """
 
     def __init__(
@@ -144,9 +140,6 @@ class Migration:
 
     def on_message(self, message: IslandMessage, source: int, *, is_serving: bool) -> GuestNews | None:
         """Handle a message from another island.
-
-        Args:
-            is_serving: Whether the coordinator of this island runs on this rank.
 
         Returns:
             An instruction for the coordinator of this island, or None.

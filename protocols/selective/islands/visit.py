@@ -26,11 +26,7 @@ logger = logging.getLogger("protocols.selective.islands.visit")
 
 
 class Visit:
-    """Makes this rank a donor in one other island.
-
-    Args:
-        own: State machine of this rank in its own island, which has the newest report.
-    """
+    """Makes this rank a donor in one other island."""
 
     def __init__(
         self,

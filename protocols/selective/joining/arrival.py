@@ -18,11 +18,7 @@ _STATE_MODEL_COUNT_MAX: Final = 16
 
 
 class Arrival:
-    """Makes a restarted rank a member, after the coordinator has answered its request for admission.
-
-    Args:
-        model_nbytes: Size of the model in bytes, which limits the size of the state.
-    """
+    """Makes a restarted rank a member, after the coordinator has answered its request for admission."""
 
     def __init__(
         self,

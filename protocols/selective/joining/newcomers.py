@@ -43,8 +43,6 @@ class Welcome:
     """Coordinator to newcomer: the newcomer will be admitted between two rounds, and must use these scopes.
 
     Attributes:
-        key: Key of the newcomer's request.
-        to_members, to_coordinator: Scopes of messages to the members and to the coordinator.
         members: Ranks of the present members, with their incarnations. Only they may become the coordinator.
         between: Number that the policies of all islands share.
     """

@@ -137,11 +137,7 @@ def copied(whole: WholeState) -> torch.Tensor | None:
 
 
 class StateTransfer:
-    """Sends this rank's state to restarted ranks or, on a restarted rank, receives a member's state.
-
-    Args:
-        scope: Scope that only the policy's members use.
-    """
+    """Sends this rank's state to restarted ranks or, on a restarted rank, receives a member's state."""
 
     def __init__(self, services: Services, scope: int) -> None:
         self._services = services

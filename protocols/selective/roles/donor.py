@@ -44,9 +44,6 @@ class Donor:
     Args:
         states: Sends the rest of the state to restarted ranks; None if this rank never does.
         island: Number of the other island that the rounds belong to; -1 for this rank's own island.
-
-    Attributes:
-        offer: The snapshot that replacers can request; None if there is none.
     """
 
     def __init__(

@@ -7,11 +7,7 @@ from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
 
 
 class Accumulator:
-    """Reference-counted buffers of one average; the last user returns them to the pool.
-
-    Attributes:
-        buffers: Flat tensors in the accumulation dtypes.
-    """
+    """Reference-counted buffers of one average; the last user returns them to the pool."""
 
     def __init__(self, pool: SnapshotPool) -> None:
         self._pool = pool
@@ -33,7 +29,6 @@ class ExchangeBuffers:
     """Provides the accumulators and the ring of chunks that a replacer's exchanges reuse.
 
     Attributes:
-        ring: Memory for chunks that cannot be received directly into an accumulator.
         read_nbytes: Number of received bytes that were read directly from the donors' memory.
         reasked_count: Number of parts requested from the donors because their reducer had failed.
     """

@@ -41,7 +41,6 @@ class MeanReceiver:
     Attributes:
         accumulator: Buffers that contain the mean after :meth:`run`.
         donor: Rank whose stream is awaited; if :meth:`run` raises, the rank that caused the failure.
-        read_nbytes: Number of received bytes that were read directly from the reducers' memory.
         is_agreed: Whether all donors have the same infinite values.
     """
 
@@ -104,9 +103,6 @@ class MeanReceiver:
 
     async def run(self, frozen: Frozen, *, deadline: float) -> None:
         """Receive all parts into the accumulator, which then contains the mean.
-
-        Args:
-            deadline: Time on the loop's clock by which all parts must have arrived.
 
         **Cancellation**: reducers and donors are asked to stop; the accumulator remains in use until they have
         answered.

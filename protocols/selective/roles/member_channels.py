@@ -15,11 +15,7 @@ logger = logging.getLogger("protocols.selective.roles.member_channels")
 
 
 class MemberChannels:
-    """A member's channels to the coordinator and to the other members.
-
-    Attributes:
-        server: Sends this rank's snapshots to replacers; it outlives the policy.
-    """
+    """A member's channels to the coordinator and to the other members."""
 
     def __init__(self, services: Services, scopes: PolicyScopes) -> None:
         self._services = services

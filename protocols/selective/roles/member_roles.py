@@ -243,11 +243,7 @@ class MemberRoles:
         self.carry_out(self._member.on_failed(round, reason) or self._member.on_refused(round, reason))
 
     def take_whole_state(self, exchange: Exchange, iteration: int) -> None:
-        """Load the weights that belong to another member's whole state.
-
-        Args:
-            iteration: The other member's iteration.
-        """
+        """Load the weights that belong to another member's whole state."""
         self._member.on_step()
         self.replacer.load(exchange)
         self.carry_out(self._member.on_applied(iteration))

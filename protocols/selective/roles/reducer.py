@@ -32,14 +32,7 @@ logger = logging.getLogger("protocols.selective.roles.reducer")
 
 @dataclass(slots=True, eq=False)
 class _Sum:
-    """State of a reducer in one round.
-
-    Attributes:
-        asked: Unfinished streams, by donor.
-        given: Memory for the part of each donor.
-        mean: The complete mean; None before.
-        is_settled: Whether the mean is complete or has failed.
-    """
+    """State of a reducer in one round."""
 
     round: int
     assign: Assign
@@ -54,11 +47,7 @@ class _Sum:
 
 
 class Reducer:
-    """Computes and offers the mean of one part in each round in which this rank is a reducer.
-
-    Attributes:
-        read_nbytes: Number of received bytes that were read directly from the donors' memory.
-    """
+    """Computes and offers the mean of one part in each round in which this rank is a reducer."""
 
     def __init__(self, services: Services, server: SnapshotServer, pool: PartPool, donor: Donor) -> None:
         self._services = services

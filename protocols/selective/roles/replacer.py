@@ -15,11 +15,7 @@ from asyncdist.protocols.step_info import NOTHING, StepInfo
 
 
 class Replacer:
-    """Receives and applies the averages of the rounds in which this rank is a replacer, one round at a time.
-
-    Attributes:
-        exchange: Exchange of the round in progress; None between rounds.
-    """
+    """Receives and applies the averages of the rounds in which this rank is a replacer, one round at a time."""
 
     def __init__(
         self, services: Services, server: SnapshotServer, resources: RoleResources, reducer: Reducer, relay: Relay

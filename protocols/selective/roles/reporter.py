@@ -13,14 +13,7 @@ from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 
 
 class Reporter:
-    """Creates and sends the reports of one member, with its metric and the duration of its steps.
-
-    Args:
-        call: Number of calls of ``step`` before this rank begins.
-
-    Attributes:
-        nonfinite_count: Number of reports whose metric was NaN or infinite.
-    """
+    """Creates and sends the reports of one member, with its metric and the duration of its steps."""
 
     def __init__(
         self,
@@ -45,11 +38,7 @@ class Reporter:
         self._reported_at, self._reported_call = self._services.time(), call - 1
 
     def report(self, iteration: int, call: int, value: float) -> None:
-        """Send a report with this metric to the coordinator, if there is one.
-
-        Args:
-            call: Number of earlier calls of ``step``, by which step times are measured.
-        """
+        """Send a report with this metric to the coordinator, if there is one."""
         now = self._services.time()
         interval_s = now - self._reported_at
         step_s = interval_s / max(1, call - self._reported_call)

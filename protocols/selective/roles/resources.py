@@ -20,7 +20,6 @@ class RoleResources:
 
     Attributes:
         own: Entries of that state that are sent to other ranks, and entries that an average leaves unchanged.
-        snapshots, buffers, parts: Memory of donors, replacers and reducers.
         state: Optimizer and policy state, which only restarted ranks receive.
     """
 

@@ -31,7 +31,6 @@ class RoundEvents:
         """Create the events that follow from a change of the member's state.
 
         Args:
-            instructions: Instructions of the member's state machine, which is already in its new state.
             assign, round: The assignment that has caused the instructions, if any.
             reason: Reason why the round has ended, if that has caused the instructions.
         """

@@ -25,9 +25,6 @@ ROUND_BELIEVED_MAX: Final = 2**31
 class RoundCourse:
     """Conducts the coordinator's rounds, one at a time, and counts them.
 
-    Args:
-        stream_safe_points: Number of safe points that sender and receiver of one snapshot each need.
-
     Attributes:
         current: The round in progress; None between rounds.
         decided_count: Number of rounds that have started.

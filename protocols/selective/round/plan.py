@@ -31,7 +31,6 @@ class Plan(NamedTuple):
     """Description of a round at its start, equal for all ranks.
 
     Attributes:
-        named: Donors and replacers, ascending.
         replacers: Replacers among the named ranks; the other named ranks are donors.
         judged: For each named rank, the iteration of the report that the decision used.
         best: Donor with the best metric; -1 for none.
@@ -71,7 +70,6 @@ class Freeze(NamedTuple):
 
     Attributes:
         donors: Ranks whose snapshots are averaged, ascending.
-        weights: Unnormalised weight of each donor.
         iterations: Step at which each donor took its snapshot.
         best: Donor with the best metric; -1 for none.
         reducers: Ranks that each add up one part of the snapshots; empty on the direct route.

@@ -65,10 +65,7 @@ class Member:
         joined: Whether the rank has confirmed to this coordinator that it takes part.
         admitted: Whether the rank is a member. A newcomer receives messages, but is a member only after it has received
             a donor's state; a donor from another island is never a member.
-        incarnation: Number of restarts of the rank's process.
-        live: Whether the rank has neither left nor is lost.
         report: Newest valid report; None if there is none.
-        fresh: Whether the rank has reported since the last decision.
         applied_iteration: Iteration of the rank's last average; None if it has applied none.
         heard_at: Arrival time of the newest report; None before the first report.
         step_s, interval_s: Seconds per step, and seconds since the previous report, in the newest report.
