@@ -62,5 +62,5 @@ __all__ = [
     "serve_replay_buffer",
 ]
 
-if __name__ == "protocols":  # so that each module is loaded only once; see asyncdist/protocols/__init__.py
+if __name__ == "protocols":  # makes this package the same module as asyncdist.protocols
     sys.modules[__name__] = sys.modules["asyncdist.protocols"]

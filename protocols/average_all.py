@@ -142,7 +142,7 @@ class AverageAllPolicy(Ported):
         except (
             asyncio.CancelledError,
             ValueError,
-        ) as error:  # an absence, so that the members' next meetings have equal numbers
+        ) as error:  # counts this meeting as missed, so that the next one has the same number everywhere
             why = error if isinstance(error, ValueError) else None
             world.agreements.stay_away(world.agreements.next_meeting(members, self._subject), why)
             raise

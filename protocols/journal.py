@@ -114,7 +114,7 @@ class Journal:
         return f"{self._class_name}{name}, {where}"
 
     def describe(self, iteration: int) -> str:
-        """Return a string with the policy's class, name, rank, iteration and present role."""
+        """Return a string with the policy's class, name, rank, iteration and current role."""
         member = self._part or self
         role = "" if member._round is None or member._role == "idle" else f", {member._role} in round {member._round}"
         return f"{self.title()}, iteration {iteration}{role}"

@@ -16,7 +16,7 @@ from typing import Final
 _BLANK_COUNT: Final = 3
 #: Number of blocks of equal length whose medians are compared, which limits the effect of noise and outliers.
 _BLOCK_COUNT: Final = 16
-#: Numbers of values at which the blocks are compared: the first and the last; the number doubles in between.
+#: Number of values at the first comparison of the blocks; the number doubles until ``_COUNT_MAX``, the last comparison.
 _COUNT_MIN: Final = _BLOCK_COUNT
 _COUNT_MAX: Final = 128 * _BLOCK_COUNT
 #: Smallest ratio of a decline to the later values' spread that causes a warning. Of 2,000 random walks, 10 reach it.
@@ -33,11 +33,11 @@ class MetricTrend:
 
     def __init__(self, metric_mode: str) -> None:
         self._sign = 1.0 if metric_mode == "max" else -1.0
-        self._values: list[float] | None = []  # values whose larger ones are better; None after the result is known
+        self._values: list[float] | None = []  # metrics, negated if smaller is better; None after the last comparison
         self._wrong: tuple[float, float] | None = None
 
     def take_wrong(self) -> tuple[float, float] | None:
-        """Return the first and the present best metric if the trend is wrong, but only once; otherwise None."""
+        """Return the first and the newest best metric if the trend is newly found to be wrong; otherwise None."""
         wrong, self._wrong = self._wrong, None
         return wrong
 
@@ -75,7 +75,7 @@ class BlankMetrics:
                 self._count, self._is_found = None, True
 
     def take_found(self) -> bool:
-        """Return True, but only once, after several consecutive decisions without a finite metric."""
+        """Return True if several consecutive decisions without a finite metric were newly found; otherwise False."""
         is_found, self._is_found = self._is_found, False
         return is_found
 
@@ -106,7 +106,7 @@ def block_medians(values: list[float]) -> list[float]:
 
 
 def is_falling(blocks: list[float]) -> bool:
-    """Return whether the values fall from each block to the next, or have settled far below the first block."""
+    """Return whether the medians fall from each block to the next, or have settled far below the first one."""
     if all(later < earlier for earlier, later in itertools.pairwise(blocks)):
         return True
     late = blocks[len(blocks) // 2 :]

@@ -88,7 +88,7 @@ class UnawaitedStep(Coroutine[Any, Any, StepInfo]):
     def __getattr__(self, name: str) -> Any:
         if name in StepInfo.__dataclass_fields__:
             raise self._refusal()
-        return getattr(self._step, name)  # such as the frame and the name, for code that inspects tasks
+        return getattr(self._step, name)  # code that inspects tasks reads the coroutine's frame and name
 
     def _refusal(self) -> TypeError:
         self._step.close()  # Python would otherwise warn later, without the user's line, that it was never awaited
@@ -150,7 +150,7 @@ def _call_in(frame: FrameType) -> ast.Call | None:
     lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)[first - 1 : last]
     if len(lines) <= last - first:
         return None
-    encoded = [line.encode() for line in lines]  # positions count bytes
+    encoded = [line.encode() for line in lines]  # the positions from co_positions() count bytes
     encoded[-1] = encoded[-1][:end]
     encoded[0] = encoded[0][begin:]
     try:

@@ -90,8 +90,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     """
 
     takes_metric: ClassVar[bool] = True
-    #: Whether a restarted rank may join the running policy. If such a policy is on all ranks, it starts without lost
-    #: ranks.
+    #: Whether a restarted rank may join the running policy, and a policy on all ranks may start without lost ranks.
     admits_restarted: ClassVar[bool] = False
     #: Whether several ranks train one replica of the model, as under DDP. The model may then be wrapped or sharded.
     keeps_replicas: ClassVar[bool] = False
@@ -264,7 +263,9 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if self._stage != "open" or kind is GeneratorExit:  # called by hand, or by a deleted generator
+        if (
+            self._stage != "open" or kind is GeneratorExit
+        ):  # called by hand at the wrong time, or by a deleted generator
             return
         end_forked_child(self._services.process_id, error)
         self._stage = "closed"
@@ -325,7 +326,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         Raises:
             ClosedError: The policy has not been entered.
         """
-        if self._stage == "new":  # raised already in the call, since code that does not await would never see the error
+        if self._stage == "new":  # raised before the coroutine is awaited, since some code never awaits it
             self._refuse()
         self._first_call = line
         if self.takes_metric and self._stage == "open" and self._group.index == 0:

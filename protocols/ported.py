@@ -59,7 +59,7 @@ class Ported(SpawnPolicy):
         if self._calls is None:
             from asyncdist.integrations.torchgfn.calls import (
                 PortedCalls,
-            )  # which imports the policies
+            )  # imported late to avoid an import cycle
 
             self._calls = PortedCalls(self)
         if self._first_call is None:

@@ -63,7 +63,7 @@ def order_worst_first(metrics: Mapping[int, float], metric_mode: str = "max") ->
     the worse one, so that all ranks compute the same order.
     """
     finite = sorted([rank for rank, metric in metrics.items() if math.isfinite(metric)])
-    finite.sort(key=metrics.__getitem__, reverse=metric_mode != "max")  # stable even with reverse
+    finite.sort(key=metrics.__getitem__, reverse=metric_mode != "max")  # equal metrics remain in rank order
     if len(finite) == len(metrics):
         return tuple(finite)
     return (*sorted(metrics.keys() - finite), *finite)

@@ -89,8 +89,7 @@ def _wrappers_around(model: nn.Module) -> list[nn.Module]:
     """Return the DDP and FSDP wrappers in this process that contain a module of the model."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
-    # The launcher has frozen the objects that existed before the world, and the collector does not search frozen
-    # objects.
+    # The garbage collector does not search objects that the launcher has frozen, so they must be unfrozen first.
     gc.unfreeze()
     own = set(map(id, model.modules()))
     if not any(True for _ in _search(own)):
@@ -116,7 +115,7 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 
 def _modules_of(outer: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and all its submodules, like ``outer.modules()``, even if a constructor has not run yet."""
+    """Yield a module and its submodules; unlike ``outer.modules()``, also if a constructor has not run yet."""
     seen: set[int] = set()
     waiting = [outer]
     while waiting:

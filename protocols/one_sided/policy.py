@@ -239,7 +239,9 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         for name in ("step_count", "born_at", "dies_at"):
             setattr(self, f"_{name}", validation.count(name, state[name], least=0))
         draws = state["draws"]
-        self._draws = None if draws is None else (draws[0], tuple(draws[1]), draws[2])  # JSON makes lists of tuples
+        self._draws = (
+            None if draws is None else (draws[0], tuple(draws[1]), draws[2])
+        )  # JSON has turned tuples into lists
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -326,7 +328,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         mode = self._rules.replacement_mode
         if mode == "age":
             return self._step_count >= self._dies_at
-        if mode == "threshold":  # needs only this rank's own metric
+        if mode == "threshold":  # this mode needs only the rank's own metric
             own = self._own_metric
             return is_due and own is not None and is_dying(self._world.rank, {self._world.rank: own}, self._rules)
         return is_due

@@ -18,7 +18,7 @@ from asyncdist.tensors.flat_state import FlatBuffers
 
 #: Largest number of snapshots requested at the same time, since each pass of the event loop tests all their receives.
 ASKED_COUNT_MAX: Final = 16
-#: Largest number of shares that a layout caches: for each donor asked at the same time, with and without exact tensors.
+#: Largest number of donors' shares that a layout caches, counting a share with exact tensors separately.
 SHARE_COUNT_MAX: Final = 2 * ASKED_COUNT_MAX
 #: Chunks in a page begin at multiples of the widest element's size.
 _ALIGNMENT_NBYTES: Final = 16
@@ -42,7 +42,7 @@ class ChunkRing:
         return found
 
     def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """Return the next buffer, as ``count`` elements of ``dtype``."""
+        """Return the ring's next buffer, as ``count`` elements of ``dtype``."""
         self._next += 1
         return self.page(self._next)[: count * dtype.itemsize].view(dtype)
 

@@ -15,8 +15,7 @@ from asyncdist.tensors.flat_state import FlatBuffers
 
 #: Size in bytes of each chunk, except the last chunk of each tensor.
 CHUNK_NBYTES = streams.CHUNK_NBYTES
-#: Usual number, and smallest size, of a part's chunks. They are small so that the mean can be sent while it is
-#: computed.
+#: Usual number, and smallest size, of a part's chunks, which are small so that the mean is sent while it is computed.
 PART_CHUNK_COUNT: Final = 32
 PART_CHUNK_NBYTES_MIN: Final = 128 << 10
 #: Chunk sizes are multiples of this number of bytes, so that no element is split.

@@ -59,7 +59,7 @@ class PartPool:
         """Number of bytes that the pool has allocated."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
-    @torch.inference_mode(False)  # the tensors outlive the caller's inference mode
+    @torch.inference_mode(False)  # the tensors are used even after the caller's inference mode
     def acquire(self, part: Part, donor_count: int) -> PartBuffers:
         """Return buffers with undefined content for a part of the states of ``donor_count`` donors."""
         if self.in_use:  # the previous round's mean is still being sent from this memory

@@ -29,7 +29,7 @@ from asyncdist.protocols.parameter_stream.server import SnapshotServer
 from asyncdist.tensors.flat_state import FlatBuffers
 from asyncdist.tensors.means import WeightedMean
 
-#: Number of bytes read at a time, small enough to be still in the CPU cache when they are added.
+#: Number of bytes read at a time, so small that they are still in the CPU cache when they are added.
 _READ_NBYTES: Final = 1 << 18
 
 

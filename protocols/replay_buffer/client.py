@@ -72,7 +72,7 @@ from asyncdist.tensors.byte_views import split
 from asyncdist.waits import WaitId, WaitKind
 
 _REQUEST_COUNT: Final = 1 << 32  # request numbers have 32 bits in the frame header
-#: Seconds after which a client first repeats its ``Open``, which a server drops between two buffers; doubled each time.
+#: Seconds before a client repeats its ``Open`` for the first time; doubled each time.
 _OPEN_PERIOD_S: Final = 0.25
 #: Seconds to wait for a message with the reason after a server has left or has aborted a stream.
 _REASON_TIMEOUT_S: Final = 1.0
@@ -387,7 +387,7 @@ class ReplayBuffer:
         )
 
     async def _receive(self, drawn: Drawn) -> npt.NDArray[np.uint8]:
-        if self._error is not None:  # the server would not answer the grant
+        if self._error is not None:  # the server has ended, and would not answer the grant
             raise self._error
         buffer = np.empty(drawn.nbytes, np.uint8)
         services, targets = self._services, split(buffer.data, CHUNK_NBYTES)
@@ -419,7 +419,7 @@ class ReplayBuffer:
     def _on_message(self, envelope: Envelope[ReplayMessage]) -> None:
         if envelope.source != self._server or not (self._welcome or isinstance(envelope.message, Welcome | Refused)):
             self._refuse_grant(envelope)
-            return  # from a rank that does not serve this buffer, or for an earlier client on this rank
+            return  # the message is from a different rank, or for an earlier client on this rank
         match envelope.message:
             case Welcome() as welcome if welcome.entry == self._entry:
                 self._welcome = welcome
@@ -458,7 +458,7 @@ class ReplayBuffer:
     def _on_drawn(self, drawn: Drawn) -> None:
         call = self._calls.get(drawn.request)
         if drawn.nbytes and not drawn.data and (call is None or call.waiter.done()):
-            self._send(Withdraw(drawn.request))  # no grant will follow
+            self._send(Withdraw(drawn.request))  # the drawn items are not needed, so no grant will follow
         self._complete(drawn.request, drawn, None)
 
     def _complete(self, request: int, answer: Any, error: AsyncdistError | None) -> None:

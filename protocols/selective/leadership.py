@@ -33,7 +33,7 @@ from asyncdist.protocols.selective.succession import (
 logger = logging.getLogger("protocols.selective.leadership")
 
 
-_UNKNOWN: Final = "after a rank that is gone"  # for a coordinator of an epoch that this rank did not know
+_UNKNOWN: Final = "after a rank that is gone"  # text for log lines if this rank did not know the previous coordinator
 
 
 class Leadership:
@@ -105,7 +105,7 @@ class Leadership:
     def begin(self) -> None:
         """Handle the loss of ranks that were lost, or have left, since the start was agreed on."""
         absent = sorted({*self._services.gone, *self._replaced})
-        self._unnoted.extend(absent)  # all at once: if this rank takes over, none of the absent ranks is a member
+        self._unnoted.extend(absent)  # added together: if this rank takes over, no absent rank may be a member
         for rank in absent:
             self._note_peer(rank)
 

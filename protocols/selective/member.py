@@ -308,7 +308,7 @@ class RoundMember:
     def on_frozen(self, frozen: Frozen, round: int) -> Instructions:
         """Begin to add up the donors' snapshots, since the round's donors no longer change."""
         adds_up: Instructions = ()
-        if round and self.reducing == round and not self._adds_up:  # round 0 means none
+        if round and self.reducing == round and not self._adds_up:  # round 0 means no round
             self._adds_up = True
             adds_up = (AddUp(round, frozen),)
         if self.state is not State.ASKING or self.round != round:

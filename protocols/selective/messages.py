@@ -19,7 +19,7 @@ REASON_LIMIT: Final = 32
 DONOR: Final = "donor"
 REPLACER: Final = "replacer"
 
-#: The tuples that were checked last. In a simulation a thousand members receive the same tuples, checked only once.
+#: The tuples that were checked last, since in a simulation a thousand members receive the same tuples.
 _ascending: Final[dict[str, tuple[int, ...]]] = {}
 _weights: Final[dict[str, tuple[float, ...]]] = {}
 

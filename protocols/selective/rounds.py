@@ -111,7 +111,7 @@ class RoundCoordinator:
             self._ignore("Report from before the average was applied")
             return ()
         member.report = as_record((iteration, value, step_s, now))
-        if member.fresh:  # a second report before the next decision does not make the decision due
+        if member.fresh:  # the decision already counts an earlier report of this member
             return ()
         roster, patience = self.roster, self._patience
         member.fresh = True
@@ -127,7 +127,7 @@ class RoundCoordinator:
         return self._advance(now)
 
     def _on_strange_report(self, rank: int) -> tuple[Send, ...]:
-        if rank not in self._members and rank in self._may_join:  # admitted by an earlier coordinator
+        if rank not in self._members and rank in self._may_join:  # an earlier coordinator has admitted this rank
             return (Send(rank, 0, Rejoin()),)
         member = self._live(rank, "Report")
         if member is None or not member.admitted:
@@ -166,7 +166,7 @@ class RoundCoordinator:
         """Handle a restarted rank's request for admission. Requests are repeated, since answers can be lost."""
         member = self._members.get(rank)
         if member is not None and member.live and member.admitted:
-            member.incarnation = incarnation  # admitted by an earlier coordinator, whose message has not arrived
+            member.incarnation = incarnation  # an earlier coordinator has admitted the rank, but its message was lost
             return (Send(rank, 0, Admitted(rank, incarnation)),)
         if member is not None and (member.live or (member.admitted and member.incarnation == incarnation)):
             return ()  # a repeated request, or an old request of a rank that was admitted and has left

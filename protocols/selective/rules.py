@@ -23,14 +23,14 @@ from asyncdist.protocols.ranking import (
 #: Route on which the donors' snapshots reach the replacers; `reducers_of` explains the routes.
 Route: TypeAlias = Literal["auto", "direct", "sharded"]
 _ROUNDS: Final = "stragglers and rounds"
-#: `"auto"` chooses the sharded route, which takes a step longer, if the busiest rank transfers this many bytes less.
+#: `"auto"` chooses the sharded route, which takes a step longer, if it saves the busiest rank this number of bytes.
 _SHARDED_SAVING_NBYTES: Final = 64 << 20
 _SHARDED_COUNT_MIN: Final = 4
 #: `"auto"` also chooses the sharded route if this reduces the total number of streams by at least this number.
 _SHARDED_SAVING_STREAMS: Final = 128
 #: Fixed cost of one stream, expressed as a number of bytes.
 _STREAM_NBYTES: Final = 64 << 10
-#: Replacers on a host share parts, which takes a step longer, if the host then receives at least this many bytes less.
+#: Replacers on a host share parts, which takes a step longer, if this saves the host at least this number of bytes.
 SHARED_NBYTES_MIN: Final = 1 << 20
 #: Largest number of models that a rank may send or receive if only the ranks of one host are reducers.
 _MODELS_MAX: Final = 2

@@ -32,7 +32,7 @@ class PolicyScopes:
 
     @classmethod
     def of_running(cls, welcome: Welcome, values: Mapping[str, str]) -> PolicyScopes:
-        """Return the scopes of a running policy, from its welcome to this restarted rank."""
+        """Return the scopes of a running policy, from the coordinator's answer to this restarted rank."""
         scopes = cls.__new__(cls)
         scopes.policy, scopes.values = welcome.policy, dict(values)
         scopes.to_members, scopes.to_coordinator = welcome.to_members, welcome.to_coordinator

@@ -106,7 +106,7 @@ class History:
         self.note = self._story.append
 
     def tell(self, words: str, *facts: object) -> None:
-        """Record an event as a format string and its values, which are formatted only if the story is requested."""
+        """Record an event as a format string and its values, which :meth:`story` formats if it is called."""
         self._story.append((words, facts))
 
     def story(self) -> tuple[str, ...]:

@@ -23,8 +23,7 @@ from asyncdist.protocols.selective.waiting import NOISE_S
 NOMINATION_COUNT_MAX: Final = 3
 #: Number of members that ask the coordinator for answers. One is not enough, since it may be lost or slow as well.
 WATCHER_COUNT: Final = 3
-#: Number of reports, and of seconds, without an answer after which the first watcher takes over; later ones wait
-#: longer.
+#: Number of reports, and of seconds, without an answer after which the first watching member takes over.
 MISSED_REPORT_COUNT: Final = 3
 SILENT_S: Final = 1.0
 #: An answer is late if it arrives after more than this number of steps. With equal steps, it arrives after two.
@@ -32,7 +31,7 @@ LATE_STEPS: Final = 3
 #: Number of answers of the coordinator in a round: the assignment, the freeze, and the end.
 _ROUND_ANSWER_COUNT: Final = 3
 _RECENT_COUNT: Final = 8
-_LATE_COUNT: Final = 6  # number of late answers, of the recent ones, after which a member takes over
+_LATE_COUNT: Final = 6  # number of late answers among the recent ones after which a member takes over
 
 
 class Nominate(NamedTuple):
@@ -131,7 +130,7 @@ class Succession:
         return self._seek()
 
     def on_nomination(self, source: int, epoch: int) -> Steps:
-        """Handle a nomination of this rank by ``source``, for which the coordinator of ``epoch`` is gone."""
+        """Handle a nomination of this rank: ``source`` reports that the coordinator of ``epoch`` is gone."""
         if epoch < self.epoch:
             return () if self.coordinator is None else (Inform(source),)
         if epoch == self.epoch or epoch > EPOCH_MAX:

@@ -18,18 +18,18 @@ from functools import partial
 from statistics import median_low
 from typing import Final, NamedTuple
 
-#: Numbers of cadences, and of rounds with the median rank, that a round may take; the longer time is the limit.
+#: Time that a round may take: this number of cadences or, if longer, this multiple of a round with the median rank.
 FREE_CADENCES: Final = 1.25
 FREE_ROUNDS: Final = 2.0
 #: Differences in seconds below this limit are ignored, because busy hosts and coarse timers cause them.
 NOISE_S: Final = 0.1
-#: Fraction of the time for which slow ranks may delay rounds.
+#: Largest share of the total time by which slow ranks may delay rounds.
 HELD_SHARE: Final = 0.1
 #: Upper limit for reported times, in seconds, so that every deadline is finite.
 BELIEVED_MAX_S: Final = 3600.0
 #: Number of steps that a rank needs for its role in addition to its streams: one to receive it and one to complete it.
 _ROLE_STEP_COUNT: Final = 2
-_RECENT_ROUND_COUNT: Final = 9  # the median of so many latest rounds is the expected duration of a round
+_RECENT_ROUND_COUNT: Final = 9  # number of latest rounds whose median is the expected duration of a round
 
 
 class Pace(NamedTuple):

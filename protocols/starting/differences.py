@@ -23,7 +23,7 @@ _WHOSE_START: Final = "a policy's ranks are those of its group=, by default all"
 
 @contextlib.contextmanager
 def told_of_rivals(agreements: Agreements, meeting: Meeting) -> Iterator[None]:
-    """Detect ranks that wait for each other in different starts, while the body agrees on the start of a policy.
+    """While the body agrees on the start of a policy, detect ranks that wait for each other in different starts.
 
     Raises:
         DisagreementError: Ranks wait in starts with different ranks, or in a start and in a replay buffer. The message
@@ -41,7 +41,7 @@ def told_of_rivals(agreements: Agreements, meeting: Meeting) -> Iterator[None]:
 
 @contextlib.contextmanager
 def told_of_missing(rank: int) -> Iterator[None]:
-    """Add to a StartTimeoutError of the body, which starts a policy, the argument that determines the policy's ranks.
+    """Add a hint about ``group=`` to a StartTimeoutError of the body, which starts a policy.
 
     Args:
         rank: This rank. The error is unchanged if this rank itself is among the missing ones.

@@ -175,7 +175,7 @@ class Island:
         return self.ranks_of(self.index)
 
     def ranks_of(self, index: int) -> tuple[int, ...]:
-        """Return the ranks of an island."""
+        """Return the ranks of the island with number ``index``."""
         return tuple(self.population[index * self.size : (index + 1) * self.size])
 
     def is_elsewhere(self, rank: int) -> bool:

@@ -55,7 +55,7 @@ class Migrants:
             self.emigrant_count += 1
 
     def take_emigrant(self) -> tuple[int, int] | None:
-        """Return the newly chosen emigrant's rank and incarnation, only once; None if there is none."""
+        """Return, and forget, the chosen emigrant's rank and incarnation; None if there is no new emigrant."""
         rank, self._emigrant = self._emigrant, None
         return None if rank is None else (rank, self._members[rank].incarnation)
 

@@ -16,8 +16,7 @@ from asyncdist.protocols.selective.waiting import HELD_SHARE
 
 #: Largest number of newcomers that are admitted in one round.
 NEWCOMER_COUNT_MAX: Final = 8
-#: The first attempt may take this number of cadences (times between reports), or this number of rounds if that is
-#: longer.
+#: Time limit of the first attempt, in cadences (times between reports) and in rounds; the longer time is the limit.
 _FIRST_CADENCES: Final = 2.0
 _FIRST_ROUNDS: Final = 6.0
 

@@ -134,7 +134,7 @@ class Application:
         self._asked: set[int] = set()
         self._met: set[int] = set()
         self._began_at = self._ask_again_at = services.time()
-        self._answer_s: float | None = None  # seconds until the first answer
+        self._answer_s: float | None = None  # seconds from the first request to the first answer
         self._welcome: tuple[Welcome, int] | None = None
         self._policy: int | None = None  # number of the policy whose coordinator has answered
         self._error: AsyncdistError | None = None
@@ -189,7 +189,7 @@ class Application:
         return welcome
 
     def take_welcome(self) -> tuple[Welcome, int] | None:
-        """Return the newest answer and the coordinator's rank, only once; None if there is no new answer."""
+        """Return, and forget, the newest answer and the coordinator's rank; None if there is no new answer."""
         welcome, self._welcome = self._welcome, None
         if welcome is not None:
             self._policy = welcome[0].policy

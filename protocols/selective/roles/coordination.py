@@ -16,7 +16,7 @@ class KnowsCoordinator(Protocol):
 
 
 class Coordination(KnowsCoordinator, Protocol):
-    """Interface of a member to the choice of its coordinator; see :class:`Leadership` and :class:`Followed`."""
+    """Interface through which a member finds and watches its coordinator, and may take over from it."""
 
     @property
     def epoch(self) -> int:

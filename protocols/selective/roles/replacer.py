@@ -101,7 +101,7 @@ class Replacer:
         return info
 
     def announce(self) -> None:
-        """Notify the user's ``on_event`` callback of the newly applied weights, only once."""
+        """Notify the user's ``on_event`` callback of newly applied weights, if there are any."""
         announced, self._announced = self._announced, None
         if announced is not None:
             self._resources.applier.announce(*announced)

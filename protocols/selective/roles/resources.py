@@ -19,7 +19,7 @@ class RoleResources:
     """The model and the memory that a rank's roles share, in its own island and in other islands.
 
     Attributes:
-        own: Entries of that state that are sent to other ranks, and entries that an average leaves unchanged.
+        own: The model and optimizer, whose state is checked before it is sent, and replaced by averages.
         state: Optimizer and policy state, which only restarted ranks receive.
     """
 

@@ -18,7 +18,7 @@ from asyncdist.protocols.selective.rules import Decision, SelectiveRules, reduce
 from asyncdist.protocols.selective.statistics import HISTORY_LENGTH, History, LeftOut
 from asyncdist.protocols.selective.waiting import Patience
 
-#: Largest round number accepted from a member. Frame headers have 32 bits for it, and later rounds need larger numbers.
+#: Largest round number accepted from a member. Frame headers have 32 bits, and later rounds need larger numbers.
 ROUND_BELIEVED_MAX: Final = 2**31
 
 

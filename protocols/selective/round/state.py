@@ -13,13 +13,14 @@ from asyncdist.protocols.selective.round.plan import Freeze, Plan
 from asyncdist.protocols.selective.rules import Decision
 from asyncdist.protocols.selective.waiting import Pace, as_pace
 
-#: Largest accepted number of safe points for a donor's optimizer and policy state, relative to those for its weights.
+#: Largest accepted ratio of the safe points for a donor's optimizer and policy state to the safe points for its
+#: weights.
 STATE_STREAM_COUNT_MAX: Final = 20
 #: Number of safe points for the stream of one part: `PART_CHUNK_COUNT` chunks with `WINDOW_COUNT` chunks in flight.
 _PART_SAFE_POINTS: Final = 8
 
 
-class Send(NamedTuple):  # a frozen dataclass takes twice as long to create, and a round has twenty
+class Send(NamedTuple):  # a named tuple is created twice as fast as a frozen dataclass
     """A message that the coordinator must send, with its destination and the round for the frame's header."""
 
     dest: int
@@ -134,7 +135,7 @@ class Round:
     frozen: bool = False
     admits: bool = False
     limit_at: float = math.inf  # latest end of a round that admits restarted ranks, since it delays other rounds
-    state_safe_points: int = 0  # in a round that admits: safe points for the rest of the state, as the donor announced
+    state_safe_points: int = 0  # safe points for a donor's optimizer and policy state, if the round admits
 
     def openings(self, members: Mapping[int, Member]) -> list[Send]:
         """Return the messages that assign the roles to the named ranks."""
