@@ -263,9 +263,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if (
-            self._stage != "open" or kind is GeneratorExit
-        ):  # called by hand at the wrong time, or by a deleted generator
+        # The call is ignored at the wrong stage, and when a suspended generator is deleted.
+        if self._stage != "open" or kind is GeneratorExit:
             return
         end_forked_child(self._services.process_id, error)
         self._stage = "closed"

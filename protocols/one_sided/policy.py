@@ -239,9 +239,8 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         for name in ("step_count", "born_at", "dies_at"):
             setattr(self, f"_{name}", validation.count(name, state[name], least=0))
         draws = state["draws"]
-        self._draws = (
-            None if draws is None else (draws[0], tuple(draws[1]), draws[2])
-        )  # JSON has turned tuples into lists
+        # After a conversion to JSON, the tuples are lists.
+        self._draws = None if draws is None else (draws[0], tuple(draws[1]), draws[2])
 
     # -- one step ---------------------------------------------------------------------------------------------------
 

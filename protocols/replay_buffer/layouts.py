@@ -38,9 +38,7 @@ def declared(message: Declare) -> RowLayout:
     for name, dtype, shape in zip(message.names, message.dtypes, message.shapes, strict=True):
         check_dtype(dtype)
         fields.append(Field(name, dtype, shape))
-        spanned = tuple(
-            max(1, size) for size in shape
-        )  # torch computes strides of other dimensions even if a size is 0
+        spanned = tuple(max(1, size) for size in shape)  # even if a size is 0, torch computes all strides
         if min(shape, default=0) < 0 or Field(name, dtype, spanned).nbytes > ITEM_NBYTES_MAX:
             raise ValueError(f"invalid shape {shape} of a field")
     return RowLayout(form, tuple(fields))

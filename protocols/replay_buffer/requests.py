@@ -49,9 +49,7 @@ class RequestLimit:
         except BaseException:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-            elif (
-                not waiter.cancelled() and waiter.exception() is None
-            ):  # the request was admitted just before its cancellation
+            elif not waiter.cancelled() and waiter.exception() is None:  # admitted just before its cancellation
                 self.release()
             raise
 
