@@ -124,7 +124,7 @@ class RoleAssigned:
     """Event: this rank has a role in a new round.
 
     :class:`AverageApplied`, :class:`RoundEnded` or :class:`RoundAbandoned` of the same round follows, unless the policy
-    ends first. A donor's :class:`SnapshotTaken` is reported before that, unless the round ends before the donor's next step.
+    ends first. A donor's :class:`SnapshotTaken` precedes it, unless the round ends before the donor's next step.
 
     Attributes:
         round: Number of the round.

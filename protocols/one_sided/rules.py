@@ -123,8 +123,8 @@ class Choice:
     def weight(self, metric: float) -> float:
         """Return the weight of a donor's snapshot that was published with ``metric``.
 
-        The weight is 0 if the metric is not finite or not better than `floor`, since the snapshot may be newer than
-        the choice of the donor.
+        The snapshot may be newer than the choice of the donor. The weight is 0 if its metric is not finite or not
+        better than `floor`.
         """
         if not math.isfinite(metric):
             return 0.0

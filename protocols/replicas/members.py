@@ -41,40 +41,40 @@ class LeadingMember(RoundMember):
         return happenings
 
     def on_assign(self, assign: Assign, round: int) -> Instructions:
-        """Record an assignment, and handle it like :class:`RoundMember`."""
+        """Begin the assigned role in a new round, and record the assignment for the followers."""
         self.assignment_count += 1
         self._add(Assign.__name__, round, *astuple(replace(assign, restarted=())))
         return super().on_assign(assign, round)
 
     def on_frozen(self, frozen: Frozen, round: int) -> Instructions:
-        """Record that the round is frozen, and handle the message like :class:`RoundMember`."""
+        """Begin to add up the donors' snapshots, and record for the followers that the round is frozen."""
         self._add(Frozen.__name__, round, *astuple(frozen))
         return super().on_frozen(frozen, round)
 
     def on_end(self, reason: str, round: int) -> Instructions:
-        """Record the end of a round, and handle it like :class:`RoundMember`."""
+        """End this member's role in ``round``, and record the end for the followers."""
         self._add(End.__name__, round, reason)
         return super().on_end(reason, round)
 
     def on_coordinator_gone(self, why: str) -> Instructions:
-        """Record the loss of the coordinator, and handle it like :class:`RoundMember`."""
+        """End the role, since the coordinator is gone, and record the loss for the followers."""
         self._add(GONE, 0, why)
         return super().on_coordinator_gone(why)
 
     def on_epoch(self, epoch: int, incarnation: int) -> Instructions:
-        """Record a new epoch, and handle it like :class:`RoundMember`."""
+        """Enter the epoch of a new coordinator, and record the epoch for the followers."""
         self._add(EPOCH, epoch)
         return super().on_epoch(epoch, incarnation)
 
     def on_failed(self, round: int, reason: str) -> Instructions:
-        """Abandon a round whose exchange has failed, and record its end for the other ranks of the replica."""
+        """Abandon a round whose exchange has failed, and record its end for the followers."""
         instructions = super().on_failed(round, reason)
         if instructions:
             self._add(End.__name__, round, reason)
         return instructions
 
     def on_refused(self, round: int, reason: str) -> Instructions:
-        """Abandon a complete average, and record the round's end for the other ranks of the replica."""
+        """Abandon a complete average, and record the round's end for the followers."""
         instructions = super().on_refused(round, reason)
         if instructions:
             self._add(End.__name__, round, reason)
@@ -100,7 +100,7 @@ class FollowingMember(RoundMember):
         self.failure = ""
 
     def on_assign(self, assign: Assign, round: int) -> Instructions:
-        """Count an assignment, and handle it like :class:`RoundMember`."""
+        """Begin the assigned role in a new round, and count the assignment."""
         self.assignment_count += 1
         self.failure = ""
         return super().on_assign(assign, round)

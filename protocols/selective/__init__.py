@@ -1,1 +1,1 @@
-"""Asynchronous selective averaging: the worst ranks take the average of the good ones."""
+"""Asynchronous selective averaging: the worst ranks adopt the average of the best ranks."""

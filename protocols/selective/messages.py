@@ -47,7 +47,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Coordinator to a member: confirms that the coordinator has read a report with `asks`."""
+    """Coordinator to a member: confirms that the coordinator has read a report that asks for an answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,7 +243,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         self._open_at_start(scopes, meeting.leader, lost_members(self._world, self._members, meeting))
 
     def _open_at_start(self, scopes: PolicyScopes, coordinator: int, replaced: Sequence[int]) -> None:
-        """Open a policy that starts on all members at the same time, except those in ``replaced``, which were lost."""
+        """Open a policy that starts on all members at the same time; ``replaced`` lists lost or restarted members."""
         self._open(scopes, coordinator, replaced=replaced)
 
     def _open(

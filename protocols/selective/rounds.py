@@ -43,7 +43,7 @@ class RoundCoordinator:
         may_join: Collection[int] | None = None,
         incarnations: Mapping[int, int] | None = None,
     ) -> None:
-        """Start with all members live and without reports.
+        """Begin with all members live and no reports.
 
         Args:
             members: Ranks of the policy that take part, as far as is known.
@@ -56,7 +56,7 @@ class RoundCoordinator:
             incarnations: Number of restarts of each member's process; 0 for members that are not listed.
 
         Raises:
-            ValueError: There are no members, a member occurs twice, or there are fewer than one safe points.
+            ValueError: ``members`` is empty or contains a rank twice, or ``stream_safe_points`` is below 1.
         """
         if stream_safe_points < 1:
             raise ValueError(f"stream_safe_points must be >= 1, got {stream_safe_points}")

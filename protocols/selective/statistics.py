@@ -209,7 +209,7 @@ class SelectiveStatistics:
         return format_table(self.title, rows)
 
     def _shown(self, name: str) -> object:
-        """Return a count in the table's format; the table omits a row whose value is false."""
+        """Return a count in the table's format; a false value means that the table omits the row."""
         value = getattr(self, name)
         if name == "island":
             return None if value is None else str(value)

@@ -86,7 +86,7 @@ class Succession:
         self._unavailable: set[int] = set()  # ranks that are lost, have left, or are not admitted yet
         self._passed_over: set[int] = set()  # ranks that are skipped for now, because they did not answer nominations
         self._nomination_count = 0
-        self._lost_claim: tuple[int, int] | None = None  # epoch and rank of the last claim that a lost rank had made
+        self._lost_claim: tuple[int, int] | None = None  # epoch and rank of the last coordinator that was lost
 
     def on_lost(self, rank: int) -> Steps:
         """Record that a rank is lost, or has stopped coordinating; look for a new coordinator if there is none."""

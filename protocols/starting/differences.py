@@ -14,7 +14,7 @@ from asyncdist.collectives.agreement.agreements import Agreements
 from asyncdist.collectives.agreement.messages import Meeting
 from asyncdist.tensors.flat_state import Fingerprint, first_difference
 
-#: Name of the compared value for the parameters that parameters="trainable" leaves out, as errors show it.
+#: Name, in error messages, of the checksum of the parameters that parameters="trainable" leaves out.
 LEFT_OUT: Final = "the hash of the parameters that are not trained"
 #: Name of the value that marks a start after exhausted memory. A difference in this value is reported first.
 BEGINS_AGAIN: Final = "a start after exhausted memory"

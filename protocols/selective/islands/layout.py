@@ -106,7 +106,7 @@ class IslandOptions(Options):
             hosts: For each rank of the world, a number that identifies its host; None if unknown.
 
         Raises:
-            ValueError: The ranks cannot be divided into islands of this number or size; the error lists those allowed.
+            ValueError: The ranks cannot be divided in this way; the error lists the allowed numbers or sizes.
         """
         count = len(population)
         if not self.are_on or count < 2:
