@@ -86,10 +86,7 @@ def reason_against() -> str | None:
 
 
 def is_settled() -> bool:
-    """Return whether nothing is left to compile: compilation has succeeded, has failed, or is not wanted.
-
-    An attempt that is still running or was interrupted is not settled.
-    """
+    """Return whether compilation has succeeded or failed, without being interrupted, or is not wanted."""
     return not is_wanted() or reason_against() is None or (folder() / FAILED).is_file()
 
 

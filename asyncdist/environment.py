@@ -86,11 +86,11 @@ def check_transport(name: str, *, what: str = "transport", allowed: Sequence[str
 
 
 def choose_transport(named: str | None, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """Return the transport for which ``asyncdist run`` starts ranks, and the ranks' environment.
+    """Return the transport for which ``asyncdist run`` starts ranks, and the environment of the ranks.
 
-    ``named`` is the value of ``--transport`` or None. It overrides ASYNCDIST_TRANSPORT, which the ranks' environment
-    lacks: ranks detect their launcher by its variables. Raises ValueError unless the transport is ``"mpi"`` or
-    ``"torch"``.
+    The value of ``--transport``, ``named``, overrides ASYNCDIST_TRANSPORT. The ranks' environment has no
+    ASYNCDIST_TRANSPORT, because ranks detect their launcher by its variables. Raises ValueError unless the transport is
+    ``"mpi"`` or ``"torch"``.
     """
     what, name = "--transport", named
     if name is None:
@@ -180,10 +180,7 @@ def _detect_torch(variables: Variables, source: str) -> Launch | None:
 
 
 def check_alone(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise TransportError if MPI has a single rank, but variables of torchrun or a similar launcher announce several.
-
-    Without this error, each process would silently train alone in a world of one rank.
-    """
+    """Raise TransportError if MPI has a single rank, but variables of torchrun or another launcher show several."""
     variables = Variables(environ)
     found = _detect_any(variables, None)
     size = found.expected_size or 1
@@ -243,20 +240,13 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
 
 
 def names_lost_ranks(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launcher of this rank on torch reports killed ranks to the user.
-
-    ``asyncdist run``, torchrun and launchers based on :mod:`multiprocessing` do. Slurm and Kubernetes print nothing
-    when a task or pod is killed.
-    """
+    """Return whether this rank's launcher reports killed ranks to the user, unlike Slurm and Kubernetes on torch."""
     name = "TORCHELASTIC_RUN_ID"
     return bool(environ.get(name)) or name in _hidden or multiprocessing.parent_process() is not None
 
 
 def _detect_slurm(variables: Variables) -> Launch | None:
-    """Detect a step of several tasks started by srun. The transport is MPI, which the caller may replace.
-
-    With PMIx, srun sets the rank in PMIX_RANK, as every launcher with PMIx does. The size is in Slurm's variables.
-    """
+    """Detect a step of several tasks started by srun. The transport is MPI, which the caller may replace."""
     step = slurm.find_step(variables)
     rank = variables.number("PMIX_RANK")
     if rank is not None:
@@ -289,9 +279,8 @@ def local_rank(environ: Mapping[str, str] | None = None) -> int | None:
 def threads_per_rank(environ: Mapping[str, str] = os.environ, cores: int | None = None) -> int | None:
     """Return a fair share of this host's cores for one rank; None to leave the number of threads alone.
 
-    The result is None if OMP_NUM_THREADS is set, or if this is the only rank on the host as far as the launcher's
-    variables show. ``cores`` defaults to the cores that this process may use, so a rank bound to one core gets one
-    thread.
+    The result is None if OMP_NUM_THREADS is set, or if only this rank is known to be on the host. ``cores`` defaults to
+    the cores that this process may use.
     """
     if environ.get("OMP_NUM_THREADS"):
         return None
@@ -352,10 +341,7 @@ def hide_secret() -> None:
 
 
 def given_secret(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the secret that a user or a launcher has set for this job, or None, and remove it from the environment.
-
-    Raises ValueError if the secret is too short, or if other users can read its file.
-    """
+    """Return the secret set for this job, or None, and hide it. Raise ValueError if it is too short or not private."""
     known = environ
     if known is None:
         hide_secret()
@@ -376,10 +362,7 @@ def _secret_of_job(environ: Mapping[str, str], address: str, size: int) -> JobSe
 
 
 def secret_of_group(address: str, size: int, environ: Mapping[str, str] = os.environ) -> JobSecret:
-    """Return the secret of a job whose program has created its own process group.
-
-    ``address`` is the address of the group's store; "" if the store has none.
-    """
+    """Return the secret of a job whose program has created its process group, with a store at ``address`` (or "")."""
     return _secret_of_job(environ, address, size)
 
 
@@ -389,10 +372,7 @@ def is_slurm_job(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def stall_s(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return the ``stall_s`` of :func:`asyncdist.run` that the user has set for this job by a variable, or None.
-
-    Raises ValueError if the variable is not a number of seconds above 0.
-    """
+    """Return the ``stall_s`` of :func:`asyncdist.run` set by a variable, or None. Raise ValueError if it is invalid."""
     text = environ.get(STALL_VARIABLE)
     return seconds(text, STALL_VARIABLE) if text else None
 
@@ -491,10 +471,7 @@ _hidden: dict[str, str] = {}
 
 
 def hide_ranks() -> None:
-    """Remove the variables from which a training library would conclude that it may use the ranks for its own training.
-
-    :func:`ranks_shown` restores them while a world is opened. Does nothing if there is no launcher.
-    """
+    """Remove variables by which a training library would train with the ranks. :func:`ranks_shown` restores them."""
     is_torch_rank = any(os.environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
     names = _RANKS_OF_LAUNCHERS + (_RANKS_OF_TORCH if is_torch_rank else ())
     for name in [name for name in os.environ if name.startswith(names)]:
@@ -519,10 +496,7 @@ def show_as_ranks(variables: Mapping[str, str]) -> None:
 
 
 def is_started_by_trainer() -> bool:
-    """Return whether a trainer, and not a launcher, has started this process.
-
-    Lightning starts one process for each device but the first, which the trainer's own process uses.
-    """
+    """Return whether a trainer has started this process, as Lightning does for each device but the first."""
     own = any(os.environ.get(name) or name in _hidden for name in ("RANK", "TORCHELASTIC_RUN_ID"))
     return (
         os.environ.get("LOCAL_RANK", "0") != "0"

@@ -140,10 +140,7 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def has_cause_here(error: BaseException) -> bool:
-    """Return whether ``error`` contains a mistake made by this rank itself.
-
-    An error raised while the rank handled another rank's failure, or its own cancellation, is not such a mistake.
-    """
+    """Return whether ``error`` contains a mistake of this rank, not only of another rank or a cancellation."""
     if isinstance(error, BaseExceptionGroup):
         return any(map(has_cause_here, error.exceptions))
     if not isinstance(error, Exception):

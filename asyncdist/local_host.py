@@ -72,11 +72,7 @@ def check_script(script: str) -> None:
 
 @contextlib.contextmanager
 def told_variables() -> Iterator[dict[str, str]]:
-    """Yield the variables through which ranks on this host share a record of the errors that they have printed.
-
-    Ranks that fail in the same way then print a single traceback. The record is a file that vanishes with this process;
-    systems without such files have no record.
-    """
+    """Yield the variables through which ranks on this host share a file of printed errors, to print each only once."""
     if not hasattr(os, "memfd_create"):
         yield {}
         return
@@ -113,11 +109,7 @@ def check_loopback() -> None:
 
 
 def find_free_port() -> int:
-    """Return a TCP port at which no process listens, for a store of torch.distributed.
-
-    The port is below the kernel's ephemeral range, since the kernel could assign an ephemeral port to another
-    connection before the store starts.
-    """
+    """Return a TCP port at which no process listens, below the range from which the kernel assigns ports."""
     lowest = _lowest_ephemeral_port()
     for _ in range(_DRAW_COUNT if lowest >= _PORT_COUNT_MIN else 0):
         port = lowest - 1 - secrets.randbelow(lowest // 2)
@@ -151,8 +143,7 @@ def probe_port(port: int) -> None:
 def heeding_children() -> Iterator[None]:
     """Let this process read its children's exit codes, even if it was started with SIGCHLD ignored.
 
-    While SIGCHLD is ignored, the kernel drops the exit codes, and a killed rank looks like a successful one. Raises
-    RuntimeError outside the main thread, which alone can change how SIGCHLD is handled.
+    Raises RuntimeError outside the main thread, which alone can change how SIGCHLD is handled.
     """
     if signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
         yield
@@ -267,10 +258,7 @@ def is_loopback(address: str) -> bool:
 
 
 def listen_at(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens only at this address, or None if it is a name or belongs to another host.
-
-    Other hosts of the job may resolve a name to a different address of this host, so listening at one is not enough.
-    """
+    """Return a socket that listens only at this address, or None if it is a name or belongs to another host."""
     host = "127.0.0.1" if address == "localhost" else address
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET

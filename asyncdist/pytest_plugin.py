@@ -85,12 +85,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The options of ``@pytest.mark.sim`` for one test, after all its marks are merged.
-
-    Attributes:
-        is_parametrized: Whether each number of ranks is a separate pytest item.
-        settings: Arguments passed unchanged to ``simulate``, which checks them.
-    """
+    """The options of ``@pytest.mark.sim`` for one test, after all its marks are merged."""
 
     ranks: tuple[int, ...]
     is_parametrized: bool
@@ -251,11 +246,7 @@ class _Record:
         self.faults, self.trace = faults, trace
 
     def errors(self) -> dict[int, BaseException]:
-        """Return the error that ended each rank, in order of time.
-
-        If a rank's main only reports the loss of another rank, the simulation's result for that rank replaces the
-        error.
-        """
+        """Return the error that ended each rank, in order of time; for the loss of another rank, the simulation's."""
         results = self.report.results if self.report is not None else ()
         errors = {}
         for rank in dict.fromkeys([*self.raised, *range(len(results))]):
@@ -371,10 +362,7 @@ def sim_seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def simulate(request: pytest.FixtureRequest, sim_seed: int) -> Callable[..., SimReport[Any]]:
-    """Return ``asyncdist.simulate`` for a test. If the test fails, its report shows how the last simulation ended.
-
-    The argument ``seed`` defaults to ``sim_seed``.
-    """
+    """Return ``asyncdist.simulate``, by default with the seed ``sim_seed``. A failing test reports how it ended."""
     item = request.node
     item.stash[_RECORD] = None
 

@@ -148,10 +148,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def _open_input() -> None:
-    """Open the standard input of this rank, and also its output if the input is a terminal.
-
-    Through mpirun, a prompt would appear too late, because it does not end with a newline.
-    """
+    """Open this rank's standard input, and also its output if the input is a terminal, to show prompts at once."""
     source = os.environ.pop(STDIN_VARIABLE, "")  # child processes must not inherit this variable
     if source == INHERITED:
         return
@@ -333,11 +330,7 @@ class _Ending:
 
 
 def write_past_mpirun() -> None:
-    """Redirect this rank's output to the launcher's standard files, if the launcher is on this host.
-
-    Open MPI's mpirun stops reading its ranks' output once it stops them. Output that the program has redirected itself
-    stays unchanged.
-    """
+    """Redirect this rank's output to the launcher's files, if they are on this host, since mpirun may not read it."""
     launcher = os.environ.get(LAUNCHER_VARIABLE, "")
     if not launcher.isdecimal() or int(launcher) not in ancestors():
         return
@@ -428,10 +421,7 @@ def _await_readers() -> None:
 
 
 def explain_shadowing() -> None:
-    """Make an ImportError of ``protocols`` report the module that hides or has overwritten this package.
-
-    Nothing is checked before an import fails, since a user who needs no policy may hide the package on purpose.
-    """
+    """Make an ImportError of ``protocols`` report the module that hides or has overwritten this package."""
     if find_shadowing() is None:
         return
     previous = sys.excepthook

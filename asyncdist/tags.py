@@ -41,10 +41,7 @@ class TagRegistry:
         self._owners: dict[int, str] = {}
 
     def claim(self, tag: int, owner: str) -> None:
-        """Reserve ``tag`` for ``owner``. The same owner may claim it repeatedly.
-
-        Raises LocalProtocolError if the tag is out of range, reserved by the runtime, or in use by a different owner.
-        """
+        """Reserve ``tag`` for ``owner``, possibly again. Raise LocalProtocolError if the tag is not available."""
         check_tag(tag)
         for first, last, purpose in _RESERVED:
             if first <= tag <= last:

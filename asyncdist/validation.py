@@ -33,10 +33,7 @@ LARGEST: Final = math.nextafter(math.inf, 0.0)
 
 
 def refuse(name: str, value: Any, allowed: str, kind: type[Exception] = ValueError) -> NoReturn:
-    """Raise ``kind`` with the message ``NAME must be ALLOWED, got VALUE``; a very long value is shortened.
-
-    ``allowed`` describes the allowed values in words that read well after "must be".
-    """
+    """Raise ``kind`` with the message ``NAME must be ALLOWED, got VALUE``; a very long value is shortened."""
     text = repr(value)
     raise kind(f"{name} must be {allowed}, got {text if len(text) <= 200 else f'{text[:200]}...'}")
 
@@ -61,10 +58,7 @@ def printable(text: str, *, keep: str = "") -> str:
 
 
 def meant(name: str, allowed: Collection[str], otherwise: str | None = None) -> str:
-    """Return the question ``did you mean NAME?`` with the allowed name nearest to a misspelled one.
-
-    If no name is near, return ``otherwise``, or by default a list of the allowed names.
-    """
+    """Return ``did you mean NAME?`` with the nearest allowed name; without one, ``otherwise`` or the allowed names."""
     near = difflib.get_close_matches(name, allowed, n=1)
     if near:
         return f"did you mean {near[0]}?"
@@ -117,10 +111,7 @@ def option_names(init: Callable[..., None]) -> tuple[str, ...]:
 
 
 def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
-    """Return ``value``, of any integer type, as an int. Raise ValueError unless it is an integer of at least ``least``.
-
-    ``besides`` describes other allowed values for the error message, such as ``" or None"``.
-    """
+    """Return ``value`` as an int >= ``least``. Raise ValueError, with further allowed values ``besides``, otherwise."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -205,10 +196,7 @@ def optional_imports(what: str, libraries: Collection[str], extra: str) -> Itera
 
 
 def main_function(main: Any, args: Sequence[Any]) -> None:
-    """Raise TypeError if ``main`` is not a coroutine function that accepts a world and ``args``.
-
-    The error names main's line and no memory address, so that it is equal on all ranks and is reported once.
-    """
+    """Raise TypeError if ``main`` is not a coroutine function that accepts a world and ``args``."""
     what = _place_of(main)
     if not inspect.iscoroutinefunction(main):
         raise TypeError(f"main must be a coroutine function (async def), got {what}")

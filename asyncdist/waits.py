@@ -14,10 +14,7 @@ from typing import Final, NamedTuple, Self
 
 @enum.unique
 class WaitKind(enum.StrEnum):
-    """Lists the kinds of waits: for each, its key in recordings and the template of its description.
-
-    A template is a format string that may contain the other fields of :class:`WaitId`.
-    """
+    """Lists the kinds of waits: for each, its key in recordings and the format string of its description."""
 
     template: str
 

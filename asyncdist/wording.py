@@ -6,10 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def ranks_in_words(ranks: Collection[int], *, span_count_max: int | None = None) -> str:
-    """Return a text like ``"rank 3"`` or ``"ranks 0, 1, 5-9"``.
-
-    At most ``span_count_max`` spans are listed. Further ranks are only counted, as in ``"ranks 0-9, 12 and 3 more"``.
-    """
+    """Return ``"rank 3"`` or ``"ranks 0, 1, 5-9"``; after ``span_count_max`` spans, only a count: ``"and 3 more"``."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][-1] + 1:
@@ -54,10 +51,7 @@ def size_in_words(nbytes: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[object]], *, right: Collection[int] = ()) -> str:
-    """Return the lines of a table whose columns are aligned and separated by two spaces.
-
-    All rows have the same length. The columns with the indices ``right`` are aligned to the right.
-    """
+    """Return the lines of a table with aligned columns, of which those with indices ``right`` are right-aligned."""
     lines = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

@@ -102,8 +102,8 @@ class BegunCall:
 class Pause(asyncio.Future[None]):
     """Future for which main waits between two blocking calls. Cancelling it calls ``on_cancel`` and does not wake main.
 
-    If main were woken, it would continue only in the loop's next iteration: the call that is ending could not see the
-    cancellation, and the next call could not start. ``on_cancel`` returns whether to cancel main anyway.
+    Main would continue only in the loop's next iteration, too late for the call that is ending. ``on_cancel`` returns
+    whether to cancel main anyway.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_cancel: Callable[[], bool]) -> None:

@@ -101,11 +101,7 @@ def is_in_a_rank() -> bool:
 
 
 class Caller(abc.ABC):
-    """Awaits coroutines for blocking code, in the task of a rank's main.
-
-    Attributes:
-        on_opened: Function to call when the code first opens its world, if that is already open, as in a simulation.
-    """
+    """Awaits coroutines for blocking code, in the task of a rank's main. The first opened world calls ``on_opened``."""
 
     world: World
 
@@ -177,10 +173,7 @@ class Caller(abc.ABC):
 
 @contextlib.contextmanager
 def entered(awaited: AbstractAsyncContextManager[T], caller: Caller) -> Iterator[T]:
-    """Enter an asynchronous context manager for the body of a ``with`` statement.
-
-    If the body is dropped because its rank has failed, ``__aexit__`` is not called, since the world is already closed.
-    """
+    """Enter an asynchronous context manager in a ``with`` statement. It is not left if its rank has already failed."""
 
     def leave(kind: type[BaseException] | None, *error: Any) -> bool | None:
         is_thrown_away = kind is GeneratorExit and not caller.is_open
@@ -196,10 +189,7 @@ def entered(awaited: AbstractAsyncContextManager[T], caller: Caller) -> Iterator
 
 
 class LoopCaller(Caller):
-    """Hosts the only rank of a process: runs an event loop while a call blocks.
-
-    ``open_world`` returns the context manager that hosts the rank, for the given handling of signals.
-    """
+    """Hosts the only rank of a process: runs an event loop, in the world of ``open_world``, while a call blocks."""
 
     def __init__(self, open_world: Callable[[Interrupts], AbstractAsyncContextManager[World]]) -> None:
         super().__init__()
@@ -263,10 +253,7 @@ class LoopCaller(Caller):
             os._exit(1)
 
     def close(self, error: BaseException | None) -> None:
-        """Leave the world, or end it with the block's error. If main raises a different error, raise that error.
-
-        Does nothing if the world was already left because the program has finalized MPI.
-        """
+        """Leave the world if it is still open, or end it with ``error``. Raise main's error if that is different."""
         end_forked_child(self.world.process_id, error)
         if self._is_over:
             return
@@ -327,10 +314,7 @@ class LoopCaller(Caller):
         return value
 
     def _begin(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``fn`` as main would, and run its coroutine until it waits. Most steps of policies do not wait.
-
-        Returns the value, or a :class:`BegunCall` if the coroutine waits.
-        """
+        """Run a call as main would until it waits. Return its value, or a :class:`BegunCall` if it waits."""
         loop = self._loop
         if self._waiter.done():  # after an interrupt, main still runs an earlier call
             return BegunCall(called(fn, args, kwargs), None)
@@ -358,10 +342,7 @@ class LoopCaller(Caller):
         return BegunCall(made, waits_for)
 
     def _is_idle(self) -> bool:
-        """Return whether the loop is suspended and has nothing to run, so that a call need not yield to it.
-
-        Avoiding an iteration saves 30 us, since the code between two calls evicts the loop from the caches.
-        """
+        """Return whether the loop has nothing to run, so that a call need not yield to it, which would take 30 us."""
         loop = self._loop
         return not loop.is_running() and not loop.has_work(self.world.services.engine.spared_tick)
 
@@ -380,10 +361,7 @@ class LoopCaller(Caller):
             self._awaited = None
 
     def _raise_if_stopped(self) -> None:
-        """Raise the error of a signal that arrived too late to end the call.
-
-        The next call may be hours away, so the error is raised now.
-        """
+        """Raise the error of a signal that arrived too late to end the call, instead of at the next call."""
         if self._interrupts.withdraw() or self._is_stopped:
             self._is_stopped = False
             error = self._what_stops()
@@ -466,10 +444,7 @@ def aside() -> Iterator[None]:
 
 
 class SwitchingCaller(Caller):
-    """Runs blocking code on a separate stack, inside the main of a rank whose loop is running.
-
-    ``is_of_script`` is whether the code is a whole script, which opens this world itself.
-    """
+    """Runs blocking code, possibly a script, on a separate stack, inside the main of a rank whose loop is running."""
 
     def __init__(self, world: World, *, is_of_script: bool = False) -> None:
         super().__init__()

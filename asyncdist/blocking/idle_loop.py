@@ -12,11 +12,7 @@ TURN_PERIOD_S: Final = 0.05
 
 
 class IdleLoop(asyncio.SelectorEventLoop):
-    """Event loop that reports whether an iteration would run anything, so that callers can skip idle iterations.
-
-    It extends asyncio's loop, because uvloop takes 30 us to start and stop, and most blocking calls take a few
-    microseconds.
-    """
+    """Event loop that reports whether it has work. It extends asyncio's loop, since starting uvloop takes 30 us."""
 
     def __init__(self) -> None:
         self._descriptors = selectors.DefaultSelector()

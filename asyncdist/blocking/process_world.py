@@ -94,11 +94,7 @@ _until_exit: _UntilExit | None = None
 
 
 def leave_with(error: BaseException) -> BaseException:
-    """Leave this process's world, if any, because ``error`` has ended the program. For code that runs scripts.
-
-    Returns the error to show to the user. After a Ctrl-C, it is the error raised on leaving, which was already
-    reported.
-    """
+    """Leave this process's world, if any, because ``error`` ended the program. Return the error to show the user."""
     if _until_exit is not None:
         try:
             _until_exit.leave(error)

@@ -273,10 +273,7 @@ def run(
 
 
 def hosted(main: Callable[Concatenate[World, P], T]) -> Callable[Concatenate[AwaitedWorld, P], Coroutine[Any, Any, T]]:
-    """Wrap a blocking main in a coroutine function, for :func:`asyncdist.simulate` and :func:`asyncdist.run_local`.
-
-    The first argument of ``main`` is the rank's :class:`World`.
-    """
+    """Wrap a blocking main in a coroutine function, for :func:`asyncdist.simulate` and :func:`asyncdist.run_local`."""
 
     @functools.wraps(main)
     async def host(world: AwaitedWorld, /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -151,11 +151,7 @@ async def _settle_or_restore(
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Layout and memory of a model's state, kept for the next call. The memory has wide dtypes for exact sums.
-
-    If ``is_whole``, the state covers the whole model and refers to it weakly. ``commons`` is the memory of the flat
-    tensors that ranks of one host share.
-    """
+    """A model's layout, and memory with wide dtypes for its state, kept for the next call."""
 
     state: FlatState
     is_whole: bool
@@ -167,10 +163,8 @@ class _Kept:
 class _Models:
     """Prepares a model's state to be averaged, and writes the average back. Raises an error for an invalid model.
 
-    Attributes:
-        summary: Digest of the state's fingerprint, as bytes.
-        spreads: Tensors to average, by dtype.
-        exact: Flat tensors of integers and booleans, with this rank's current values.
+    ``summary`` is a digest of the layout, ``spreads`` are the tensors to average, and ``exact`` are flat tensors of
+    integers and booleans.
     """
 
     def __init__(self, model: nn.Module, world: World, state: FlatState | None = None) -> None:
@@ -241,11 +235,8 @@ async def _check_equal(
 class _Gradients:
     """The gradients of a model, as one flat tensor per accumulation dtype. Raises an error for an invalid model.
 
-    Attributes:
-        fingerprint: Fingerprint of all parameters, with and without gradients.
-        present: uint8 tensor with 1 for each parameter that has a gradient, otherwise 0.
-        summary: Digests of ``fingerprint`` and ``present``, as bytes.
-        spreads: Gradients that are present on any member, by accumulation dtype.
+    ``present`` has 1 for each parameter with a gradient, otherwise 0. ``summary`` has digests of it and of the
+    ``fingerprint`` of all parameters. ``spreads`` are the gradients that are present on any member.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:

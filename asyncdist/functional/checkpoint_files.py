@@ -42,8 +42,6 @@ _MANIFEST_NBYTES_MAX: Final = 1 << 26
 
 
 class _FileEntry(msgspec.Struct, frozen=True):
-    """A manifest's entry for a file."""
-
     nbytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
     crc32: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
@@ -60,10 +58,7 @@ _RankEntries: TypeAlias = Annotated[list[_RankEntry], msgspec.Meta(min_length=1,
 
 
 def check_format(format: ModelFormat) -> None:
-    """Check that a format is known, and that its package is installed.
-
-    Raises ValueError for an unknown format, and ModuleNotFoundError for a missing package.
-    """
+    """Raise ValueError for an unknown format, and ModuleNotFoundError if its package is missing."""
     if format not in get_args(ModelFormat):
         validation.refuse("format", format, validation.one_of(get_args(ModelFormat)))
     if format == "safetensors":
@@ -79,11 +74,7 @@ def new_folder(place: Path) -> str:
 
 
 def finish(folder: Path, entries: Sequence[Mapping[str, Any]], keep: int | None) -> None:
-    """Write the manifest, which makes the checkpoint valid, and delete all but the newest ``keep`` checkpoints.
-
-    Each rank's entry has the result of :func:`write_rank`, and the rank's metric. If ``keep`` is None, nothing is
-    deleted.
-    """
+    """Write the manifest, which makes the checkpoint valid, and delete all but the newest ``keep`` checkpoints."""
     manifest = {"format": _FORMAT, "version": _VERSION, "asyncdist": __version__, "files": entries}
     _write_aside(folder / _MANIFEST, lambda path: path.write_text(json.dumps(manifest, indent=1)))
     _sync(folder)
@@ -123,10 +114,7 @@ def read_rank(folder: Path, index: int, entry: Mapping[str, Any]) -> dict[str, A
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn errors about a file's content into ValueError with the file's name.
-
-    torch and safetensors raise many types of errors for a file that was written by a different program.
-    """
+    """Turn the many types of errors about a file's content into ValueError with the file's name."""
     try:
         yield
     except (OSError, ImportError, MemoryError):
@@ -142,10 +130,7 @@ def _save(state: Mapping[str, Any], path: Path) -> None:
 
 
 def _write_aside(path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
-    """Write a file under a temporary name, rename it, and return its size and checksum.
-
-    If writing fails, delete the partial file, since the disk may be full, and raise OSError with the file's name.
-    """
+    """Write a file under a temporary name, rename it, and return size and checksum. Delete it if writing fails."""
     beside = path.with_name(f"{path.name}.part")
     try:
         write(beside)
@@ -206,10 +191,7 @@ def _numbers(place: Path) -> list[int]:
 
 
 def _delete_old(newest: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` complete checkpoints, and unfinished checkpoints before this one.
-
-    Symbolic links are not followed, since the user may have moved the checkpoint behind a link elsewhere.
-    """
+    """Delete all but the newest ``keep`` complete checkpoints, and unfinished ones. Symbolic links are not followed."""
     older = [newest.parent / _name(number) for number in _numbers(newest.parent)]
     older = [folder for folder in older if folder.name < newest.name and not folder.is_symlink()]
     whole = [folder for folder in older if (folder / _MANIFEST).is_file()]
@@ -254,11 +236,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def plan(files: Sequence[Mapping[str, Any]], size: int) -> list[int]:
-    """Return, for each of ``size`` ranks, the saved rank whose file it loads.
-
-    With fewer ranks than files, the best ranks are chosen. With more, additional ranks load copies, beginning with the
-    best.
-    """
+    """Return the saved rank whose file each of ``size`` ranks loads. The best are chosen, or copied if they are few."""
     if size == len(files):
         return list(range(size))
 

@@ -34,10 +34,7 @@ def state_of(
     extra: Any,
     metric: float | None,
 ) -> dict[str, Any]:
-    """Return the state that this rank needs to continue, without copying, and its manifest entry as "entry".
-
-    Raises TypeError if a part has a value that ``torch.load(weights_only=True)`` refuses.
-    """
+    """Return this rank's state, and as "entry" its manifest entry. Raise TypeError for values that cannot be loaded."""
     state = {
         "model": model.state_dict(),
         "optimizer": None if optimizer is None else _map_leaves(_plain_number, optimizer.state_dict()),
@@ -144,10 +141,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 
 def check_parts(state: Any) -> None:
-    """Check that a loaded state has all parts of :func:`state_of`, and valid random states.
-
-    Raises an error of varying type if the state is invalid, since each random generator raises its own.
-    """
+    """Raise an error, of any type, unless a loaded state has all parts of :func:`state_of` and valid random states."""
     for name in ("model", "optimizer", "policy", "extra", "random"):
         if not isinstance(state, dict) or name not in state:
             raise ValueError(f"the part {name!r} is missing")

@@ -27,11 +27,7 @@ _COMPARED_SIZE_MAX: Final = 64
 
 
 def place(world: World | None, group: Group | None) -> tuple[World, Group]:
-    """Return the world and group of a collective call, after filling in defaults.
-
-    Raises an error if there is no current world, ``group`` is not a :class:`Group`, this rank is not in it, or the job
-    has failed.
-    """
+    """Return the world and group of a collective call, after filling in defaults. Raise if this rank cannot call it."""
     world = world or current_world()
     world.check()
     if group is None:

@@ -38,10 +38,7 @@ _GROUP_TIMEOUT_S: Final = 600.0
 
 
 class JointWork(Generic[T]):
-    """This rank's part in one joint work of a group.
-
-    ``operation`` is the name of the called function, for headers and errors.
-    """
+    """This rank's part in one joint work of a group. Errors name the called function, ``operation``."""
 
     def __init__(self, world: World, group: Group, operation: str) -> None:
         self._world = world
@@ -62,15 +59,12 @@ class JointWork(Generic[T]):
     async def begin(
         self, prepare: Callable[[], Coroutine[Any, Any, Any]], work: Callable[[Group, Any], Coroutine[Any, Any, T]]
     ) -> Any:
-        """Wait until all members have joined and the group's earlier joint works have ended, and start the work.
+        """Start the work when all members have joined and earlier joint works have ended. Return the prepared value.
 
         Args:
-            prepare: Awaited on every member before it joins. Its exception is raised here, and as RemoteError on the
+            prepare: Awaited on every member before it joins. An exception is raised here, and as RemoteError on the
                 others.
-            work: Called with the group of the work, and the first member's result of ``prepare``.
-
-        Returns:
-            The first member's result of ``prepare``.
+            work: Called with a group for the work, and the prepared value: the first member's result of ``prepare``.
         """
         previous, self._group.lease.joint_work = self._group.lease.joint_work, self
         self._previous = previous if isinstance(previous, JointWork) else None

@@ -159,8 +159,8 @@ def report_load_imbalance(all_timing_dict: Sequence[Timing], world_size: int | N
 def report_time_info(all_timing_dict: Sequence[Timing], world_size: int | None = None) -> TimeInfo:
     """Print and return the mean and total of each step on each rank, and the largest and mean total over the ranks.
 
-    Arguments and errors are those of :func:`report_load_imbalance`: one dict per rank, in rank order, and optionally
-    the number of dicts to use.
+    The arguments are one dict per rank, as for :func:`report_load_imbalance`, and optionally the number of dicts to
+    use.
     """
     timings = _checked(all_timing_dict, world_size)
     times = tuple(
@@ -191,7 +191,6 @@ def _balance(step: str, timings: Sequence[Mapping[str, Sequence[float]]]) -> Ste
 
 
 def _steps(timings: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return all step names, in the order in which they first occur."""
     return list(dict.fromkeys(step for timing in timings for step in timing))
 
 
@@ -232,6 +231,5 @@ def _seconds(rank: int, step: str, value: Any) -> list[float]:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a table with text aligned left and numbers aligned right."""
     right = [number for number, head in enumerate(heads) if head.endswith((", s", "iterations", "rank", "waiting"))]
     return aligned([heads, *rows], right=right)

@@ -179,10 +179,7 @@ class PendingSave:
 
 
 class _Save:
-    """One save of this rank, with the arguments of :func:`save_population`.
-
-    ``is_beside`` is whether training continues, so that a thread writes a copy of the state.
-    """
+    """One save of this rank. If ``is_beside`` is true, training continues while a thread writes a copy of the state."""
 
     def __init__(
         self,

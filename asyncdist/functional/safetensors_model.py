@@ -31,10 +31,7 @@ def check_installed() -> None:
 
 
 def write_model(path: Path, state: Mapping[str, Any]) -> tuple[OrderedDict[str, Any], dict[str, str]]:
-    """Write the entries of a model's state that the format supports.
-
-    Returns the remaining entries, and a dict that maps each unwritten name to the name of the tensor that it shares.
-    """
+    """Write the entries that the format supports. Return the other entries, and which names share a tensor."""
     from safetensors.torch import save_file
 
     rest: OrderedDict[str, Any] = OrderedDict()

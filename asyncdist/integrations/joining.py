@@ -37,10 +37,7 @@ _chosen_from: int = 0
 
 
 def hide_ranks() -> None:
-    """Hide the launcher's variables from libraries imported later, so that each rank trains as a single process.
-
-    If several GPUs are visible and the user has not chosen one, the library sees only this rank's GPU.
-    """
+    """Hide the launcher's variables and other ranks' GPUs from libraries imported later: each rank trains alone."""
     global _chosen_from
     number = environment.local_rank()
     if number is not None and "CUDA_VISIBLE_DEVICES" not in environment.VARIABLES and torch.cuda.device_count() > 1:
@@ -93,10 +90,8 @@ def selective_averaging(
 ) -> Training[Selective]:
     """Return a :class:`Training` that runs selective averaging, or replica averaging if a replica has several ranks.
 
-    ``mode`` is the policy's ``metric_mode``, which may be in ``options`` instead; by default ``"min"``. Ranks are
-    judged by the metric named ``monitor``, or by the training loss if it is None. Rank 0 logs a warning if the name
-    contradicts ``mode``. Raises TypeError or ValueError for a wrong argument; ``options`` are checked when the training
-    begins.
+    ``mode`` is the policy's ``metric_mode``, which may be in ``options`` instead. If ``monitor`` is None, ranks are
+    judged by their training loss. Raises TypeError or ValueError for a wrong argument; ``options`` are checked later.
     """
     validation.count("average_every", average_every)
     metric_mode = options.get("metric_mode", mode)
@@ -231,10 +226,7 @@ class Training(Generic[PolicyT]):
             self._keep(policy, 0)
 
     def _continue(self, made: PolicyT) -> bool:
-        """Continue with an open policy that equals ``made``, except for the optimizer. Return whether there is one.
-
-        If memory was exhausted in that policy's training, its model may also differ.
-        """
+        """Continue with an open policy that equals ``made`` if there is one, and return whether there is."""
         owners = [(owner, owner.policy) for owner in _open_trainings() if owner.policy is not None]
         for owner, policy in owners:
             if made.model is policy.awaited.model and _is_equal(policy.awaited, made):
@@ -283,10 +275,7 @@ class Training(Generic[PolicyT]):
     def call(
         self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, metric: Any
     ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
-        """Make progress, with the arguments and result of :meth:`protocols.ported.Ported.__call__`.
-
-        Raises ClosedError if the training has not begun or has ended.
-        """
+        """Make progress, with the arguments and result of :meth:`protocols.ported.Ported.__call__`."""
         if self.is_apart:
             return model, optimizer, fields_of(self.step(metric))
         called: tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]
@@ -332,10 +321,7 @@ def note_out_of_memory() -> None:
 
 @contextmanager
 def _told_of_open(others: Sequence[SpawnPolicy], made: SpawnPolicy) -> Iterator[None]:
-    """If the policy started in the body times out, add to the error how to continue after exhausted memory.
-
-    ``others`` are the policies that are already open on this rank, and ``made`` is the new policy.
-    """
+    """If starting ``made`` in the body times out while an equal policy is open, add to the error how to continue."""
     try:
         yield
     except StartTimeoutError as error:

@@ -301,10 +301,7 @@ class _GlobalStep:
 
 
 def _steps_of(trainer: pl.Trainer) -> Any:
-    """Return the object whose ``completed`` counts the steps of the optimizer.
-
-    Reading it is faster than ``trainer.global_step``, which goes through seven properties.
-    """
+    """Return the object whose ``completed`` counts optimizer steps. It is faster than ``trainer.global_step``."""
     try:
         loop: Any = trainer.fit_loop.epoch_loop
         if trainer.lightning_module.automatic_optimization:
@@ -319,20 +316,14 @@ def _steps_of(trainer: pl.Trainer) -> Any:
 
 
 def _hide_ranks_of_mpi() -> None:
-    """Keep Lightning from asking MPI for ranks, since it must see no ranks or only those of its replica.
-
-    The question would also start MPI in a rank of torch.distributed, whose shared memory remains if the rank is killed.
-    """
+    """Keep Lightning from starting MPI to ask for ranks, since it must see no ranks or only those of its replica."""
     for name in _LIBRARIES.values():
         if environments := sys.modules.get(f"{name}.plugins.environments.mpi"):
             environments.MPIEnvironment.detect = staticmethod(lambda: False)
 
 
 def _write_below_from_the_beginning() -> None:
-    """Patch ``Trainer`` so that new trainers with a :class:`SelectiveAveraging` write to the folder of their rank.
-
-    The folder must be set early, because ``fit(ckpt_path="last")`` looks for a checkpoint before it calls callbacks.
-    """
+    """Patch ``Trainer`` so that new trainers write to their rank's folder, before ``fit`` looks for checkpoints."""
     for name in _LIBRARIES:
         kind = getattr(sys.modules.get(name), "Trainer", None)
         if kind is None or hasattr(kind.__init__, "gives_folders"):

@@ -25,10 +25,9 @@ class Replica:
 
 
 def show_replica(world: World, size: int) -> Replica:
-    """Set the launcher's variables so that a library trains with the ranks of this rank's replica.
+    """Set the launcher's variables so that a library trains with the ranks of this rank's replica. Collective.
 
-    Collective among all ranks. Does nothing if a replica has one rank. Raises TypeError or ValueError if ``size`` does
-    not divide the number of ranks, or if a replica's ranks are on several hosts.
+    Raises TypeError or ValueError if ``size`` does not divide the number of ranks, or if a replica is on several hosts.
     """
     replica = replica_of(world, size)
     if world.size == 1:

@@ -267,10 +267,7 @@ class SelectiveAveraging(TrainerCallback):
 
 
 def _show_replica_once(world: World, size: int) -> Replica:
-    """Show this rank's replica to the trainer, unless an earlier training has already read the same replica.
-
-    Raises ValueError if the trainer has already read other ranks.
-    """
+    """Show this rank's replica to the trainer. Raise ValueError if the trainer has already read different ranks."""
     if not PartialState._shared_state:
         return show_replica(world, size)
     replica, read = replica_of(world, size), PartialState()

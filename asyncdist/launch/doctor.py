@@ -439,10 +439,7 @@ def missing_bytecode(spec: ModuleSpec | None) -> str | None:
 
 
 def _start_mpi(started: Launch, installation: Installation, environ: Mapping[str, str]) -> Mpi:
-    """Start MPI in a child that the launcher mistakes for this process. Return how the start ended.
-
-    A child is needed because a failing MPI_Init ends its process.
-    """
+    """Start MPI in a child, since a failing MPI_Init ends its process, and return how the start ended."""
     if installation.library is None:
         return Mpi()
     is_rank = started.transport == "mpi" and started.source != "no launcher"
@@ -468,7 +465,6 @@ def _start_mpi(started: Launch, installation: Installation, environ: Mapping[str
 
 
 def _first_words(text: str) -> str:
-    """Return the first paragraph of a library's output."""
     found: dict[str, None] = {}
     for line in text.splitlines():
         words = _ORIGIN.sub("", line).strip()

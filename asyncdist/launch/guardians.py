@@ -73,10 +73,7 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 def guarded(command: list[str], *, parent: int = 0, started: int = 0) -> list[str]:
-    """Return the command line that runs ``command`` under guardians, or ``command`` itself if the system has none.
-
-    ``command`` begins with an absolute path. The module's docstring describes PARENT and STARTED.
-    """
+    """Return the command line that runs ``command`` under guardians, or ``command`` itself if the system has none."""
     # These options let Python start in 10 ms: it is isolated and does not load site-packages.
     guardian = [sys.executable, "-I", "-S", PROGRAM, str(parent), str(started), *command]
     return ([] if parent else [*_IGNORING_SIGUSR1]) + guardian if ARE_HERE else command
@@ -98,10 +95,7 @@ def report_mark(token: str) -> bytes:
 
 
 def reports_path(token: str) -> str:
-    """Return the path of the FIFO for reports on a host other than the launcher's. It exists while an agent reads it.
-
-    The path contains the host's name, because containers may share /tmp.
-    """
+    """Return the path of the FIFO for reports on this host. It has the host's name, since containers may share /tmp."""
     return f"/tmp/asyncdist-reports-{token}-{os.uname().nodename}/fifo"
 
 
@@ -120,10 +114,7 @@ def adopt_orphans() -> None:
 
 
 def end_children() -> None:
-    """End all descendants of this process, including orphans that it adopts in the meantime.
-
-    The process must adopt orphans and have finished its other work. Does nothing on systems other than Linux.
-    """
+    """End all descendants of this process, including orphans that it adopts in the meantime. Works on Linux only."""
     told: set[int] = set()
     deadline = time.monotonic() + GRACE_S
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error for a killed worker
@@ -187,10 +178,7 @@ def main(parent: int, started: int, command: list[str]) -> NoReturn:
 
 
 class _Reports:
-    """Sends reports about a rank to the launcher's pipe or, on another host, to the FIFO of its agent.
-
-    Without either, only the end of the rank is reported, by a marked line on standard error, which may be lost.
-    """
+    """Sends reports about a rank to the launcher's pipe, its agent's FIFO or, if both are missing, standard error."""
 
     def __init__(self) -> None:
         self.rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "")
@@ -212,7 +200,6 @@ class _Reports:
                 os.write(2, report_mark(self._token) + report)
 
     def close(self) -> None:
-        """Close the pipe, in a process that writes no reports."""
         if self._pipe is not None:
             os.close(self._pipe)
 
@@ -239,7 +226,6 @@ def _await_reader(pipe: int) -> None:
 
 
 def _ancestors() -> list[int]:
-    """Return the pids of this process's parent, grandparent and so on."""
     found = [os.getppid()]
     with contextlib.suppress(OSError, ValueError):
         while found[-1] > 1:
@@ -278,11 +264,8 @@ def _stand_guard(
 ) -> int:
     """Fork. The parent becomes a guardian and never returns; the child returns the guardian's pid.
 
-    Args:
-        parent: Parent of this process. When it ends, the guardian kills the rank.
-        signals_group: Whether the parent sends its signals to the process group of guardian and rank.
-        heard: Reads the states that the rank reports, in jobs that survive losses.
-        reports: Sends reports about the rank to the launcher.
+    When ``parent`` ends, the guardian kills the rank. ``signals_group`` is whether ``parent`` sends its signals to the
+    process group of guardian and rank.
     """
     own = os.getpid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -345,11 +328,7 @@ def _is_first_to_ask() -> bool:
 
 
 def _wait(child: int, parent: int, on_word: Callable[[], None], *, signals_group: bool) -> int | None:
-    """Wait for the child. Return its wait status, or None if the guardian has to kill it.
-
-    ``on_word`` is called when the rank may have reported a state. The other arguments are those of
-    :func:`_stand_guard`.
-    """
+    """Wait for the child. Return its wait status, or None if the guardian has to kill it."""
     while os.getppid() == parent:
         came = signal.sigwaitinfo(signal.valid_signals())
         if came.si_signo == end_signal():

@@ -59,7 +59,6 @@ class _Agent:
         self._reports: GuardianReports | None = None
 
     def run(self) -> None:
-        """Execute commands until standard input ends."""
         threading.Thread(target=self._read, name="launcher", daemon=True).start()
         with local_host.told_variables() as self._told:
             self._carry_out()

@@ -98,11 +98,7 @@ def build_environments(
     threads: int | None,
     secret: str = "",
 ) -> dict[int, dict[str, str]]:
-    """Return the environment of each rank, by rank.
-
-    ``job`` is the description from :func:`place_claims.claim`, and ``host`` and ``port`` are the address of the job's
-    store. If ``threads`` is None, the user's OMP_NUM_THREADS is kept.
-    """
+    """Return the environment of each rank, by rank, for the ``job`` that :func:`place_claims.claim` has described."""
     places: list[tuple[int, int]] = job["places"]
     share = str(max(1, local_host.available_cores() // len(places)))
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
@@ -128,10 +124,7 @@ def build_environments(
 
 
 def _kept_secret(address: str, port: int) -> str:
-    """Return the secret of a job on this host, from the file that its launcher has written for this user.
-
-    Raises LaunchError without such a file, since this user then has no job at that address on this host.
-    """
+    """Return the secret that a launcher on this host has stored for this user. Raise LaunchError if there is none."""
     secret = secret_files.find(secret_files.name_of(port), environment.secret_directories())
     if secret is None:
         raise local_host.LaunchError(

@@ -290,10 +290,7 @@ def build_environments(
     secret: str = "",
     is_open: bool = False,
 ) -> list[dict[str, str]]:
-    """Return the environment of each rank. If ``is_open`` is true, ranks on other hosts may join the job.
-
-    If ``threads`` is None, the user's OMP_NUM_THREADS is kept.
-    """
+    """Return the environment of each rank. If ``is_open`` is true, ranks on other hosts may join the job."""
     share = str(max(1, (cores or local_host.available_cores()) // ranks))
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     if restarts or places is not None:
@@ -366,11 +363,7 @@ def supervise(
 ) -> int:
     """Wait for all ranks, and return the job's exit code. If one fails or a signal asks for it, stop the others.
 
-    Args:
-        processes: Process of each rank. Replaced when a rank is restarted.
-        events: Queue of signals and of ranks that have ended.
-        again: Restarts ranks, and records in the store how their processes have ended.
-        at_terminal: Ranks in the terminal's foreground, which get the signals of its keys directly.
+    Ranks ``at_terminal`` are in the terminal's foreground, and get the signals of its keys directly.
     """
     return _Supervision(processes, events, again, at_terminal).run()
 
@@ -483,7 +476,6 @@ def _next_event(events: queue.SimpleQueue[Event], deadline: float | None) -> Eve
 
 
 def _explain(ranks: Sequence[int], returncode: int, *, others: bool, was_passed_on: bool = False) -> int:
-    """Print which ranks failed and how. Return the job's exit code."""
     stopping = "; stopping the others" if others else ""
     Restarts.say(f"{ranks_in_words(ranks)} {endings.how_ended(returncode, was_passed_on=was_passed_on)}{stopping}")
     return endings.exit_code(returncode)

@@ -147,11 +147,7 @@ def find_installation(environ: Mapping[str, str]) -> Installation:
 
 
 def _wheel_launcher_folder(name: str) -> str | None:
-    """Return the folder of the mpirun in the Python distribution ``name``, or None if there is none.
-
-    The folder may be outside this environment, if the distribution is installed for the user or for the base Python
-    (``--system-site-packages``).
-    """
+    """Return the folder, possibly outside this environment, of the mpirun in a Python distribution, or None."""
     try:
         found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:

@@ -47,20 +47,12 @@ class ClaimError(Exception):
 
 
 def describe(job: str, size: int, empty_count: int, version: str, *, is_open: bool = False) -> str:
-    """Return the description of a job, as JSON.
-
-    ``empty_count`` of its ``size`` ranks, the highest ones, have no process when the world begins. ``is_open`` is
-    whether ranks on other hosts may join.
-    """
+    """Return a description of a job as JSON. The last ``empty_count`` of its ``size`` ranks may join later."""
     return json.dumps({"job": job, "size": size, "empty_count": empty_count, "version": version, "is_open": is_open})
 
 
 def claim(store: Any, count: int, version: str) -> dict[str, Any]:
-    """Reserve ``count`` places. Return the arguments of :func:`describe`, and ``places``: ranks with incarnations.
-
-    Raises ClaimError if too few places are free, or if ranks of this version cannot join the job. No place stays
-    reserved.
-    """
+    """Reserve ``count`` places, or raise ClaimError. Return the job's description, and ranks with incarnations."""
     if not store.check([JOB]):
         raise ClaimError("there is no job of asyncdist run --places")
     job: dict[str, Any] = json.loads(bytes(store.get(JOB)))
@@ -103,10 +95,7 @@ def _take(store: Any, rank: int) -> int | None:
 
 
 def keep(store: Any, places: Iterable[tuple[int, int]], lines: Iterable[str]) -> None:
-    """Set keys for the launcher until it ends. Then free the places whose ranks it has not reported as ended.
-
-    ``places`` has the rank and incarnation of each reserved place. Each of the launcher's lines is a key and its value.
-    """
+    """Set keys for the launcher until it ends. Then free the places whose ranks it has not reported as ended."""
     newest = dict(places)  # the last started incarnation of each rank
     for line in lines:
         key, _, value = line.rstrip("\n").removeprefix("asyncdist/").partition(" ")
@@ -153,7 +142,6 @@ def main(host: str, port: int, count: int, version: str) -> None:
 
 
 def _listens(host: str, port: int) -> bool:
-    """Return whether a process still listens at this address."""
     try:
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
     except OSError:

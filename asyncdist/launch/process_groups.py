@@ -63,10 +63,7 @@ def available_backends() -> list[str]:
 
 
 def check_backend(backend: object, name: str = "backend") -> str:
-    """Return a backend's name in lower case. Raise ValueError, with the available backends, if it is unknown.
-
-    The name is like ``"gloo"``, or has one name per device type: ``"cpu:gloo,cuda:nccl"``.
-    """
+    """Return a backend's name, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``, in lower case, or raise ValueError."""
     available = available_backends()
     if isinstance(backend, str) and backend:
         parts = [part.rpartition(":") for part in backend.lower().split(",")]

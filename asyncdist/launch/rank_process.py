@@ -175,11 +175,7 @@ def be_child(
     kwargs: dict[str, Any],
     environ: Mapping[str, str],
 ) -> None:
-    """Run a child of the launcher: report the start, run as a rank, and report the result or why it failed.
-
-    This process has the environment of the server that forked it, so ``environ`` is the launcher's environment. The
-    other arguments are those of :func:`asyncdist.launch_subprocesses`.
-    """
+    """Run a child of the launcher: report the start, run as a rank, and report the result or why it failed."""
     environment.replace(environ)
     os.setpgid(0, 0)
     guardians.adopt_orphans()
@@ -211,8 +207,7 @@ def be_child(
 def _end_with_launcher() -> None:
     """Let the kernel kill this process group when the launcher's end of a pipe closes. Works on Linux only.
 
-    The signal for a parent's death is not enough, since the parent may be the fork server, which lives until its last
-    child has ended. A thread that watches the pipe would not exist in forked children, such as a data loader's workers.
+    The signal for a parent's death is not enough, since the parent may be the fork server, which lives longer.
     """
     parent = multiprocessing.parent_process()
     if not sys.platform.startswith("linux") or parent is None:

@@ -70,10 +70,7 @@ class Host:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Return the hosts of ``--hosts a:4,b:4``. A name without a number means one rank.
-
-    Raises LaunchError if ``text`` is not a list of hosts.
-    """
+    """Return the hosts of ``--hosts a:4,b:4``; without a number, a host has one rank. Raise LaunchError if invalid."""
     hosts: list[Host] = []
     for word in text.split(","):
         name, colon, number = word.partition(":")
@@ -89,10 +86,7 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def place_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
-    """Distribute ``ranks`` ranks over the hosts in order, and return the used hosts with their numbers of ranks.
-
-    Raises LaunchError if the hosts have too few slots.
-    """
+    """Distribute ranks over the hosts in order, and return the used hosts. Raise LaunchError if slots are missing."""
     slots = sum(host.slots for host in hosts)
     left = slots if ranks is None else ranks
     if left > slots:
@@ -130,10 +124,7 @@ def travelling(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class RemoteRank:
-    """The process of a rank on another host, with a ``returncode`` like that of :mod:`subprocess`.
-
-    ``ended`` is called in a thread when the process has ended.
-    """
+    """The process of a rank on another host, with a ``returncode`` like that of :mod:`subprocess`."""
 
     def __init__(self, agent: Agent, rank: int, ended: Callable[[], object]) -> None:
         self._agent = agent
@@ -248,10 +239,7 @@ class Agent:
             self._process.stdin.flush()
 
     def close(self, patience_s: float = _CLOSE_S) -> None:
-        """End all ranks that still run on the host and close the connection. May be called repeatedly.
-
-        Kills the connection if the agent has not ended after ``patience_s`` seconds.
-        """
+        """End the remaining ranks on the host and close the connection, after ``patience_s`` seconds by force."""
         assert self._process.stdin is not None
         if self._process.stdin.closed:
             return
@@ -339,10 +327,7 @@ def _remote_command(token: str) -> str:
 def connected(
     hosts: Sequence[Host], ssh: Sequence[str], script: str, *, needs: Sequence[str] = (), reports: str = ""
 ) -> Iterator[list[Agent]]:
-    """Connect to all hosts, and yield their agents.
-
-    Raises LaunchError if some hosts cannot run the job. The message lists them with their problems.
-    """
+    """Connect to all hosts, and yield their agents. Raise LaunchError with all problems if hosts cannot run the job."""
     agents: list[Agent] = []
     try:
         deadline = time.monotonic() + HELLO_S

@@ -109,10 +109,7 @@ def launch_subprocesses(
 
 @contextlib.contextmanager
 def _passing_signals_on(ranks: Sequence[_Child]) -> Iterator[None]:
-    """Pass signals without a handler on to the ranks. Raise SystemExit for signals that end the job.
-
-    By default, such a signal would end this process at once, and some processes of the ranks would survive.
-    """
+    """Pass signals without a handler on to the ranks. Raise SystemExit for signals that end the job."""
 
     def take(number: int, _: FrameType | None) -> None:
         if number in local_host.ENDING_SIGNALS:
@@ -232,7 +229,6 @@ class _Child:
     rest: list[int] = field(default_factory=list)
 
     def read(self) -> None:
-        """Process the messages that have arrived."""
         try:
             while self.pipe.poll():
                 message = self.pipe.recv_bytes()
@@ -272,12 +268,10 @@ class _Child:
             self.process.terminate()
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the rank if it is running."""
         if self.process.pid is not None and self.process.exitcode is None:
             os.kill(self.process.pid, number)
 
     def end_rest(self) -> None:
-        """Kill the remaining processes of the ended rank."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses a signal to a group of zombies
             os.killpg(cast("int", self.process.pid), signal.SIGKILL)
         guardians.kill_all(self.rest)
@@ -383,7 +377,6 @@ def _signal_name(number: int) -> str:
 
 
 def _stop_all(ranks: Sequence[_Child]) -> None:
-    """Stop all ranks: ask them to stop, wait, and kill the remaining ones."""
     try:
         for child in ranks:
             child.stop()

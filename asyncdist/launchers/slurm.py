@@ -57,10 +57,7 @@ def is_sruns(source: str, environ: Mapping[str, str]) -> bool:
 
 
 def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that torchrun would set for this task of a step, except for those set by the user.
-
-    Raises ValueError if MASTER_ADDR is not set, and rank 0 does not run on the first host, where the ranks would meet.
-    """
+    """Return the variables that torchrun would set for this task. Raise ValueError if rank 0 is on the wrong host."""
     if not environ.get("MASTER_ADDR") and _is_rank_0_elsewhere(environ):
         raise ValueError(f"rank 0 does not run on the host on which the ranks meet. {why_no_rank_0(environ)}")
     job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
@@ -74,10 +71,7 @@ def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_rank_0_elsewhere(environ: Mapping[str, str]) -> bool:
-    """Return whether this task can tell from its variables that rank 0 is not on the first host.
-
-    Only tasks on the first host or on rank 0's host have the necessary variables.
-    """
+    """Return whether this task knows that rank 0 is not on the first host. Tasks on other hosts cannot know it."""
     node, tasks = environ.get("SLURM_NODEID"), environ.get("SLURM_GTIDS")
     if not node or not tasks:
         return bool(node) and node != "0" and environ["SLURM_PROCID"] == "0"

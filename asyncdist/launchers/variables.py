@@ -56,10 +56,7 @@ class Variables:
             )
 
     def place(self, size_name: str, rank_name: str, *, alone: bool = False) -> tuple[int | None, int | None]:
-        """Return a launcher's size and rank, checked against each other; None for each that is missing.
-
-        If ``alone`` is true, one of the two variables may be missing.
-        """
+        """Return a launcher's size and rank, None if missing. If ``alone`` is true, one of them may be missing."""
         for present, missing in ((size_name, rank_name), (rank_name, size_name)):
             if self.has(present) and not self.has(missing) and not alone and present not in TORCH_NAMES:
                 self.problems.append(f"{present}={self.values[present]!r} is set but {missing} is not")

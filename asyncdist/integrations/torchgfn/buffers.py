@@ -49,11 +49,7 @@ _NAME: Final = "containers of torchgfn"
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request from a training rank to a buffer rank.
-
-    ``kind`` is the name of a ``MessageType`` of torchgfn. A ``payload`` that does not fit into the message is empty
-    here, and follows as a stream of ``nbytes`` bytes.
-    """
+    """A request from a training rank, of a ``MessageType`` of torchgfn. An empty ``payload`` follows as a stream."""
 
     kind: str
     nbytes: int
@@ -62,7 +58,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer from a buffer rank. An empty ``payload`` follows as a stream of ``nbytes`` bytes."""
+    """An answer from a buffer rank. An empty ``payload`` follows as a stream."""
 
     nbytes: int
     payload: bytes
@@ -146,12 +142,7 @@ class NormBasedDiversePrioritizedReplayBuffer(_Remote, _GfnDiverseReplayBuffer):
 
 
 def _ask(server: int, kind: MessageType, data: Any = None) -> Any:
-    """Send a request to a buffer rank, and return its answer; None for a termination signal.
-
-    Raises:
-        RankLostError: The buffer rank is lost.
-        ClosedError: The buffer rank has left.
-    """
+    """Send a request to a buffer rank, and return its answer; None for a termination signal."""
     world = join()
     payload = b"" if data is None else _packed(data)
     answer = world.call(_exchange, world.awaited, server, kind, payload)
@@ -261,11 +252,7 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
 
 
 class _Desk:
-    """Receives a buffer rank's requests, one at a time, and sends the answers. Used as a context manager.
-
-    Attributes:
-        done: Ranks that have sent their termination signals.
-    """
+    """Receives a buffer rank's requests, one at a time, and sends the answers. Used as a context manager."""
 
     def __init__(self, world: blocking.World, client_count: int) -> None:
         self._world = world

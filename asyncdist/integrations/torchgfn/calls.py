@@ -25,12 +25,8 @@ CallResult: TypeAlias = tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]
 class CallerNumbers:
     """Translates the caller's iteration numbers into iterations of the policy.
 
-    Args:
-        average_every: Interval of due iterations: number i is due if (i + 1) % average_every == 0.
-
-    Attributes:
-        epoch_start: Iteration of the policy that the caller counts as 0; None before the first call.
-        short_count: Number of iterations since the last due iteration, if epochs are too short to contain one.
+    The number i is due if (i + 1) % ``average_every`` == 0. ``epoch_start`` is the policy's iteration that the caller
+    counts as 0. ``short_count`` counts iterations since the last due one, in epochs that are too short to contain one.
     """
 
     average_every: int
@@ -38,10 +34,7 @@ class CallerNumbers:
     short_count: int = 0
 
     def place(self, number: int, iteration: int) -> tuple[int, bool]:
-        """Return the policy's iteration for the caller's ``number``, and whether it is due.
-
-        ``iteration`` is the policy's next iteration.
-        """
+        """Return the policy's iteration, from ``iteration`` on, for the caller's ``number``, and whether it is due."""
         if self.epoch_start is None:
             return self._first_place(number, iteration)
         every, expected = self.average_every, iteration - self.epoch_start

@@ -62,11 +62,7 @@ class _OneSidedOptions(ReadingOptions, StartOptions, total=False):
 
 
 class _Ported(Generic[PolicyT]):
-    """Wraps a policy that is called in each iteration. The first call starts the policy with its model and optimizer.
-
-    Args:
-        make: Makes the policy for a model and its optimizer; ``group=`` is a keyword argument.
-    """
+    """Wraps a policy that is called in each iteration. The first call starts it with a model and optimizer."""
 
     def __init__(self, make: Callable[..., PolicyT]) -> None:
         self._make = make

@@ -122,10 +122,7 @@ def initialize_distributed_compute_mpi4py(num_remote_buffers: int, num_agent_gro
 
 
 def barrier(group: Group | None = None, backend: str = "mpi") -> None:
-    """Wait until every rank of ``group`` (by default all) has called this. Replaces ``torch.distributed.barrier``.
-
-    ``backend`` is ignored, since the launcher decides between MPI and torch.distributed.
-    """
+    """Wait until every rank of ``group`` (by default all) has called this; ``backend`` is ignored."""
     del backend
     join()
     blocking.barrier(group=group)

@@ -21,10 +21,7 @@ def exit_code(returncode: int) -> int:
 
 
 def how_ended(returncode: int, *, was_passed_on: bool = False) -> str:
-    """Return a description of how a process with this return code has ended.
-
-    If ``was_passed_on`` is true, the launcher itself had passed on the signal that killed the process.
-    """
+    """Return how a process has ended. ``was_passed_on`` tells whether the launcher sent the signal that killed it."""
     if returncode > 0:
         return f"ended with exit code {returncode}"
     how = f"was killed by {local_host.signal_name(-returncode)}"

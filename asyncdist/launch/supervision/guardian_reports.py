@@ -21,10 +21,7 @@ _OVER: Final = b"over\n"
 
 
 class GuardianReports:
-    """Reads the reports of one job on this host in a thread, and sends signals to the guardians.
-
-    ``tell`` is called in the thread with each report, without its newline.
-    """
+    """Reads one job's reports on this host in a thread, which calls ``tell``, and sends signals to the guardians."""
 
     def __init__(self, token: str, tell: Callable[[str], object]) -> None:
         self._tell = tell

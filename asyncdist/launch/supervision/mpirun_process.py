@@ -67,12 +67,8 @@ def run(
 ) -> int:
     """Run mpirun, and return the job's exit code when it has ended.
 
-    Args:
-        command: Command line of mpirun.
-        environ: Environment of mpirun.
-        ends: Decides which ends of ranks are reported.
-        token: Token that marks the reports of guardians; "" to choose one at random.
-        agents: Agents on the hosts of the ranks; empty if all ranks run on this host.
+    ``ends`` decides which ends of ranks to report. ``token`` marks the reports of guardians. ``agents`` are on the
+    hosts of the ranks, if these are not on this host.
     """
     with (
         local_host.told_variables() as told,
@@ -329,12 +325,10 @@ class _Guardian:
         self._pidfd = os.pidfd_open(pid)
 
     def send(self, number: int) -> None:
-        """Send a signal to the guardian, if it is alive."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
 
     def close(self) -> None:
-        """Close the guardian's pidfd."""
         os.close(self._pidfd)
 
 
@@ -346,7 +340,6 @@ class _RemoteGuardian:
         self._rank = rank
 
     def send(self, number: int) -> None:
-        """Send a signal to the guardian, if it is alive."""
         self._agent.say(guardian=self._rank, number=number)
 
     def close(self) -> None:
@@ -364,11 +357,7 @@ def _write(data: bytes) -> None:
 
 
 def _clear_remains() -> None:
-    """Remove the files of an earlier, killed mpirun with the pid of this process, which is about to become mpirun.
-
-    Open MPI's mpirun keeps files in a folder named by its pid, and does not start if the folder contains old files:
-    "The PMIx server's listener thread failed to start", exit code 213.
-    """
+    """Remove the files of a killed mpirun that had this process's pid, since Open MPI does not start if they exist."""
     with contextlib.suppress(OSError):  # the folder, or any folder for temporary files, does not exist
         folder = Path(tempfile.gettempdir(), f"ompi.{os.getpid()}")
         if folder.lstat().st_uid == os.getuid():

@@ -96,10 +96,7 @@ class MpirunWords:
         return passed
 
     def explain_connection(self, goes_on_by: str = "") -> str | None:
-        """Return a line for the user about a lost connection that has ended the job, or None.
-
-        The line suggests the option ``goes_on_by``, if not "", with which the other ranks would have continued.
-        """
+        """Return a line for the user if a lost connection has ended the job. It suggests the option ``goes_on_by``."""
         if self.ender is None:  # MPI used another network, or a rank raises the error itself
             return None
         host, rank = self.ender
