@@ -72,7 +72,7 @@ def check_script(script: str) -> None:
 
 @contextlib.contextmanager
 def told_variables() -> Iterator[dict[str, str]]:
-    """Yield the variables through which ranks on this host share a file of printed errors, to print each only once."""
+    """Yield the variables by which ranks on this host share a record of printed errors, to print each error once."""
     if not hasattr(os, "memfd_create"):
         yield {}
         return

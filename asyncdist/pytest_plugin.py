@@ -362,7 +362,7 @@ def sim_seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def simulate(request: pytest.FixtureRequest, sim_seed: int) -> Callable[..., SimReport[Any]]:
-    """Return ``asyncdist.simulate``, by default with the seed ``sim_seed``. A failing test reports how it ended."""
+    """Return ``asyncdist.simulate`` with the default seed ``sim_seed``. If the test fails, its last run is reported."""
     item = request.node
     item.stash[_RECORD] = None
 

@@ -289,11 +289,7 @@ class Training(Generic[PolicyT]):
         return self.policy
 
     def end(self, error: BaseException | None = None) -> None:
-        """Leave the policy, if it is open. The other ranks continue.
-
-        ``error`` is the error that ended the training, or None. If memory was exhausted, the policy stays open until
-        the program ends, so that the training can begin again.
-        """
+        """Leave the policy if it is open. After exhausted memory it stays open, so that the training can restart."""
         policy = self.policy
         if policy is None and not self.is_apart:
             return

@@ -59,7 +59,7 @@ class Process(Protocol):
         """Send a signal to the process if it is running."""
 
     def end(self) -> None:
-        """Kill the rank and all processes that it has started. This process ends after them."""
+        """Kill the rank and all processes that it has started."""
 
 
 P = TypeVar("P", bound=Process)
@@ -69,7 +69,7 @@ class RankProcess(subprocess.Popen[bytes]):
     """The process of a rank on this host."""
 
     def end(self) -> None:
-        """Kill the rank and all processes that it has started. This process ends after them."""
+        """Kill the rank and all processes that it has started."""
         if guardians.ARE_HERE:
             self.send_signal(guardians.end_signal())
             return

@@ -1,8 +1,6 @@
 """Replaces the distributed parts of torchgfn's training scripts, with the same names and calls.
 
-Only the imports of a script change:
-
-::
+Only the imports of a script change::
 
     from asyncdist.integrations.torchgfn import (  # instead of torchgfn's own modules
         AsyncSelectiveAveragingPolicy, DistributedContext, barrier, initialize_distributed_compute,
