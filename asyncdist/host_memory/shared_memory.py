@@ -100,7 +100,7 @@ def order_memory() -> None:
 
 def find(address: Address) -> Tensor:
     """Map another process's memory as a uint8 tensor, which only the other process may write. May raise OSError."""
-    if not address.is_behind(address.path):  # checked first, since opening a device may have effects
+    if not address.is_behind(address.path):  # the name is checked first, since opening a device may have effects
         raise FileNotFoundError(f"{address.path} is not the shared memory of process {address.pid}")
     descriptor = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -23,7 +23,7 @@ _AUTOCAST_DEVICE_KINDS: Final = ("cpu", "cuda")
 
 
 class TorchModes(NamedTuple):
-    """The torch modes of a thread, which a worker thread takes over from its caller.
+    """The torch modes of a thread, which a worker thread copies from its caller.
 
     Attributes:
         autocast: Name of each kind of device, whether autocast is enabled on it, and the target dtype.

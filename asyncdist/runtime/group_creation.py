@@ -129,7 +129,7 @@ class GroupCreation:
         members = check_ranks(ranks, rank=services.rank, size=services.size)
         validation.seconds("timeout_s", timeout_s)
         transport = services.engine.transport
-        # Recorded now, since any later loss of a member ends the group, even a loss before the agreement.
+        # The count is read now, since any later loss of a member ends the group, even a loss before the agreement.
         loss_count = self._attendance.loss_count
 
         async def make(start: Start[Group]) -> Group:

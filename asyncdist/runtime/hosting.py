@@ -91,7 +91,9 @@ async def host_rank(
             if on_open is not None:
                 on_open(world)
             if not transport.capabilities.shares_process:  # otherwise main was checked before the ranks were started
-                validation.main_function(main, args)  # checked here, where the same error on all ranks is reported once
+                validation.main_function(
+                    main, args
+                )  # an error that all ranks raise is reported once if it is raised here
             with _loop_named():
                 value = await main(world, *args)
             interrupts.check_pending()  # a signal while main blocked the loop raises now, as in asyncio.run
@@ -172,7 +174,7 @@ async def hosted(
                 raise
             _raise_as_it_is(error)
         transport.close()
-        # Raised last, so that leftovers on this rank do not end the other ranks.
+        # The error is raised last, so that leftovers on this rank do not end the other ranks.
         report_leftovers(world, leftovers, strict=options.strict and success is None)
         if success is not None:
             raise success

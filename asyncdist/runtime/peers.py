@@ -281,7 +281,7 @@ class Peers:
     def _on_departure(self, departure: Departure) -> None:
         """Handle a departure that arrived along the tree, except for ranks that notify this rank directly.
 
-        The notice that a rank has ended always counts, since everything that it sent has arrived by then.
+        The notice that a rank has ended always counts, since everything that it sent has arrived before.
         """
         services = self._services
         if self._has_returned and not services.task_count and not services.is_sending:

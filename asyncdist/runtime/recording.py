@@ -67,7 +67,7 @@ class Recording:
             hostname=world.hostname,
         )
         is_simulated = hasattr(self._loop, "rank")
-        # Impossible if several ranks share a loop.
+        # Sleeps cannot be recorded if several ranks share a loop.
         tells_sleeps = is_simulated or not transport.capabilities.shares_process
         told = {"sent_before_count": self._sent_before_count, "tells_sleeps": tells_sleeps, "tells_collectives": True}
         writer.open({**header, **_conditions(world), **told})
@@ -196,7 +196,7 @@ class RecordedEngine(ObservedEngine):
     def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
         if self.has_begun:
             self._note_timer(what)
-            self.loop.call_soon(self._note_wait_ended, True)  # counted just before the task's next step
+            self.loop.call_soon(self._note_wait_ended, True)  # the wait is counted just before the task's next step
         wake()
 
     def measured(self, what: WaitId, value: int) -> int:
@@ -238,7 +238,7 @@ class RecordedEngine(ObservedEngine):
 
 
 def _conditions(world: World) -> dict[str, Any]:
-    """Return what a replay must know about the rank besides its events, such as capabilities and random states."""
+    """Return the facts that a replay needs in addition to the events, such as capabilities and random states."""
     version, numbers, gauss = random.getstate()
     numpy_state: Any = numpy.random.get_state()
     return {

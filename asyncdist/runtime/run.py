@@ -282,7 +282,7 @@ def _run_local(
     meanwhile: Callable[[], None] | None = None,
 ) -> list[T]:
     validation.main_function(main, args)
-    # Opened here, in the main thread, which receives signals.
+    # The signal handlers are set here, since only the main thread may set them.
     with Interrupts(spares_process=is_loop_running()) as interrupts:
         outcomes = call_beside_loop(
             functools.partial(_host_locally, main, args, ranks, loop, interrupts, options), meanwhile
@@ -302,7 +302,7 @@ def _raise_first(failures: Mapping[int, BaseException], ranks: int, interrupts: 
             for note in getattr(other, "__notes__", ()) if other is not first else ():
                 first.add_note(note)
     elif ranks > 1:
-        first.add_note(f"rank {rank} of {ranks} raised it")
+        first.add_note(f"rank {rank} of {ranks} raised this error")
     raise first
 
 

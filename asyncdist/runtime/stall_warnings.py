@@ -286,7 +286,7 @@ def _joined(task: asyncio.Task[Any], world: World) -> tuple[str, Iterable[Any]] 
 
 
 def _join_in_words(join: str, parts: Iterable[Any], world: World, depth: int) -> str:
-    """Describe a wait for several tasks by the waits of each; waits for peers are first, and equal ones are counted."""
+    """Describe a wait for several tasks by their waits, waits for peers first; equal waits are listed once."""
     engine = world.services.engine
     counts: dict[tuple[bool, str], int] = {}
     for part in parts:
@@ -319,7 +319,7 @@ def _name(awaited: Any) -> str:
 
 
 def frames_of(task: asyncio.Task[Any]) -> list[types.FrameType]:
-    """Return the frames of a task, from its coroutine to the innermost, after blocking code that drives it."""
+    """Return a task's frames, outermost first; if blocking code drives the task, its frame is the first."""
     of_caller = frame_of_caller.get(task)
     frame = None if of_caller is None else of_caller()
     while frame is not None and is_library(frame):

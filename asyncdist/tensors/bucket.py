@@ -57,7 +57,7 @@ class Bucket:
             tensor, view = self._tensors[index], self._views[index]
             if tensor.is_contiguous():
                 view.view(-1)[first:last].copy_(tensor.view(-1)[first:last])
-            elif first == 0:  # copied as a whole, so later pieces of this tensor need no copy
+            elif first == 0:  # the tensor is copied as a whole, so its later pieces need no copy
                 view.copy_(tensor)
         self._copied_in_count = end
 

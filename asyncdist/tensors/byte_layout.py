@@ -95,7 +95,7 @@ class Packing:
         return FlatBuffers(self._entries, tensors, views)
 
     def pieces(self, start: int, end: int) -> Iterator[Piece]:
-        """Yield the pieces from byte ``start`` to ``end``, each a multiple of ``ALIGNMENT_NBYTES`` or the end."""
+        """Yield the pieces between two bytes, which are multiples of ``ALIGNMENT_NBYTES`` or the end."""
         for segment in self._segments:
             first, last = max(start, segment.start), min(end, segment.end)
             if first < last:

@@ -10,7 +10,7 @@ import torch
 
 
 class DeviceCopy:
-    """Copies from devices to host memory in progress; the engine polls this object like a transport's request."""
+    """An unfinished copy from devices to host memory, which the engine polls like a transport's request."""
 
     cancelled: Final = False
     source: Final = -1

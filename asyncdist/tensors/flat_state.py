@@ -182,7 +182,7 @@ class FlatState:
         self._model = model
         self._states = states
         self.trained_only = trained_only
-        # Reused, since creating it takes as long as entering it; never held across an await.
+        # The context is reused, since creating it takes as long as entering it. It is never held across an await.
         self._no_grad = torch.no_grad()
         # Keys and names are in the order of the modules. An entry's places are the indices of its names.
         self._keys: list[str | None] = []

@@ -35,7 +35,7 @@ class KnownInfinities:
     def unsound_entry(self, buffers: FlatBuffers) -> str | None:
         """Return the name of an averaged entry with an unexpected non-finite value in ``buffers``, or None."""
         if all(is_finite(tensor) for tensor in buffers.averaged().values()):
-            return None  # the usual case, and faster than a check of each entry
+            return None  # this is the usual case, and faster than a check of each entry
         return self._first_unsound(zip(buffers.entries, buffers.views, strict=True))
 
     def unsound_entry_of_model(self) -> str | None:

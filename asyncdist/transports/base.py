@@ -147,7 +147,7 @@ class Transport(abc.ABC):
         hosts: Lowest rank on the host of each rank; None if this is unknown before the handshake, or if all ranks share
             one host.
         launch_nonce: Number from the launcher that identifies the job even if a rank is lost during the handshake; None
-            without such a number.
+            if there is none.
         trusts_network: Whether ranks trust any process that reaches them, since the job has no secret.
     """
 

@@ -172,7 +172,7 @@ class MpiMessages(Transport):
             with _meeting(mpi, "to open their worlds"), _warns_of_absent_ranks(mpi.COMM_WORLD):
                 self._comm = mpi.COMM_WORLD.Dup()
                 self._end_comm = self._comm.Dup()
-            _unlink_shared_memory()  # all ranks have mapped it during Dup
+            _unlink_shared_memory()  # all ranks have mapped the memory during Dup
         except KeyboardInterrupt:
             _abort_alone()
             raise

@@ -61,7 +61,7 @@ def draw() -> str:
 
 
 def check(text: str, where: str) -> str:
-    """Return a secret without surrounding white space. Raise ValueError, with ``where``, if it is not valid."""
+    """Return a secret without surrounding white space. Raise ValueError, naming ``where``, if it is invalid."""
     text = text.strip()
     if not text.isprintable():
         raise ValueError(

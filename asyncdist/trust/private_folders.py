@@ -19,7 +19,7 @@ from asyncdist.validation import printable
 
 #: Error numbers of opening a link, a file, or a folder that this user may not enter.
 _NOT_OURS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EACCES)
-#: Number of names below a base that are tried if other users have taken the first ones.
+#: Number of folder names to try in each base folder, in case other users have taken some of them.
 _COUNT: Final = 8
 
 

@@ -36,7 +36,7 @@ def test_local_ranks_raise_what_the_failing_one_raised(ranks: int) -> None:
 
     with pytest.raises(Boom, match="here") as caught:
         ad.run_local(main, ranks=ranks)
-    assert getattr(caught.value, "__notes__", []) == ["rank 2 of 3 raised it"] * (ranks > 1)
+    assert getattr(caught.value, "__notes__", []) == ["rank 2 of 3 raised this error"] * (ranks > 1)
     assert len(seen) == ranks - 1
     assert all(error.rank == ranks - 1 and "Boom: here" in str(error) for error in seen)
 

@@ -1,8 +1,8 @@
 """Sends announcements that ranks leave, end or fail to the neighbours in a tree of the ranks, in large worlds.
 
 :mod:`asyncdist.runtime.departing.departures` decides which announcements of leaving and ended ranks are due. A failed
-rank notifies its neighbours in the tree, and they notify theirs. If many ranks fail at once, a rank relays a failure
-only if it has not relayed the failure of a lower rank.
+rank notifies its neighbours in the tree, and they notify their own neighbours. If many ranks fail at once, a rank
+relays a failure only if it has not relayed the failure of a lower rank.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from asyncdist.transports.rank_sets import RankSet
 
 
 class Stage(enum.IntEnum):
-    """Stages of a rank's end: main runs, main has returned, the rank has ended, it knows that all have ended."""
+    """Stages of a rank's end: in main, main has returned, the rank has ended, all are known to have ended."""
 
     IN_MAIN = 0
     LEFT = 1
@@ -40,8 +40,8 @@ class Stage(enum.IntEnum):
 _COUNT_MAX: Final = 64
 _BITMAP_NBYTES_MAX: Final = 8192
 
-#: Details of a leaving rank: its numbers of started collectives, the losses it knows, and the ranks that it notifies
-#: directly.
+#: Details of a leaving rank: its numbers of started collectives, the losses that it knows of, and the ranks that it
+#: notifies directly.
 _Account: TypeAlias = tuple[tuple[tuple[int, int], ...], Losses, Runs]
 
 
@@ -54,7 +54,7 @@ class Departure:
         bitmap: Bit set of the ranks that have reached the stage.
         started: Pairs of a group's tag and the number of collectives that the ranks have started in the group.
         lost: Ranks that these ranks know to be lost.
-        told: Ranks that these ranks notify directly, although they have received no message from them.
+        told: Ranks that each of these ranks notifies directly, although it has received no message from them.
     """
 
     first: int
@@ -263,7 +263,7 @@ class Departures:
         ]
 
     def _forget_whom_they_tell(self) -> None:
-        """Drop the details of ended ranks that are no longer needed, so that most ranks have equal details."""
+        """Forget which ranks each ended rank notifies directly, once these direct notices have arrived."""
         settled = self._known.ended
         for told in self._told.values():
             settled &= told.ended

@@ -43,7 +43,7 @@ class _Forks:
 
     def __init__(self) -> None:
         self.abandon: dict[object, Callable[[], None]] = {}
-        self.has_hosted = False  # never reset, since MPI stays open after the world is closed
+        self.has_hosted = False  # remains True, since MPI stays open after the world is closed
         self._code = 0
         self._error_before: BaseException | None = None
 

@@ -148,7 +148,7 @@ class Teller:
                         self._begin_to_tell_all()
                     if self._listener in woken:
                         self._answer(self._listener)
-                    if time.monotonic() >= look_at:  # checked even if requests arrive all the time
+                    if time.monotonic() >= look_at:  # the checks continue even if requests arrive all the time
                         look_at = time.monotonic() + self._period_s
                         self._renew_listener(ready)
                         self._look()
@@ -234,7 +234,7 @@ class Teller:
         is_news = still_s >= self._stall_s and self._signs.moved_at != self._told_of
         is_asking = self._asking is not None and self._asking.is_alive()
         if is_news and now >= self._look_again_at and not is_asking:
-            # In a separate thread, since this thread must answer the ranks that are asked.
+            # A separate thread asks the other ranks, since this thread must answer their requests.
             self._asking = threading.Thread(target=self._ask_who_moves, name="asyncdist story, asking", daemon=True)
             self._asking.start()
 

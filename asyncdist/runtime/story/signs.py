@@ -79,7 +79,7 @@ class Signs:
             self._sampled_cpu_s, self._sampled_at = cpu_s, now
 
     def _has_requested(self, request_count: int) -> bool:
-        """Return whether more requests have ended than the sends of reminders can explain."""
+        """Return whether requests have ended that cannot all be sends of reminders."""
         sent = self._world.agreements.rivals.sent_count
         new, self._request_count = request_count - self._request_count, request_count
         possible = self._reminders_under_way + sent - self._reminded_count

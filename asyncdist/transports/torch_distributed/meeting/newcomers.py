@@ -468,7 +468,7 @@ class Reception:
             self._callbacks.put(self._on_met, (rank, incarnation, groups))
 
     def _connect(self, rank: int, incarnation: int, place: str) -> list[Any]:
-        """Make the groups of two, in several attempts. Raise RuntimeError or TransportError if all of them fail."""
+        """Make the gloo groups of this rank and ``rank``, in several attempts. Raise an error if all of them fail."""
         store, common = self._store.clone(), self._common.clone()
         process = _text(store, f"{place}/{rank}")
 

@@ -341,7 +341,7 @@ def _join(ranks: Sequence[int]) -> str:
 
 
 def _check_sizes(rank: int, size: int, size_of_0: int) -> None:
-    """Raise an error if a rank's number of ranks differs from rank 0's. Both ranks check this."""
+    """Raise TransportError if a rank's world size differs from rank 0's. Both ranks check this."""
     if size != size_of_0:
         raise TransportError(f"rank {rank} is one of {size} ranks (WORLD_SIZE), rank 0 one of {size_of_0}", rank=rank)
 
@@ -454,7 +454,9 @@ def _await_server(rendezvous: Rendezvous, deadline: float, whose: str) -> None:
                 raise TransportError(f"{waits}, but {place}: {error}{cause}", port=rendezvous.port) from error
             if environment.local_rank() in (None, 0):
                 left_s = deadline - until
-                logger.warning("%s: %s yet; it waits up to %.0f s longer (%s)%s", waits, place, left_s, error, cause)
+                logger.warning(
+                    "%s: %s yet; the rank waits up to %.0f s longer (%s)%s", waits, place, left_s, error, cause
+                )
 
 
 def await_listener(address: str, port: int, deadline: float) -> None:
