@@ -73,10 +73,7 @@ class Start(Generic[T]):
         self._has_come = True
 
     def on_time_up(self, error: StartTimeoutError) -> None:
-        """Raise ``error`` in the caller of this start, or of its outer start, because the timeout has passed.
-
-        The work continues, and its result is released.
-        """
+        """Raise ``error`` in the caller, whose timeout has passed. The work continues, and its result is released."""
         if self._part_of is not None:
             self._part_of.on_time_up(error)
         elif not self._outcome.done():

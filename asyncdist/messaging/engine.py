@@ -488,7 +488,7 @@ class Engine(Poller):
         """Record the end of a collective; in a replay, wait until the collective's recorded end."""
 
     async def note_failed(self) -> None:
-        """Record that a collective has failed, unless the whole job has; in a replay, wait until that happened."""
+        """Record that a collective, but not the job, has failed; in a replay, wait until the recorded failure."""
 
     def _settled(self, future: asyncio.Future[T], counts: bool) -> Awaitable[T]:
         """Return an awaitable for the result of ``future``; in a replay, it ends at the recorded time."""

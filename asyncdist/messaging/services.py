@@ -214,7 +214,7 @@ class Services:
         return RankLostError(f"{name}: no rank is left that could send: rank {min(lost)} is lost", rank=min(lost))
 
     def next_scope(self, ranks: Sequence[int], name: str) -> int:
-        """Return the scope for the next use of ``name`` by the group ``ranks``; the nth scope is equal on all ranks."""
+        """Return a new scope for ``name`` and the group ``ranks``. The nth call returns the same scope on all ranks."""
         key = (tuple(ranks), name)
         self._scope_counts[key] += 1
         return wire.scope_of(key[0], name, self._scope_counts[key])

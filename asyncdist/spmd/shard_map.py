@@ -48,7 +48,7 @@ def shmap_map(
     Raises:
         TypeError: A spec is neither a name nor None.
         ValueError: No argument is split.
-        LocalProtocolError: The mesh has no such axis, or belongs to another rank.
+        LocalProtocolError: The mesh has no such axis, or belongs to a different rank.
     """
     inputs, outputs = _Specs(mesh, in_specs, "in_specs"), _Specs(mesh, out_specs, "out_specs")
     inputs.check_some_split()
