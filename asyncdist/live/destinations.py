@@ -40,14 +40,9 @@ class Destination:
 
 
 def destinations(named: object, what: str = "metrics") -> tuple[Destination, ...]:
-    """Parse a user's destinations: one, several separated by commas, or a sequence.
+    """Parse a user's destinations: a port number, a string with one or several, a sequence of these, or None.
 
-    Args:
-        named: A port number, a string, a sequence of these, or None for no destination.
-        what: Name of the option, for errors.
-
-    Raises:
-        TypeError, ValueError: ``named`` is not a valid destination.
+    Raise TypeError or ValueError, which names the option ``what``, if a destination is not valid.
     """
     if named is None:
         return ()

@@ -1,8 +1,7 @@
 """Passes the final counters of ended ranks to the last table of ``asyncdist run --live``.
 
-A rank that has ended cannot answer requests. ``asyncdist run --live`` therefore creates a folder and passes its path to
-the ranks in ASYNCDIST_LAST_COUNTERS. Each rank writes its counters to this folder when its main has ended; a killed
-rank writes nothing.
+A rank that has ended cannot answer requests. When its main has ended, each rank therefore writes its counters to the
+folder in ASYNCDIST_LAST_COUNTERS, which ``asyncdist run --live`` creates.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def collect(folder: str, job: str | None) -> list[RankCounters]:
     found: dict[int, RankCounters] = {}
     with contextlib.suppress(OSError), private_folders.opened(folder) as parent:
         for name in os.listdir(parent):
-            with contextlib.suppress(OSError, ValueError):  # a rank was killed while it wrote
+            with contextlib.suppress(OSError, ValueError):  # the file is incomplete if its rank was killed
                 file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
                 with os.fdopen(file, "rb") as opened:
                     counters = from_bytes(opened.read(_NBYTES_MAX))

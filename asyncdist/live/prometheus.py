@@ -1,7 +1,4 @@
-"""Exports the counters of a rank to Prometheus, from a thread that sleeps until a request arrives.
-
-prometheus_client writes the response: https://prometheus.io/docs/instrumenting/exposition_formats/.
-"""
+"""Exports the counters of a rank to Prometheus, from a thread that sleeps until a request arrives."""
 
 from __future__ import annotations
 

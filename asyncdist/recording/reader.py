@@ -42,8 +42,6 @@ class RankRecording:
     """Recording of one process of a rank.
 
     Attributes:
-        path: Path of the file.
-        header: Header of the file.
         schema: Checks the events.
         header_nbytes: Size of the header in bytes.
         nbytes: Size of the file in bytes when it was opened. Later events of a running rank are not read.
@@ -184,7 +182,7 @@ def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Re
     missing = sorted(set(range(size)) - {each.rank for each in ranks})
     recording = Recording(chosen, size, ranks, tuple(missing))
     if (told := told_of_other_version(recording)) is not None:
-        logger.warning("%s; unknown kinds of waits are shown by their keys", printable(told))
+        logger.warning("%s; waits of unknown kinds are shown by their keys", printable(told))
     return recording
 
 

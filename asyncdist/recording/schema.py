@@ -120,7 +120,6 @@ class Conditions(Struct, frozen=True, kw_only=True):
     """Initial conditions of a rank, from the header; a replay starts in the same conditions.
 
     Attributes:
-        torch: Version of torch.
         nonce: Random number of the job.
         thread_count: Number of torch's threads.
         hosts: For each rank, the first rank on its host; None if all ranks are on one host.
@@ -205,13 +204,8 @@ class EventError(Exception):
 class EventSchema:
     """Decodes the blocks of one file into checked events.
 
-    Args:
-        kinds: Kinds of events in the file, with the names of their fields. A file of a different version may have kinds
-            and fields that this version does not know.
-        size: Number of ranks.
-
-    Attributes:
-        unknown: Names of the kinds that this version ignores.
+    ``kinds`` are the kinds of events in the file, with the names of their fields. A file of a different version may
+    have kinds and fields that this version does not know. Such kinds are ignored, and listed in ``unknown``.
     """
 
     def __init__(self, kinds: Mapping[str, Sequence[str]], size: int) -> None:

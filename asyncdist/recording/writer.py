@@ -62,15 +62,11 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class RecordOptions:
-    """Options of :func:`asyncdist.run` for recording.
+    """Options of :func:`asyncdist.run` for recording; raises TypeError or ValueError if they are invalid.
 
     Attributes:
         folder: Folder for the files, created if necessary.
         limit_nbytes: Maximum size of a rank's file in bytes.
-
-    Raises:
-        TypeError: The folder is not a path.
-        ValueError: The limit is not a positive integer.
     """
 
     folder: Path

@@ -82,13 +82,9 @@ class Round:
 
 @dataclass(slots=True)
 class RankSummary:
-    """Summary of one rank.
+    """Summary of one rank: seconds between the ends of two steps, and seconds that ``policy.step`` itself took.
 
-    Attributes:
-        intervals: Seconds between the ends of two steps.
-        interval_bins: These intervals over time.
-        step_seconds: Seconds that ``policy.step`` itself took.
-        lag_bins: Seconds by which this rank reported the metric of an iteration after the first rank, over time.
+    ``lag_bins`` are the seconds by which the rank reported the metric of an iteration after the first rank, over time.
     """
 
     intervals: LogHistogram = field(default_factory=LogHistogram)
@@ -217,7 +213,7 @@ class _Populations:
         self._spans: list[dict[str, _Span]] = []  # policies by name, for each population
 
     def begin(self, taken: Collection[int], name: str, time_s: float) -> tuple[int, _Span]:
-        """Return the population of a process's new policy; the process's other policies belong to ``taken``."""
+        """Return the population of a process's new policy; its other policies belong to populations in ``taken``."""
         free = [place for place in range(len(self._spans) + 1) if place not in taken]
         named = next((place for place in free[:-1] if name in self._spans[place]), None)
         place = next(place for place in free if not self._has_other(place, name, time_s)) if named is None else named
@@ -284,7 +280,7 @@ class _Policies:
 
 
 def _population(summary: Summary, place: int, name: str = "") -> Population | None:
-    """Return a population, created if necessary; None beyond POPULATION_COUNT_MAX."""
+    """Return a population, created if necessary; None if there would be more than POPULATION_COUNT_MAX."""
     capacity = max(_METRIC_COUNT // summary.size, 100)
     while place >= len(summary.populations) and place < POPULATION_COUNT_MAX:
         metrics = [Thinned(capacity) for _ in range(summary.size)]

@@ -140,10 +140,8 @@ def export_parquet(recording: Recording, folder: Path) -> list[Path]:
 def query(recording: Recording, statement: str) -> tuple[list[str], Iterator[Sequence[Value]]]:
     """Run a SQL statement, in SQLite's dialect, on the tables; return the names of the columns, and the rows.
 
-    Only the tables whose names are in the statement are read.
-
-    Raises:
-        QueryError: SQLite refuses the statement, perhaps only while rows are read, or the statement returns no rows.
+    Only the tables whose names are in the statement are read. Raise QueryError if SQLite refuses the statement, perhaps
+    only while rows are read, or if the statement returns no rows.
     """
     words = set(re.findall(r"\w+", statement.lower()))
     wanted = [table for table in (*KINDS, "ranks") if table in words]
@@ -175,7 +173,7 @@ def _authorize(action: int, first: str | None, second: str | None, *_: str | Non
         return sqlite3.SQLITE_DENY if second == "load_extension" else sqlite3.SQLITE_OK
     if (
         action == sqlite3.SQLITE_UPDATE and first == "sqlite_master"
-    ):  # json_each declares its columns; nothing is written
+    ):  # json_each declares its columns, which writes nothing
         return sqlite3.SQLITE_OK
     return sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY
 

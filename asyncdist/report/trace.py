@@ -65,16 +65,10 @@ class TraceError(Exception):
 
 
 def write_trace(recording: Recording, path: Path, profiles: Sequence[Path] = ()) -> int:
-    """Write the trace; return the number of its entries.
+    """Write the trace, compressed if ``path`` ends with ``.gz``; return the number of its entries.
 
-    Args:
-        recording: Recording of a job.
-        path: Path of the trace, which is compressed if the path ends with ``.gz``; Perfetto can read both.
-        profiles: Files written by ``torch.profiler.profile.export_chrome_trace``.
-
-    Raises:
-        TraceError: A profile cannot be read.
-        OSError: The trace cannot be written.
+    ``profiles`` are files written by ``torch.profiler.profile.export_chrome_trace``. Raise TraceError if one cannot be
+    read.
     """
     clocks = Clocks(recording)
     extra = [_profile(recording, clocks, file, number) for number, file in enumerate(profiles)]

@@ -69,13 +69,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def _target(path: Path) -> Path:
-    """Resolve the links of ``path``.
-
-    Raises:
-        PermissionError: Another user has created a link or pipe there, perhaps to have one of this user's files
-            overwritten.
-        OSError: The links lead in a circle.
-    """
+    """Resolve the links of ``path``; raise PermissionError if another user has created a link or pipe there."""
     for _ in range(_LINK_COUNT_MAX):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # the folder or the file does not exist
             if is_planted(path.lstat(), path.parent.stat(), os.getuid()):

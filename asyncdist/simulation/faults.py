@@ -186,12 +186,7 @@ def _check(fault: Fault, *names: str) -> None:
 
 
 def check_plan(faults: Sequence[Fault], size: int) -> None:
-    """Raise if a fault plan cannot be carried out on ``size`` ranks.
-
-    Raises:
-        TypeError: An entry is not a fault.
-        ValueError: A rank does not exist or joins twice, a partition has an empty side, or all ranks join late.
-    """
+    """Raise TypeError or ValueError if a fault plan cannot be carried out on ``size`` ranks."""
     given: Any = faults
     if not isinstance(given, Sequence):
         raise TypeError(f"faults must be a list of faults, got {faults!r}")

@@ -30,7 +30,7 @@ class Link:
 
     Attributes:
         latency_s: Seconds from the send to the arrival of the first byte.
-        bandwidth_nbytes_per_s: Bytes per second. The messages of a link are sent one after another.
+        bandwidth_nbytes_per_s: Bytes per second. A message waits until the link has sent all earlier messages.
     """
 
     latency_s: Duration = LogNormal(2e-6, 1.0)
@@ -118,8 +118,8 @@ class Network:
 class Interfaces:
     """Shares the bandwidth of each host's network interface among the messages of the host's ranks.
 
-    An interface sends and receives at the same time, each at its full rate. Messages leave a host in the order of their
-    sends, and enter a host in the order of their arrival.
+    Messages leave a host in the order of their sends, and enter a host in the order of their arrival. Sending does not
+    slow down receiving.
     """
 
     def __init__(self, network: Network, size: int) -> None:

@@ -13,11 +13,8 @@ class MessageFaults:
 
     :class:`Kill` counts all messages of a sender; the other faults count the messages from one sender to one receiver.
     ``on_fired`` is called with the plan index of each fault that fires, and ``on_kill`` with a rank to kill and the
-    index.
-
-    Attributes:
-        has_message_faults: Whether :meth:`apply` must be called for every message.
-        has_link_faults: Whether :meth:`link_factor` and :meth:`after_partitions` must be called for every message.
+    index. :meth:`apply` need only be called if ``has_message_faults`` is true, and the other methods if
+    ``has_link_faults``.
     """
 
     def __init__(

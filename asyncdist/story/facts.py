@@ -30,9 +30,7 @@ class Wait:
         line: Line of the user's code, as in ``"main (train.py:12)"``; "" if unknown.
         seconds: Seconds that the wait has lasted; None if unknown.
         peers: Ranks, any of which can end the wait.
-        tag: Tag of the awaited message; None if the wait has none.
         ends_by_itself: Whether a timer or a thread ends the wait.
-        collective: Collective to which the wait belongs; None if it does not belong to any.
     """
 
     who: str

@@ -15,13 +15,9 @@ _COMMAND_LENGTH_MAX: Final = 60
 
 
 def find_job(name: str | None) -> str:
-    """Return the name of a job that runs on this host.
+    """Return the name of a job that runs on this host; raise LookupError, listing the jobs, if it is not unique.
 
-    Args:
-        name: Name of the job, or the pid of one of its processes or of their launcher; None for the only job.
-
-    Raises:
-        LookupError: There is no such job, or there are several; the message lists the jobs.
+    ``name`` is the name of the job, or the pid of one of its processes or of their launcher; None for the only job.
     """
     found = jobs()
     if name is None and len(found) == 1:

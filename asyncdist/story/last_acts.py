@@ -48,14 +48,8 @@ def tell_recording(folder: str, job: str | None = None) -> str:
     """Return what each rank of a recorded job did last, as several lines.
 
     A wait is recorded when it ends. A wait in progress at the end of the job is known only if a signal ended it, or if
-    the running job reported what its ranks were doing, because it made no progress or was aborted.
-
-    Args:
-        folder: Folder of the recordings, as passed to ``record=``.
-        job: Name of the job, if the folder has recordings of several jobs.
-
-    Raises:
-        RecordingError: No recording can be read, or there are several jobs.
+    the running job reported what its ranks were doing, because it made no progress or was aborted. ``job`` selects one
+    of several jobs in the folder. Raise RecordingError if it is not unique or cannot be read.
     """
     recording = read_recording(folder, job)
     ranks = {each.rank: _last_of(each) for each in recording.ranks}  # the last process of each restarted rank
@@ -122,7 +116,7 @@ def _rank(rank: int, last: _LastOf, end_s: float) -> list[str]:
         words = [line.strip() for line in last.over.splitlines() if line.strip()]
         # The message may be a whole traceback, from a worker.
         how = f"ended by {' ... '.join([*words[:1], *words[1:][-1:]]).rstrip(': ')}"
-    lines = [f"  rank {rank}: {how}; its last event was {age} before that of the job"]
+    lines = [f"  rank {rank}: {how}; its last event was {age} before the job's last event"]
     if last.steps:
         # A killed process loses the events that it has not written yet (see asyncdist.recording.writer).
         lost = "later steps are not" if last.cut else "steps of its last second may not be"

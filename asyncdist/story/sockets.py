@@ -110,7 +110,7 @@ def warn_of_refused_directories(command: str) -> None:
                 with private_folders.opened(base):
                     pass
             except private_folders.NotPrivateError as error:
-                print(f"asyncdist {command}: {error}: it is skipped", file=sys.stderr, flush=True)
+                print(f"asyncdist {command}: {error}; this folder is skipped", file=sys.stderr, flush=True)
 
 
 def listen(job: str, rank: int) -> tuple[socket.socket, Path] | None:
@@ -127,7 +127,7 @@ def listen(job: str, rank: int) -> tuple[socket.socket, Path] | None:
             break
     if refused and (rank == 0 or environment.local_rank() == 0):
         other = "no other folder can hold it" if opened is None else f"it is in {opened[1].parents[1]} instead"
-        logger.warning("%s; the socket for asyncdist story is not made there: %s", "; ".join(refused), other)
+        logger.warning("%s; the socket for asyncdist story is not created there: %s", "; ".join(refused), other)
     return opened
 
 

@@ -13,7 +13,7 @@ from asyncdist.story.waiting import awaited_ranks, by_root, circle, stuck_ranks
 from asyncdist.validation import printable
 from asyncdist.wording import ordinal, plural, ranks_in_words, seconds_in_words
 
-#: Maximum number of ranks up to which details of all ranks are shown; otherwise only of ranks that compute or block.
+#: Number of ranks up to which details of all ranks are shown; in larger jobs, only of ranks that compute or block.
 DETAIL_COUNT_MAX: Final = 8
 #: Maximum number of groups of ranks with the same state that are shown.
 GROUP_COUNT_MAX: Final = 24

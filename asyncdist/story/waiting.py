@@ -28,8 +28,8 @@ def stuck_ranks(stories: Mapping[int, RankStory]) -> frozenset[int]:
     """Return the deadlocked ranks: ranks that only other deadlocked ranks could wake.
 
     Every task of a deadlocked rank waits for messages of certain ranks. A rank that computes, blocks, sleeps, waits for
-    a local event or has no story may make progress. (The knot of the OR model: Knapp, Deadlock Detection in Distributed
-    Databases, 1987.)
+    a local event or has not answered may make progress. (The knot of the OR model: Knapp, Deadlock Detection in
+    Distributed Databases, 1987.)
     """
     stuck = {rank for rank, story in stories.items() if story.state == "awaits" and story.waits}
     while True:

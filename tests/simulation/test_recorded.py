@@ -126,7 +126,7 @@ def test_a_story_names_missing_messages_and_each_ranks_end(tmp_path: Path) -> No
     assert "3 ranks, recorded for" in title
     assert "  1 message of rank 1 on tag 101 never reached rank 0" in lines
     assert "  rank 2 has returned from main" in lines
-    ended = [line for line in lines if " before that of the job" in line]
+    ended = [line for line in lines if " before the job's last event" in line]
     assert len(ended) == 2 and all(": its recording ends before main does; its last" in line for line in ended)
     assert [" Word, tag 10" in line for line in lines if "last waited" in line] == [True] * 2
 

@@ -322,11 +322,11 @@ class TestSockets:
         assert opened is not None and opened[1] == other / "job" / f"0.{os.getpid()}"
         why = f"{base} must have mode 0700, got 0777: other users may enter it"
         assert [record.getMessage() for record in caplog.records] == [
-            f"{why}; the socket for asyncdist story is not made there: it is in {other} instead"
+            f"{why}; the socket for asyncdist story is not created there: it is in {other} instead"
         ]
         assert [each.path for each in sockets.jobs()["job"]] == [opened[1]]
         sockets.warn_of_refused_directories("story")
-        assert capsys.readouterr().err == f"asyncdist story: {why}: it is skipped\n"
+        assert capsys.readouterr().err == f"asyncdist story: {why}; this folder is skipped\n"
         opened[0].close()
         sockets.withdraw(opened[1])
         assert [each.name for each in base.iterdir()] == ["of somebody"] and not other.exists()

@@ -1,8 +1,7 @@
 """Records which rank started each asynchronous generator, so that an abandoned generator is closed on that rank.
 
 When Python finalises an abandoned generator, asyncio closes it in a task on the loop that started it. In a simulation,
-the garbage collector may finalise the generator during another rank's turn, so the running loop is not always the right
-one.
+the garbage collector may do so during a different rank's turn.
 """
 
 from __future__ import annotations

@@ -5,9 +5,7 @@ Messages sent by the callback afterwards carry the later time; messages that arr
 the next await. A loop that polls a clock, including the event loop's, also advances time. More than
 :data:`~asyncdist.simulation.rank_turns.READ_COUNT_MAX` reads and sleeps in one callback raise an error. Other blocking
 calls (``threading.Event.wait``, ``queue.Queue.get``, ``select.select``) block in real time and take no virtual time.
-
-``time.localtime``, ``gmtime``, ``ctime``, ``asctime`` and ``strftime`` use virtual time by default, in the machine's
-time zone.
+``time.localtime``, ``strftime`` and similar functions use virtual time by default, in the machine's time zone.
 
 The functions are replaced for the duration of the simulation. Outside of the ranks' turns, in other threads and in
 forked processes, they call the originals. They also do so for the standard library and torch, which wait for real

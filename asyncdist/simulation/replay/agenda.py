@@ -217,7 +217,7 @@ class Agenda:
     def is_due(self, sight: Sight, ending_count: int = 0) -> bool:
         """Return whether the rank has reached the point at which an input was recorded."""
         if not isinstance(sight, Taken) and not self.is_possible(sight):
-            return False  # needs a timer or wait of this rank itself
+            return False  # this input needs a timer or a wait of this rank itself
         return (
             sight.woken_count <= self._engine.woken_count + ending_count
             and sight.begun_count <= self._engine.begun_count

@@ -107,7 +107,7 @@ class Gate:
         if self.log.tells_sleeps:
             set_sleeps_by(self._loop, self.wakings.set_sleep)
 
-    # -- how far it has come ----------------------------------------------------------------------------------------
+    # -- progress ----------------------------------------------------------------------------------------------------
 
     @property
     def has_stopped_at_cut(self) -> bool:

@@ -1,10 +1,9 @@
 """Replays a recorded run in the simulator: each rank receives the recorded inputs and repeats its computations.
 
-Recording and replaying a process's external inputs is an established method to debug parallel programs (T. J. LeBlanc
-and J. M. Mellor-Crummey, Debugging Parallel Programs with Instant Replay, IEEE Transactions on Computers C-36, 1987). A
-rank of asyncdist has three external inputs: messages, the clock, and losses. A rank's *record* contains these inputs in
-order, and the rank's initial random states. The replay computes everything else again, and compares each decision and
-the weights with the record.
+Replaying a process's external inputs is an established method to debug parallel programs (T. J. LeBlanc and J. M.
+Mellor-Crummey, Debugging Parallel Programs with Instant Replay, IEEE Transactions on Computers C-36, 1987). A rank's
+*record* contains its external inputs (messages, clock readings and losses) in order, and its initial random states. The
+replay computes everything else again, and compares each decision and the weights with the record.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def replay(
     check_replayable(recording)
     version = recording.ranks[0].conditions().torch
     if version != str(torch.__version__):
-        logger.warning("recorded with torch %s; with %s numbers may differ", version, torch.__version__)
+        logger.warning("recorded with torch %s; results may differ with torch %s", version, torch.__version__)
     job = ReplayedJob(recording, on_open)
     report = _run(job, recording, main, args)
     job.check()

@@ -89,9 +89,7 @@ class _ReplayedScript(Script):
     def begin_process(self, rank: int) -> None:
         """Seed torch so that it draws the recorded numbers before the world is open.
 
-        ``torch.manual_seed`` gets the first seed of the recorded process. ``torch.seed()`` returns the seed of the
-        generator with which the rank opened its world, which is the recorded seed unless another seed was set in
-        between.
+        ``torch.seed()`` returns the recorded seed unless another seed was set before the rank opened its world.
         """
         assert self.recording is not None
         conditions = self.recording.ranks[rank].conditions()

@@ -1,4 +1,4 @@
-"""Stores the timers, sleeps and deadlines of a replayed rank, which end where they ended in the recorded run."""
+"""Stores a replayed rank's timers, sleeps and deadlines, which end at the same points as in the recorded run."""
 
 from __future__ import annotations
 
