@@ -69,12 +69,7 @@ def find_caller() -> Caller | None:
 
 
 def current_caller(what: str) -> Caller:
-    """Return the caller for the blocking code that runs here. Errors name the blocking call ``what``.
-
-    Raises:
-        LocalProtocolError: Called in a coroutine of a rank, which should await instead.
-        RuntimeError: No world is open in this thread.
-    """
+    """Return the caller for the blocking code that runs here, or raise an error with the name of the call, ``what``."""
     caller = find_caller()
     if caller is not None:
         return caller
@@ -101,7 +96,10 @@ def is_in_a_rank() -> bool:
 
 
 class Caller(abc.ABC):
-    """Awaits coroutines for blocking code, in the task of a rank's main. The first opened world calls ``on_opened``."""
+    """Awaits coroutines for blocking code, in the task of a rank's main.
+
+    ``on_opened`` is called when the code first opens its world, if that is already open, as in a simulation.
+    """
 
     world: World
 
@@ -173,7 +171,7 @@ class Caller(abc.ABC):
 
 @contextlib.contextmanager
 def entered(awaited: AbstractAsyncContextManager[T], caller: Caller) -> Iterator[T]:
-    """Enter an asynchronous context manager in a ``with`` statement. It is not left if its rank has already failed."""
+    """Enter an asynchronous context manager in a ``with`` statement. Skip its ``__aexit__`` if the rank has failed."""
 
     def leave(kind: type[BaseException] | None, *error: Any) -> bool | None:
         is_thrown_away = kind is GeneratorExit and not caller.is_open

@@ -114,7 +114,7 @@ class Calls(Generic[AskT, AnswerT]):
         channel.close()
 
     async def ask(self, question: AskT, dest: int) -> AnswerT:
-        """Return the answer of rank ``dest``.
+        """Send a question to rank ``dest``, and return its answer.
 
         **Cancellation**: the answer is dropped when it arrives.
 

@@ -150,8 +150,7 @@ class JointWork(Generic[T]):
         return await self._world.peers.groups.new_group(self._group.ranks, _GROUP_TIMEOUT_S, subject=subject)
 
     async def _run(self, work: Callable[[Group, Any], Coroutine[Any, Any, T]], prepared: Any) -> None:
-        # The group is not made in the preceding exchange. That is cancelled after a loss, and the others would be
-        # notified of the cancellation instead of the loss.
+        # If the group were made in the exchange above, the others would see its cancellation instead of a loss.
         own = self._group
         try:
             own = await self._new_group()

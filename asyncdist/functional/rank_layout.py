@@ -1,4 +1,4 @@
-"""Assigns roles to ranks: agent groups that train, replay buffers for them, and a coordinator without a role.
+"""Assigns roles to ranks: agent groups that train, replay buffers, and a coordinator that does neither.
 
 :class:`RankLayout` is the plan, computed from numbers or host names, or written by the user.
 :func:`initialize_distributed_compute` turns it into groups in the current world, as a :class:`DistributedContext`.

@@ -226,7 +226,7 @@ class Training(Generic[PolicyT]):
             self._keep(policy, 0)
 
     def _continue(self, made: PolicyT) -> bool:
-        """Continue with an open policy that equals ``made`` if there is one, and return whether there is."""
+        """Continue with an open policy that equals ``made``. Return whether there is one."""
         owners = [(owner, owner.policy) for owner in _open_trainings() if owner.policy is not None]
         for owner, policy in owners:
             if made.model is policy.awaited.model and _is_equal(policy.awaited, made):

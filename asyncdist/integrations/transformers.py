@@ -157,11 +157,7 @@ class SelectiveAveraging(TrainerCallback):
         return load_for_rank
 
     def _seeding_model_init(self, call_model_init: Callable[..., Any]) -> Callable[..., Any]:
-        """Make the initial weights of a trial equal on all ranks, although each rank's trial has a different seed.
-
-        transformers 4 seeds them with the seed of the trial that begins, transformers 5 with that of the previous
-        trial.
-        """
+        """Make a trial's initial weights equal on all ranks. transformers 5 seeds them by the previous trial's seed."""
 
         def call_with_seed(*args: Any, **options: Any) -> Any:
             assert self._seed is not None, "_prepare has run"

@@ -239,7 +239,7 @@ class Agent:
             self._process.stdin.flush()
 
     def close(self, patience_s: float = _CLOSE_S) -> None:
-        """End the remaining ranks on the host and close the connection, after ``patience_s`` seconds by force."""
+        """End the remaining ranks on the host and close the connection. Kill it after ``patience_s`` seconds."""
         assert self._process.stdin is not None
         if self._process.stdin.closed:
             return

@@ -1,7 +1,7 @@
 """Serves the store at which ranks meet: ``python store_server.py ADDRESS PORT [open]``.
 
 The launcher starts this process and ends it by closing its standard input. Rank 0 cannot serve the store, because ranks
-that join later need it even if rank 0 has ended. The launcher cannot, because it does not import torch.
+that join later need it even if rank 0 has ended. The launcher cannot serve it, because it does not import torch.
 
 The store listens only at the given address or, with ``open``, at all addresses of this host, for ranks on other hosts.
 For each ``KEY VALUE`` line of its standard input, it sets the key, so that the launcher can notify the ranks. It prints
