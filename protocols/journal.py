@@ -21,10 +21,7 @@ _CHECKED_NBYTES_MAX: Final = 1 << 30
 
 
 def checksum_of(model: nn.Module) -> int | None:
-    """Return a CRC-32 of a model's parameters and buffers; None if they are larger than a gigabyte.
-
-    For a sharded model, only this rank's shards are included.
-    """
+    """Return a CRC-32 of this rank's parameters and buffers; None if they are larger than a gigabyte."""
     tensors = [local_part(tensor) for tensor in model.state_dict().values() if isinstance(tensor, torch.Tensor)]
     if sum(tensor.nbytes for tensor in tensors) > _CHECKED_NBYTES_MAX:
         return None

@@ -19,11 +19,7 @@ NOT_MEASURED: Final[Any] = object()
 def given_metric(
     local_metric: MetricSource, loss: MetricSource, score: MetricSource, metric_mode: str
 ) -> tuple[MetricSource, bool]:
-    """Return the metric passed to ``step``, and whether its direction is opposite to ``metric_mode``.
-
-    Raises:
-        TypeError: More than one of the three arguments was passed.
-    """
+    """Return the metric passed to ``step``, and whether its direction is opposite to ``metric_mode``."""
     given = {"local_metric": local_metric, "loss": loss, "score": score}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:

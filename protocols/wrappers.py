@@ -24,11 +24,7 @@ _WHY: Final = "whose ranks always have equal weights, while a policy gives each 
 
 
 def check_not_wrapped(model: nn.Module, *, takes_shards: bool = False) -> None:
-    """Raise ValueError if the model is, or contains, a DDP or FSDP wrapper.
-
-    Args:
-        takes_shards: Whether a model sharded by `fully_shard` is allowed.
-    """
+    """Raise ValueError if the model is, or contains, a DDP or FSDP wrapper; ``takes_shards`` allows `fully_shard`."""
     kinds = [type(each) for each in model.modules() if not (takes_shards and _is_divided(type(each)))]
     found = next((name for kind in kinds if (name := _wrapper_name(kind))), None)
     if found is not None:

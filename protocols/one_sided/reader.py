@@ -85,7 +85,7 @@ class DonorReader:
         return metrics if own_metric is None else {**metrics, self._rank: own_metric}
 
     async def read(self, replacement: Replacement, choice: Choice, deadline: float) -> WeightedMean:
-        """Average the newest snapshots of the chosen donors in rank order, and store the result in ``replacement``.
+        """Average the newest snapshots of the chosen donors in rank order into ``replacement``.
 
         Raises:
             UnreadableError: A snapshot was overwritten while it was read, or a chosen rank can no longer be a donor.

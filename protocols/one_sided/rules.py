@@ -137,10 +137,7 @@ class Choice:
 
 
 def _gain(metric: float, floor: float, sign: float) -> tuple[float, int]:
-    """Return mantissa and exponent of the difference between `metric` and `floor`, positive if `metric` is better.
-
-    The difference itself may exceed the largest float.
-    """
+    """Return mantissa and exponent of the difference between `metric` and `floor`, positive if `metric` is better."""
     gain = sign * (metric - floor)
     if math.isfinite(gain):
         return math.frexp(gain)

@@ -78,10 +78,7 @@ class Neighbours:
             self.note_failure(donor)
 
     def note_failure(self, donor: int) -> None:
-        """Count a failed read, so that the donor's next snapshot is streamed; after ``TRIAL_COUNT`` failures, all are.
-
-        The failure may mean that the memory cannot be read, or only that the snapshot was withdrawn.
-        """
+        """Count a failed read, so that the donor's next snapshot (or, after ``TRIAL_COUNT`` failures, all) is streamed."""
         self._readable.discard(donor)
         self._failures[donor] += 1
 

@@ -103,11 +103,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         self._is_torn = False  # whether a step was interrupted, so that the ranks of the replica may differ
 
     def place(self, world: World, replica: Group, counterparts: Group, leaders: Sequence[int]) -> None:
-        """Set this rank's replica and counterparts.
-
-        Args:
-            counterparts: Ranks of all replicas with the same shards as this rank, including this rank.
-        """
+        """Set the ranks of this replica, leader first, this rank's counterparts in all replicas, and all leaders."""
         self._given_group, self._given_world, self._replica = counterparts, world, replica
         self._counterparts = dict(zip(leaders, counterparts.ranks, strict=True))
         if world.rank == replica.ranks[0]:
@@ -269,10 +265,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return info
 
     async def _copy(self, iteration: int) -> str:
-        """Take a snapshot, and return the reason why it cannot be sent; "" if it can.
-
-        The leader has already begun its snapshot.
-        """
+        """Take a snapshot, unless the leader has begun it; return the reason why it cannot be sent, or ""."""
         if self._following is not None:
             snapshot = self._following.on_step()
             assert isinstance(snapshot, TakeSnapshot), f"{snapshot} where the leader took a snapshot"

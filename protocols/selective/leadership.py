@@ -96,10 +96,7 @@ class Leadership:
 
     @staticmethod
     def listen(services: Services) -> None:
-        """Begin to receive messages about coordinators, before this rank's own start is complete.
-
-        Other ranks may have started even if this rank's start fails.
-        """
+        """Begin to receive messages about coordinators, even before this rank's own start is complete."""
         services.shared(Board)
 
     def begin(self) -> None:
@@ -208,11 +205,7 @@ class Leadership:
                 self._board.close(self._scopes.between)
 
     def _on_request(self, request: Request, source: int) -> bool:
-        """Answer a request for admission if this rank coordinates.
-
-        Returns:
-            Whether the request may still be granted, by this rank or by its coordinator.
-        """
+        """Answer a request for admission if this rank coordinates; return whether it may still be granted."""
         if self._serving is None or source not in self._members:
             is_waiting = (
                 self._succession.is_newcomer and self._admitted.get(self._services.rank) != self._services.incarnation

@@ -74,10 +74,7 @@ class Roster:
             self._hosts[rank] = host
 
     def hosts_of(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Return each rank's host number; empty if a member's host is unknown.
-
-        Each rank of another island is assumed to be on a host of its own.
-        """
+        """Return each rank's host number, with a separate one for each guest; empty if a member's host is unknown."""
         if not self._hosts:
             return {}
         hosts = {rank: self._hosts.get(rank, 0) if rank in self.members else -1 - rank for rank in ranks}

@@ -246,10 +246,7 @@ class RoundCoordinator:
         return self._depart(rank, "was lost", now)
 
     def on_time(self, now: float) -> tuple[Send, ...]:
-        """Make the transitions whose deadline has passed.
-
-        Call this method at `next_deadline`, after passing on all messages that have arrived.
-        """
+        """Make the transitions whose deadline has passed; call this after passing on all messages that have arrived."""
         return self._advance(now, timers=True)
 
     def on_stop(self) -> tuple[Send, ...]:

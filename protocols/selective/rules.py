@@ -272,10 +272,7 @@ def sources_of(
 
 
 def _network_load(decision: Decision, hosts: Mapping[int, int]) -> float:
-    """Return the load of the busiest host's network on the direct route.
-
-    The load is the number of models that the host sends or receives, whichever is larger.
-    """
+    """Return the larger of the numbers of models that the busiest host sends and receives on the direct route."""
     donors, replacers = (Counter(hosts[rank] for rank in ranks) for ranks in (decision.donors, decision.replacers))
     return max(
         max(replacers[host] * (donors.total() - donors[host]), donors[host] * (replacers.total() - replacers[host]))
@@ -286,11 +283,7 @@ def _network_load(decision: Decision, hosts: Mapping[int, int]) -> float:
 def _sharded_network_load(
     reducers: tuple[int, ...], decision: Decision, model_nbytes: int, hosts: Mapping[int, int]
 ) -> float:
-    """Return the load of the busiest host's network on the sharded route.
-
-    The load is the number of models that the host sends or receives, whichever is larger. Donors' parts and the
-    reducers' means are counted together, since both are on the network at the same time.
-    """
+    """Return the larger of the numbers of models that the busiest host sends and receives on the sharded route."""
     are_shared = bool(sources_of(decision, reducers, model_nbytes, hosts))
     replacers_ = {hosts[rank]: rank for rank in decision.replacers}.values() if are_shared else decision.replacers
     groups = decision.donors, replacers_, reducers

@@ -235,11 +235,7 @@ class Watch:
         self._late.append(is_long and _ROUND_ANSWER_COUNT * took_s > self._interval_s)
 
     def suspicion(self, place: int) -> str | None:
-        """Return the reason to take over, such as "has not answered for 2.1 s"; None to keep the coordinator.
-
-        Args:
-            place: This rank's position, from 0, among the members that ask for answers.
-        """
+        """Return the reason to take over, such as "has not answered for 2.1 s"; None to keep the coordinator."""
         is_silent = self._silent_s >= SILENT_S * (1 + place) and self._missed_count >= MISSED_REPORT_COUNT * (1 + place)
         if is_silent and self._asked_at is not None:
             return f"has not answered for {self._silent_s:.2g} s"

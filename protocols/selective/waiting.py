@@ -64,21 +64,12 @@ def cadence_s(intervals_s: Sequence[float]) -> float:
 
 
 def grace_s(cadence_s: float, quorum_s: float, rounds_s: Sequence[float]) -> float:
-    """Return the seconds to wait for late reports after the quorum, without delaying a later round.
-
-    Args:
-        cadence_s: Median seconds between a member's reports.
-        quorum_s: Seconds from the first report to the quorum.
-    """
+    """Return the seconds to wait for late reports after the quorum, without delaying a later round."""
     return max(0.0, cadence_s - quorum_s - (median_low(rounds_s) if rounds_s else 0.0))
 
 
 def is_expected(pace: Pace, cadence_s: float, within_s: float) -> bool:
-    """Return whether a member's next report can be expected within the next `within_s` seconds.
-
-    A member whose report is overdue by more than `within_s` is not expected, since it may have stopped for an unknown
-    time. A member with an unknown interval is assumed to report once per cadence.
-    """
+    """Return whether a member's next report is due within ``within_s`` seconds, or overdue by at most that time."""
     return abs((pace.interval_s or cadence_s) - pace.silent_s) <= within_s
 
 
@@ -88,10 +79,7 @@ def is_late(pace: Pace, cadence_s: float) -> bool:
 
 
 def hold_s(pace: Pace, stream_safe_points: int) -> float:
-    """Return the estimated duration of a round, in seconds, if this member has a role in it.
-
-    A member whose report is overdue is assumed to need as much time again.
-    """
+    """Return the estimated duration in seconds of a round in which this member has a role."""
     step_s, interval_s, silent_s = pace
     overdue_s = silent_s - interval_s if 0 < interval_s < silent_s else 0.0
     return (_ROLE_STEP_COUNT + stream_safe_points) * step_s + overdue_s
@@ -103,10 +91,7 @@ def free_s(holds: Mapping[int, float], cadence_s: float) -> float:
 
 
 def slow_ranks(holds: Mapping[int, float], allowed_s: float) -> frozenset[int]:
-    """Return the members with which a round would take longer than ``allowed_s``.
-
-    Empty if fewer than two other members remain.
-    """
+    """Return the members with which a round would exceed ``allowed_s``; empty if fewer than two others remain."""
     slow = frozenset(rank for rank, hold_s in holds.items() if hold_s > allowed_s)
     return slow if len(holds) - len(slow) >= 2 else frozenset()
 

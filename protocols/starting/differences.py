@@ -41,11 +41,7 @@ def told_of_rivals(agreements: Agreements, meeting: Meeting) -> Iterator[None]:
 
 @contextlib.contextmanager
 def told_of_missing(rank: int) -> Iterator[None]:
-    """Add a hint about ``group=`` to a StartTimeoutError of the body, which starts a policy.
-
-    Args:
-        rank: This rank. The error is unchanged if this rank itself is among the missing ones.
-    """
+    """Add a hint about ``group=`` to a StartTimeoutError of the body, which starts a policy."""
     try:
         yield
     except StartTimeoutError as error:

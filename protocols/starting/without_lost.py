@@ -52,11 +52,7 @@ async def start_without_lost(
 
 
 def lost_members(world: World, ranks: Sequence[int], meeting: Meeting) -> tuple[int, ...]:
-    """Return the members of a policy that do not take part in its start, because they are lost or were restarted.
-
-    Args:
-        meeting: Agreement on the start.
-    """
+    """Return the members of a policy that do not take part in its start, because they are lost or were restarted."""
     met = frozenset(meeting.ranks)
     absent = (rank for rank in ranks if rank not in met)
     return (*world.agreements.incarnations.replaced(meeting.key), *absent)

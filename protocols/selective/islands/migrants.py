@@ -111,10 +111,7 @@ class Migrants:
         return {rank: member for rank, member in self._members.items() if rank not in self.named}
 
     def dismissals(self) -> list[Send]:
-        """Return the messages that end the guests' roles in the round in progress.
-
-        They are needed when the coordinator is replaced, since the new coordinator does not know the guests.
-        """
+        """Return the messages that end the guests' roles, since a new coordinator does not know the guests."""
         end = End("the coordinator is replaced")
         return [Send(rank, self._round, end) for rank in self.named if self._members[rank].live]
 

@@ -62,12 +62,7 @@ class Newcomers:
                 self._failures[rank] = _Failures(self._failures[rank].failed_count + 1, decision_count, next_at)
 
     def allowed_s(self, ranks: Sequence[int], cadence_s: float, round_s: float) -> float:
-        """Return the time limit in seconds of a round that admits these ranks; infinite if a duration is unknown.
-
-        Args:
-            cadence_s: Median seconds between a member's reports; 0 if unknown.
-            round_s: Duration of a round in seconds; 0 if unknown.
-        """
+        """Return the time limit in seconds of a round that admits these ranks; infinite if a duration is unknown."""
         first_s = max(_FIRST_CADENCES * cadence_s, _FIRST_ROUNDS * round_s)
         count = max((self._failures[rank].failed_count for rank in ranks), default=0)
         return first_s * 2 ** min(count, 16) if cadence_s and round_s else math.inf

@@ -38,11 +38,7 @@ class Arrival:
         self._nbytes_max = _STATE_NBYTES_MAX + _STATE_MODEL_COUNT_MAX * model_nbytes
 
     async def complete(self, application: Application, leadership: Leadership) -> None:
-        """Repeat the request for admission, and receive the state of a member, until this rank is admitted.
-
-        Raises:
-            AsyncdistError: See :meth:`Application.until`.
-        """
+        """Repeat the request for admission, and receive the state of a member, until this rank is admitted."""
         while self._member.is_joining:
             await application.until(self._has_news)
             welcome = application.take_welcome()

@@ -178,11 +178,7 @@ class Application:
         self._board.end_application(self)
 
     async def welcomed(self) -> tuple[Welcome, int]:
-        """Send requests until a coordinator has answered; return the answer and the coordinator's rank.
-
-        Raises:
-            AsyncdistError: See :meth:`until`.
-        """
+        """Send requests until a coordinator has answered; return the answer and the coordinator's rank."""
         await self.until(lambda: False)
         welcome = self.take_welcome()
         assert welcome is not None, "there is no answer"

@@ -62,11 +62,7 @@ def packed(value: Any) -> torch.Tensor:
 
 
 def unpacked(data: torch.Tensor) -> Any:
-    """Restore the tree from the bytes of :func:`packed`; the tree's tensors are views of ``data``.
-
-    Raises:
-        RemoteProtocolError: The bytes are not a packed tree.
-    """
+    """Restore the tree that :func:`packed` has packed, with views of ``data``; raise RemoteProtocolError for other bytes."""
     try:
         return _unpacked(data)
     except Exception as error:  # torch raises many types of exceptions for malformed data
@@ -108,10 +104,7 @@ def _mapped(change: Any, node: Any) -> Any:
 
 
 def _chunks(state: torch.Tensor | None, nbytes: int) -> list[memoryview] | None:
-    """Return the chunks to send to a receiver that has allocated ``nbytes``: the state's size, or the state.
-
-    None if neither of them has this length.
-    """
+    """Return the chunks with the state's size, or with the state, whichever has ``nbytes``; None if neither has."""
     if state is not None and nbytes == _LENGTH_NBYTES:
         return [memoryview(bytearray(state.numel().to_bytes(_LENGTH_NBYTES, "little")))]
     return split(byte_view(state), CHUNK_NBYTES) if state is not None and nbytes == state.numel() else None

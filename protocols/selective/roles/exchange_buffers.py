@@ -49,12 +49,7 @@ class ExchangeBuffers:
         return Accumulator(self._pools[-1])
 
     def release(self, accumulator: Accumulator, *, is_clean: bool) -> None:
-        """End the use of an accumulator by its exchange.
-
-        Args:
-            is_clean: Whether no more chunks can arrive in the accumulator or the ring. If false, the next exchange
-                allocates new memory.
-        """
+        """End an exchange's use of an accumulator; if not ``is_clean``, chunks may still arrive in it, so do not reuse it."""
         accumulator.release()
         if not is_clean:
             self._pools = [*(pool for pool in self._pools if pool.in_use), SnapshotPool(self._flat, accumulate=True)]

@@ -135,11 +135,7 @@ class MemberRoles:
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def step(self, iteration: int) -> StepInfo:
-        """Take a snapshot or apply an average, if one is due in this step.
-
-        Returns:
-            The result of the step: an applied average, or a round that was abandoned since the last step.
-        """
+        """Take a snapshot or apply an average if one is due, and return the result of the step."""
         given_up = self.replacer.take_given_up()
         match self._member.on_step():
             case TakeSnapshot() as due:
@@ -151,11 +147,7 @@ class MemberRoles:
         return given_up
 
     def take_snapshot(self, due: TakeSnapshot, iteration: int) -> None:
-        """Begin to copy the weights; :meth:`_on_copied` is called when the copy is complete.
-
-        Raises:
-            ValueError: The model has changed since the policy was created; the round continues without this rank.
-        """
+        """Begin to copy the weights; raise ValueError if the model has changed since the policy was created."""
         try:
             copy = self.donor.copy(due.round, iteration, with_state=due.round == self._member.admitting)
         except ValueError:
@@ -193,11 +185,7 @@ class MemberRoles:
         return self.donor.fault_of(self._held)
 
     def conclude(self, fault: str) -> None:
-        """Offer the waiting copy, or drop it if ``fault`` is not ""; do nothing without a copy.
-
-        Args:
-            fault: Reason why a shard of the model cannot be sent, on this rank or another.
-        """
+        """Offer the waiting copy, if any, or drop it if ``fault`` is a reason why this or another shard cannot be sent."""
         held, self._held = self._held, None
         if held is not None:
             self._end_copy(held, fault)

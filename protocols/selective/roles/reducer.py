@@ -186,10 +186,7 @@ class Reducer:
             stream.finish(lambda stream: cancel_stream(self._services, channel, stream, state.round))
 
     def _settle(self, state: _Sum) -> None:
-        """Record that the mean is complete or has failed, and notify this rank's own exchange.
-
-        Replacers' requests are refused if the mean was never offered.
-        """
+        """Record that the mean is complete or has failed, and notify this rank's own exchange."""
         state.is_settled = True
         if state.offer is None:
             self._server.end_mean(state.round, state.part)

@@ -38,11 +38,7 @@ class Replacer:
             self.exchange.ask_early(assign)
 
     async def receive(self, exchange: Exchange, frozen: Frozen) -> str:
-        """Average the snapshots of the frozen round's donors, in rank order.
-
-        Returns:
-            The reason why the average cannot be applied; "" if it is complete.
-        """
+        """Average the donors' snapshots; return the reason if the average cannot be applied, and "" otherwise."""
         try:
             receiver = await exchange.run(frozen)
         except (AsyncdistError, TimeoutError) as error:

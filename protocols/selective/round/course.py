@@ -138,10 +138,7 @@ class RoundCourse:
         return sends
 
     def take_answer(self, rank: int, number: int) -> bool:
-        """Record that a replacer has applied its average; return False if no such answer was expected.
-
-        An answer after the round's timeout is still expected.
-        """
+        """Record that a replacer has applied its average, even late; return False if no such answer was expected."""
         state = self.current
         if state is not None and state.number == number and state.frozen and rank in state.waiting_replacers:
             state.waiting_replacers.remove(rank)

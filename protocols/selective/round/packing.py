@@ -44,11 +44,7 @@ def pack_ranks(ranks: Sequence[int]) -> bytes:
 
 
 def unpack_ranks(packed: bytes) -> tuple[int, ...]:
-    """Return the ranks that :func:`pack_ranks` has packed.
-
-    Raises:
-        ValueError: The bytes are not a packed set of ranks.
-    """
+    """Return the ranks that :func:`pack_ranks` has packed; raise ValueError for other bytes."""
     form, rest = packed[:1], packed[1:]
     if form == _LISTED and rest and len(rest) % _RANK.size == 0:
         ranks = struct.unpack(f"<{len(rest) // _RANK.size}I", rest)
@@ -82,11 +78,7 @@ def pack_numbers(numbers: Sequence[int]) -> bytes:
 
 
 def unpack_numbers(packed: bytes, count: int) -> tuple[int, ...]:
-    """Return the ``count`` numbers that :func:`pack_numbers` has packed; the caller must have checked ``count``.
-
-    Raises:
-        ValueError: The bytes are not ``count`` packed numbers.
-    """
+    """Return the ``count`` numbers that :func:`pack_numbers` has packed; raise ValueError for other bytes."""
     form, rest = packed[:1], packed[1:]
     if not count and not packed:
         return ()
@@ -109,11 +101,7 @@ def pack_weights(weights: Sequence[float]) -> bytes:
 
 
 def unpack_weights(packed: bytes, count: int) -> tuple[float, ...]:
-    """Return the ``count`` weights that :func:`pack_weights` has packed; the caller must have checked ``count``.
-
-    Raises:
-        ValueError: The bytes are not ``count`` packed weights, or a weight is negative or not finite.
-    """
+    """Return the ``count`` weights that :func:`pack_weights` has packed; raise ValueError for other bytes."""
     form, rest = packed[:1], packed[1:]
     if not count and not packed:
         return ()
@@ -134,11 +122,7 @@ def join(*parts: bytes) -> bytes:
 
 
 def split(joined: bytes, count: int) -> list[bytes]:
-    """Return the parts that :func:`join` has joined.
-
-    Raises:
-        ValueError: The bytes are not ``count`` parts.
-    """
+    """Return the ``count`` parts that :func:`join` has joined; raise ValueError for other bytes."""
     parts: list[bytes] = []
     start = 0
     while start + _RANK.size <= len(joined) and len(parts) < count:

@@ -89,11 +89,7 @@ class Freeze(NamedTuple):
 
 @functools.lru_cache(_KEPT_COUNT)
 def unpack_plan(packed: bytes) -> Plan:
-    """Return the plan that :meth:`Plan.packed` has packed.
-
-    Raises:
-        ValueError: The bytes are not a packed plan.
-    """
+    """Return the plan that :meth:`Plan.packed` has packed; raise ValueError for other bytes."""
     head, named_, places, judged, restarted, incarnations, reducers_ = split(packed, 7)
     best, admits = _unpack(_HEAD, head)
     named, reducers, again = map(unpack_ranks, (named_, reducers_, restarted))
@@ -115,11 +111,7 @@ def unpack_plan(packed: bytes) -> Plan:
 
 @functools.lru_cache(_KEPT_COUNT)
 def unpack_freeze(packed: bytes) -> Freeze:
-    """Return the description that :meth:`Freeze.packed` has packed.
-
-    Raises:
-        ValueError: The bytes are not a packed freeze.
-    """
+    """Return the description that :meth:`Freeze.packed` has packed; raise ValueError for other bytes."""
     head, donors_, weights, iterations, reducers = split(packed, 5)
     donors, count = unpack_ranks(donors_), len(unpack_ranks(donors_))
     numbers = unpack_weights(weights, count), unpack_numbers(iterations, count)
