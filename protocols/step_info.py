@@ -124,7 +124,7 @@ class RoleAssigned:
     """Event: this rank has a role in a new round.
 
     :class:`AverageApplied`, :class:`RoundEnded` or :class:`RoundAbandoned` of the same round follows, unless the policy
-    ends first. A donor's :class:`SnapshotTaken` precedes it, unless the round ends before the donor's next step.
+    ends first. Before that event, a donor gets :class:`SnapshotTaken`, unless the round ends before its next step.
 
     Attributes:
         round: Number of the round.

@@ -78,7 +78,7 @@ class Neighbours:
             self.note_failure(donor)
 
     def note_failure(self, donor: int) -> None:
-        """Count a failed read, so that the donor's next snapshot (or, after ``TRIAL_COUNT`` failures, all) is streamed."""
+        """Count a failed read. The donor's next snapshot is streamed, and all after ``TRIAL_COUNT`` failures."""
         self._readable.discard(donor)
         self._failures[donor] += 1
 

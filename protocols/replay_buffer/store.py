@@ -349,7 +349,11 @@ class _Priorities:
         return float(self._smallest.min())
 
     def draw(self, at: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-        """Return the indices at which the cumulative sum reaches the fractions ``at``; raise ValueError if all are 0."""
+        """Return the indices at which the cumulative sum reaches the fractions ``at`` of the total.
+
+        Raises:
+            ValueError: The total is 0.
+        """
         bounds = np.cumsum(self._sums)
         if not bounds[-1] > 0:
             raise ValueError("every priority is zero; at least one must be above zero")

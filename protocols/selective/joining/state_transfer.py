@@ -62,7 +62,11 @@ def packed(value: Any) -> torch.Tensor:
 
 
 def unpacked(data: torch.Tensor) -> Any:
-    """Restore the tree that :func:`packed` has packed, with views of ``data``; raise RemoteProtocolError for other bytes."""
+    """Restore the tree that :func:`packed` has packed; its tensors are views of ``data``.
+
+    Raises:
+        RemoteProtocolError: The bytes are not a packed tree.
+    """
     try:
         return _unpacked(data)
     except Exception as error:  # torch raises many types of exceptions for malformed data

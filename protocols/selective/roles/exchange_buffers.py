@@ -49,7 +49,10 @@ class ExchangeBuffers:
         return Accumulator(self._pools[-1])
 
     def release(self, accumulator: Accumulator, *, is_clean: bool) -> None:
-        """End an exchange's use of an accumulator; if not ``is_clean``, chunks may still arrive in it, so do not reuse it."""
+        """End an exchange's use of an accumulator.
+
+        If ``is_clean`` is false, chunks may still arrive in the memory, so that it is not reused.
+        """
         accumulator.release()
         if not is_clean:
             self._pools = [*(pool for pool in self._pools if pool.in_use), SnapshotPool(self._flat, accumulate=True)]
