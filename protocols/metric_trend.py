@@ -37,7 +37,7 @@ class MetricTrend:
         self._wrong: tuple[float, float] | None = None
 
     def take_wrong(self) -> tuple[float, float] | None:
-        """Return the first and the newest best metric if the trend is newly found to be wrong; otherwise None."""
+        """Return the first and the newest best metric when the trend has just become wrong; otherwise None."""
         wrong, self._wrong = self._wrong, None
         return wrong
 
@@ -75,7 +75,7 @@ class BlankMetrics:
                 self._count, self._is_found = None, True
 
     def take_found(self) -> bool:
-        """Return True if several consecutive decisions without a finite metric were newly found; otherwise False."""
+        """Return True once, after several consecutive decisions without a finite metric; otherwise False."""
         is_found, self._is_found = self._is_found, False
         return is_found
 

@@ -300,6 +300,6 @@ class Timing:
     seconds: dict[str, list[float]] | None = field(default=None)
 
     def add(self, name: str, duration_s: float) -> None:
-        """Append a duration, if the user has passed a dict."""
+        """Append a duration in seconds to the list of ``name``, if the user has passed a dict."""
         if self.seconds is not None:
             self.seconds.setdefault(name, []).append(duration_s)

@@ -25,7 +25,7 @@ from asyncdist.protocols.ranking import (
 ReplacementMode: TypeAlias = Literal["age", "threshold", "worst_ratio"]
 REPLACEMENT_MODES: Final[tuple[ReplacementMode, ...]] = get_args(ReplacementMode)
 
-#: Number of other ranks with whose metrics a rank compares its own; more only if it draws more donors.
+#: Largest number of other ranks whose metrics a rank reads, unless it draws more donors.
 SAMPLE_COUNT: Final = 32
 #: Smallest number of ranks whose metrics a rank reads to choose donors, in a large group and with the mode `"age"`.
 AGE_SAMPLE_COUNT: Final = 8

@@ -216,7 +216,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return tuple(Status(metric, following.assignment_count, is_complete, following.failure, trouble))
 
     async def _decide(self, said: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Choose and carry out the leader's action at a swap point; after ``progress``, nothing is awaited."""
+        """Choose and carry out the leader's action at a swap point."""
         member = self._leading
         assert member is not None, "only the leader decides"
         await self._world.progress()

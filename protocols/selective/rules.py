@@ -123,10 +123,9 @@ def averaging_weights(
 ) -> tuple[float, ...]:
     """Return one unnormalised weight per donor; all are >= 0, with a positive finite sum.
 
-    The receiver divides by their sum; weights of exactly 1 make the mean of 1, 2 and 3 exactly 2. With `weighted_mean`,
-    a donor's weight is the difference between its metric and the worst finite metric of all participants, including the
-    replaced ranks. If all differences are 0, all weights are 1. Weights that could overflow float32 are scaled by a
-    power of two, which does not change their ratios.
+    The receiver divides by their sum. With `weighted_mean`, a donor's weight is the difference between its metric and
+    the worst finite metric of all participants, including the replaced ranks. If all differences are 0, all weights are
+    1. Weights that could overflow float32 are scaled by a power of two, which does not change their ratios.
 
     Args:
         averaging_strategy: One of `STRATEGIES`. Every strategy except `weighted_mean` weighs all donors equally.

@@ -185,7 +185,7 @@ class MemberRoles:
         return self.donor.fault_of(self._held)
 
     def conclude(self, fault: str) -> None:
-        """Offer the waiting copy, if any; drop it if ``fault`` is the reason why a shard of the model cannot be sent."""
+        """Offer the waiting copy, or drop it if ``fault`` is not "" (a reason why a shard cannot be sent)."""
         held, self._held = self._held, None
         if held is not None:
             self._end_copy(held, fault)
