@@ -240,7 +240,7 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
 
 
 def names_lost_ranks(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this rank's launcher reports killed ranks to the user, unlike Slurm and Kubernetes on torch."""
+    """Return whether this rank's launcher reports killed ranks to the user. Slurm and Kubernetes do not."""
     name = "TORCHELASTIC_RUN_ID"
     return bool(environ.get(name)) or name in _hidden or multiprocessing.parent_process() is not None
 

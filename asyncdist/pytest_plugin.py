@@ -226,7 +226,6 @@ class _Record:
         report: Report of the simulation, even if it ended in a deadlock.
         waiting: Description of each task's wait after a deadlock or a time limit.
         earlier_seeds: Seeds that the test ran before with the same fixtures.
-        returned: Ranks whose main returned.
         raised: For each rank whose main raised, the exception and its virtual time, in order of time.
     """
 

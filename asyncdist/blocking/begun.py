@@ -52,10 +52,6 @@ class BegunCall:
     Args:
         coroutine: Coroutine that has already been sent its first None.
         awaited: Future that the coroutine then yielded; None if it only let other tasks run, which have run since.
-
-    Attributes:
-        outcomes: List to which the call's outcome is appended.
-        is_cancelled: Whether to cancel the coroutine when it is continued.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], awaited: Any) -> None:

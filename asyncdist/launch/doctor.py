@@ -84,12 +84,7 @@ class Facts:
         path_mpirun: First ``mpirun`` in PATH, and its flavour.
         survives: Whether this is a rank of a job on MPI that continues when ranks die.
         restarts: Whether this is a rank of a job on torch that ranks may join later.
-        has_home: Whether HOME is set, without which Open MPI does not start.
         own_cores: Number of cores that this process may use.
-        local_size: Number of ranks on this host; None if the launcher does not set it.
-        omp_threads: Value of OMP_NUM_THREADS; or None.
-        backends: Backends of torch.distributed. Messages use gloo.
-        gpus: Names of the GPUs that torch sees.
         gpu_error: Why torch sees no GPU although the host has GPUs; or None.
         torch_error: Why the torch transport cannot start with the current variables; or None.
         secret_error: Why the user's secret cannot be used; or None.

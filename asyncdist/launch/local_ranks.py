@@ -153,9 +153,6 @@ class Restarts(Generic[P]):
         notes: Process that sets keys of the store; None if no rank may join.
         is_open: Whether a new process may replace a killed rank that is not restarted.
         have_joined: Whether these ranks have joined the world of another launcher.
-
-    Attributes:
-        goes_on: Whether the others continue when a rank is killed.
     """
 
     def __init__(

@@ -151,9 +151,7 @@ class Agent:
     """A connection to the agent on a host, which starts ranks there. Prints the output of these ranks.
 
     Args:
-        host: Host to connect to.
         ssh: Words of the command that reaches the host.
-        script: Path of the script that the ranks will run.
         needs: Paths of programs that must exist on the host.
         reports: Token of a job whose guardians send reports; "" if they send none.
 

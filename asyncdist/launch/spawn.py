@@ -210,11 +210,9 @@ class _Child:
 
     Attributes:
         pipe: Pipe from the rank, which sends an empty message when it runs, and its result at the end.
-        started: Whether the rank has begun to run.
         returned: Whether its function has returned, or has called ``sys.exit(0)``.
         failure: Traceback from the rank, or else a description of how it ended; None if it has not failed.
         kind: Whether the rank is the cause of the failure; see :mod:`asyncdist.launch.rank_process`.
-        failed_at_s: Time of the failure or of its detection, on the monotonic clock.
         rest: Pidfds of the processes that the rank had started when it was asked to stop.
     """
 

@@ -80,7 +80,6 @@ class Launch:
     Attributes:
         transport: Transport that belongs to the launcher.
         expected_size: Number of ranks according to the launcher; None if unknown.
-        rank: Rank of this process according to the launcher.
         source: Variable by which the launcher was recognized, ``GROUP_SOURCE``, or ``NO_LAUNCHER``.
     """
 
@@ -95,7 +94,6 @@ class TorchRendezvous:
     """Describes where and how the ranks of a torch.distributed job meet.
 
     Attributes:
-        address: Address of the host with the store.
         is_store_served: Whether the launcher serves the store, like torchrun's agent; otherwise rank 0 does.
         incarnation: Number of earlier processes that had this rank.
         admits_restarted: Whether restarted or new ranks may join the world later.

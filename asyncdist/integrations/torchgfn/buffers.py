@@ -222,8 +222,7 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
     def run(self) -> None:
         """Serve until each training rank of this buffer has sent a termination signal or is gone.
 
-        Raises:
-            BaseException: The exception of the scoring function or ``_compute_metadata``; the job fails with it.
+        If the scoring function or ``_compute_metadata`` raises, the job fails with that exception.
         """
         world = join()
         with _Desk(world, self.num_training_ranks) as desk:

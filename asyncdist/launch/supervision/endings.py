@@ -35,9 +35,7 @@ class JobEnds:
     """Collects how the ranks under an mpirun have ended, and decides which ends to report and the job's exit code.
 
     Attributes:
-        ranks: Number of ranks of the job.
         goes_on_by: Option with which the others would have continued after a kill; "" if there is none.
-        survives: Whether the job continues when ranks die.
         is_across_hosts: Whether ranks communicate over a network, so that Open MPI ends those that lose a connection.
         passed_on: Signals that the launcher has passed on to the ranks.
         codes: Exit codes of the ended ranks, keyed by rank in the order in which they ended; negative for signals.
