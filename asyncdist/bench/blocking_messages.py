@@ -86,7 +86,7 @@ class TorchRival(Rival):
 
 
 async def rival_of(world: ad.World) -> Rival:
-    """Return the library that uses the world's backend. All ranks must call this."""
+    """Return the other library, which uses the same backend as the world. All ranks must call this."""
     if world.transport_name != "torch":
         return MpiRival()
     from torch import distributed

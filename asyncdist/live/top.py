@@ -56,7 +56,7 @@ class JobView:
         self._answered_at_s: dict[int, float] = {}
 
     def ask(self, places: Sequence[Place]) -> None:
-        """Ask all ranks at once for their counters, and ranks that make no steps also for what they are doing."""
+        """Ask all ranks at once for their counters, and ask ranks that make no steps what they are doing."""
         answers = sockets.exchange(places, sockets.COUNTERS)
         self._answered_at_s |= dict.fromkeys(answers, time.monotonic())
         for data in answers.values():

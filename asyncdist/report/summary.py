@@ -118,7 +118,7 @@ class Summary:
         begun: Starts of policies in restarted processes, oldest first.
         rounds: All rounds, oldest first.
         nbytes: Number of bytes of messages from a rank (row) to a rank (column), shape (size, size).
-        news: Losses, failovers, errors of main, and files without an end: time, reporting rank and text.
+        news: Losses, failovers, errors of main and files without an end, each as time, reporting rank and text.
         first_step_s: Time at which the first step of any rank ended, in seconds since the job began; infinity without
             steps.
         ends: Error that ended main, by rank with a recording: "" if main returned, None if the end is not recorded. For
@@ -413,9 +413,9 @@ def _news_of(event: Event) -> str:
 
 
 def _follow(summary: Summary) -> None:
-    """Compute the descent of all weights, and the time at which the last replacer of each round applied its average.
+    """Compute the ancestry of each rank's last weights, and the time at which each round's average was last applied.
 
-    The last replacement determines a rank's shares; training does not change them.
+    A rank's ancestry changes only when its weights are replaced; training does not change it.
     """
     decided: dict[tuple[int, int], list[Round]] = {}
     for each in summary.rounds:

@@ -129,7 +129,7 @@ class Interfaces:
         self._in_free_at = [0.0] * (self._host_of[-1] + 1)
 
     def leave(self, rank: int, ready_at: float, nbytes: int) -> float:
-        """Return when the first of ``nbytes`` bytes leaves the host of ``rank``; ``ready_at`` or later."""
+        """Return when the first of ``nbytes`` bytes leaves the host of ``rank``, not before ``ready_at``."""
         host = self._host_of[rank]
         begins_at = max(ready_at, self._out_free_at[host])
         self._out_free_at[host] = begins_at + nbytes / self.bandwidth

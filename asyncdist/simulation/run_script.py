@@ -408,7 +408,7 @@ def print_failures(report: SimReport[Any] | None, error: BaseException | None, c
 
 
 def results_of(report: SimReport[Any], without: str = "None") -> list[str]:
-    """Describe how each rank ended, one line per group of equal neighbours; ``without`` stands for no result."""
+    """Describe how each rank ended, one line per group of equal neighbours; ``without`` is shown for no result."""
     texts = [without if result is None else _brief(result) for result in report.results]
     for rank in report.killed_ranks:
         texts[rank] = "killed"

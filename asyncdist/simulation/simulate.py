@@ -305,7 +305,7 @@ class _Simulation:
         finally:
             try:
                 self._clear()
-            finally:  # even if a task raised KeyboardInterrupt during the clean-up
+            finally:  # a task may raise KeyboardInterrupt during the clean-up
                 self._states.restore()
 
     def _let_happen(self, until_s: float | None, after_event: Callable[[], object] | None) -> bool:

@@ -94,7 +94,7 @@ class RandomStates:
         numpy_outside = np.random.RandomState(self._generators[-1])
         numpy_outside.set_state(
             np.random.mtrand._rand.get_state(legacy=False)
-        )  # including the stored half of a pair of normal numbers
+        )  # the state includes the stored half of a pair of normal numbers
         self._numpy.append(numpy_outside)
         self._random.append(random._inst)
         self._entropy: dict[int, random.Random] = {}
@@ -106,7 +106,7 @@ class RandomStates:
         self.current = size
 
     def _fresh(self, process: str) -> _States:
-        """Return the initial random states of the process with this name."""
+        """Return the initial random states of the process with this name, which is part of their seed."""
         inherited = self._inherited
         number = random.Random(f"{self._seed} random state {process}").getrandbits(63)
         seed: Any = _Seed(f"{self._seed} numpy's random state {process}")

@@ -42,7 +42,7 @@ _SHRINK_RUN_COUNT: Final = 300
 #: Seconds of work that a process receives at a time: short enough for a progress bar, long enough to be efficient.
 _CHUNK_S: Final = 0.5
 _CHUNK_SEED_COUNT_MAX: Final = 64
-#: Number of characters of an assertion's message, without its numbers, that must be equal in equal failures.
+#: Number of characters of an assertion's message, without its numbers, that are compared to recognise equal failures.
 _PREFIX_LENGTH: Final = 40
 
 

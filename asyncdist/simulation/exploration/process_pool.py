@@ -134,7 +134,7 @@ class Pool:
 
 @contextlib.contextmanager
 def open_runner(payload: bytes, process_count: int) -> Iterator[Inline | Pool]:
-    """Open a runner of seeds, a :class:`Pool` or an :class:`Inline`, which ends with the context."""
+    """Open a :class:`Pool`, or an :class:`Inline` for one process, to run seeds until the context ends."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         sys.exit(1)  # a script without a __main__ guard was imported by this worker; its parent reports the error once
     runner = Inline(payload) if process_count == 1 else Pool(payload, process_count)
