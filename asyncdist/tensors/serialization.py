@@ -89,7 +89,7 @@ def words_of(error: BaseException) -> tuple[str, str]:
     """Return an exception's class name and message, cut to less than a thousand bytes in total."""
     try:
         text = str(error)
-    except Exception as second:  # must not raise, since other ranks wait for this report
+    except Exception as second:  # this function must not raise, since other ranks wait for the report
         text = f"(its __str__ raised {type(second).__name__})"
     return cut_text(type_name(type(error)), _KIND_NBYTES_MAX), cut_text(text, _TEXT_NBYTES_MAX)
 

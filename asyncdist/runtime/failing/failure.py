@@ -229,7 +229,7 @@ def _with_notes(line: str, error: BaseException) -> str:
 def own_error(
     caught: BaseException, monitor: FailureMonitor | None, interrupts: Interrupts, rank: int
 ) -> BaseException:
-    """Return the error to raise to the caller: this rank's own error, or the failure elsewhere that caused it."""
+    """Return the error to raise to the caller: this rank's own error, or the peer's failure behind the error."""
     cause = monitor.error if monitor is not None and not has_cause_here(caught) else None
     cause = interrupts.error(rank) or cause
     if cause is not None:
