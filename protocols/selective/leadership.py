@@ -176,7 +176,7 @@ class Leadership:
         return why is None
 
     def note_answer(self, step: int) -> None:
-        """Record that the coordinator's answer to a report has arrived in this rank's step ``step``."""
+        """Record that the coordinator's answer to a report has arrived; ``step`` is this rank's present step."""
         self._watch.on_answer(step, self._services.time())
 
     async def serve_reserved(self) -> CoordinatorStatistics:

@@ -207,7 +207,7 @@ def reducers_of(
 
     On the direct route, each of D donors sends its model to each of R replacers, so the busiest rank transfers max(D,
     R) models. On the sharded route, a donor sends one part to each reducer, and each reducer sends the mean of its part
-    to each replacer, D + R - 1 models in total. The larger of the two groups reduces, so that the busiest rank
+    to each replacer, D + R - 1 models in total. The larger of the two groups are the reducers, so that the busiest rank
     transfers 1 + (min(D, R) - 1) / max(D, R) models, less than two. Donors from other islands never reduce. If the
     hosts are known, only the ranks of one host reduce if this lowers the load of the busiest host's network and no rank
     transfers more than two models.

@@ -227,7 +227,7 @@ class Watch:
             self._silent_s += usual_s
 
     def on_answer(self, step: int, now: float) -> None:
-        """Record that the coordinator's answer to a report has arrived in this rank's step ``step``."""
+        """Record that the coordinator's answer to a report has arrived; ``step`` is this rank's present step."""
         if self._asked_at is None:
             return
         took_s, self._asked_at = now - self._asked_at, None
