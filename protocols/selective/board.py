@@ -68,9 +68,7 @@ class Board:
 
     def __init__(self, services: Services) -> None:
         self._policies: dict[int, Callable[[Any, int], None]] = {}
-        self._left: dict[
-            int, int | None
-        ] = {}  # policies that this rank has left, oldest first, with their request keys
+        self._left: dict[int, int | None] = {}  # request keys of the policies that this rank has left, oldest first
         self._askable: dict[int, tuple[int, Callable[[Request, int], bool]]] = {}  # by policy: request key and handler
         self._serving: set[int] = set()  # policies that this rank has left as a member, but may still coordinate
         self._applications: dict[int, Application] = {}  # by the key of their requests
