@@ -237,4 +237,4 @@ def test_python_train_py_n_4_is_told(tmp_path: Path) -> None:
     script.write_text("import asyncdist as ad\nasync def main(world): print(world.size)\nad.run(main)\n")
     command = [sys.executable, str(script), "-n", "4"]
     ended = subprocess.run(command, env=mpi.base_environment(), capture_output=True, text=True, timeout=100, check=True)
-    assert ended.stdout == "1\n" and ended.stderr.startswith("this process is the only rank: -n 4 "), ended.stderr
+    assert ended.stdout == "1\n" and ended.stderr.startswith("this process is the only rank, since -n 4 "), ended.stderr
