@@ -206,7 +206,7 @@ def _begun(parent: int, text: str) -> Iterator[tuple[str, int]]:
         os.write(descriptor, text.encode())
         os.fsync(descriptor)  # otherwise a power loss could leave an empty file with the final name
         yield begun, descriptor
-    finally:  # even if the disk is full
+    finally:  # the temporary file is removed even if the disk is full
         with contextlib.suppress(FileNotFoundError):
             os.unlink(begun, dir_fd=parent)
         os.close(descriptor)
