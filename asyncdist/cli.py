@@ -398,7 +398,7 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def _init(flavour: str, path: Path) -> int:
     text = resources.files("asyncdist.starters").joinpath(f"{flavour}.py").read_text(encoding="utf-8")
     if path.stem in re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE):
-        hidden = "the script imports a module of this name, which the file would hide; name another file"
+        hidden = "the file must not be named like a module that the script imports; choose another name"
         print(f"asyncdist init: {str(path)!r}: {hidden}", file=sys.stderr)
         return 2
     for name in ("train.py", "gossip.py"):  # the docstring's example commands contain these names
@@ -407,7 +407,7 @@ def _init(flavour: str, path: Path) -> int:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        why = "exists already; name another file" if isinstance(error, FileExistsError) else error.strerror
+        why = "the file already exists; choose another name" if isinstance(error, FileExistsError) else error.strerror
         print(f"asyncdist init: {str(path)!r}: {why}", file=sys.stderr)
         return 2
     print(f"wrote {path}; start it with: asyncdist {'sim' if flavour == 'protocol' else 'run'} -n 4 {path}")
@@ -418,7 +418,11 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     script, ranks, threads = _script(options), options.ranks, options.threads_per_rank
     if ranks is None and options.hosts is None and options.join is None:
         is_behind = any(word.partition("=")[0] in ("-n", "--ranks") for word in arguments)
-        hint = f": words after the script are passed to it; asyncdist run -n RANKS {script}" if is_behind else ""
+        hint = (
+            f". Options after the script are passed to the script; write asyncdist run -n RANKS {script}"
+            if is_behind
+            else ""
+        )
         raise local_host.LaunchError(f"the following arguments are required before the script: -n/--ranks{hint}")
     hosts, ssh = _hosts(options)
     environ = environment.environment()
@@ -462,9 +466,9 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             environ=environ,
         )
     if options.survive:
-        raise local_host.LaunchError("--survive is for --transport mpi")
+        raise local_host.LaunchError("--survive needs --transport mpi, got --transport torch")
     if options.mpi is not None:
-        raise local_host.LaunchError(f"--mpi {options.mpi} is for --transport mpi")
+        raise local_host.LaunchError(f"--mpi {options.mpi} needs --transport mpi, got --transport torch")
     if hosts:
         return remote_ranks.run(script, arguments, hosts=hosts, ssh=ssh, threads=threads, environ=environ)
     restarts = options.restarts or 0
@@ -497,9 +501,11 @@ def _script(options: argparse.Namespace) -> str:
         if spec is not None and spec.submodule_search_locations is not None:  # the module is a package
             spec = importlib.util.find_spec(f"{options.module}.__main__")
     except (ImportError, ValueError) as error:
-        raise local_host.LaunchError(f"-m {options.module}: {error}") from error
+        raise local_host.LaunchError(f"-m {options.module} cannot be imported: {error}") from error
     if spec is None or spec.origin is None or not spec.has_location:
-        raise local_host.LaunchError(f"-m {options.module}: there is no such module, or no __main__ in that package")
+        raise local_host.LaunchError(
+            f"-m {options.module} must be a module, or a package with __main__, but none of this name was found"
+        )
     return spec.origin
 
 
@@ -507,11 +513,11 @@ def _hosts(options: argparse.Namespace) -> tuple[list[remote_hosts.Host], list[s
     """Return the hosts with the number of ranks on each ([] for this host only), and the words of ``--ssh``."""
     if options.hosts is None:
         if options.ssh is not None:
-            raise local_host.LaunchError("--ssh needs --hosts, which names the hosts")
+            raise local_host.LaunchError("--ssh needs --hosts, the list of hosts to which it connects")
         return [], []
     for name in _NEWCOMER_OPTIONS:
         if getattr(options, name) is not None:
-            raise local_host.LaunchError(f"--{name} is for ranks on this host, and cannot be used with --hosts")
+            raise local_host.LaunchError(f"--{name} cannot be used with --hosts; it needs ranks on this host")
     hosts = remote_hosts.place_ranks(remote_hosts.parse_hosts(options.hosts), options.ranks)
     return hosts, remote_hosts.split_ssh(remote_hosts.SSH if options.ssh is None else options.ssh)
 
@@ -522,19 +528,24 @@ def _check_newcomers(transport: str, options: argparse.Namespace) -> None:
         if getattr(options, name) is None:
             continue
         if options.survive:
-            raise local_host.LaunchError(f"--{name} is for --transport torch, and --survive for --transport mpi")
+            raise local_host.LaunchError(
+                f"--{name} and --survive cannot be used together: --{name} needs --transport torch, and --survive "
+                "needs --transport mpi"
+            )
         if transport == "mpi":
             raise local_host.LaunchError(
-                f"--{name} is for --transport torch: no process can join running ranks of MPI; with --survive they "
-                "continue when ranks die"
+                f"--{name} needs --transport torch, because no process can join running ranks of MPI; with --survive, "
+                "ranks of MPI continue when other ranks die"
             )
         if options.mpi is not None:
-            raise local_host.LaunchError(f"--mpi {options.mpi} is for --transport mpi")
+            raise local_host.LaunchError(f"--mpi {options.mpi} needs --transport mpi, got --transport torch")
     if options.places is not None and options.join is not None:
-        raise local_host.LaunchError("--places cannot be used with --join: it is for the job that is joined")
+        raise local_host.LaunchError(
+            "--places cannot be used with --join; it belongs to the command that started the job"
+        )
     if options.places is not None and options.places < options.ranks:
         raise local_host.LaunchError(
-            f"--places must be at least {options.ranks} with -n {options.ranks}, got {options.places}"
+            f"--places must be >= {options.ranks} with -n {options.ranks}, got {options.places}"
         )
 
 
@@ -542,7 +553,7 @@ def _replay(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from asyncdist.simulation.replay import script as scripts  # imported only here, since it loads torch
 
     if options.rank is not None and not options.pdb:
-        print("asyncdist replay: --rank is for --pdb", file=sys.stderr)
+        print("asyncdist replay: --rank needs --pdb", file=sys.stderr)
         return 2
     rank = (options.rank or 0) if options.pdb else None
     return scripts.run_command(
@@ -564,7 +575,7 @@ def _run_sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     try:
         if options.processes is not None and options.explore is None:
-            raise ScriptError("--processes is for --explore")
+            raise ScriptError("--processes needs --explore")
         local_host.check_script(options.script)
         faults = () if options.faults is None else read_faults(options.faults, options.ranks)
         record = None if options.record is None else os.path.abspath(options.record)

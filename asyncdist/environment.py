@@ -165,8 +165,9 @@ def _detect_mpi(variables: Variables) -> Launch | None:
         first = found[0]
         if (other.expected_size, other.rank) != (first.expected_size, first.rank):
             variables.problems.append(
-                f"two MPI launchers left their variables here and disagree: {first.source}={first.expected_size} "
-                f"(rank {first.rank}), {other.source}={other.expected_size} (rank {other.rank}); unset one family"
+                f"the variables of two MPI launchers disagree: {first.source}={first.expected_size} (rank "
+                f"{first.rank}), {other.source}={other.expected_size} (rank {other.rank}); unset the variables of one "
+                "launcher"
             )
     return found[0] if found else None
 
@@ -175,7 +176,7 @@ def _detect_torch(variables: Variables, source: str) -> Launch | None:
     launch = _detect_family(variables, "WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
     port = variables.number("MASTER_PORT")
     if port is not None and not 0 < port < 65536:
-        variables.problems.append(f"MASTER_PORT={port} must be in 1..65535")
+        variables.problems.append(f"MASTER_PORT must be from 1 to 65535, got {port}")
     return dataclasses.replace(launch, transport="torch", source=source) if launch is not None else None
 
 
@@ -190,9 +191,9 @@ def check_alone(environ: Mapping[str, str] = os.environ) -> None:
 
     name = f"{TRANSPORT_VARIABLE}={environ[TRANSPORT_VARIABLE]}" if environ.get(TRANSPORT_VARIABLE) else "the program"
     raise TransportError(
-        f"{name} asks for MPI, which knows only this process, but {found.source} says that it is one of {size} "
-        f"ranks: start them with asyncdist run -n {size} script.py (or mpirun), or use transport='torch'; "
-        "use transport='local' for a single rank",
+        f"{name} asks for MPI, but MPI knows only this process, although {found.source} says that it is one of {size} "
+        f"ranks: start them with asyncdist run -n {size} script.py (or mpirun), use transport='torch', or use "
+        "transport='local' for a single rank",
         expected=size,
         actual=1,
     )
@@ -212,8 +213,8 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
         environ, missing = {**environ, **slurm.torch_variables(environ)}, []
     if missing:
         raise ValueError(
-            f"the torch transport needs {', '.join(TORCH_NAMES)}, which torchrun sets; unset: {', '.join(missing)}"
-            ". It also works after torch.distributed.init_process_group"
+            f"the torch transport needs the variables {', '.join(TORCH_NAMES)}, but {', '.join(missing)} are not set: "
+            "start with torchrun, or call torch.distributed.init_process_group first"
         )
     variables = Variables(environ)
     launch, port = _detect_torch(variables, "WORLD_SIZE"), variables.number("MASTER_PORT")
@@ -384,7 +385,7 @@ def seconds(text: str, name: str) -> float:
     except ValueError:
         number = 0.0
     if not number > 0:
-        raise ValueError(f"{name} must be a number of seconds > 0, or inf for never, got {text!r}")
+        raise ValueError(f"{name} must be > 0 seconds, or inf for never, got {text!r}")
     return number
 
 

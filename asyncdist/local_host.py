@@ -62,9 +62,9 @@ def check_script(script: str) -> None:
             place = "the current directory has been deleted"
         raise LaunchError(f"the script {script!r} does not exist ({place})")
     if path.is_dir():
-        raise LaunchError(f"{script!r} is a directory; name a Python script")
+        raise LaunchError(f"the script must be a file, but {script!r} is a directory")
     if not os.access(path, os.R_OK):
-        raise LaunchError(f"the script {script!r} may not be read")
+        raise LaunchError(f"the script {script!r} cannot be read by this user; change its permissions")
     error = rank_program.find_syntax_error(script)
     if error is not None:
         raise LaunchError(f"the script {script!r} is not valid Python: {error}")
@@ -89,8 +89,8 @@ def check_ranks(ranks: int) -> None:
     most = memory // _RANK_NBYTES
     if ranks > most:
         raise LaunchError(
-            f"{ranks} ranks are too many for this host: each takes {_RANK_NBYTES >> 20} MiB before it imports "
-            f"anything, and {memory >> 30} GiB hold {most}"
+            f"the number of ranks must be <= {most} on this host, got {ranks}: each rank takes {_RANK_NBYTES >> 20} "
+            f"MiB before it imports anything, and the host has {memory >> 30} GiB"
         )
 
 
@@ -103,8 +103,8 @@ def check_loopback() -> None:
             socket.create_connection(listener.getsockname(), timeout=10).close()
         except OSError as error:
             raise LaunchError(
-                f"ranks of this host cannot reach each other at 127.0.0.1 ({error.strerror}): the loopback interface "
-                "is down; ip link set lo up"
+                f"ranks of this host cannot reach each other at 127.0.0.1 ({error.strerror}), because the loopback "
+                "interface is down: ip link set lo up"
             ) from error
 
 
@@ -150,7 +150,7 @@ def heeding_children() -> Iterator[None]:
         return
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
-            "SIGCHLD is ignored in this process, so the exit codes of its children are lost: call "
+            "SIGCHLD must not be ignored in this process, because the exit codes of its children would be lost: call "
             "signal.signal(signal.SIGCHLD, signal.SIG_DFL) in the main thread first"
         )
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -243,7 +243,7 @@ def check_address(name: str, address: str) -> None:
         socket.getaddrinfo(address, None)
     except (OSError, UnicodeError) as error:
         raise ValueError(
-            f"{name}={address!r} leads to no host ({error}); a name that all hosts know, or an address, is needed"
+            f"{name} must be a name that all hosts know, or an address, got {address!r} ({error})"
         ) from error
 
 

@@ -78,9 +78,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARKER)
     count = config.getoption("sim_seeds")
     if count is not None and count < 1:
-        raise pytest.UsageError(f"--sim-seeds is {count}; at least 1 is needed")
+        raise pytest.UsageError(f"--sim-seeds must be >= 1, got {count}")
     if count is not None and config.getoption("sim_seed") is not None:
-        raise pytest.UsageError("--sim-seed and --sim-seeds exclude each other")
+        raise pytest.UsageError("only one of --sim-seed and --sim-seeds may be passed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +101,17 @@ def _plan(item: pytest.Item) -> _Plan | None:
         return None
     for mark in reversed(marks):
         if mark.args:
-            _refuse(item, f"takes its options by name, as in ranks=4; it was given {mark.args[0]!r}")
+            _refuse(item, f"takes its options by name, as in ranks=4, got {mark.args[0]!r}")
         unknown = next((name for name in mark.kwargs if name not in _OPTIONS), None)
         if unknown is not None:
-            has = f"it has {', '.join(_OPTIONS)}"
+            has = f"the options are {', '.join(_OPTIONS)}"
             _refuse(item, f"has no option {unknown!r}; {validation.meant(unknown, _OPTIONS, has)}")
         given.update(mark.kwargs)
     ranks = given.pop("ranks", None)
     is_parametrized = _is_list(ranks)
     counts = validation.whole_numbers(ranks if is_parametrized else (ranks,))
     if not counts or min(counts) < 1:
-        _refuse(item, f"needs ranks, a whole number of 1 or more or a list of them; it is {ranks!r}")
+        _refuse(item, f"must have ranks, an integer >= 1 or a list of such integers, got {ranks!r}")
     return _Plan(counts, is_parametrized, _seeds(item, given.pop("seeds", _SEED_COUNT)), {"strict": True, **given})
 
 
@@ -123,7 +123,7 @@ def _seeds(item: pytest.Item, asked: Any) -> Sequence[int]:
         count = max(validation.whole_numbers((asked,)), default=0)
         seeds = range(item.config.getoption("sim_seeds") or count) if count >= 1 else ()
     if not seeds:
-        _refuse(item, f"needs seeds, a count of 1 or more or a list of whole numbers; it is {asked!r}")
+        _refuse(item, f"must have seeds, an integer >= 1 or a list of integers, got {asked!r}")
     only = item.config.getoption("sim_seed")
     return seeds if only is None else (only,)
 
@@ -180,9 +180,9 @@ def _make_plain(item: pytest.Function, injected: Sequence[str]) -> None:
     plan = _plan(item)
     assert plan is not None
     if not inspect.iscoroutinefunction(test):
-        _refuse(item, "is for coroutine tests (async def); a plain one can take the fixture simulate")
+        _refuse(item, "must be on a coroutine test (async def); a plain test can use the fixture simulate")
     if "world" not in injected:
-        _refuse(item, "is for tests that take world, as in async def test(world)")
+        _refuse(item, "must be on a test that takes world, as in async def test(world)")
 
     @functools.wraps(test)
     def simulate_all(**arguments: Any) -> None:
@@ -211,7 +211,7 @@ def _make_plain(item: pytest.Function, injected: Sequence[str]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fail an item whose ``sim`` mark would have no effect."""
     if isinstance(item, pytest.Function) and _RECORD not in item.stash and item.get_closest_marker("sim") is not None:
-        _refuse(item, "is for coroutine functions, in a module or in a class that is no unittest.TestCase")
+        _refuse(item, "must be on a coroutine function, in a module or in a class that is not a unittest.TestCase")
 
 
 # -- running ----------------------------------------------------------------------------------------------------------
@@ -354,7 +354,11 @@ def sim_seed(request: pytest.FixtureRequest) -> int:
     """Return the seed from ``--sim-seed``, or 0. A test with ``@pytest.mark.sim`` gets the seed of each of its runs."""
     item = request.node
     if item.get_closest_marker("sim") is not None:
-        _refuse(item, "runs many seeds on the same fixtures: take sim_seed in the test, not in a fixture of it")
+        _refuse(
+            item,
+            "runs many seeds on the same fixtures, so the test itself must take sim_seed instead of one of its "
+            "fixtures",
+        )
     seed: int | None = request.config.getoption("sim_seed")
     return 0 if seed is None else seed
 

@@ -46,13 +46,15 @@ class TagRegistry:
         for first, last, purpose in _RESERVED:
             if first <= tag <= last:
                 raise LocalProtocolError(
-                    f"tag {tag} is reserved for {purpose}; choose one from 0 to {METRIC - 1} "
-                    f"or from {BULK_LAST + 1} to {TAG_MAX}",
+                    f"tag must be from 0 to {METRIC - 1} or from {BULK_LAST + 1} to {TAG_MAX}, got {tag}, which is "
+                    f"reserved for {purpose}",
                     tag=tag,
                 )
         holder = self._owners.setdefault(tag, owner)
         if holder != owner:
-            raise LocalProtocolError(f"tag {tag} belongs to {holder}; {owner} must use another", tag=tag)
+            raise LocalProtocolError(
+                f"tag must be one that is not in use, got {tag} for {owner}, which {holder} uses", tag=tag
+            )
 
     def release(self, tag: int) -> None:
         """Make ``tag`` available again. Does nothing if no owner has claimed it."""
@@ -67,4 +69,4 @@ def is_for_users(tag: int) -> bool:
 def check_tag(tag: int) -> None:
     """Raise LocalProtocolError unless ``tag`` is an int from 0 to 32767."""
     if type(tag) is not int or not 0 <= tag <= TAG_MAX:
-        raise LocalProtocolError(f"a tag is an int from 0 to {TAG_MAX}, not {tag!r}", tag=tag)
+        raise LocalProtocolError(f"tag must be an integer from 0 to {TAG_MAX}, got {tag!r}", tag=tag)

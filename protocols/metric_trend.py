@@ -83,8 +83,9 @@ class BlankMetrics:
 def blank_warning(policy: str, whose: str) -> str:
     """Return the warning that no metric is finite; ``whose`` is its subject, such as "this rank's metric"."""
     return (
-        f"{policy}: {whose} has been NaN or infinite {_BLANK_COUNT} times in a row. Such a metric ranks worst and its "
-        "rank never donates, so nothing is averaged while all are like that. Look at the value that step() is given"
+        f"{policy}: {whose} has been NaN or infinite {_BLANK_COUNT} times in a row. A rank with such a metric ranks "
+        "worst and never donates, so nothing is averaged while all ranks have one. Check the value that is passed to "
+        "step()"
     )
 
 
@@ -93,9 +94,9 @@ def trend_warning(policy: str, metric_mode: str, wrong: tuple[float, float]) -> 
     first, last = wrong
     meaning, word = ("larger", "loss") if metric_mode == "max" else ("smaller", "score")
     return (
-        f"{policy}: a {meaning} metric is better here (metric_mode={metric_mode!r}), and the best rank's metric has "
-        f"become worse since the start, from {first:g} to {last:g}. If the metric is a {word}, selection is upside "
-        f"down: the worst ranks are averaged into the best; write step({word}=...). Otherwise all ranks become worse"
+        f"{policy}: metric_mode={metric_mode!r} means that a {meaning} metric is better, but the best rank's metric "
+        f"has become worse since the start, from {first:g} to {last:g}. If the metric is a {word}, the worst ranks are "
+        f"averaged into the best: write step({word}=...). Otherwise all ranks become worse"
     )
 
 

@@ -47,7 +47,10 @@ def due_metric(source: MetricSource, iteration: int) -> float:
         ValueError: No metric was passed, or the metric is a tensor of several numbers or a complex tensor.
     """
     if source is None:
-        raise ValueError(f"the metric is due at iteration {iteration} and step() got None; pass a number or a callable")
+        raise ValueError(
+            f"step() must get a metric at iteration {iteration}, where one is due, got None; pass a number or a "
+            "callable"
+        )
     return metric_as_number(source() if callable(source) and not isinstance(source, torch.Tensor) else source)
 
 

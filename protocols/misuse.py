@@ -35,8 +35,8 @@ class NoPlainContext:
     def __enter__(self) -> NoReturn:
         kind = type(self).__name__
         raise TypeError(
-            f"with {kind}(...) lacks a word: write async with {kind}(...) as policy in a coroutine, and elsewhere "
-            f"with asyncdist.blocking.policy({kind}(...)) as policy"
+            f"{kind} must be entered with async with, got with: write async with {kind}(...) as policy in a coroutine, "
+            f"or with asyncdist.blocking.policy({kind}(...)) as policy in blocking code"
         )
 
     def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None: ...
@@ -50,7 +50,7 @@ def line_of_caller() -> tuple[str, int]:
 
 def warn_of_no_step(first_call: tuple[str, int]) -> None:
     """Warn that ``step`` was called, first in the line ``first_call``, but never awaited."""
-    text = "no step of this policy was ever awaited, so nothing was averaged: write await policy.step(...)"
+    text = "no step() of this policy was awaited, so nothing was averaged: write await policy.step(...)"
     warnings.warn_explicit(text, RuntimeWarning, *first_call)
 
 
@@ -92,7 +92,7 @@ class UnawaitedStep(Coroutine[Any, Any, StepInfo]):
 
     def _refusal(self) -> TypeError:
         self._step.close()  # Python would otherwise warn later, without the user's line, that it was never awaited
-        return TypeError("step() was not awaited, so it has done nothing: write info = await policy.step(...)")
+        return TypeError("step() must be awaited, otherwise it does nothing: write info = await policy.step(...)")
 
 
 def warn_of_first_weights(marks: Sequence[int]) -> None:
@@ -124,9 +124,9 @@ def warn_of_opposite_metric(metric_mode: str) -> None:
     variable = argument.operand if isinstance(argument, ast.UnaryOp) else argument
     word = "score" if _direction_of(variable) else "loss"
     text = (
-        f"{ast.unparse(call)}: here a {'larger' if wants_larger else 'smaller'} value is better, and the name says the "
-        "opposite, so the worst ranks would be averaged into the best; "
-        f"write step({word}={ast.unparse(variable)}), which has one meaning everywhere"
+        f"{ast.unparse(call)} treats a {'larger' if wants_larger else 'smaller'} value as better, but the name means "
+        "the opposite, so the worst ranks would be averaged into the best; "
+        f"write step({word}={ast.unparse(variable)}), which is independent of metric_mode"
     )
     warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
 

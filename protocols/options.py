@@ -250,7 +250,10 @@ class AveragingOptions(Options):
         """Check the options; raise ValueError for ``reset_weights`` without ``model_builder``."""
         Options.__post_init__(self)
         if self.makes_fresh_weights and self.model_builder is None:
-            raise ValueError("averaging_strategy 'reset_weights' needs model_builder, a callable that returns a model")
+            raise ValueError(
+                "model_builder must be a callable that returns a model with averaging_strategy='reset_weights', got "
+                "None"
+            )
 
     @property
     def makes_fresh_weights(self) -> bool:

@@ -111,5 +111,7 @@ class OwnState:
         fresh = FlatState(model, trained_only=self._flat.trained_only)
         difference = first_difference(self._flat.fingerprint, fresh.fingerprint)
         if difference is not None:
-            raise ValueError(f"model_builder made another model than the policy's (here), {difference}")
+            raise ValueError(
+                f"model_builder must return a model with the same layout as the policy's model (here), but {difference}"
+            )
         return fresh

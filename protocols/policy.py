@@ -174,20 +174,24 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         """
         if self._stage == "starting":
             raise BusyError(
-                f"this {type(self).__name__} is being started by another task, or by an abandoned start that still "
-                "waits for the first member's decision; make a new policy",
+                f"this {type(self).__name__} is already being started, by another task or by a cancelled start that "
+                "still waits for the group's first member; make a new policy",
                 state=self._stage,
             )
         if self._stage != "new":
             raise LocalProtocolError(
-                f"this {type(self).__name__} was entered before; make a new one", state=self._stage
+                f"a policy can be entered only once, and this {type(self).__name__} was entered before; make a new "
+                "policy",
+                state=self._stage,
             )
         self._world = self._given_world or current_world()
         self._services = self._world.services
         self._group = self._given_group or self._world.group
         check_open(self._group)
         if self._world.rank not in self._group.ranks:
-            raise LocalProtocolError(f"rank {self._world.rank} is not in the policy's group {list(self._group.ranks)}")
+            raise LocalProtocolError(
+                f"group must include this rank, {self._world.rank}, got the ranks {list(self._group.ranks)}"
+            )
         self._members = self._choose_members()
         self.is_alone = not self._has_company()
         if not self.is_alone:
@@ -346,8 +350,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         if is_opposite and limit is not None:
             word, cure = ("loss", "min") if score is None else ("score", "max")
             raise ValueError(
-                f"step({word}=...) with {name}={limit:g} and metric_mode={self._metric_mode!r}: {name} is compared "
-                f"with the negated {word}; pass metric_mode={cure!r}, and it is compared with the {word} itself"
+                f"{name}={limit:g} would be compared with the negated {word} of step({word}=...) because metric_mode "
+                f"is {self._metric_mode!r}; pass metric_mode={cure!r} to compare it with the {word}"
             )
         return given, is_opposite
 
@@ -414,7 +418,9 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         """
         if self._stage != "new":
             raise LocalProtocolError(
-                f"this {type(self).__name__} was entered before; load its state before async with", state=self._stage
+                f"load_state_dict() must be called before the policy is entered, but this {type(self).__name__} was "
+                "entered before",
+                state=self._stage,
             )
         own = self.state_dict()
         for key in ("policy", "version"):
@@ -455,8 +461,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     async def _join(self) -> None:
         """Join the policy that runs on the other ranks, if this rank was restarted."""
         raise LocalProtocolError(
-            f"this rank was started again, and {type(self).__name__} admits no rank to a policy that runs; start it on "
-            "a group that was made since, together with its other members"
+            f"{type(self).__name__} does not admit a restarted rank to a running policy; make a new group after the "
+            "restart, and start a new policy on all its members"
         )
 
     @abc.abstractmethod
@@ -553,14 +559,19 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         """
         if self._stage == "new":
             raise ClosedError(
-                f"step() before async with {type(self).__name__}(...) as policy; in code that awaits nothing: "
-                f"with asyncdist.blocking.policy({type(self).__name__}(...)) as policy",
+                f"step() must be called inside async with {type(self).__name__}(...) as policy, or in blocking code "
+                f"inside with asyncdist.blocking.policy({type(self).__name__}(...)) as policy",
                 state=self._stage,
             )
         if self._stage == "closed":
-            raise ClosedError("step() after the policy's async with block has ended", state=self._stage)
+            raise ClosedError(
+                "step() must be called inside the policy's async with block, which has ended", state=self._stage
+            )
         if self._stepping:
-            raise BusyError("another task of this rank is inside step(); one task trains a model")
+            raise BusyError(
+                "step() must be called by one task at a time, but another task of this rank is inside step()"
+            )
         raise BusyError(
-            "step() while world.compute(...) runs, which may be changing weights, or while a save reads them"
+            "step() must not be called while world.compute(...) may change the weights or a save reads them; await the "
+            "compute or the save first"
         )

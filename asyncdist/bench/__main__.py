@@ -58,11 +58,11 @@ async def _main(world: ad.World, options: argparse.Namespace) -> int:
     benchmark = importlib.import_module(f"asyncdist.bench.{options.name}")
     refusal = ""
     if world.is_simulated:
-        refusal = "a simulation's time is virtual, so it cannot be measured: start real ranks with asyncdist run"
+        refusal = "benchmarks need real time, but a simulation's time is virtual: start real ranks with asyncdist run"
     elif world.size < benchmark.RANKS_MIN:
         refusal = (
-            f"{options.name} needs {benchmark.RANKS_MIN} ranks or more, and this process is alone: "
-            f"asyncdist run -n {benchmark.RANKS_MIN} -m asyncdist.bench {options.name}"
+            f"{options.name} needs at least {benchmark.RANKS_MIN} ranks, got {world.size}: asyncdist run -n "
+            f"{benchmark.RANKS_MIN} -m asyncdist.bench {options.name}"
         )
     if refusal:
         if world.rank == 0:

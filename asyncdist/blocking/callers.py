@@ -74,13 +74,16 @@ def current_caller(what: str) -> Caller:
     if caller is not None:
         return caller
     if is_in_a_rank():
-        raise LocalProtocolError(f"{what} blocks and cannot be used in a coroutine: await asyncdist.{what} here")
+        raise LocalProtocolError(
+            f"{what} of asyncdist.blocking cannot be called in a coroutine, because it blocks: await asyncdist.{what} "
+            "instead"
+        )
     thread = threading.current_thread()
     where = ""
     if thread is not threading.main_thread():
-        where = f" in thread {thread.name!r} (call it in the thread that opened the world)"
+        where = f" in thread {thread.name!r} (use the thread that opened the world)"
     raise RuntimeError(
-        f"{what} needs a world, and none is open here{where}: call it inside with asyncdist.blocking.open_world(), or "
+        f"{what} needs an open world, but none is open{where}: call it inside with asyncdist.blocking.open_world(), or "
         "in a main that asyncdist.blocking.run calls"
     )
 
@@ -156,10 +159,10 @@ class Caller(abc.ABC):
             raise ClosedError("this world is closed")
         if self._is_calling:
             raise LocalProtocolError(
-                "a blocking call cannot be made inside another one: await the coroutine here", rank=self.world.rank
+                "a blocking call cannot be made inside another one; await the coroutine instead", rank=self.world.rank
             )
         raise LocalProtocolError(
-            f"a blocking call cannot be made in thread {threading.current_thread().name!r}: make it in the thread that "
+            f"a blocking call cannot be made in thread {threading.current_thread().name!r}; make it in the thread that "
             "opened the world",
             rank=self.world.rank,
         )

@@ -64,8 +64,8 @@ class Policy(Generic[PolicyT_co]):
         if is_in_a_rank():
             kind = type(self.awaited).__name__
             raise LocalProtocolError(
-                f"asyncdist.blocking.policy blocks and cannot be used in a coroutine: write async with {kind}(...) as "
-                "policy here, and await its step"
+                "asyncdist.blocking.policy cannot be used in a coroutine, because it blocks: write async with "
+                f"{kind}(...) as policy, and await its step"
             )
         with ExitStack() as exits:
             if find_caller() is None:
@@ -106,7 +106,10 @@ class Policy(Generic[PolicyT_co]):
         return (self._caller or self._refuse()).call(called, *args, **kwargs)
 
     def _refuse(self) -> NoReturn:
-        raise RuntimeError(f"this {type(self.awaited).__name__} is not open: use it inside with ... as policy")
+        raise RuntimeError(
+            f"this {type(self.awaited).__name__} is not open; use it inside its with block: with "
+            "asyncdist.blocking.policy(...) as policy"
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name == "awaited":  # the attribute is not yet set, and getattr would recurse

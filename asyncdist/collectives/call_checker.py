@@ -87,8 +87,8 @@ class CollectiveChecker:
             return
         if call != first.call:
             raise DisagreementError(
-                f"rank {first.rank} calls {first.call}{first.place}, but rank {rank} calls {call}{_users_line()}, each "
-                f"as collective number {number} of one group; all members must make the same call",
+                f"all members must make the same call, but rank {first.rank} calls {first.call}{first.place} and rank "
+                f"{rank} calls {call}{_users_line()} as collective number {number} of one group",
                 ranks=(first.rank, rank),
             )
         first.missing_count -= 1

@@ -204,7 +204,9 @@ class Collectives:
     async def all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
         """Replace every member's tensor by the elementwise reduction of all of them, and return the tensor."""
         if op not in reduction_dtypes.OPERATIONS:
-            raise LocalProtocolError(f"op must be one of {', '.join(reduction_dtypes.OPERATIONS)}, got {op!r}", op=op)
+            raise LocalProtocolError(
+                f"op must be one of {', '.join(map(repr, reduction_dtypes.OPERATIONS))}, got {op!r}", op=op
+            )
         check_writable(tensor)
         reduction_dtypes.check(tensor, op)
         self._note(group, "all_reduce", tensor, reduction=op)
@@ -226,12 +228,15 @@ class Collectives:
     async def all_to_all(self, tensors: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
         """Send tensor i to member i, and return the received tensors. All tensors have equal shape and dtype."""
         if len(tensors) != group.size:
-            raise LocalProtocolError(f"all_to_all takes one tensor per member ({group.size}), got {len(tensors)}")
+            raise LocalProtocolError(
+                f"tensors must have one tensor for each of the {group.size} members of all_to_all, got {len(tensors)}"
+            )
         for index, tensor in enumerate(tensors):
             check_dense(tensor, f"tensors[{index}]")
         first = tensors[0]
         if any(t.shape != first.shape or t.dtype != first.dtype for t in tensors):
-            raise LocalProtocolError("all_to_all takes tensors of equal shape and dtype")
+            kinds = ", ".join(sorted({f"{t.dtype} {tuple(t.shape)}" for t in tensors}))
+            raise LocalProtocolError(f"the tensors of all_to_all must have equal shape and dtype, got {kinds}")
         self._note(group, "all_to_all", first)
         send = torch.stack([to_host(tensor) for tensor in tensors])
         receive = torch.empty_like(send)
@@ -256,7 +261,9 @@ class Collectives:
         """Return all members' bytes, of the given sizes, in the group's order, on ``root``; None on other ranks."""
         position = _position(group, root)
         if send.nbytes != sizes[group.index]:
-            raise LocalProtocolError(f"send must have the announced {sizes[group.index]} bytes, got {send.nbytes}")
+            raise LocalProtocolError(
+                f"send must have the {sizes[group.index]} bytes that sizes has for this member, got {send.nbytes}"
+            )
         receive = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu") if self._rank == root else None
         if group.size == 1 and receive is not None:
             receive.copy_(send)

@@ -103,7 +103,9 @@ class ResultHeader:
         """Return the RemoteError that describes the member's exception to the other ranks."""
         words = serialization.decode(self.inline)
         if type(words) is not list or list(map(type, words)) != [str, str]:
-            raise RemoteProtocolError(f"rank {self.rank} failed, and described it as {words!r:.80}", rank=self.rank)
+            raise RemoteProtocolError(
+                f"rank {self.rank} failed and sent an invalid description of its error: {words!r:.80}", rank=self.rank
+            )
         return remote_error(self.rank, *words)
 
 
@@ -185,7 +187,8 @@ def _check_same_call(headers: Sequence[ResultHeader]) -> None:
         if header.call == first.call or (ignores_root and header.call.operation == first.call.operation):
             continue
         raise DisagreementError(
-            f"rank {first.rank} calls {first.call}, but rank {header.rank} calls {header.call}; all members must agree",
+            f"all members must make the same call, but rank {first.rank} calls {first.call} and rank {header.rank} "
+            f"calls {header.call}",
             ranks=(first.rank, header.rank),
         )
 

@@ -83,7 +83,8 @@ class GroupLedger:
         """Return the tag for an agreed group number. Raise LocalProtocolError if this rank has too many groups."""
         if number >= _COUNT_MAX:
             raise LocalProtocolError(
-                f"a rank can have at most {_COUNT_MAX} groups at a time; free groups that are no longer needed",
+                f"a rank can have at most {_COUNT_MAX} groups at a time; free groups that are no longer needed with "
+                "await group.free()",
                 number=number,
             )
         return _FIRST_TAG + number
@@ -123,7 +124,7 @@ class GroupLedger:
         if entry is None:
             if len(self._early) >= _COUNT_MAX:
                 raise RemoteProtocolError(
-                    f"rank {source} has freed more than {_COUNT_MAX} groups that do not exist on this rank"
+                    f"rank {source} freed more than {_COUNT_MAX} groups that do not exist on this rank"
                 )
             self._early.setdefault((message.ranks, message.serial), {})[source] = message.started
         else:

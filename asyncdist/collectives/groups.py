@@ -92,7 +92,9 @@ class Group:
             LocalProtocolError: This is the group of the whole world, or this rank is not a member.
         """
         if self.lease.give_back is None:
-            raise LocalProtocolError(f"the group {short(self.ranks)} was not made by new_group and cannot be freed")
+            raise LocalProtocolError(
+                f"the group {short(self.ranks)} cannot be freed, because new_group did not make it"
+            )
         await self.lease.give_back(self)
 
     async def __aenter__(self) -> Group:
@@ -124,13 +126,16 @@ async def free_all(groups: Iterable[Group]) -> None:
 def check_group(group: object) -> None:
     """Raise TypeError unless ``group`` is a :class:`Group`."""
     if not isinstance(group, Group):
-        raise TypeError(f"group must be a Group, as returned by await new_group(ranks), or None, got {group!r:.200}")
+        raise TypeError(f"group must be a Group from await new_group(ranks), or None, got {group!r:.200}")
 
 
 def check_open(group: Group) -> None:
     """Raise ClosedError if the group was freed on this rank."""
     if group.lease.is_freed:
-        raise ClosedError(f"the group {short(group.ranks)} was freed on this rank", ranks=group.ranks[:16])
+        raise ClosedError(
+            f"the group {short(group.ranks)} was freed on this rank; make a new one with await new_group(ranks)",
+            ranks=group.ranks[:16],
+        )
 
 
 def short(ranks: tuple[int, ...]) -> str:
@@ -145,7 +150,8 @@ def check_member(group: Group, rank: int) -> None:
     check_open(group)
     if not 0 <= group.index < group.size or group.ranks[group.index] != rank:
         raise LocalProtocolError(
-            f"rank {rank} is not in the group {list(group.ranks)}; only members may call its collectives", rank=rank
+            f"only members may call a group's collectives, but rank {rank} is not in the group {list(group.ranks)}",
+            rank=rank,
         )
 
 
@@ -157,11 +163,9 @@ def check_ranks(ranks: Sequence[int], *, rank: int, size: int) -> tuple[int, ...
     if wrong:
         raise LocalProtocolError(f"ranks must be from 0 to {size - 1}, got {wrong[0]!r}")
     if not members:
-        raise LocalProtocolError("ranks must have at least one rank, the caller's among them, got none")
+        raise LocalProtocolError(f"ranks must include this rank, {rank}, got none")
     if len(set(members)) != len(members):
-        raise LocalProtocolError(f"ranks must name each member once, got {list(members)}")
+        raise LocalProtocolError(f"ranks must be distinct, got {list(members)}")
     if rank not in members:
-        raise LocalProtocolError(
-            f"rank {rank} is not in the group {list(members)}; only members make a group", rank=rank
-        )
+        raise LocalProtocolError(f"ranks must include this rank, {rank}, got {list(members)}", rank=rank)
     return members

@@ -60,7 +60,9 @@ class MembershipLog:
         """Count a collective that starts, and return its number in the group. Raise ClosedError if it cannot start."""
         check_open(group)
         if self._has_left:
-            raise ClosedError(f"this rank has left, and cannot start a collective of the group {short(group.ranks)}")
+            raise ClosedError(
+                f"this rank has left the world, so it cannot start a collective of the group {short(group.ranks)}"
+            )
         self._started[group.tag] += 1
         return self._started[group.tag]
 

@@ -267,7 +267,7 @@ class _SharedWindow(VersionedWindow):
         writing, records = self._look(rank)
         if writing >= record.version + 2 or not any(_same(record, other) for other in records):
             raise OutdatedError(
-                f"rank {rank} was writing version {min(writing, _RETIRED)} while this rank read its slot",
+                f"rank {rank} wrote version {min(writing, _RETIRED)} while this rank read the previous one; read again",
                 rank=rank,
                 version=record.version,
             )
@@ -398,7 +398,9 @@ class _StreamedWindow(VersionedWindow):
                     take(index)
         except StreamAborted as error:
             raise OutdatedError(
-                f"rank {rank} no longer has version {version}, or is leaving", rank=rank, version=version
+                f"rank {rank} no longer has version {version}, or is leaving; read a newer version",
+                rank=rank,
+                version=version,
             ) from error
 
     # -- the owner's end --------------------------------------------------------------------------------------------

@@ -93,7 +93,10 @@ class Turns:
         """
         engine = self._services.engine
         left_s = start.left_s(timeout_s)
-        text = f"{start.meeting}: all ranks joined, but {left_s:g} s later some were in other starts, or computing"
+        text = (
+            f"{start.meeting}: all ranks joined, but after another {left_s:g} s some of them were still in other "
+            "starts or computing"
+        )
         error = StartTimeoutError(text, missing=())
         timer: Timer
 

@@ -227,7 +227,7 @@ async def _check_equal(
     found = b""
     if own == other:
         difference = first_difference(fingerprint, Fingerprint.from_text(reference.decode()))
-        found = f"the model on rank {other} is not the one on rank {first}: {difference}".encode()
+        found = f"the models of rank {first} and rank {other} must be alike, but {difference}".encode()
     _, sentence = await share(collectives, group, LocalResult(payload=found), other)
     raise DisagreementError(f"{sentence.decode()} (here: rank {other})", ranks=(first, other))
 
@@ -246,7 +246,9 @@ class _Gradients:
         self._scratch = world.scratch
         named = list(model.named_parameters())
         if not named:
-            raise ValueError(f"{type(model).__name__} has no parameters: nothing to average")
+            raise ValueError(
+                f"model must have at least one parameter to average, got a {type(model).__name__} without parameters"
+            )
         for name, parameter in named:
             check_gradient(name, parameter)
             if parameter.grad is not None and 0 in parameter.grad.stride():

@@ -107,7 +107,9 @@ class Calls(Generic[AskT, AnswerT]):
         self._reader.cancel()
         world.services.off_gone(self._on_gone)
         for number in list(self._waiting):
-            self._fail(number, ClosedError("these calls are closed"))
+            self._fail(
+                number, ClosedError("this rank has left the async with block of its calls, so no answer will arrive")
+            )
         for rank in (self._group or world.group).ranks:
             if rank != world.rank and rank not in self._deaf and rank not in world.services.gone:
                 self._send_nowait(channel, _Left(), rank, 0)
@@ -125,9 +127,11 @@ class Calls(Generic[AskT, AnswerT]):
         """
         channel, world = self._channel, self._world
         if channel is None or world is None:
-            raise ClosedError("ask() must be called inside of the async with block")
+            raise ClosedError("ask() must be called inside the async with block of the calls")
         if dest in self._deaf:
-            raise ClosedError(f"rank {dest} no longer answers, because it has left its block", rank=dest)
+            raise ClosedError(
+                f"rank {dest} no longer answers, because it has left the async with block of its calls", rank=dest
+            )
         self._count = number = self._count % wire.ROUND_MAX + 1
         waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[number] = dest, waiter
@@ -169,12 +173,12 @@ class Calls(Generic[AskT, AnswerT]):
     async def _reply(self, channel: Channel[Any], envelope: Envelope[Any]) -> None:
         try:
             if self._answer is None:
-                raise LocalProtocolError("this rank cannot answer: answer= was not given")
+                raise LocalProtocolError("this rank cannot answer, because answer= was not passed to it")
             answer: Any = self._answer(envelope.message, envelope.source)
             if inspect.isawaitable(answer):
                 answer = await answer
             if not isinstance(answer, self._types[1]):
-                raise TypeError(f"answer= must return {self._types[1].__name__}, got {answer!r:.80}")
+                raise TypeError(f"answer= must return a {self._types[1].__name__}, got {answer!r:.80}")
         except Exception as error:
             answer = _Failed(type(error).__name__, cut_text(str(error), _WORDS_NBYTES_MAX))
         try:
@@ -190,7 +194,11 @@ class Calls(Generic[AskT, AnswerT]):
 
     def _on_gone(self, rank: int) -> None:
         is_deaf = rank in self._deaf
-        what = "no longer answers, because it has left its block" if is_deaf else "is gone, and has not answered"
+        what = (
+            "no longer answers, because it has left the async with block of its calls"
+            if is_deaf
+            else "is gone and did not answer"
+        )
         kind: type[AsyncdistError] = ClosedError if is_deaf else RankLostError
         for number, (dest, _) in list(self._waiting.items()):
             if dest == rank:

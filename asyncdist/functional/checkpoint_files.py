@@ -121,7 +121,10 @@ def _reading(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        raise ValueError(f"{path} is not the state of a rank: {type(error).__name__}: {lines[0]:.200}") from error
+        raise ValueError(
+            f"{path} must be the file of a rank in a population checkpoint, but reading it raised "
+            f"{type(error).__name__}: {lines[0]:.200}"
+        ) from error
 
 
 def _save(state: Mapping[str, Any], path: Path) -> None:
@@ -157,10 +160,13 @@ def _cause_of(error: BaseException | None) -> OSError | None:
 def _check_whole(path: Path, entry: Mapping[str, Any]) -> None:
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):  # opening a named pipe would block
-        raise ValueError(f"{path} is not a regular file")
+        raise ValueError(f"{path} must be a regular file")
     nbytes = found.st_size
     if nbytes != entry["nbytes"] or _crc_of(path) != entry["crc32"]:
-        raise ValueError(f"{path} is torn: it has {nbytes} bytes instead of {entry['nbytes']}, or another content")
+        instead = "another checksum" if nbytes == entry["nbytes"] else f"{nbytes} bytes"
+        raise ValueError(
+            f"{path} must have the {entry['nbytes']} bytes and the checksum of its manifest, got {instead}"
+        )
 
 
 def _crc_of(path: Path) -> int:
@@ -211,10 +217,10 @@ def find_newest(path: Path) -> tuple[Path, dict[str, Any]]:
         if (folder / _MANIFEST).is_file():
             return folder, _read_manifest(folder)
         logger.warning("%s is unfinished and is ignored", folder)
-    found = f"{len(folders)} unfinished ones" if folders else "nothing of the kind"
+    found = f"only {len(folders)} unfinished ones were found" if folders else "none was found"
     if path.name.startswith(_PREFIX) and path.is_dir():
-        found = "one that was not finished"
-    raise FileNotFoundError(f"{path} has no complete population checkpoint, but {found}")
+        found = "it is an unfinished one"
+    raise FileNotFoundError(f"{path} must have a complete population checkpoint, but {found}")
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -225,13 +231,15 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         manifest = None
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise ValueError(f"{folder / _MANIFEST} is not a manifest of a population checkpoint")
+        raise ValueError(
+            f"{folder / _MANIFEST} must be the manifest of a population checkpoint, but it has other content"
+        )
     if manifest.get("version") != _VERSION:
-        raise ValueError(f"{folder} must have version {_VERSION}, got {manifest.get('version')!r:.80}")
+        raise ValueError(f"{folder} must have the checkpoint version {_VERSION}, got {manifest.get('version')!r:.80}")
     try:
         msgspec.convert(manifest.get("files"), _RankEntries)
     except (ValueError, OverflowError) as error:
-        raise ValueError(f"{folder / _MANIFEST} does not describe each rank's file: {error}") from error
+        raise ValueError(f"{folder / _MANIFEST} must describe the file of each rank: {error}") from error
     return manifest
 
 
@@ -249,6 +257,10 @@ def plan(files: Sequence[Mapping[str, Any]], size: int) -> list[int]:
     best_first = sorted(range(len(files)), key=quality, reverse=True)
     if size < len(files):
         if not any(quality(source)[0] for source in best_first):
-            warnings.warn(f"no metric was saved, so the first {size} of {len(files)} ranks continue", stacklevel=3)
+            warnings.warn(
+                f"the checkpoint has no metrics by which to choose ranks, so the first {size} of its {len(files)} "
+                "ranks continue",
+                stacklevel=3,
+            )
         return sorted(best_first[:size])
     return [*range(len(files)), *(best_first[i % len(files)] for i in range(size - len(files)))]

@@ -8,13 +8,15 @@ import random
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 
 from asyncdist.validation import printable
+
+_OTHER_MODEL: Final = "the checkpoint must be of a model with the same layout"
 
 
 class Stateful(Protocol):
@@ -144,9 +146,11 @@ def check_parts(state: Any) -> None:
     """Raise an error, of any type, unless a loaded state has all parts of :func:`state_of` and valid random states."""
     for name in ("model", "optimizer", "policy", "extra", "random"):
         if not isinstance(state, dict) or name not in state:
-            raise ValueError(f"the part {name!r} is missing")
+            raise ValueError(f"the part {name!r} of the saved state is missing")
     if not isinstance(state["model"], dict):
-        raise TypeError("the part 'model' is not a dictionary")
+        raise TypeError(
+            f"the part 'model' of the saved state must be a dictionary, got a {type(state['model']).__name__}"
+        )
     optimizer = state["optimizer"]
     if optimizer is not None:
         for group in optimizer["param_groups"]:
@@ -160,7 +164,7 @@ def check_parts(state: Any) -> None:
     np.random.RandomState().set_state((name, words.numpy().astype(np.uint32), position, has_gauss, gauss))
     torch.Generator(device="cpu").set_state(states["torch"])
     if not all(isinstance(each, torch.Tensor) for each in states["cuda"]):
-        raise TypeError("the states of the GPUs' generators are not tensors")
+        raise TypeError("the saved generator states of the GPUs must be tensors")
 
 
 def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: Mapping[str, Any]) -> None:
@@ -168,34 +172,34 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: M
     here, saved = model.state_dict(), loaded["model"]
     for name, value in here.items():
         if name not in saved:
-            raise ValueError(f"the checkpoint is of another model: {name!r} exists here and not there")
+            raise ValueError(f"{_OTHER_MODEL}: {name!r} is in this model and not in the checkpoint")
         other = saved[name]
         if isinstance(value, torch.Tensor) != isinstance(other, torch.Tensor):
-            kinds = f"is a {type(value).__name__} here and a {type(other).__name__} there"
-            raise ValueError(f"the checkpoint is of another model: {name!r} {kinds}")
+            kinds = f"is a {type(value).__name__} in this model and a {type(other).__name__} in the checkpoint"
+            raise ValueError(f"{_OTHER_MODEL}: {name!r} {kinds}")
         if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
             for what in ("shape", "dtype", "layout"):
                 mine, theirs = getattr(value, what), getattr(other, what)
                 if mine != theirs:
                     mine, theirs = (tuple(mine), tuple(theirs)) if what == "shape" else (mine, theirs)
                     raise ValueError(
-                        f"the checkpoint is of another model: {name!r} has {what} {mine} here and {theirs} there"
+                        f"{_OTHER_MODEL}: {name!r} has the {what} {mine} in this model and {theirs} in the checkpoint"
                     )
     for name in saved:
         if name not in here:
-            raise ValueError(f"the checkpoint is of another model: {name!r} exists there and not here")
+            raise ValueError(f"{_OTHER_MODEL}: {name!r} is in the checkpoint and not in this model")
     if optimizer is None:
         return
     if loaded["optimizer"] is None:
-        raise ValueError("the checkpoint was saved without an optimizer")
+        raise ValueError("the checkpoint must have an optimizer's state, but it was saved without an optimizer")
     kind, other = type(optimizer).__qualname__, loaded.get("optimizer_class")
     if other not in (kind, None):  # early files lack the optimizer's name
-        raise ValueError(f"the checkpoint is of another optimizer: {kind} here and {printable(str(other))} there")
+        raise ValueError(f"the checkpoint must be of an optimizer of the class {kind}, got {printable(str(other))}")
     counts, others = (
         [len(group["params"]) for group in state["param_groups"]]
         for state in (optimizer.state_dict(), loaded["optimizer"])
     )
     if counts != others:
         raise ValueError(
-            f"the checkpoint is of another optimizer: its parameter groups have {others} parameters, these {counts}"
+            f"the checkpoint must be of an optimizer with parameter groups of {counts} parameters, got {others}"
         )

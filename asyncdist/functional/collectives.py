@@ -152,16 +152,19 @@ def all_gather(
     """
     if axis_name is _NO_AXIS:
         if axis != 0 or tiled or mesh is not None:
-            raise TypeError("axis, tiled and mesh belong to all_gather(tree, axis_name); no axis name is given")
+            raise TypeError("axis, tiled and mesh need an axis name: all_gather(tree, axis_name)")
         return _all_gather(tensor, group, world)
     if group is not None or world is not None:
-        raise TypeError(f"group and world belong to all_gather(tensor); the axis {axis_name!r} has ranks of its own")
+        raise TypeError(
+            f"group and world cannot be used with an axis name, because the axis {axis_name!r} has its own ranks; they "
+            "belong to all_gather(tensor)"
+        )
     return tree_collectives.all_gather(tensor, axis_name, axis=axis, tiled=tiled, mesh=mesh)
 
 
 async def _all_gather(tensor: object, group: Group | None, world: World | None) -> list[torch.Tensor]:
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"tensor must be a tensor, or a tree with an axis name, got a {type(tensor).__name__}")
+        raise TypeError(f"tensor must be a tensor, or a tree together with an axis name, got a {type(tensor).__name__}")
     world, group = place(world, group)
     return await world.collectives.all_gather(tensor, group)
 
@@ -209,15 +212,16 @@ async def all_to_all(
     """
     if group is not None and not isinstance(group, Group):
         raise TypeError(
-            f"group must be a group of a world, got {group!r}; "
-            "asyncdist.launch.process_groups.all_to_all takes process groups of torch.distributed"
+            f"group must be a Group from await new_group(ranks), or None, got {group!r:.200}. For process groups of "
+            "torch.distributed use asyncdist.launch.process_groups.all_to_all"
         )
     world, group = place(world, group)
     if not isinstance(tensors, torch.Tensor):
         return await world.collectives.all_to_all(tensors, group)
     if not tensors.dim() or tensors.shape[0] % group.size:
         raise ValueError(
-            f"the tensor's first dimension must be a multiple of {group.size} ranks, got shape {tuple(tensors.shape)}"
+            f"the first dimension of the tensor must be a multiple of the {group.size} ranks, got shape "
+            f"{tuple(tensors.shape)}"
         )
     if not tensors.shape[0]:
         return tensors.detach().clone()

@@ -335,7 +335,9 @@ async def zero_first(is_main: bool, *, group: Group | None = None, world: World 
     headers = await _exchange(world, group, LocalResult(), call)
     raise_first_error(headers)
     if not any(header.has_value for header in headers):
-        raise LocalProtocolError(f"is_main must be True on at least one rank of {list(group.ranks)}, got False on all")
+        raise LocalProtocolError(
+            f"is_main must be True on at least one of the ranks {list(group.ranks)}, got False on all"
+        )
     yield
 
 
@@ -424,8 +426,8 @@ def _encode_scalar(value: Any) -> bytes:
     )
     if not is_scalar:
         raise TypeError(
-            "fn must return a bool, int, float or complex, a numpy scalar, or a tensor with one element, "
-            f"got {value!r:.80}, a {serialization.type_name(type(value))}"
+            "fn must return a bool, int, float or complex, a numpy scalar, or a tensor with one element, got a "
+            f"{serialization.type_name(type(value))}: {value!r:.80}"
         )
     return serialization.encode(value)
 

@@ -329,7 +329,9 @@ async def _load(
             loaded.update(await world.do_file_work(read_rank))
         checkpoint_state.compare(model, optimizer, loaded)
         if policy is not None and not isinstance(loaded["policy"], Mapping):
-            raise ValueError(f"{folder} was saved without a policy")
+            raise ValueError(
+                f"{folder} must have a policy's state, but it was saved without a policy; pass policy=None"
+            )
         loading.check()
 
     def go_on() -> None:
@@ -357,5 +359,9 @@ def _choose(path: Path, size: int) -> tuple[str, str]:
     folder, manifest = checkpoint_files.find_newest(path)
     plan, saved = checkpoint_files.plan(manifest["files"], size), len(manifest["files"])
     if size > saved:
-        warnings.warn(f"{folder} holds {saved} ranks: {size - saved} of {size} begin as copies", stacklevel=2)
+        warnings.warn(
+            f"{folder} has the states of {saved} ranks, so {size - saved} of the {size} ranks begin as copies of "
+            "others",
+            stacklevel=2,
+        )
     return str(folder), json.dumps({"plan": plan, "files": [manifest["files"][source] for source in plan]})

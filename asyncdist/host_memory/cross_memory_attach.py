@@ -191,7 +191,7 @@ class DirectWrite:
     def write_piece(self) -> int:
         """Write the next piece and return its size. Raise OSError if the other process cannot be written to."""
         if self._neighbour is None:
-            raise OSError(errno.EPERM, "the process to write to is unknown")
+            raise OSError(errno.EPERM, "the process to write to has no known id")
         nbytes = min(PIECE_NBYTES, len(self.rest))
         self._neighbour.write(self._source + self.written_nbytes, self._target + self.written_nbytes, nbytes)
         self.written_nbytes += nbytes

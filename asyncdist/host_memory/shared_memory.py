@@ -105,7 +105,7 @@ def find(address: Address) -> Tensor:
     descriptor = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
     try:
         if not address.is_behind(f"/proc/self/fd/{descriptor}"):
-            raise FileNotFoundError(f"{address.path} has changed meanwhile")
+            raise FileNotFoundError(f"{address.path} changed while it was opened")
         return _map(descriptor, address.nbytes)
     finally:
         os.close(descriptor)
@@ -118,7 +118,7 @@ def _name(token: bytes) -> str:
 def _create(token: bytes) -> int:
     create = getattr(os, "memfd_create", None)
     if create is None:
-        raise OSError("this system has no anonymous files")
+        raise OSError("this system has no anonymous files (os.memfd_create)")
     return int(create(_name(token), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
 
 
@@ -127,8 +127,8 @@ def _map(descriptor: int, nbytes: int) -> Tensor:
     """Map a file as an ordinary tensor. Uses torch, since mappings by Python's mmap keep descriptors open."""
     found = os.fstat(descriptor).st_size
     if found != nbytes:
-        raise OSError(f"the memory has {found} bytes, not {nbytes}")
+        raise OSError(f"the shared memory must have {nbytes} bytes, got {found}")
     try:
         return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
     except RuntimeError as error:
-        raise OSError(f"the memory cannot be mapped: {error}") from error
+        raise OSError(f"the shared memory cannot be mapped: {error}") from error

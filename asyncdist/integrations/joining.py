@@ -60,8 +60,8 @@ def join() -> World:
             return process_world()
     if is_in_a_rank():
         raise LocalProtocolError(
-            "SelectiveAveraging blocks and cannot be used in a coroutine: enter a policy of asyncdist.protocols with "
-            "async with here, and await its step"
+            "SelectiveAveraging cannot be used in a coroutine, because it blocks: enter a policy of "
+            "asyncdist.protocols with async with, and await its step"
         )
     world = process_world()
     if world.size == 1 and "alone" not in _told:
@@ -96,7 +96,10 @@ def selective_averaging(
     validation.count("average_every", average_every)
     metric_mode = options.get("metric_mode", mode)
     if mode not in (None, metric_mode):
-        raise ValueError(f"mode is {mode!r} and metric_mode is {metric_mode!r}, but they mean the same: pass only one")
+        raise ValueError(
+            f"only one of mode and metric_mode may be passed, because both mean the same, got mode={mode!r} and "
+            f"metric_mode={metric_mode!r}"
+        )
     if metric_mode not in (None, "min", "max"):
         validation.refuse(
             "mode", metric_mode, "'min' (smaller metrics are better) or 'max' (larger metrics are better)"
@@ -131,15 +134,15 @@ def _warning_of_monitor(monitor: str, mode: MetricMode) -> str:
         return ""
     better, cure = ("larger", "min") if mode == "max" else ("smaller", "max")
     return (
-        f"selective averaging: ranks are judged by {monitor!r} with mode={mode!r}: a {better} value is better, but the "
-        f"name says the opposite, so the worst ranks would be averaged into the best; pass mode={cure!r}"
+        f"selective averaging: mode={mode!r} means that a {better} value of {monitor!r} is better, but the name means "
+        f"the opposite, so the worst ranks would be averaged into the best; pass mode={cure!r}"
     )
 
 
 def refuse_copy(*_: object) -> NoReturn:
     """Raise TypeError, since an object that owns the policy of a training cannot be copied."""
     raise TypeError(
-        "SelectiveAveraging cannot be copied because it holds the policy of this rank's training: make another one "
+        "SelectiveAveraging cannot be copied, because it holds the policy of this rank's training; make another one "
         "with the same options"
     )
 
@@ -285,7 +288,7 @@ class Training(Generic[PolicyT]):
 
     def _open_policy(self) -> Policy[PolicyT]:
         if self.policy is None:
-            raise ClosedError("selective averaging has ended, with close() or with its block: make another one")
+            raise ClosedError("this SelectiveAveraging has ended, with close() or with its block; make another one")
         return self.policy
 
     def end(self, error: BaseException | None = None) -> None:
@@ -324,9 +327,9 @@ def _told_of_open(others: Sequence[SpawnPolicy], made: SpawnPolicy) -> Iterator[
         if not any(_is_equal(each, made) for each in others):
             raise
         raise StartTimeoutError(
-            f"{error.message}. An equal policy is still open on this rank. After running out of memory, a rank can "
-            "continue with that policy while the others train: put the training inside with SelectiveAveraging(...) "
-            "as averaging, or begin again inside the except clause",
+            f"{error.message}. An equal policy is still open on this rank. To continue with it after memory was "
+            "exhausted, put the training inside with SelectiveAveraging(...) as averaging, or restart the training "
+            "inside the except clause",
             **error.facts,
         ) from None
 

@@ -171,21 +171,21 @@ class SelectiveAveraging(Callback):
     def _refusal(self, count: int) -> str:
         if self._replica_size > 1:
             return (
-                f"this Trainer has {count} devices, but replica_size={self._replica_size}: pass "
-                f"devices={self._replica_size}, strategy='ddp'"
+                f"devices must be equal to replica_size={self._replica_size}, got {count}: pass "
+                f"devices={self._replica_size}, strategy='ddp' to the Trainer"
             )
         return (
-            f"this Trainer has {count} devices for one rank: pass devices=1 and start more ranks; or, to make them one "
-            f"replica, pass strategy='ddp' to the Trainer and replica_size={count} to SelectiveAveraging"
+            f"devices must be 1 for each rank, got {count}: pass devices=1 to the Trainer and start more ranks. To "
+            f"make the devices one replica, pass strategy='ddp' to the Trainer and replica_size={count} to "
+            "SelectiveAveraging"
         )
 
     __copy__ = __deepcopy__ = refuse_copy
 
     def __getstate__(self) -> NoReturn:
         raise ValueError(
-            "SelectiveAveraging cannot be sent to another process, which this Trainer's strategy requires: pass "
-            "devices=1 and start more ranks; or pass strategy='ddp' to the Trainer and replica_size= to "
-            "SelectiveAveraging"
+            "SelectiveAveraging cannot be sent to another process, as this Trainer's strategy requires: pass devices=1 "
+            "and start more ranks, or pass strategy='ddp' to the Trainer and replica_size= to SelectiveAveraging"
         )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -212,8 +212,9 @@ class SelectiveAveraging(Callback):
         index = self._optimizer_index
         if index is None and len(optimizers) != 1:
             raise ValueError(
-                f"configure_optimizers returns {len(optimizers)} optimizers: pass optimizer_index=0 or another index "
-                "to SelectiveAveraging, to choose the optimizer whose state is reset when weights are replaced"
+                f"optimizer_index must be set, because configure_optimizers returns {len(optimizers)} optimizers: pass "
+                "SelectiveAveraging the index of the optimizer whose state is reset when weights are replaced, such as "
+                "optimizer_index=0"
             )
         return optimizers[index or 0]
 

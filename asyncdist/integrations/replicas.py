@@ -35,7 +35,7 @@ def show_replica(world: World, size: int) -> Replica:
     places = _gather_places(world, replica, local_host.find_free_port())
     if any(place.hostname != places[0].hostname for place in places):
         first = world.rank - replica.place
-        raise ValueError(f"the ranks {first} to {first + size - 1} must be on one host to be one replica of a trainer")
+        raise ValueError(f"the ranks {first} to {first + size - 1} of one replica must be on one host")
     environment.show_as_ranks(
         {
             "RANK": str(replica.place),
@@ -59,15 +59,16 @@ def new_process_group(world: World, size: int, backend: str | None) -> dist.Proc
     replica = replica_of(world, size)
     if world.size > 1 and isinstance(world._caller, SwitchingCaller):
         raise LocalProtocolError(
-            "ranks that share a process, as in a simulation or a replay, cannot make a process group of "
-            "torch.distributed: the first member would wait for the others in their common thread forever",
+            "new_process_group() cannot be used by ranks that share a process, as in a simulation or a replay: the "
+            "first member would wait forever for the others in the same thread",
             rank=world.rank,
         )
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (world.rank, world.size):
             raise LocalProtocolError(
-                f"torch.distributed was started as rank {dist.get_rank()} of {dist.get_world_size()}, but this is rank "
-                f"{world.rank} of {world.size}: start it with all ranks in the same order, or do not start it",
+                "torch.distributed must be started with the same ranks as the world, but this process is rank "
+                f"{dist.get_rank()} of {dist.get_world_size()} there and rank {world.rank} of {world.size} here; start "
+                "it with all ranks in the same order, or do not start it",
                 rank=world.rank,
             )
         starts = range(0, world.size, replica.size)

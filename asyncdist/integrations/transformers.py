@@ -110,8 +110,8 @@ class SelectiveAveraging(TrainerCallback):
     def _prepare(self, args: TrainingArguments) -> None:
         if args.n_gpu > 1:
             raise ValueError(
-                f"this Trainer has {args.n_gpu} GPUs, but SelectiveAveraging needs one device per rank: show each rank "
-                "one GPU (CUDA_VISIBLE_DEVICES), and start more ranks"
+                f"each rank must see one GPU, but this Trainer has {args.n_gpu}: set CUDA_VISIBLE_DEVICES to one GPU "
+                "on each rank, and start more ranks"
             )
         if self._seed is None:
             self._seed = args.seed
@@ -268,7 +268,10 @@ def _show_replica_once(world: World, size: int) -> Replica:
         return show_replica(world, size)
     replica, read = replica_of(world, size), PartialState()
     if (read.process_index, read.num_processes) != (replica.place, replica.size):
-        raise ValueError("with replica_size=, make SelectiveAveraging before TrainingArguments, which read the ranks")
+        raise ValueError(
+            "SelectiveAveraging with replica_size= must be made before TrainingArguments, which already counted other "
+            "ranks"
+        )
     return replica
 
 

@@ -92,7 +92,7 @@ class MultiprocessConfig:
     def _check_meeting(self) -> None:
         address = self.master_addr
         if type(address) is not str or not address or any(character.isspace() for character in address):
-            raise ValueError(f"master_addr is {address!r}; it must be the name or address of rank 0's host")
+            raise ValueError(f"master_addr must be the name or address of rank 0's host, got {address!r}")
         if self.master_port is not None:
             process_groups.check_port("master_port", self.master_port)
         process_groups.check_init_method(self.init_method)
@@ -116,7 +116,8 @@ class MultiprocessConfig:
         size = self.world_size or local_size
         if self.master_port is None and size > local_size and self.init_method == "env://":
             raise ValueError(
-                f"master_port is missing: {size} ranks, {local_size} of them on this host, must all be given the same"
+                f"master_port must be set, because only {local_size} of the {size} ranks are on this host; pass the "
+                "same port on all hosts"
             )
         if size > 1 and self.init_method == "env://":
             local_host.check_address("master_addr", self.master_addr)

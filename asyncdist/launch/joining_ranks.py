@@ -128,9 +128,9 @@ def _kept_secret(address: str, port: int) -> str:
     secret = secret_files.find(secret_files.name_of(port), environment.secret_directories())
     if secret is None:
         raise local_host.LaunchError(
-            f"--join {address}: this host has no secret of a job at that port, and joining a job needs its secret. It "
-            "is found automatically by the same user on the host of the job's launcher, while the job runs. From "
-            "elsewhere, give both commands the same ASYNCDIST_JOB_SECRET_FILE, a file with mode 0600"
+            f"--join {address}: this host has no secret of a job at that port, and joining a job needs its secret. The "
+            "secret is found automatically on the host of the job's launcher by the same user; elsewhere, give both "
+            "commands the same ASYNCDIST_JOB_SECRET_FILE, a file with mode 0600"
         )
     return secret
 
@@ -138,7 +138,7 @@ def _kept_secret(address: str, port: int) -> str:
 def _parse(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
-        raise local_host.LaunchError(f"--join {address!r} must be HOST:PORT, as asyncdist run --places printed it")
+        raise local_host.LaunchError(f"--join must be HOST:PORT as asyncdist run --places printed it, got {address!r}")
     return host, int(port)
 
 
@@ -146,7 +146,7 @@ def _check_listener(host: str, port: int) -> None:
     try:
         socket.create_connection((host, port), timeout=_LISTENER_S).close()
     except (OSError, UnicodeError) as error:
-        raise local_host.LaunchError(f"--join {host}:{port}: cannot connect ({error})") from error
+        raise local_host.LaunchError(f"--join {host}:{port}: cannot connect to the job's launcher ({error})") from error
 
 
 def _start_keeper(host: str, port: int, ranks: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -156,7 +156,7 @@ def _start_keeper(host: str, port: int, ranks: int, environ: Mapping[str, str]) 
     try:
         return subprocess.Popen(command, env=quiet, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
     except OSError as error:
-        raise local_host.LaunchError(f"no places can be taken: {error}") from error
+        raise local_host.LaunchError(f"no place in the job can be claimed: {error}") from error
 
 
 def _read_claim(keeper: subprocess.Popen[bytes], address: str) -> dict[str, Any]:
@@ -164,10 +164,10 @@ def _read_claim(keeper: subprocess.Popen[bytes], address: str) -> dict[str, Any]
     if not select.select([keeper.stdout], [], [], _ANSWER_S)[0]:
         keeper.kill()
         raise local_host.LaunchError(
-            f"--join {address}: the process that listens there did not answer in {_ANSWER_S:g} s"
+            f"--join {address}: the process at that address did not answer within {_ANSWER_S:g} s"
         )
     line = keeper.stdout.readline()
-    found: dict[str, Any] = json.loads(line) if line else {"error": "the process that asks there has failed"}
+    found: dict[str, Any] = json.loads(line) if line else {"error": "the process that asks for places has failed"}
     if "error" in found:
         raise local_host.LaunchError(f"--join {address}: {found['error']}")
     return found

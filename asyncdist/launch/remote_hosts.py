@@ -91,9 +91,9 @@ def place_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
     left = slots if ranks is None else ranks
     if left > slots:
         raise local_host.LaunchError(
-            f"-n {ranks}: {', '.join(f'{host.name}:{host.slots}' for host in hosts)} have {slots} slots, "
-            f"{left - slots} too few: give more hosts, or more ranks to some, as in {hosts[0].name}:"
-            f"{hosts[0].slots + left - slots}"
+            f"-n must be <= {slots}, the number of slots of --hosts "
+            f"{','.join(f'{host.name}:{host.slots}' for host in hosts)}, got {ranks}: pass more hosts, or more ranks "
+            f"per host, as in {hosts[0].name}:{hosts[0].slots + left - slots}"
         )
     placed = []
     for host in hosts:
@@ -201,7 +201,7 @@ class Agent:
         try:
             answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            return f"no answer within {HELLO_S:g} s"
+            return f"the host did not answer within {HELLO_S:g} s"
         if "problem" in answer:
             return str(answer["problem"])
         if "hello" not in answer:
@@ -209,7 +209,10 @@ class Agent:
         for name, version in host_agent.versions().items():
             if answer["hello"].get(name) != version:
                 there = answer["hello"].get(name)
-                return f"{name} is {there} there and {version} here: all hosts need the same version"
+                return (
+                    f"{name} must be equal on all hosts, but it is {there} there and {version} here; install the same "
+                    "version"
+                )
         self.cores, self.port = answer["cores"], answer["port"]
         self._is_ready = True
         return None
@@ -219,7 +222,7 @@ class Agent:
         self._readers[1].join(_CLOSE_S)
         if code in _MISSING:
             return _MISSING[code].format(folder=os.getcwd(), python=sys.executable, agent=host_agent.PROGRAM)
-        return f"cannot be reached: {self._last_words or 'no reason given'} (exit code {code})"
+        return f"the host cannot be reached: {self._last_words or 'no reason given'} (exit code {code})"
 
     def start(
         self, rank: int, command: Sequence[str], variables: Mapping[str, str], ended: Callable[[], object]

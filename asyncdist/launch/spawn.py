@@ -137,12 +137,14 @@ def _checked_config(
     check_call(func, cfg)
     if setup is not None and not callable(setup):
         raise TypeError(
-            f"setup must be None or a function without arguments, got {setup!r}: the arguments of func follow setup "
-            "and rank_offset, as in launch_subprocesses(func, cfg, None, 0, ...)"
+            f"setup must be None or a function without arguments, got {setup!r:.200}. The arguments of func follow "
+            "setup and rank_offset, as in launch_subprocesses(func, cfg, None, 0, ...)"
         )
     for name, value in (("rank", cfg.rank), ("local_rank", cfg.local_rank)):
         if value is not None and cfg.world_size != 1:
-            raise ValueError(f"{name} is {value}; every child gets its own: omit it, or call init_and_run")
+            raise ValueError(
+                f"{name} must be None, because each child gets its own, got {value}; omit it, or call init_and_run"
+            )
     resolved = _resolve_for(cfg, rank_offset)
     check_process_group(func, resolved)
     _check_reachable(func)
@@ -170,7 +172,8 @@ def _check_port_is_free(port: int) -> None:
         local_host.probe_port(port)
     except OSError as error:
         raise ValueError(
-            f"rank 0 cannot listen on master_port={port} of this host ({error.strerror}); use None for a free port"
+            f"master_port must be a port of this host on which rank 0 can listen, got {port} ({error.strerror}); pass "
+            "None for a free port"
         ) from error
 
 
@@ -181,11 +184,13 @@ def _check_reachable(func: Callable[..., Any]) -> None:
     is_interactive = getattr(main, "__spec__", None) is None and not (file and os.path.exists(file))
     if is_interactive and getattr(func, "__module__", None) == "__main__":
         raise TypeError(
-            f"{func!r} was defined in an interactive session, which no other process can import: put it in a file"
+            f"func must be importable by other processes, but {func!r} was defined in an interactive session; put it "
+            "in a file"
         )
     if getattr(func, "__module__", None) == "__main__" and file and os.path.exists(file) and _is_guarded(func, file):
         raise TypeError(
-            f'{func!r} is defined under if __name__ == "__main__":, so no other process can find it: define it above'
+            f"func must be importable by other processes, but {func!r} is defined under "
+            'if __name__ == "__main__":; define it above'
         )
 
 
@@ -253,8 +258,8 @@ class _Child:
             hint = (
                 ""
                 if self.started
-                else ' before it ran: is launch_subprocesses called under if __name__ == "__main__":, with its '
-                "function and arguments defined above?"
+                else ' before its function ran: call launch_subprocesses under if __name__ == "__main__":, and '
+                "define its function and arguments above"
             )
             self.failure, self.failed_at_s = how + hint, time.monotonic()
         return True

@@ -59,7 +59,7 @@ def is_sruns(source: str, environ: Mapping[str, str]) -> bool:
 def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that torchrun would set for this task. Raise ValueError if rank 0 is on the wrong host."""
     if not environ.get("MASTER_ADDR") and _is_rank_0_elsewhere(environ):
-        raise ValueError(f"rank 0 does not run on the host on which the ranks meet. {why_no_rank_0(environ)}")
+        raise ValueError(f"rank 0 must run on the host on which the ranks meet. {why_no_rank_0(environ)}")
     job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
     return {
         "RANK": environ["SLURM_PROCID"],

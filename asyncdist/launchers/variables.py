@@ -19,7 +19,7 @@ def number(environ: Mapping[str, str], name: str) -> int:
     """Return a variable's value. Raise ValueError, with the variable's name, if the value is not an integer >= 0."""
     text = environ[name]
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise ValueError(f"{name}={text!r} must be an integer >= 0")
+        raise ValueError(f"the variable {name} must be an integer >= 0, got {text!r}")
     return int(text)
 
 
@@ -62,15 +62,15 @@ class Variables:
                 self.problems.append(f"{present}={self.values[present]!r} is set but {missing} is not")
         size, rank = self.number(size_name), self.number(rank_name)
         if size is not None and size < 1:
-            self.problems.append(f"{size_name}={size} must be at least 1")
+            self.problems.append(f"{size_name} must be >= 1, got {size}")
         elif size is not None and rank is not None and rank >= size:
-            self.problems.append(f"{rank_name}={rank} must be in 0..{size - 1} with {size_name}={size}")
+            self.problems.append(f"{rank_name} must be from 0 to {size - 1} with {size_name}={size}, got {rank}")
         return size, rank
 
     def check(self) -> None:
         """Raise ValueError with all recorded problems, if there are any."""
         if self.problems:
-            raise ValueError("the launcher's variables are inconsistent: " + "; ".join(self.problems))
+            raise ValueError("the launcher's environment variables are inconsistent: " + "; ".join(self.problems))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -86,7 +86,8 @@ class Exporter:
         port = destination.port + self._local_rank
         if port > 65535:
             raise ValueError(
-                f"port {destination.port} plus {self._local_rank} (this rank's number on its host) exceeds 65535"
+                f"port {destination.port} plus {self._local_rank} (this rank's number on its host) must be <= 65535; "
+                "choose a lower port"
             )
         return PrometheusServer(self._read, destination.where, port)
 

@@ -145,7 +145,8 @@ class Channel(Generic[MessageT]):
             self._engine.poll()
             if self._sending_count >= self._capacity:
                 raise BusyError(
-                    f"{self.name}: {self._capacity} sends (the capacity) are in progress; await send() to wait",
+                    f"{self.name}: the channel's capacity of {self._capacity} sends is in use; await send() to wait "
+                    "for a free place",
                     tag=self.demultiplexer.tag,
                 )
         request = self._post(message, dest, round)
@@ -285,7 +286,7 @@ class Channel(Generic[MessageT]):
         if not has_come:
             early = self.demultiplexer.early.describe()
             hint = f"; {early}" if early else ""
-            raise TimeoutError(f"{self.name}: no message for {timeout_s:g} s{hint}")
+            raise TimeoutError(f"{self.name}: no message arrived for {timeout_s:g} s{hint}")
 
     # -- called by the demultiplexer and the world ------------------------------------------------------------------
 

@@ -227,7 +227,10 @@ class TagDemultiplexer:
     def attach(self, channel: ReceivingChannel) -> None:
         """Register a new channel, and deliver its frames from now on, including those that have already arrived."""
         if channel.scope in self._channels:
-            raise LocalProtocolError(f"tag {self.tag}: {channel.name} is already open", tag=self.tag)
+            raise LocalProtocolError(
+                f"the channel {channel.name} on tag {self.tag} is already open; close it first, or use another tag",
+                tag=self.tag,
+            )
         self._channels[channel.scope] = channel
         self.route_to(channel)
 

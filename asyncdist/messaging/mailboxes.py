@@ -268,7 +268,8 @@ class Inbox:
         if self._overflow == "error" and self.is_full:
             self._fail(
                 RemoteProtocolError(
-                    f"{self._name}: rank {envelope.source} overflowed a mailbox of {self._capacity}",
+                    f"{self._name}: rank {envelope.source} sent more messages than the mailbox's capacity of "
+                    f"{self._capacity}",
                     rank=envelope.source,
                     tag=self._tag,
                 )

@@ -211,7 +211,7 @@ class Services:
         lost = self.lost_ranks().intersection(ranks)
         if not lost or not all(rank in self.gone for rank in ranks if rank != self.rank):
             return None
-        return RankLostError(f"{name}: no rank is left that could send: rank {min(lost)} is lost", rank=min(lost))
+        return RankLostError(f"{name}: no rank is left that can send, because rank {min(lost)} is lost", rank=min(lost))
 
     def next_scope(self, ranks: Sequence[int], name: str) -> int:
         """Return a new scope for ``name`` and the group ``ranks``. The nth call returns the same scope on all ranks."""

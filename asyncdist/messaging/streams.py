@@ -52,9 +52,9 @@ class Grant:
         """Raise ValueError if a size is invalid, or if the sender would need too many chunk objects."""
         _check_slot(self.slot)
         if not 0 <= self.written_nbytes <= self.nbytes or self.address < 0:
-            raise ValueError(f"{self} is not a valid grant: a size is negative or inconsistent")
+            raise ValueError(f"the sizes of a grant must be >= 0 and consistent, got {self}")
         if self.chunk_nbytes < 1 or self.nbytes > self.chunk_nbytes * _CHUNK_COUNT_MAX:
-            raise ValueError(f"{self} has more than {_CHUNK_COUNT_MAX} chunks")
+            raise ValueError(f"a grant must have at most {_CHUNK_COUNT_MAX} chunks, got {self}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class StreamEnd:
             return condition()
 
         if not await self._engine.until(holds, self._what, deadline=deadline, is_of_request=is_of_request):
-            raise TimeoutError(f"{self._what}: timed out")
+            raise TimeoutError(f"the {self._what} did not complete in time")
 
 
 class _State(enum.Enum):
@@ -225,7 +225,7 @@ class InboundStream(StreamEnd):
         if nbytes != len(self._targets[index]):
             expected = len(self._targets[index])
             raise RemoteProtocolError(
-                f"rank {self._peer} sent a chunk of {nbytes} bytes instead of {expected}", rank=self._peer
+                f"rank {self._peer} must send a chunk of {expected} bytes, got {nbytes}", rank=self._peer
             )
         self.received_nbytes += nbytes
         self.taken_count += 1
@@ -356,7 +356,11 @@ class Slots:
             return heapq.heappop(self._given_back[source])
         slot = self._used_counts[source]
         if slot == tags.BULK_SLOT_COUNT:
-            raise BusyError(f"all {tags.BULK_SLOT_COUNT} stream slots of rank {source} are taken", rank=source)
+            raise BusyError(
+                f"all {tags.BULK_SLOT_COUNT} stream slots of rank {source} are in use; await other receives from it "
+                "first",
+                rank=source,
+            )
         self._used_counts[source] += 1
         return slot
 

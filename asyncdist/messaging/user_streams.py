@@ -73,7 +73,9 @@ class _Outgoing:
         assert self.refused is not None, f"rank {dest} has not answered"
         nbytes = len(self.view)
         raise LocalProtocolError(
-            f"rank {dest} receives {self.refused.nbytes} bytes, but this rank sends {nbytes}", dest=dest, nbytes=nbytes
+            f"the tensor must have the {self.refused.nbytes} bytes that rank {dest} receives, got {nbytes}",
+            dest=dest,
+            nbytes=nbytes,
         )
 
 
@@ -114,7 +116,7 @@ class UserStreams:
         grants = self._grants.setdefault(source, deque())
         if isinstance(message, streams.Grant):
             if len(grants) >= tags.BULK_SLOT_COUNT:
-                raise RemoteProtocolError(f"rank {source} has granted more streams than it has slots", rank=source)
+                raise RemoteProtocolError(f"rank {source} granted more streams than it has slots", rank=source)
             grants.append(message)
             if self._refusing:
                 self._refuse(source)
@@ -198,7 +200,7 @@ class UserStreams:
             if outgoing.stream is not None:
                 self._end(outgoing.stream)
         if not complete:
-            raise ClosedError(f"rank {dest} has cancelled its receive", dest=dest)
+            raise ClosedError(f"rank {dest} cancelled its receive of the tensor", dest=dest)
 
     def _end(self, stream: OutboundStream) -> None:
         stream.cut()

@@ -241,11 +241,11 @@ class Codec:
                     message if decoded == message else None
                 )  # unequal if a tuple field holds a list, which may change later
         except Exception as error:  # for example a wrong type, an int over 64 bits, or an error of __post_init__
-            raise LocalProtocolError(f"cannot send {message!r:.200}: {error}") from error
+            raise LocalProtocolError(f"cannot send the message {message!r:.200}: {error}") from error
         if len(payload) > _PAYLOAD_NBYTES_MAX:
             raise LocalProtocolError(
-                f"{type(message).__name__} must take at most {PAYLOAD_NBYTES_MAX} bytes, got {len(payload)} "
-                "(send_stream carries more)",
+                f"a {type(message).__name__} must take at most {PAYLOAD_NBYTES_MAX} bytes, got {len(payload)}; use "
+                "send_stream for larger data",
                 nbytes=len(payload),
                 limit_nbytes=PAYLOAD_NBYTES_MAX,
             )
@@ -317,9 +317,9 @@ def _plain_fields(cls: type[Any]) -> tuple[tuple[str, type[Any]], ...] | None:
 
 
 def _check_fields(cls: type[Any], holders: tuple[type[Any], ...] = ()) -> None:
-    """Raise TypeError if a field's type cannot be sent; ``holders`` are the classes that contain ``cls``."""
+    """Raise TypeError for a field whose type cannot be sent; ``holders`` are the classes that contain ``cls``."""
     if cls in holders:  # Compiled code would recurse without Python's recursion limit.
-        raise TypeError(f"{cls.__name__} contains itself; a message type must have bounded depth")
+        raise TypeError(f"{cls.__name__} must not contain itself, because a message type must have bounded depth")
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         _check_type(hints[field.name], f"{cls.__name__}.{field.name}", (*holders, cls))

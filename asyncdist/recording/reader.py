@@ -152,26 +152,27 @@ def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Re
     """
     root = Path(folder)
     if not root.is_dir():
-        raise RecordingError(f"{root} is not a folder; asyncdist run --record FOLDER writes a recording")
+        raise RecordingError(f"the recording must be a folder, got {root}; asyncdist run --record FOLDER writes one")
     paths = sorted(root.glob(f"*{SUFFIX}"))
     if not paths:
-        raise RecordingError(f"{root} has no recording: no file that ends with {SUFFIX}")
+        raise RecordingError(f"{root} has no recording, because no file in it ends with {SUFFIX}")
     found, refused = _open_all(paths)
     if not found and refused:
         raise refused[0]
     if not found:
-        raise RecordingError(f"{root} has no recording: all files that end with {SUFFIX} are empty")
+        raise RecordingError(f"{root} has no recording, because all its files that end with {SUFFIX} are empty")
     chosen = _chosen_job(root, found, job)
     ranks = tuple(sorted((_looked_at(each) for each in found if each.header.job == chosen), key=_place))
     for each, other in itertools.pairwise(ranks):
         if _place(each) == _place(other):
             raise RecordingError(
-                f"rank {each.rank} has two recordings of job {chosen}, {each.path} and {other.path}: its events would"
-                " count twice; move one of them out of the folder"
+                f"rank {each.rank} must have one recording of job {chosen}, got {each.path} and {other.path}; move one "
+                "of them out of the folder"
             )
         if each.header.size != other.header.size:
             raise RecordingError(
-                f"job {chosen} has {each.header.size} ranks in {each.path}, but {other.header.size} in {other.path}"
+                f"all recordings of job {chosen} must have the same number of ranks, got {each.header.size} in "
+                f"{each.path} and {other.header.size} in {other.path}"
             )
     for each in ranks:
         if each.damage:
@@ -202,10 +203,11 @@ def _chosen_job(root: Path, found: Sequence[RankRecording], job: str | None) -> 
     if len(names) > _JOB_COUNT_MAX:
         known = f"{len(names) - _JOB_COUNT_MAX} more, {known}"
     if job is not None and job not in names:
-        raise RecordingError(f"{root} has no recording of job {job}; jobs in it, from the oldest: {known}")
+        raise RecordingError(f"{root} has no recording of job {job}; its jobs, from the oldest: {known}")
     if job is None and len(names) > 1:
         raise RecordingError(
-            f"{root} has recordings of {len(names)} jobs, from the oldest: {known}; choose one (--job {names[-1]})"
+            f"{root} has recordings of {len(names)} jobs, from the oldest: {known}; choose one with --job, as in --job "
+            f"{names[-1]}"
         )
     return job or names[0]
 
@@ -244,7 +246,7 @@ class _Part:
 def _open(path: Path, schemas: dict[Any, EventSchema]) -> RankRecording | None:
     """Read a file's header; return None if the file is empty. ``schemas`` caches the schemas of all files."""
     if not path.is_file():
-        raise RecordingError(f"{path} is not a file")
+        raise RecordingError(f"{path} must be a file")
     try:
         with path.open("rb") as file:
             if not os.fstat(file.fileno()).st_size:
@@ -255,11 +257,11 @@ def _open(path: Path, schemas: dict[Any, EventSchema]) -> RankRecording | None:
             file.seek(0)
             data = file.read(header_nbytes)
     except msgpack.OutOfData:
-        raise RecordingError(f"{path} ends within its header: its rank was killed when it began") from None
+        raise RecordingError(f"{path} ends within its header, because its rank was killed when it began") from None
     except OSError as error:
         raise RecordingError(f"{path} cannot be read: {error}") from error
     except (ValueError, msgpack.UnpackException):
-        raise RecordingError(f"{path} is not a recording of asyncdist") from None
+        raise RecordingError(f"{path} must be a recording of asyncdist, but it has other content") from None
     header = _checked(path, data)
     key = header.size, tuple((name, tuple(fields)) for name, fields in header.kinds.items())
     if key not in schemas:
@@ -287,11 +289,11 @@ def _checked(path: Path, data: bytes) -> Header:
     except (ValueError, RecursionError):
         preamble = schema.Preamble()
     if preamble.format != FORMAT or len(data) > OBJECT_NBYTES_MAX:
-        raise RecordingError(f"{path} is not a recording of asyncdist")
+        raise RecordingError(f"{path} must be a recording of asyncdist, but it has other content")
     if preamble.version != VERSION:
         raise RecordingError(
-            f"{path} has format version {preamble.version!r:.80}, written by asyncdist "
-            f"{preamble.asyncdist!r:.80}; asyncdist {__version__} reads only version {VERSION}"
+            f"{path} must have format version {VERSION} for asyncdist {__version__}, got {preamble.version!r:.80}; "
+            f"read it with asyncdist {preamble.asyncdist!r:.80}, which wrote it"
         )
     try:
         return schema.read_header(data)

@@ -113,7 +113,7 @@ class Header(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.rank >= self.size:
-            raise ValueError(f"rank must be from 0 to {self.size - 1}, as size is {self.size}; got {self.rank}")
+            raise ValueError(f"rank must be from 0 to {self.size - 1} with size {self.size}, got {self.rank}")
 
 
 class Conditions(Struct, frozen=True, kw_only=True):
@@ -143,7 +143,7 @@ class Conditions(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.hosts is not None and (len(self.hosts) != self.size or max(self.hosts) >= self.size):
-            raise ValueError(f"hosts must name one of {self.size} ranks for each rank, got {self.hosts!r:.80}")
+            raise ValueError(f"hosts must have one of the {self.size} ranks for each rank, got {self.hosts!r:.80}")
 
 
 class Preamble(Struct, frozen=True):
@@ -272,13 +272,13 @@ class EventSchema:
         """Raise an EventError that describes the invalid content."""
         found = re.match(r"(?P<what>.*) - at `\$\[(?P<event>\d+)\](\[(?P<field>\d+)\])?", str(error), re.DOTALL)
         if found is None:
-            raise EventError("its content is not a list of events") from error
+            raise EventError("the content must be a list of events") from error
         name = self._name_of(content, int(found["event"]))
         place = int(found["field"] or 0) - 2
         field = f", field {self._fields[name][place]!r}" if name and 0 <= place < len(self._fields[name]) else ""
         if name and not found["field"]:
             raise EventError(
-                f"event {name!r} has the wrong number of fields; its fields are {', '.join(self._fields[name])}"
+                f"event {name!r} must have the fields {', '.join(self._fields[name])}, got another number of fields"
             ) from error
         event = f"event {name!r}{field}" if name else "an event of an unknown kind"
         raise EventError(f"{event}: {_in_words(found['what'])}") from error

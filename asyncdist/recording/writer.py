@@ -276,7 +276,7 @@ class RecordWriter:
         try:
             written = os.write(self._file, data)
             if written != len(data):
-                raise OSError(f"{written} of {len(data)} bytes were written; the disk may be full")
+                raise OSError(f"only {written} of {len(data)} bytes were written; the disk may be full")
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._nbytes)

@@ -31,7 +31,7 @@ def _writing(what: str, allowed: str) -> Iterator[None]:
 
 def _name(text: str) -> str:
     if not text:
-        raise argparse.ArgumentTypeError("the name must not be empty; without -o, it is made from the job's name")
+        raise argparse.ArgumentTypeError("must not be empty, got ''; omit -o to use the job's name")
     return text
 
 
@@ -96,7 +96,7 @@ def run_report(folder: str, job: str | None, out: str | None) -> int:
     try:
         from asyncdist.report.page import render
     except ImportError as error:
-        return refuse("report", f"the report needs plotly (pip install 'asyncdist[report]'): {error}")
+        return refuse("report", f"the report needs plotly ({error}): pip install 'asyncdist[report]'")
     try:
         recording = read_recording(folder, job)
         path = Path(out or f"{recording.job}.html")
@@ -137,7 +137,7 @@ def run_export(folder: str, job: str | None, out: str | None, kind: str) -> int:
         with _writing("the tables", "a folder, which is created if necessary"):
             files = write(recording, to)
     except ImportError as error:  # pyarrow is not installed, or refuses the installed numpy
-        return refuse("export", f"--format parquet needs pyarrow (pip install 'asyncdist[parquet]'): {error}")
+        return refuse("export", f"--format parquet needs pyarrow ({error}): pip install 'asyncdist[parquet]'")
     except (RecordingError, _WriteError, OSError) as error:
         return refuse("export", error)
     return _say("export", f"wrote {plural(len(files), 'table')} to {to}: {', '.join(file.name for file in files)}")

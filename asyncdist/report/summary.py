@@ -159,7 +159,7 @@ def summarise(recording: Recording) -> Summary:
     size = recording.size
     if size > SIZE_MAX:
         raise RecordingError(
-            f"job {recording.job} has {size} ranks; a report allows at most {SIZE_MAX}; use asyncdist query"
+            f"a report can have at most {SIZE_MAX} ranks, but job {recording.job} has {size}; use asyncdist query"
         )
     summary = Summary(size=size, ranks=[RankSummary() for _ in range(size)], nbytes=np.zeros((size, size)))
     clocks = Clocks(recording)

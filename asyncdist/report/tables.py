@@ -189,10 +189,10 @@ def _refusal(error: Exception, wanted: Sequence[str]) -> QueryError:
     """Return an error with SQLite's reason and the existing columns or tables; re-raise Ctrl-C as KeyboardInterrupt."""
     if str(error) == "interrupted":  # SQLite drops the exception that a signal handler raised
         raise KeyboardInterrupt from error
-    why = "it is not UTF-8" if isinstance(error, UnicodeError) else str(error)
+    why = "the query is not UTF-8" if isinstance(error, UnicodeError) else str(error)
     if why.startswith(("not authorized", "authorization denied")):
         return QueryError(f"the query must be one SELECT that changes nothing and creates no file: {why}")
-    there = [f"the tables: {', '.join((*KINDS, 'ranks'))}"]
+    there = [f"the tables are {', '.join((*KINDS, 'ranks'))}"]
     if why.startswith("no such column") and wanted:
-        there = [f"the columns of {table}: {', '.join(columns_of(table))}" for table in wanted]
-    return QueryError("; ".join([f"the query is refused: {why}", *there]))
+        there = [f"the columns of {table} are {', '.join(columns_of(table))}" for table in wanted]
+    return QueryError("; ".join([f"the query cannot be run: {why}", *there]))

@@ -321,5 +321,7 @@ def _profile(recording: Recording, clocks: Clocks, path: Path, number: int) -> l
                 moved["args"] = {"name": f"rank {owner}, torch: {entry.get('args', {}).get('name', '')}"}
             found.append(moved)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise TraceError(f"{path} is not a trace of torch's profiler: {type(error).__name__} {error}") from error
+        raise TraceError(
+            f"{path} must be a trace of torch's profiler, but reading it raised {type(error).__name__}: {error}"
+        ) from error
     return found

@@ -73,7 +73,9 @@ def _target(path: Path) -> Path:
     for _ in range(_LINK_COUNT_MAX):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # the folder or the file does not exist
             if is_planted(path.lstat(), path.parent.stat(), os.getuid()):
-                raise PermissionError(errno.EACCES, "another user has created it in a folder of all users", str(path))
+                raise PermissionError(
+                    errno.EACCES, "another user created this file in a folder that all users share", str(path)
+                )
         if not path.is_symlink():
             return path
         path = path.parent / path.readlink()

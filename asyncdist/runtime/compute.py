@@ -18,7 +18,9 @@ from asyncdist.errors import BusyError
 
 T = TypeVar("T")
 
-_AT_THE_END: Final = "no coroutine can raise StopIteration; await world.compute(next, iterator, None) gives None"
+_AT_THE_END: Final = (
+    "a coroutine cannot raise StopIteration; await world.compute(next, iterator, None), which returns None at the end"
+)
 _AUTOCAST_DEVICE_KINDS: Final = ("cpu", "cuda")
 
 
@@ -72,7 +74,10 @@ class Computing:
     async def run(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
         """Run ``fn`` and return its result: in a thread or, if the rank is simulated, at a virtual time (``clock``)."""
         if self.is_under_way:
-            raise BusyError("only one compute at a time is allowed, and another one is running", rank=self._rank)
+            raise BusyError(
+                "world.compute() can run one function at a time, but another one is running; await it first",
+                rank=self._rank,
+            )
         self.is_under_way = True
         try:
             return await self._call(clock, fn)

@@ -91,7 +91,8 @@ async def _exchange_hellos(
         theirs = text.rstrip(b"\0").decode(errors="replace")
         if theirs != version:
             raise DisagreementError(
-                f"rank {transport.rank} runs {version}, but rank {rank} runs {theirs}; all ranks must run one version",
+                f"all ranks must run the same version, but rank {transport.rank} runs {version} and rank {rank} runs "
+                f"{theirs}",
                 rank=rank,
             )
     return nonce, first_ranks(hosts)

@@ -213,8 +213,9 @@ def _open_launched(transport: TransportName, ranks: int | None) -> Transport | N
         return None
     if is_loop_running():  # MPI may only be called from the main thread
         raise RuntimeError(
-            f"a loop is already running, and {started.transport} ({started.source}) must run in this thread: use "
-            "async with asyncdist.open_world() as world: await main(world)"
+            f"asyncdist.run cannot be called here, because a loop is already running and {started.transport} "
+            f"({started.source}) must run in this thread: use async with asyncdist.open_world() as world: await "
+            "main(world)"
         )
     limit_threads()
     spare_collections()
@@ -351,8 +352,9 @@ async def open_world(
     refuse_inside_a_world()
     if ranks != 1:
         raise ValueError(
-            f"ranks must be 1, since one rank runs the block of open_world, got {ranks!r}; put the block into a main, "
-            f"and call asyncdist.run(main, transport='local', ranks={ranks!r}), which works in notebooks, too"
+            f"ranks must be 1 for open_world, whose block is run by one rank, got {ranks!r}. For several ranks, put "
+            f"the block into a main and call asyncdist.run(main, transport='local', ranks={ranks!r}), which also works "
+            "in notebooks"
         )
     options = rank_options(
         watchdog_s,
@@ -452,7 +454,10 @@ def _check_options(transport: str, ranks: int | None, loop: str | None, grace_s:
     if ranks is not None:
         validation.count("ranks", ranks)
     if ranks is not None and transport != "local":
-        raise ValueError(f"ranks={ranks} needs transport='local'; otherwise the launcher sets the number of ranks")
+        raise ValueError(
+            "ranks must be None unless transport is 'local', because the launcher sets the number of ranks, got "
+            f"{ranks}"
+        )
     if loop not in (None, "uvloop", "asyncio"):
         raise ValueError(f"loop must be 'uvloop' or 'asyncio', got {loop!r}")
     validation.seconds("grace_s", grace_s, finite=False)

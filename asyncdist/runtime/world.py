@@ -69,8 +69,8 @@ _current_world: ContextVar[World] = ContextVar("asyncdist_current_world")
 
 
 _FOR_ALL_CELLS: Final = (
-    ". A world that a cell of a notebook has opened is that cell's; world = asyncdist.blocking.process_world() opens "
-    "one for all cells"
+    ". A world that a notebook's cell opened belongs to that cell; call asyncdist.blocking.process_world() to open one "
+    "for all cells"
 )
 
 
@@ -86,7 +86,7 @@ def current_world() -> World:
         if _world_of_process is not None and _world_of_process.is_open:
             return _world_of_process
         raise RuntimeError(
-            "no world here: call this inside asyncdist.run(main) or async with asyncdist.open_world()"
+            "no world is open in this task: call this inside asyncdist.run(main) or async with asyncdist.open_world()"
             + (_FOR_ALL_CELLS if hasattr(builtins, "get_ipython") else "")
         ) from None
 
@@ -108,7 +108,7 @@ def refuse_inside_a_world() -> None:
         if here is _world_of_process:
             lasting = " until the process ends"
             way_out += ", or open another one in another process (in a notebook: restart the kernel)"
-        raise LocalProtocolError(f"a world is already open here{lasting}, {here!r}: {way_out}", rank=here.rank)
+        raise LocalProtocolError(f"a world is already open{lasting}, {here!r}: {way_out}", rank=here.rank)
 
 
 class World:

@@ -38,7 +38,7 @@ class Uniform:
         check_number("Uniform.low", self.low)
         check_number("Uniform.high", self.high)
         if self.high < self.low:
-            raise ValueError(f"Uniform({self.low}, {self.high}): high must not be below low")
+            raise ValueError(f"Uniform.high must be >= low={self.low}, got {self.high}")
 
     def draw(self, rng: random.Random) -> float:
         """Draw one duration, in seconds."""

@@ -30,7 +30,9 @@ class Kill:
     def __post_init__(self) -> None:
         given = [name for name in ("at_s", "at_turn", "at_message") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"{self!r} must have exactly one of at_s, at_turn and at_message")
+            raise ValueError(
+                f"{type(self).__name__} must have exactly one of at_s, at_turn and at_message, got {self!r}"
+            )
         _check(self, *given)
 
 
@@ -86,10 +88,10 @@ class Partition:
     def __post_init__(self) -> None:
         ranks: Any = self.ranks
         if not isinstance(ranks, Sequence):
-            raise TypeError(f"{self!r}: ranks must be a tuple of ranks, got {ranks!r}")
+            raise TypeError(f"the ranks of {type(self).__name__} must be a tuple of ranks, got {ranks!r}")
         _check(self, "at_s", "until_s")
         if self.until_s < self.at_s:
-            raise ValueError(f"{self!r}: until_s must be >= at_s")
+            raise ValueError(f"until_s must be >= at_s={self.at_s} in {type(self).__name__}, got {self.until_s}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class Corrupt:
     def __post_init__(self) -> None:
         _check(self, "number")
         if type(self.byte) is not int:
-            raise ValueError(f"{self!r}: byte must be an integer, got {self.byte!r}")
+            raise ValueError(f"byte must be an integer in Corrupt, got {self.byte!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ class Interrupt:
     def __post_init__(self) -> None:
         _check(self, "at_s")
         if self.signal not in ("SIGTERM", "SIGINT"):
-            raise ValueError(f"{self!r}: signal must be 'SIGTERM' or 'SIGINT', got {self.signal!r}")
+            raise ValueError(f"signal must be 'SIGTERM' or 'SIGINT' in Interrupt, got {self.signal!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,15 +202,13 @@ def check_plan(faults: Sequence[Fault], size: int) -> None:
                 check_ranks(repr(fault), ranks, size)
                 if not 0 < len(set(ranks)) < size:
                     raise ValueError(
-                        f"{fault!r} of {size} ranks has an empty side; ranks must be some of them, but not all"
+                        f"the ranks of a Partition must be some of the {size} ranks, but not all, got {fault!r}"
                     )
             case _:
-                raise TypeError(f"faults must be a list of faults, got the entry {fault!r}")
+                raise TypeError(f"each entry of faults must be a fault, got {fault!r}")
     joins = [fault.rank for fault in faults if isinstance(fault, Join)]
     for fault in faults:
-        if isinstance(fault, Join) and (joins.count(fault.rank) > 1 or len(joins) == size):
-            why = "joins twice" if joins.count(fault.rank) > 1 else "leaves no rank at the beginning"
-            raise ValueError(
-                f"faults must have at most one Join per rank and none for some rank, but {fault!r} of {size} ranks "
-                f"{why}"
-            )
+        if isinstance(fault, Join) and joins.count(fault.rank) > 1:
+            raise ValueError(f"faults must have at most one Join for each rank, got another one in {fault!r}")
+        if isinstance(fault, Join) and len(joins) == size:
+            raise ValueError(f"faults must leave at least one of the {size} ranks without a Join, got {fault!r}")

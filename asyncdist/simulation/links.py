@@ -21,7 +21,7 @@ def check_ranks(what: str, ranks: Sequence[int], size: int) -> None:
     """Raise ValueError if ``ranks`` contains a rank outside of 0 to ``size`` - 1."""
     for rank in ranks:
         if type(rank) is not int or not 0 <= rank < size:
-            raise ValueError(f"{what} names rank {rank!r}; ranks go from 0 to {size - 1}")
+            raise ValueError(f"{what} must name ranks from 0 to {size - 1}, got rank {rank!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +78,9 @@ class Network:
             check_number("host_bandwidth_nbytes_per_s", self.host_bandwidth_nbytes_per_s, above_zero=True)
             if self.ranks_per_host is None:
                 raise ValueError(
-                    f"host_bandwidth_nbytes_per_s is {self.host_bandwidth_nbytes_per_s!r}, and all ranks are on one "
-                    "host: say ranks_per_host"
+                    "ranks_per_host must be set with "
+                    f"host_bandwidth_nbytes_per_s={self.host_bandwidth_nbytes_per_s!r}, because otherwise all ranks "
+                    "are on one host"
                 )
         if self.eager_nbytes is not None:
             validation.count("eager_nbytes", self.eager_nbytes, least=0, besides=" or None")

@@ -147,7 +147,7 @@ class Turns:
         if self._turns_in_a_row > TURN_COUNT_MAX or (in_vain and scheduler.has_only(_is_next_turn)):
             raise EndlessLoopError(
                 f"rank {self.rank} took {self._turns_in_a_row} turns in a row until {scheduler.now:.9f} s of virtual "
-                "time: some task of it loops without waiting for anything",
+                "time, because a task of it loops without waiting",
                 rank=self.rank,
             )
 
@@ -341,8 +341,9 @@ class Turns:
         while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_READERS):
             frame = frame.f_back
         raise LocalProtocolError(
-            f"rank {self.rank} slept or read clocks {READ_COUNT_MAX} times without awaiting anything, until "
-            f"{self._scheduler.time():g} s of virtual time: line {frame.f_lineno} of {frame.f_code.co_filename} loops",
+            f"rank {self.rank} slept or read clocks {READ_COUNT_MAX} times without an await, until "
+            f"{self._scheduler.time():g} s of virtual time: await in the loop at line {frame.f_lineno} of "
+            f"{frame.f_code.co_filename}",
             rank=self.rank,
         )
 

@@ -81,7 +81,10 @@ class SimReport(Generic[T_co]):
         """Raise AssertionError naming the faults of the plan that did not fire, and therefore tested nothing."""
         idle = [fault for fault, count in zip(self.faults, self.faults_fired, strict=True) if not count]
         if idle:
-            raise AssertionError(f"seed {self.seed}: these faults did not fire: {', '.join(map(repr, idle))}")
+            raise AssertionError(
+                f"all faults of the plan must fire, but with seed {self.seed} these did not: "
+                f"{', '.join(map(repr, idle))}"
+            )
 
 
 def _is_exit(result: Any) -> bool:

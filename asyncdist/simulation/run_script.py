@@ -308,13 +308,15 @@ def _program(script: Script) -> Iterator[None]:
 
 def _never_ran(script: Script) -> ScriptError:
     return ScriptError(
-        f"{script.path!r} ended without a call of asyncdist.run on the main thread, so nothing was simulated (sim "
-        "runs the script once, as __main__)"
+        f"the script {script.path!r} must call asyncdist.run on the main thread, but it ended without a call, so "
+        "nothing was simulated (the script runs once, as __main__)"
     )
 
 
 def _ran_twice(script: Script) -> ScriptError:
-    return ScriptError(f"{script.path!r} calls asyncdist.run more than once; sim simulates exactly one run")
+    return ScriptError(
+        f"the script {script.path!r} must call asyncdist.run exactly once in a simulation, but it called it again"
+    )
 
 
 def run_once(script: Script, seed: int) -> int:

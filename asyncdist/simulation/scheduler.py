@@ -147,8 +147,8 @@ class Scheduler:
             self._count_at_now += 1
             if self._count_at_now > EVENT_COUNT_MAX:
                 raise EndlessLoopError(
-                    f"{EVENT_COUNT_MAX} events happened at {self.now} s of virtual time: "
-                    "some task loops without waiting for anything"
+                    f"{EVENT_COUNT_MAX} events happened at {self.now} s of virtual time, because a task loops without "
+                    "waiting"
                 )
             self.event_count += 1
             if args:

@@ -167,7 +167,9 @@ def _checked_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
     for index, leaf in enumerate(leaves):
         if not leaf.is_floating_point() and not leaf.is_complex():
             path, kind = pytrees.leaf_paths(spec, "params")[index], pytrees.dtype_name(leaf.dtype)
-            raise TypeError(f"parameters must be floating tensors, since only those have gradients; {path} is {kind}")
+            raise TypeError(
+                f"{path} must be a floating or complex tensor, because only those have gradients, got {kind}"
+            )
     return leaves, spec
 
 
@@ -179,10 +181,10 @@ def _check_same(optimizer: torch.optim.Optimizer, leaves: Sequence[Tensor], spec
         path = pytrees.leaf_paths(spec, "params")[index] if id(leaf) not in owned or not leaf.requires_grad else ""
         if path:
             what = "does not require a gradient" if id(leaf) in owned else f"is not a parameter of the {name}"
-            raise ValueError(f"{path} {what}; params must be exactly the {name}'s parameters, each with requires_grad")
+            raise ValueError(f"{path} must be a parameter of the {name} that requires a gradient, but it {what}")
     missing = len(owned) - len({id(leaf) for leaf in leaves})
     if missing:
-        raise ValueError(f"params must be all {len(owned)} parameters of the {name}; {missing} of them are missing")
+        raise ValueError(f"params must be all {len(owned)} parameters of the {name}, got {len(owned) - missing}")
 
 
 def _value_and_gradients(
@@ -191,17 +193,17 @@ def _value_and_gradients(
     with torch.enable_grad():
         value = compute()
         if has_aux and not (isinstance(value, tuple) and len(value) == 2):
-            raise TypeError(f"with has_aux, loss_fn must return (loss, aux), got a {type(value).__qualname__}")
+            raise TypeError(f"loss_fn must return (loss, aux) with has_aux=True, got a {type(value).__qualname__}")
         loss = value[0] if has_aux else value
         if not isinstance(loss, Tensor):
-            raise TypeError(f"the loss must be a floating 0-d tensor, got {loss!r}")
+            raise TypeError(f"the loss must be a floating 0-d tensor, got {loss!r:.80}")
         if not loss.is_floating_point() or loss.dim():
             kind = f"{pytrees.dtype_name(loss.dtype)} of shape {list(loss.shape)}"
             raise TypeError(f"the loss must be a floating 0-d tensor, got {kind}")
         connected = loss.requires_grad
         found = torch.autograd.grad(loss, leaves, allow_unused=True) if connected else [None] * len(leaves)
     if all(gradient is None for gradient in found):
-        raise ValueError("the loss depends on no parameter: loss_fn must compute it from its first argument")
+        raise ValueError("the loss must depend on the parameters: loss_fn must compute it from its first argument")
     gradients = [
         torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
         for leaf, gradient in zip(leaves, found, strict=True)
@@ -243,6 +245,6 @@ def _detach_params(agent_state: Any) -> Any:
     if hasattr(agent_state, "params") and (dataclasses.is_dataclass(agent_state) or hasattr(agent_state, "_replace")):
         return agent_state.params
     raise TypeError(
-        "without attach_fn and detach_fn, the agent's state must be a dataclass, a named tuple or a mapping that has "
-        f"params, got a {type(agent_state).__qualname__}"
+        "the agent's state must be a dataclass, a named tuple or a mapping with params unless attach_fn and detach_fn "
+        f"are passed, got a {type(agent_state).__qualname__}"
     )

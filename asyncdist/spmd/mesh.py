@@ -131,7 +131,10 @@ class Mesh:
 
     def _check_open(self) -> None:
         if any(axis.group.lease.is_freed for axis in self._axes.values()):
-            words = f"the mesh {_in_words(self.axes)} of ranks {short(self.ranks)} was freed on this rank"
+            words = (
+                f"the mesh {_in_words(self.axes)} of ranks {short(self.ranks)} was freed on this rank; make a new one "
+                "with await new_mesh(axes)"
+            )
             raise ClosedError(words, ranks=self.ranks[:16])
 
     def axis(self, name: str) -> Axis:
@@ -145,7 +148,9 @@ class Mesh:
         self._check_open()
         found = self._axes.get(name)
         if found is None:
-            raise LocalProtocolError(f"the mesh has no axis {name!r}; it has {_in_words(self.axes)}", axis_name=name)
+            raise LocalProtocolError(
+                f"axis_name must be an axis of the mesh, which has {_in_words(self.axes)}, got {name!r}", axis_name=name
+            )
         return found
 
     def axis_size(self, name: str) -> int:
@@ -162,8 +167,8 @@ class Mesh:
         if world is not None and world is not self.world:
             outside = "" if world.rank in self.ranks else f", which do not include rank {world.rank}"
             raise LocalProtocolError(
-                f"rank {world.rank} cannot use the mesh object of rank {self.world.rank}, which has the ranks "
-                f"{list(self.ranks)}{outside}: each rank uses the mesh that its own new_mesh returned",
+                f"rank {world.rank} must use the mesh that its own new_mesh returned, not the mesh of rank "
+                f"{self.world.rank}, which has the ranks {list(self.ranks)}{outside}",
                 rank=world.rank,
             )
 
@@ -179,14 +184,14 @@ def find_axis(name: str, mesh: Mesh | None) -> Axis:
         raise TypeError(f"axis_name must be the name of an axis or None, got {name!r:.80}")
     if mesh is not None:
         if not isinstance(mesh, Mesh):
-            raise TypeError(f"mesh must be a Mesh, as returned by await new_mesh(axes), or None, got {mesh!r:.80}")
+            raise TypeError(f"mesh must be a Mesh from await new_mesh(axes), or None, got {mesh!r:.80}")
         return mesh.axis(name)
     meshes = _open_meshes.get()
     if not meshes:
         world = _calling_world()
         where = "here" if world is None else f"on rank {world.rank}"
         raise LocalProtocolError(
-            f"axis {name!r} is unknown {where} because no mesh is open: pass mesh=, or enter a mesh: with mesh:",
+            f"the axis {name!r} is unknown {where}, because no mesh is open: pass mesh=, or enter a mesh (with mesh:)",
             axis_name=name,
         )
     return meshes[-1].axis(name)
@@ -224,7 +229,9 @@ async def new_mesh(
     check_group(group)
     check_open(group)
     if group.ranks[group.index] != world.rank:
-        raise LocalProtocolError(f"rank {world.rank} is not in the mesh's group {list(group.ranks)}", rank=world.rank)
+        raise LocalProtocolError(
+            f"group must include this rank, {world.rank}, got the ranks {list(group.ranks)}", rank=world.rank
+        )
     with world.agreements.objecting(group.ranks, _SUBJECT):
         sizes = _checked(axes, group)
         validation.seconds("timeout_s", timeout_s)
@@ -258,9 +265,11 @@ def _checked(axes: Mapping[str, int], group: Group) -> dict[str, int]:
         raise TypeError(f"axes must be a mapping of names to sizes, like {{'POP': 4}}, got a {type(axes).__name__}")
     for name, size in axes.items():
         if type(name) is not str or type(size) is not int:
-            raise TypeError(f"an axis must have a string as name and an int >= 1 as size, got {name!r}: {size!r}")
+            raise TypeError(
+                f"each axis must have a string as its name and an integer >= 1 as its size, got {name!r}: {size!r}"
+            )
         if not name or size < 1:
-            raise ValueError(f"an axis must have a non-empty name and a size >= 1, got {name!r}: {size}")
+            raise ValueError(f"each axis must have a non-empty name and a size >= 1, got {name!r}: {size}")
     if not axes:
         raise ValueError("axes must have at least one name with its size, like {'POP': 4}, got none")
     if math.prod(axes.values()) != group.size:

@@ -205,8 +205,8 @@ class _Batch:
         if len(set(counts.values())) != 1:
             found = ", ".join(f"{count} of {path}" for path, count in counts.items())
             raise ValueError(
-                f"all split arguments must have the same number of elements, and at least one: this rank has "
-                f"{found or 'none'}"
+                f"all split arguments must have the same number of elements and at least one, got {found or 'none'} on "
+                "this rank"
             )
         self.count = next(iter(counts.values()))
 

@@ -103,9 +103,9 @@ def split_key_to_devices(key: int | torch.Generator, devices: Sequence[torch.dev
     if isinstance(key, torch.Generator):
         key = int(torch.randint(2**63 - 1, (), generator=key, device=key.device))
     if type(key) is not int:
-        raise TypeError(f"key must be an int >= 0 or a torch.Generator, got {key!r}")
+        raise TypeError(f"key must be an integer >= 0 or a torch.Generator, got {key!r:.80}")
     if key < 0:
-        raise ValueError(f"key must be an int >= 0 or a torch.Generator, got {key}")
+        raise ValueError(f"key must be an integer >= 0 or a torch.Generator, got {key}")
     seeds: dict[int, int] = {}  # keyed by the bits that torch uses: equal bits would give equal generators
     child = 0
     while len(seeds) < len(devices):

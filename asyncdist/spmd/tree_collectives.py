@@ -72,8 +72,8 @@ def refuse_inside_vmap(name: str) -> None:
     what = _vectorising.get()
     if what:
         raise LocalProtocolError(
-            f"{name} is a collective and cannot run inside {what}, which calls its function once for all elements: "
-            "use shmap_map, or reduce the result"
+            f"the collective {name} cannot run inside {what}, which calls its function once for all elements: use "
+            "shmap_map, or reduce the result"
         )
 
 
@@ -279,7 +279,9 @@ async def _agree(axis: Axis, what: str, outline: pytrees.Outline) -> None:
     else:
         return
     path, sentence = pytrees.first_difference(await _all_lines(axis, outline), ranks)
-    raise DisagreementError(f"{what} along {axis.name!r}: the trees differ: {sentence}", difference=path)
+    raise DisagreementError(
+        f"the trees for {what} along {axis.name!r} must be alike on all ranks, but {sentence}", difference=path
+    )
 
 
 async def _all_lines(axis: Axis, outline: pytrees.Outline) -> list[pytrees.Lines]:

@@ -19,7 +19,7 @@ def run(name: str | None, recorded: str | None = None) -> int:
     if name is not None and Path(name).is_dir():
         return _tell_recording(name, recorded)
     if recorded is not None:
-        return refuse("story", "--job names a job of a recording: give the recording's folder, too")
+        return refuse("story", "--job needs the folder of a recording: asyncdist story DIR --job JOB")
     warn_of_refused_directories("story")
     try:
         job = find_job(name)

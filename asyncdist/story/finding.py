@@ -39,7 +39,7 @@ def _refusal(name: str | None, found: Mapping[str, Sequence[Place]]) -> str:
     known = "; ".join(f"{job} ({_described(places)})" for job, places in found.items())
     if not known:
         which = "" if name is None else f" {name!r}"
-        return f"no job{which} of this user runs on this host; if it runs on other hosts, ask there"
+        return f"no job{which} of this user runs on this host; if it runs on another host, run this command there"
     return f"{'several jobs run here' if name is None else f'no job {name!r} runs here'}; name one: {known}"
 
 

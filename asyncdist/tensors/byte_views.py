@@ -42,8 +42,8 @@ def check_writable(tensor: Any, name: str = "tensor") -> None:
     shape, strides = tuple(tensor.shape), tensor.stride()
     if tensor.numel() and any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True)):
         raise ValueError(
-            f"{name} has shape {shape} and stride {strides}, like an expanded tensor: several elements share one place "
-            "in memory and cannot hold different values; clone it first"
+            f"{name} must not have several elements in one place in memory, as an expanded tensor does, got shape "
+            f"{shape} and stride {strides}; clone it first"
         )
 
 
@@ -55,11 +55,11 @@ def to_host(tensor: Tensor) -> Tensor:
 def byte_view(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous dense CPU tensor, of any dtype, without a copy. Raise ValueError for others."""
     if not tensor.is_cpu:
-        raise ValueError(f"a stream takes tensors in CPU memory; this tensor is on {tensor.device}")
+        raise ValueError(f"a tensor to send must be in CPU memory, got one on {tensor.device}")
     if not tensor.is_contiguous():
         raise ValueError(
-            f"a stream takes contiguous tensors; this tensor has shape {tuple(tensor.shape)} and stride "
-            f"{tensor.stride()}"
+            f"a tensor to send must be contiguous, got shape {tuple(tensor.shape)} and stride {tensor.stride()}; pass "
+            "tensor.contiguous()"
         )
     if not tensor.nbytes:
         return memoryview(bytearray())
@@ -86,8 +86,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     """
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(
-            "a stream takes tensors whose values lie in memory; this tensor is a conjugated or negated view: "
-            "pass tensor.resolve_conj().resolve_neg()"
+            "a tensor to send must not be a conjugated or negated view; pass tensor.resolve_conj().resolve_neg()"
         )
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 

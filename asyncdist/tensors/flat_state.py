@@ -38,8 +38,8 @@ from asyncdist.tensors.optimizers.weights import AveragedStates
 _PIECE_COUNT: Final = 1 << 16  # elements per temporary tensor; 256 KiB of float32 took half the time of 1 MiB
 _SAMPLE_COUNT: Final = 16  # values of each entry in the checksum that detects different weights
 _CHANGED: Final = (
-    "the model changed after its policy started; its names, shapes, dtypes and sharing must stay the same. To continue "
-    "with the changed model, as after adding adapters, leave the policy and enter a new one, on all ranks"
+    "the model must keep its names, shapes, dtypes and sharing after its policy has started. To continue with the "
+    "changed model, as after adding adapters, leave the policy and enter a new one on all ranks"
 )
 
 
@@ -78,11 +78,11 @@ class Fingerprint:
             lines = tuple((tuple(names), tuple(map(int, shape)), dtype) for names, shape, dtype in json.loads(text))
             known = {name for line in lines for name in line[0]}
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"not a fingerprint: {text[:80]!r}") from error
+            raise ValueError(f"the text must be the JSON of a fingerprint, got {text[:80]!r}") from error
         fingerprint = cls(lines)
         is_once = len(known) == sum(len(line[0]) for line in lines)
         if not is_once or not all(line[0] for line in lines) or fingerprint.to_text() != text:
-            raise ValueError(f"not a fingerprint: {text[:80]!r}")
+            raise ValueError(f"the text must be the JSON of a fingerprint, got {text[:80]!r}")
         return fingerprint
 
     @property
@@ -111,7 +111,7 @@ def first_difference(mine: Fingerprint, theirs: Fingerprint) -> str | None:
                 return f"{name!r} exists there and not here"
     for one, two in zip(mine.lines, theirs.lines, strict=True):
         if one != two:
-            return f"{one[0][0]!r} is here in the place of {two[0][0]!r} there: the same entries in another order"
+            return f"{one[0][0]!r} is here in the place of {two[0][0]!r} there, so the entries have another order"
     return None
 
 
@@ -195,7 +195,10 @@ class FlatState:
         groups = self._group(tensors)
         if not groups:
             what = "neither trained parameters" if trained_only else "neither parameters"
-            raise ValueError(f"{model.__class__.__name__} has {what} nor persistent buffers: nothing to average")
+            raise ValueError(
+                f"model must have something to average, got a {model.__class__.__name__} with {what} nor persistent "
+                "buffers"
+            )
         if states is not None:
             self._names += states.names
             groups += [[place] for place in range(len(tensors), len(self._names))]
@@ -386,7 +389,7 @@ class FlatState:
             ValueError: The buffers were made for a different layout, or the model's layout has changed.
         """
         if buffers.entries is not self.entries and buffers.entries != self.entries:
-            raise ValueError("these flat buffers were made for a model of another layout")
+            raise ValueError("the flat buffers must be made for a model of this layout, got buffers of another layout")
         return self._present()
 
     def _present(self) -> list[Tensor]:
@@ -399,9 +402,8 @@ class FlatState:
         for place in self._left_out:
             if found[place].requires_grad:
                 raise ValueError(
-                    f"{self._names[place]!r} is trained now but was not when the policy was made with "
-                    "parameters='trainable'; the trained parameters must stay the same. Leave the policy and enter a "
-                    "new one"
+                    f"the parameter {self._names[place]!r} is trained now, but it was not when the policy was made "
+                    "with parameters='trainable'. Leave the policy and enter a new one to train it"
                 )
         if self.mesh_ranks:
             found = [local_part(tensor) for tensor in found]
@@ -417,7 +419,9 @@ class FlatState:
             for name, place in zip(entry.names[1:], places[1:], strict=True):
                 other = found[place]
                 if tensor.numel() and other is not tensor and identity_of(other) != identity_of(tensor):
-                    raise ValueError(f"{name!r} and {entry.names[0]!r} no longer share their memory: {_CHANGED}")
+                    raise ValueError(
+                        f"the tensors {name!r} and {entry.names[0]!r} no longer share their memory; {_CHANGED}"
+                    )
         return tensors
 
     def _in_order(self, now: Mapping[str, Tensor]) -> list[Tensor]:
@@ -425,7 +429,7 @@ class FlatState:
         names = self._names[: len(self._names) - len(self._states.names)] if self._states else self._names
         changed = sorted(now.keys() ^ set(names))
         if changed:
-            raise ValueError(f"{changed[0]!r} {'is new' if changed[0] in now else 'is gone'}: {_CHANGED}")
+            raise ValueError(f"the tensor {changed[0]!r} {'is new' if changed[0] in now else 'is gone'}; {_CHANGED}")
         return [now[name] for name in names]
 
     def left_out_digest(self) -> str:
@@ -454,8 +458,8 @@ class FlatState:
         for entry, tensor in zip(self.entries, tensors, strict=True):
             if tensor.shape != entry.shape or tensor.dtype != entry.dtype:
                 raise ValueError(
-                    f"{entry.names[0]!r} was {_dtype_name(entry.dtype)} {entry.shape} and is "
-                    f"{_dtype_name(tensor.dtype)} {tuple(tensor.shape)}: {_CHANGED}"
+                    f"the tensor {entry.names[0]!r} was {_dtype_name(entry.dtype)} {entry.shape} and is now "
+                    f"{_dtype_name(tensor.dtype)} {tuple(tensor.shape)}; {_CHANGED}"
                 )
 
 
@@ -519,7 +523,10 @@ class SnapshotPool:
     def release(self, buffers: FlatBuffers) -> None:
         """Return buffers from :meth:`acquire` to the pool. Raise ValueError if they were already released."""
         if self._used.pop(id(buffers), None) is None:
-            raise ValueError("these flat buffers were released twice, or belong to another pool")
+            raise ValueError(
+                "flat buffers must be released once, to the pool that lent them; these were released before or belong "
+                "to another pool"
+            )
         self._free.append(buffers)
 
 

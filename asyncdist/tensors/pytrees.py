@@ -94,9 +94,9 @@ def lines_from_text(text: str) -> Lines:
     try:
         lines = tuple((str(path), str(what)) for path, what in json.loads(text))
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"not a tree: {text[:80]!r}") from error
+        raise ValueError(f"the text must be the JSON of a tree, got {text[:80]!r}") from error
     if len(dict(lines)) < len(lines):
-        raise ValueError(f"not a tree, since a path occurs twice: {text[:80]!r}")
+        raise ValueError(f"each path of a tree must occur once, got {text[:80]!r}")
     return lines
 
 

@@ -72,7 +72,7 @@ def decode(data: bytes | memoryview) -> Any:
     try:
         return _unpack(_decode(data))
     except Exception as error:  # torch and numpy raise many kinds of errors for malformed data
-        raise RemoteProtocolError(f"{len(data)} bytes are not an encoded value: {error}") from error
+        raise RemoteProtocolError(f"{len(data)} received bytes are not an encoded value: {error}") from error
 
 
 def type_name(kind: type) -> str:
@@ -229,13 +229,13 @@ def _unpack_scalar(content: list[Any]) -> Any:
 def _numpy_dtype(name: str) -> np.dtype[Any]:
     dtype = np.dtype(name)
     if dtype.kind not in _NUMPY_KINDS:
-        raise ValueError(f"numpy dtype {name!r}")
+        raise ValueError(f"a numpy array or scalar must have a dtype of numbers, got {name!r}")
     return dtype
 
 
 def _bytes(content: Any) -> bytes:
     if type(content) is not bytes:  # bytearray(number) would allocate this many bytes
-        raise TypeError(f"{type(content).__name__} instead of bytes")
+        raise TypeError(f"the content must be bytes, got a {type(content).__name__}")
     return content
 
 

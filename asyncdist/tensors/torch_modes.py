@@ -138,7 +138,7 @@ class _InItsModes(Coroutine[Any, Any, Any]):
         self._coroutine.close()
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        raise NotImplementedError("only a task may run this coroutine; it cannot be awaited")
+        raise NotImplementedError("this coroutine must be run by a task; it cannot be awaited")
 
     def __getattr__(self, name: str) -> Any:  # frame and name, for code that inspects tasks
         return getattr(self._coroutine, name)

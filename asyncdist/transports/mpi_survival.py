@@ -69,12 +69,14 @@ class SurvivingMpiTransport(MpiMessages):
 
     def _check_world(self) -> None:
         if not hasattr(self._mpi.Comm, "Ack_failed"):
-            raise TransportError("continuing after the loss of a rank requires mpi4py 4.1: pip install 'mpi4py>=4.1'")
+            raise TransportError(
+                "mpi4py must be >= 4.1 to continue after the loss of a rank: pip install 'mpi4py>=4.1'"
+            )
         world = self._mpi.COMM_WORLD
         world.Set_errhandler(self._mpi.ERRORS_RETURN)
         failed = world.Get_failed()
         if failed.size:
-            raise TransportError(f"{failed.size} ranks of this job are lost, and a new world needs all ranks")
+            raise TransportError(f"a new world needs all ranks of the job, but {failed.size} of them are lost")
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         if dest in self._lost:  # MPI completes small sends to a dead rank
@@ -149,7 +151,7 @@ class SurvivingMpiTransport(MpiMessages):
                 self._note_losses(peer)
                 raise self._loss_of(peer) from error
             self._note_losses()
-            raise RankLostError("a rank that was sending a message is gone", rank=ANY_SOURCE) from error
+            raise RankLostError("the rank that was sending this message is gone", rank=ANY_SOURCE) from error
         super()._fail(error, status, buffer, peer)
 
     def _acknowledge(self, error: BaseException) -> bool:

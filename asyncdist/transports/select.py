@@ -29,8 +29,9 @@ def detect(transport: str) -> environment.Launch:
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise TransportError(
-            "this process is a child of multiprocessing (a worker of a DataLoader?) that imports the script, and is "
-            'not a rank: in the script, start under if __name__ == "__main__":'
+            "asyncdist cannot start in this process, which is a child of multiprocessing, such as a DataLoader's "
+            "worker, "
+            'and not a rank: start under if __name__ == "__main__": in the script'
         )
     group = None
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -45,8 +46,8 @@ def _refuse_child_of_rank() -> None:
     rank_pid = environment.rank_above()
     if rank_pid is not None:
         raise TransportError(
-            f"this process is a child of the rank with pid {rank_pid}, which has a world: use that world there, or "
-            "start this program as a job of its own, with asyncdist run"
+            f"asyncdist cannot start in this process, because it is a child of the rank with pid {rank_pid}, which has "
+            "a world: use that world in the rank, or start this program as a job of its own with asyncdist run"
         )
 
 
@@ -69,8 +70,9 @@ def _open_mpi(started: environment.Launch) -> MpiMessages:
     is_worker = multiprocessing.parent_process() is not None and started.source != environment.NO_LAUNCHER
     if is_worker and started.transport == "mpi":
         raise TransportError(
-            "this process is a child of a rank and has its variables, so MPI would take it for that rank: open "
-            "the world in the rank, or start this program as a job of its own, with asyncdist run"
+            "asyncdist cannot start on MPI in this process, because it is a child of a rank and has its variables, so "
+            "MPI would take it for that rank: open the world in the rank, or start this program as a job of its own "
+            "with asyncdist run"
         )
     kind = SurvivingMpiTransport if mpi_launchers.survives_rank_loss() else MpiTransport
     transport: MpiMessages = kind(functools.partial(mpi_launchers.check_library, started))

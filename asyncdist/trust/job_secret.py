@@ -65,12 +65,12 @@ def check(text: str, where: str) -> str:
     text = text.strip()
     if not text.isprintable():
         raise ValueError(
-            f"{where} has bytes that are not printable text; use one line of text, for example from: "
-            "python -c 'import secrets; print(secrets.token_hex(32))'"
+            f"{where} must be one line of printable text, for example from: python -c 'import secrets; "
+            "print(secrets.token_hex(32))'"
         )
     if len(text) < LENGTH_MIN:
         raise ValueError(
-            f"{where} has {len(text)} characters; a secret needs at least {LENGTH_MIN}, for example from: "
-            "python -c 'import secrets; print(secrets.token_hex(32))'"
+            f"{where} must have at least {LENGTH_MIN} characters, got {len(text)}, for example from: python -c 'import "
+            "secrets; print(secrets.token_hex(32))'"
         )
     return text

@@ -75,7 +75,7 @@ def _refusal(path: str | Path, found: os.stat_result) -> NotPrivateError:
         who = "other users may enter it" if mode & 0o077 else "its owner may not enter it"
         why = f"must have mode 0700, got {mode:04o}: {who}"
     else:
-        why = "is not a folder"
+        why = "must be a folder"
     return NotPrivateError(f"{printable(str(path))} {why}")
 
 

@@ -110,7 +110,7 @@ class DonorReader:
         """Add the newest snapshot of ``donor``, even if it was published after the donor was chosen."""
         record = await self._window.published_by(donor, deadline=deadline)
         if record is None:
-            raise UnreadableError(f"rank {donor} left")
+            raise UnreadableError(f"rank {donor} has left the policy")
         weight = choice.weight(record.metric)
         if weight == 0.0:
             raise UnreadableError(f"the metric of rank {donor} has become {record.metric}, which has no weight")

@@ -44,7 +44,7 @@ class PartGrant:
         """Raise ValueError if a field has a value that no correct receiver sends."""
         Grant(self.slot, self.nbytes, self.chunk_nbytes)
         if not 0 <= self.part < self.part_count:
-            raise ValueError(f"part must be in 0..part_count-1, got {self.part} of {self.part_count}")
+            raise ValueError(f"part must be from 0 to {self.part_count - 1}, got {self.part}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class LocateRequest:
     def __post_init__(self) -> None:
         """Raise ValueError if the slot is not negative or the part does not exist."""
         if self.slot >= 0:
-            raise ValueError(f"slot must be < 0, got {self.slot}, the slot of a stream")
+            raise ValueError(f"slot must be < 0 (slots >= 0 belong to streams), got {self.slot}")
         if not -1 <= self.part < max(0, self.part_count):
-            raise ValueError(f"part must be in -1..part_count-1, got {self.part} of {self.part_count}")
+            raise ValueError(f"part must be from -1 to {self.part_count - 1}, got {self.part}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ class Reading:
             WaitId(WaitKind.DONOR_SNAPSHOT, number=self.donor),
             deadline=deadline,
         ):
-            raise TimeoutError(f"rank {self.donor} did not answer with the address of its snapshot in time")
+            raise TimeoutError(f"rank {self.donor} did not send the address of its snapshot in time")
         if self._tensors is None:
             raise RankLostError(f"rank {self.donor} is gone", rank=self.donor)
         if self.process is None:

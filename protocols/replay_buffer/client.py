@@ -126,7 +126,7 @@ class ReplayBuffer:
     async def __aenter__(self) -> Self:
         services, server = self._services, self._server
         if self._channel is not None:
-            raise LocalProtocolError("a ReplayBuffer can be entered only once; create another one")
+            raise LocalProtocolError("a ReplayBuffer can be entered only once; make a new one")
         to_server, to_clients = scopes(server, self._name)
         self._channel = services.open_channel(
             ReplayMessage,
@@ -156,7 +156,8 @@ class ReplayBuffer:
         while self._welcome is None and self._error is None:
             if self._services.time() >= give_up_at:
                 raise StartTimeoutError(
-                    f"rank {self._server} served no replay buffer {self._name!r} within {self._start_timeout_s:g} s",
+                    f"rank {self._server} did not serve the replay buffer {self._name!r} within "
+                    f"{self._start_timeout_s:g} s; await serve_replay_buffer with name={self._name!r} on that rank",
                     missing=(self._server,),
                 )
             if self._services.is_unmet(self._server):  # this rank was restarted
@@ -188,7 +189,12 @@ class ReplayBuffer:
                     self._awaited(WaitKind.REPLAY_ANSWERS),
                 )
         finally:
-            self._fail(ClosedError(f"this rank has left the block of the replay buffer {self._name!r}"))
+            self._fail(
+                ClosedError(
+                    f"this rank has left the async with block of the replay buffer {self._name!r}; use the buffer "
+                    "inside that block"
+                )
+            )
             self._close()
 
     def _awaited(self, kind: WaitKind = WaitKind.REPLAY_SERVER) -> WaitId:
@@ -245,7 +251,7 @@ class ReplayBuffer:
             return own
         layout = RowLayout.of(batch)
         if own is not None:
-            raise ValueError(f"the batch differs from the first one: {own.difference(layout)}")
+            raise ValueError(f"each batch must have the layout of the first one: {own.difference(layout)}")
         self._send(declare(layout))
         self._own_layout = layout
         return layout
@@ -307,7 +313,7 @@ class ReplayBuffer:
     def _welcomed(self) -> Welcome:
         if self._welcome is None:
             raise LocalProtocolError(
-                "a ReplayBuffer must be used inside its block: async with ReplayBuffer(server) as buffer"
+                "a ReplayBuffer must be used inside its async with block: async with ReplayBuffer(server) as buffer"
             )
         return self._welcome
 
@@ -367,14 +373,20 @@ class ReplayBuffer:
         if call.error is not None:
             raise call.error
         if isinstance(message, Draw) != isinstance(call.answer, Drawn):
-            raise RemoteProtocolError(f"rank {self._server} answered {message!r:.80} with {call.answer!r:.80}")
+            raise RemoteProtocolError(
+                f"rank {self._server} answered the request {message!r:.80} with the wrong type of message, "
+                f"{call.answer!r:.80}"
+            )
         return call.answer
 
     async def _unpack(self, drawn: Drawn, asked_count: int) -> Sample:
         nbytes = -1 if self._layout is None else drawn.count * (self._layout.nbytes + 16)
         is_whole = drawn.nbytes == nbytes and len(drawn.data) in (0, nbytes)
         if self._layout is None or not is_whole or not 0 <= drawn.count <= asked_count:
-            text = f"rank {self._server} sent {drawn.count} items of {self._layout} in {drawn.nbytes} bytes"
+            text = (
+                f"rank {self._server} sent {drawn.count} items in {drawn.nbytes} bytes, which do not fit the layout "
+                f"{self._layout} or the {asked_count} requested items"
+            )
             raise RemoteProtocolError(text, rank=self._server)
         is_streamed = drawn.nbytes and not drawn.data
         payload = await self._receive(drawn) if is_streamed else np.frombuffer(drawn.data, np.uint8)

@@ -242,8 +242,8 @@ class _Server:
             if isinstance(envelope.message, Open):
                 own, assigned = self._services.rank, sorted(self._clients)
                 reason = (
-                    f"rank {envelope.source} is not a client of {self._name!r} on rank {own}; "
-                    f"its clients are {assigned}"
+                    f"rank {envelope.source} is not a client of the replay buffer {self._name!r} on rank {own}; the "
+                    f"clients are {assigned}"
                 )
                 self._send_nowait(envelope.source, Refused(envelope.message.entry, reason))
             refuse_grant(self._services, envelope)
@@ -300,7 +300,9 @@ class _Server:
         try:
             layout = declared(message)
         except ValueError as error:
-            raise RemoteProtocolError(f"invalid layout: {error}", rank=client.rank) from error
+            raise RemoteProtocolError(
+                f"rank {client.rank} declared an invalid layout: {error}", rank=client.rank
+            ) from error
         if self._layout is None:
             self._layout, self._row_nbytes = layout, layout.nbytes
         difference = self._layout.difference(layout)
@@ -314,19 +316,27 @@ class _Server:
             raise RemoteProtocolError(
                 f"rank {client.rank} added items before it declared their layout", rank=client.rank
             )
-        end, expected = self._sizes(message)
+        _, expected = self._sizes(message)
         if message.count < 0 or message.nbytes != expected or len(message.data) not in (0, expected):
             what = f"{message.nbytes} bytes, {len(message.data)} of them inside the message, for {message.count} items"
-            raise RemoteProtocolError(f"rank {client.rank} sent {what} of {end} bytes in all", rank=client.rank)
+            raise RemoteProtocolError(
+                f"rank {client.rank} sent {what}, whose size must be {expected} bytes", rank=client.rank
+            )
         is_small = message.count <= _COUNT_MAX and message.nbytes <= _PAYLOAD_NBYTES_MAX
         if not is_small or not 0 <= message.request <= wire.ROUND_MAX:
             what = f"{message.nbytes} bytes in request {message.request}"
-            raise RemoteProtocolError(f"rank {client.rank} sent {what}, more than allowed", rank=client.rank)
+            raise RemoteProtocolError(
+                f"rank {client.rank} sent {what}, which exceeds the limits of {_PAYLOAD_NBYTES_MAX} bytes and request "
+                f"{wire.ROUND_MAX}",
+                rank=client.rank,
+            )
         if len(message.data) == expected:
             self._store_payload(client, message, np.frombuffer(message.data, np.uint8))
             return
         if len(client.large) == self._in_flight_max:
-            raise RemoteProtocolError(f"rank {client.rank} has more than {len(client.large)} outstanding adds")
+            raise RemoteProtocolError(
+                f"rank {client.rank} has more than in_flight_max={self._in_flight_max} outstanding adds"
+            )
         client.large.append(message)
         self._receive_next(client)
 
@@ -363,7 +373,7 @@ class _Server:
             return None
         if isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
             return float(value)
-        raise TypeError(f"score must return a number, a tensor of one element, or None, got a {type(value).__name__}")
+        raise TypeError(f"score must return a number, a tensor of one element or None, got a {type(value).__name__}")
 
     def _receive_next(self, client: Client) -> None:
         if client.large and not client.is_receiving:
@@ -416,12 +426,17 @@ class _Server:
 
     def _on_draw(self, client: Client, message: Draw) -> None:
         if message.waits and message.count > self._store.capacity:
-            reason = f"n must be at most {self._store.capacity}, the capacity of {self._name!r}, got {message.count}"
+            reason = (
+                f"n must be <= {self._store.capacity}, the capacity of the replay buffer {self._name!r}, got "
+                f"{message.count}"
+            )
             self._fail(client, message.request, reason)
         elif not self._store.size and not message.waits:
-            self._fail(client, message.request, f"{self._name!r} holds nothing yet", later=True)
+            self._fail(client, message.request, f"the replay buffer {self._name!r} has no items yet", later=True)
         elif len(client.draws) == self._in_flight_max:
-            raise RemoteProtocolError(f"rank {client.rank} has more than {len(client.draws)} outstanding draws")
+            raise RemoteProtocolError(
+                f"rank {client.rank} has more than in_flight_max={self._in_flight_max} outstanding draws"
+            )
         else:
             client.draws.append(message)
 
@@ -454,8 +469,13 @@ class _Server:
                 if may_grow:
                     waiting.append(draw)
                 else:
-                    who = "no other client exists" if len(self._clients) == 1 else "those who added have left"
-                    reason = f"n is {draw.count}; {self._name!r} holds {size} items, and {who}"
+                    who = (
+                        "no other client exists" if len(self._clients) == 1 else "all clients that add items have left"
+                    )
+                    reason = (
+                        f"n must be <= {size}, the number of items in the replay buffer {self._name!r}, because {who}, "
+                        f"got {draw.count}"
+                    )
                     self._fail(client, draw.request, reason, later=True)
             elif client.outgoing or client.streams:
                 waiting.append(draw)

@@ -66,14 +66,17 @@ class RowLayout:
         """
         form, parts = _parts(batch)
         if not parts:
-            raise ValueError("batch has no tensors; it must have at least one")
+            raise ValueError("batch must have at least one tensor, got none")
         lengths = set()
         for name, tensor in parts.items():
             check_dense(tensor, f"batch{_where(name)}")
             if tensor.device.type != "cpu":
-                raise TypeError(f"batch{_where(name)} is on {tensor.device}; it must be in CPU memory")
+                raise TypeError(f"batch{_where(name)} must be in CPU memory, got a tensor on {tensor.device}")
             if tensor.ndim == 0:
-                raise ValueError(f"batch{_where(name)} has no leading dimension; it must have one row for each item")
+                raise ValueError(
+                    f"batch{_where(name)} must have a leading dimension with one row for each item, got a tensor "
+                    "without dimensions"
+                )
             lengths.add(tensor.shape[0])
         if len(lengths) > 1:
             sizes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in parts.items())
@@ -306,8 +309,8 @@ class ReplayStore:
         too_large = priorities[powers > np.finfo(np.float64).max / (2 * self.capacity)]
         if len(too_large):
             raise ValueError(
-                f"a priority is {float(too_large[0])!r}, which is too large: "
-                f"raised to {self.alpha}, {self.capacity} of it have no finite sum"
+                f"each priority must be so small that the sum of {self.capacity} priorities raised to "
+                f"alpha={self.alpha} is finite, got {float(too_large[0])!r}"
             )
         return np.asarray(powers, np.float64)
 
@@ -356,7 +359,7 @@ class _Priorities:
         """
         bounds = np.cumsum(self._sums)
         if not bounds[-1] > 0:
-            raise ValueError("every priority is zero; at least one must be above zero")
+            raise ValueError("at least one priority must be > 0, got only zeros")
         wanted = at * bounds[-1]
         blocks = np.minimum(np.searchsorted(bounds, wanted, side="right"), np.flatnonzero(self._sums)[-1])
         inside = np.cumsum(self._values[blocks], axis=1)

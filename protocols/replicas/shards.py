@@ -181,7 +181,10 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
             await self._world.safe_point()
             return NOTHING
         if self._is_torn:
-            raise ClosedError("an earlier step was cancelled, or failed, so that the ranks of this replica may differ")
+            raise ClosedError(
+                "an earlier step was cancelled or failed, so the weights of this replica's ranks may be inconsistent; "
+                "leave the policy and load a checkpoint"
+            )
         self._is_torn = True
         info = await self._swap(local_metric)
         self._is_torn = False

@@ -90,7 +90,10 @@ class Assign:
         _check_ascending(self.donors)
         _check_ascending(self.reducers, "reducers")
         if not -1 <= self.part < len(self.reducers) or (self.reducers and not self.donors):
-            raise ValueError(f"part {self.part} of the reducers {self.reducers}, with the donors {self.donors}")
+            raise ValueError(
+                f"part must be from -1 to {len(self.reducers) - 1}, and reducers need donors, got part {self.part}, "
+                f"the reducers {self.reducers} and the donors {self.donors}"
+            )
 
     def is_among(self, members: tuple[int, ...], population: Sequence[int] = ()) -> bool:
         """Return whether all ranks named in this message are in ``members``; donors may also be in ``population``."""
@@ -179,7 +182,7 @@ class Frozen:
                 raise ValueError(f"weights must be finite and >= 0, got {self.weights}")
             _weights["newest"] = self.weights
         if not self.timeout_s >= 0.0:
-            raise ValueError(f"the timeout is {self.timeout_s} s")
+            raise ValueError(f"timeout_s must be >= 0, got {self.timeout_s}")
 
     def is_among(self, members: tuple[int, ...], population: Sequence[int] = ()) -> bool:
         """Return whether all ranks named in this message are in ``members``; donors may also be in ``population``."""
@@ -201,7 +204,7 @@ class PackedFrozen:
         """Raise ValueError if `freeze` is not a packed freeze or the timeout is negative."""
         unpack_freeze(self.freeze)
         if not self.timeout_s >= 0.0:
-            raise ValueError(f"the timeout is {self.timeout_s} s")
+            raise ValueError(f"timeout_s must be >= 0, got {self.timeout_s}")
 
     def opened(self) -> Frozen:
         """Return the unpacked `Frozen`."""

@@ -31,7 +31,7 @@ class Roster:
     ) -> None:
         ordered = sorted(ranks)
         if not ordered or len(set(ordered)) != len(ordered):
-            raise ValueError(f"members must be one or more different ranks, got {ordered}")
+            raise ValueError(f"members must be one or more distinct ranks, got {ordered}")
         self.members = {rank: Member(joined=have_joined) for rank in ordered}
         for rank, incarnation in incarnations.items():
             if rank in self.members:

@@ -18,7 +18,7 @@ from asyncdist.tensors.flat_state import Fingerprint, first_difference
 LEFT_OUT: Final = "the hash of the parameters that are not trained"
 #: Name of the value that marks a start after exhausted memory. A difference in this value is reported first.
 BEGINS_AGAIN: Final = "a start after exhausted memory"
-_WHOSE_START: Final = "a policy's ranks are those of its group=, by default all"
+_WHOSE_START: Final = "a policy's ranks are the ranks of its group=, by default all"
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def told_of_rivals(agreements: Agreements, meeting: Meeting) -> Iterator[None]:
     except DisagreementError as error:
         if error.facts.get("difference") != "ranks" or "group=" in error.message:
             raise
-        hint = f"{_WHOSE_START}, and a reserved coordinator that is no member; coordinator= is equal on all"
+        hint = f"{_WHOSE_START}, and a reserved coordinator; pass equal group= and coordinator= on all ranks"
         raise DisagreementError(f"{error.message}; {hint}", **error.facts) from None
 
 
@@ -69,8 +69,8 @@ async def explained(
     difference = error.facts.get("difference")
     if difference == LEFT_OUT:
         return DisagreementError(
-            f"{error.message}; parameters='trainable' leaves these alone, so they must be equal on all ranks: "
-            "load the same weights everywhere, or pass parameters='all'",
+            f"{error.message}; with parameters='trainable' the other parameters must be equal on all ranks: load the "
+            "same weights on all ranks, or pass parameters='all'",
             **error.facts,
         )
     if difference != "model":
@@ -108,5 +108,8 @@ def _wrapping(mine: Fingerprint, theirs: Fingerprint) -> str | None:
         wrapped = [tuple(prefix + name for name in names) for names, *_ in short.lines]
         if prefix and wrapped == [names for names, *_ in long.lines]:
             by = " by torch.compile" if prefix == "_orig_mod." else ""
-            return f"it is wrapped{by} {where}, so that all names begin with {prefix!r}: wrap it alike on all ranks"
+            return (
+                f"the model is wrapped{by} {where}, so that all names begin with {prefix!r}; wrap the model on all "
+                "ranks or on none"
+            )
     return None

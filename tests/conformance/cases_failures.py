@@ -70,7 +70,7 @@ async def case_a_wrong_grid_on_one_rank(end: Endpoint) -> None:
         for axes, kind, words in (
             ({"POP": end.size + 1}, ValueError, f"{end.size + 1} "),
             ({"POP": 0}, ValueError, "'POP'"),
-            ({3: 1}, TypeError, "an int >= 1 as size, got 3: 1"),
+            ({3: 1}, TypeError, "an integer >= 1 as its size, got 3: 1"),
             ({}, ValueError, "axes "),
         ):
             chosen: Any = axes if end.rank == failing else {"POP": end.size}

@@ -233,7 +233,7 @@ async def case_models_that_differ_are_named_everywhere(world: ad.World) -> None:
         if last == 0:
             await call(model)
         else:
-            facts = (f"rank {last} is not the one on rank 0", "'weight'", (2, 3), (1, 3))
+            facts = ("rank 0", f"rank {last}", "'weight'", (2, 3), (1, 3))
             await refused(call(model), DisagreementError, *facts)
     assert torch.equal(model.weight, before)
     await ad.average_models(nn.Linear(2, 2))
@@ -258,7 +258,7 @@ async def case_what_cannot_be_averaged_is_told_to_all(world: ad.World) -> None:
     sparse = nn.Embedding(5, 2, sparse=True)
     if world.rank == last:
         sparse(torch.tensor([1])).sum().backward()
-    await failure(world, last, lambda: ad.average_gradients(sparse), "'weight' is sparse")
+    await failure(world, last, lambda: ad.average_gradients(sparse), "'weight' must be dense, but it is sparse")
     lazy, meta = nn.LazyLinear(2), nn.Linear(2, 2, device="meta")
     meta(torch.ones(2, device="meta")).sum().backward()
     for unlike, words in ((lazy, "initialised"), (meta, "meta")):
@@ -266,10 +266,15 @@ async def case_what_cannot_be_averaged_is_told_to_all(world: ad.World) -> None:
         await failure(world, last, functools.partial(ad.average_gradients, given), words)
     expanded = nn.Linear(2, 2)
     expanded.bias.grad = torch.ones(1).expand(2) if world.rank == last else torch.ones(2)
-    await failure(world, last, lambda: ad.average_gradients(expanded), "'bias' has shape (2,) and stride (0,)")
+    await failure(
+        world,
+        last,
+        lambda: ad.average_gradients(expanded),
+        "'bias' must not have several elements in one place in memory",
+    )
     odd = nn.Linear(2, 2) if world.rank != last else nn.Sequential()
     await failure(world, last, lambda: ad.average_models(odd), "parameters")
-    await failure(world, last, lambda: ad.average_gradients(odd), "no parameters")
+    await failure(world, last, lambda: ad.average_gradients(odd), "without parameters")
     text = "model" if world.rank == last else nn.Linear(2, 2)
     await failure(world, last, lambda: ad.average_models(text), "got a str")  # type: ignore[arg-type]
     await failure(world, last, lambda: ad.average_gradients(text), "got a str")  # type: ignore[arg-type]

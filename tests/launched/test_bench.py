@@ -52,7 +52,7 @@ def test_a_step_is_timed_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_one_process_is_told_how_to_start_two(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["latency"]) == 2
-    told = "latency needs 2 ranks or more, and this process is alone: asyncdist run -n 2 -m asyncdist.bench latency"
+    told = "latency needs at least 2 ranks, got 1: asyncdist run -n 2 -m asyncdist.bench latency"
     assert capsys.readouterr().err == f"python -m asyncdist.bench: {told}\n"
 
 

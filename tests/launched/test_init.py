@@ -53,7 +53,10 @@ def test_it_runs(flavour: str, tmp_path: Path) -> None:
 def test_what_is_there_stays(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("mine")
     ended = asyncdist(tmp_path, "init", "plain")
-    assert (ended.returncode, ended.stderr) == (2, "asyncdist init: 'train.py': exists already; name another file\n")
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        "asyncdist init: 'train.py': the file already exists; choose another name\n",
+    )
     assert (tmp_path / "train.py").read_text() == "mine"
     ended = asyncdist(tmp_path, "init", "jax")
     assert ended.returncode == 2 and "'plain', 'lightning', 'transformers', 'protocol'" in ended.stderr
@@ -64,5 +67,8 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["lightning.py", "torch.py", "asyncdist.py"])
 def test_no_script_hides_a_module_that_it_imports(tmp_path: Path, name: str) -> None:
     ended = asyncdist(tmp_path, "init", "lightning", name)
-    assert ended.returncode == 2 and f"'{name}': the script imports a module of this name" in ended.stderr
+    assert (
+        ended.returncode == 2
+        and f"'{name}': the file must not be named like a module that the script imports" in ended.stderr
+    )
     assert not list(tmp_path.iterdir())

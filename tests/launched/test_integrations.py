@@ -522,7 +522,7 @@ def test_a_trainer_of_several_devices_is_refused_with_one_error(tmp_path: Path) 
     """Regression: the process that Lightning had started for the second one told of variables of torchrun's."""
     ended = fit(tmp_path, {}, {"devices": 2})
     assert ended.returncodes == (1,)
-    assert ended.stderr.count("Error: ") == 1 and "ValueError: this Trainer has 2 devices for one rank" in ended.stderr
+    assert ended.stderr.count("Error: ") == 1 and "ValueError: devices must be 1 for each rank, got 2" in ended.stderr
     assert "replica_size=2" in ended.stderr and ended.stderr.count("trains alone") == 1
 
 

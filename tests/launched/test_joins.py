@@ -135,7 +135,7 @@ def test_an_outsider_is_refused_and_disturbs_no_rank(tmp_path: Path) -> None:
         store.set("asyncdist/over", "")
         stranger = told.launch("stranger", ROOT, "--join", address, ASYNCDIST_JOB_SECRET="not that of the job")
         assert told.code(stranger) == 2
-        assert "the job there has another secret than this command" in told.said("stranger")
+        assert "the job's secret differs from this command's" in told.said("stranger")
         joins = told.launch("joins", ROOT, "--join", address)
         assert told.until("2.1")["admitted_at"] > 0
         secret = secret_files.find(secret_files.name_of(port), environment.shared_directories())

@@ -70,10 +70,10 @@ def test_no_mpi_at_all_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        (None, f"MPI needs mpi4py, which is not installed for {sys.executable} "),
+        (None, f"ranks on MPI need mpi4py, which is not installed for {sys.executable} "),
         pytest.param(
             "raise RuntimeError('cannot load MPI library\\nlibmpi.so.12: nowhere')",
-            "mpi4py found no usable MPI library (cannot load MPI library); install one with pip",
+            "mpi4py found none that works (cannot load MPI library): pip",
             marks=pytest.mark.long,
         ),
     ],
@@ -269,7 +269,7 @@ def test_a_child_of_a_rank_is_told_in_a_line_that_it_is_no_rank(tmp_path: Path) 
         line.startswith("asyncdist: a child of local rank 0, ") and f"script.py:{last}: " in line for line in lines
     )
     assert sum('start under if __name__ == "__main__":' in line for line in lines) == 2
-    assert sum("this process is a child of the rank with pid " in line for line in lines) == 1
+    assert sum("it is a child of the rank with pid " in line for line in lines) == 1
 
 
 IMPORTS_MPI = """

@@ -50,9 +50,9 @@ def test_a_module_of_a_package_runs_as_python_runs_it(package: Path, transport: 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["-m", "nowhere"], "-m nowhere: there is no such module"),
+        (["-m", "nowhere"], "-m nowhere must be a module"),
         (["-m", "nowhere.deeper"], "-m nowhere.deeper: No module named 'nowhere'"),
-        (["-m", "json"], "no __main__ in that package"),
+        (["-m", "json"], "a package with __main__"),
         ([], "the following arguments are required: script"),
     ],
 )

@@ -53,4 +53,4 @@ def test_a_replay_of_replicas_under_ddp_is_refused_in_a_line(tmp_path: Path) -> 
     assert recorded.returncode == 0, recorded.stderr
     result = run("replay", str(tmp_path / "run"), str(script))
     assert result.returncode == 1
-    assert "ranks that share a process, as in a simulation or a replay, cannot make a process group" in result.stderr
+    assert "cannot be used by ranks that share a process, as in a simulation or a replay" in result.stderr

@@ -258,7 +258,7 @@ def test_a_host_that_does_not_answer_is_named_and_not_waited_for(monkeypatch: py
     silent = ["sh", "-c", f"exec sleep 98767.{os.getpid()}"]  # the host and the command line are its arguments
     hosts = remote_hosts.parse_hosts("a:1,b:1")
     with (
-        pytest.raises(local_host.LaunchError, match=r"^a, b: no answer within 0\.3 s$"),
+        pytest.raises(local_host.LaunchError, match=r"^a, b: the host did not answer within 0\.3 s$"),
         remote_hosts.connected(hosts, silent, str(script)),
     ):
         pytest.fail("nobody has answered")

@@ -181,7 +181,7 @@ def test_a_rank_that_failed_is_told_where_sigchld_is_ignored() -> None:
         with pytest.raises(RuntimeError, match="rank 0 exited with code 3"):
             launch_here(os._exit, config(1, launch_method="spawn"), 3)
         assert signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
-        with pytest.raises(RuntimeError, match="SIGCHLD is ignored in this process"):
+        with pytest.raises(RuntimeError, match="SIGCHLD must not be ignored in this process"):
             asyncio.run(asyncio.to_thread(launch_here, os._exit, config(1), 3))
     finally:
         signal.signal(signal.SIGCHLD, before)
@@ -264,7 +264,9 @@ def test_a_host_of_rank_0_that_does_not_answer_is_named_in_time(
     monkeypatch.setattr(rank_process, "START_TIMEOUT_S", 1.0)
     port = local_host.find_free_port()
     cfg = MultiprocessConfig(rank=1, world_size=2, local_world_size=1, master_port=port)
-    with pytest.raises(TransportError, match=f"rank 1 did not meet the other 1 at 127.0.0.1:{port} within 1 s: "):
+    with pytest.raises(
+        TransportError, match=f"rank 1 did not reach the other 1 ranks at 127.0.0.1:{port} within 1 s: "
+    ):
         ad.init_and_run(nothing, cfg)
     assert not dist.is_initialized()
     assert capfd.readouterr().err == "", "torch prints the stack of each try"
@@ -278,7 +280,10 @@ def test_a_taken_master_port_is_named_before_a_rank_starts(monkeypatch: pytest.M
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        with pytest.raises(ValueError, match=f"rank 0 cannot listen on master_port={port} of this host"):
+        with pytest.raises(
+            ValueError,
+            match=f"master_port must be a port of this host on which rank 0 can listen, got {port} of this host",
+        ):
             launch_here(note_rank, config(master_port=port), "folder")
     local_host.probe_port(port)
 
@@ -335,12 +340,12 @@ def test_what_cannot_travel_is_refused_before_a_rank_starts(method: str, monkeyp
 @pytest.mark.parametrize(
     ("func", "cfg", "offset", "words"),
     [
-        ("name", config(), 0, "func is 'name'; it must be a function"),
-        (note_rank, config(rank=1), 0, "rank is 1; every child gets its own"),
+        ("name", config(), 0, "func must be a function or a coroutine function, got 'name'"),
+        (note_rank, config(rank=1), 0, "rank must be None, because each child gets its own, got 1"),
         (note_rank, config(), 1, "rank_offset must be from 0 to 0 with world_size=2 and local_world_size=2, got 1"),
         (note_rank, config(), -1, "-1"),
         (note_rank, config(), 0.0, "0.0"),
-        (note_rank, 4, 0, "cfg is 4; it must be a MultiprocessConfig"),
+        (note_rank, 4, 0, "cfg must be a MultiprocessConfig, got 4"),
         (note_rank, {"world_size": 2}, 0, "{'world_size': 2}"),
     ],
 )
@@ -448,15 +453,18 @@ def test_a_function_under_the_main_guard_is_refused(tmp_path: Path) -> None:
     """Regression: no child found it, and the launcher asked whether it was itself called under such a guard."""
     guard = f"{GUARD}\n    def inside():\n        pass\n\n    ad.launch_subprocesses(inside)\n"
     _, error = start_script(tmp_path, guard=guard).communicate(timeout=TIMEOUT_S)
-    assert 'is defined under if __name__ == "__main__":, so no other process can find it: define it above' in error
+    assert 'is defined under if __name__ == "__main__":; define it above' in error
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"top": "if __name__ != '__main__': time.sleep(600)", "timeout_s": 1.0}, "rank 0, 1 did not start within 1 s"),
-        ({"top": "if __name__ != '__main__': sys.exit(3)"}, "exited with code 3 before it ran"),
-        ({"guard": "if True:"}, "exited with code 1 before it ran: is launch_subprocesses called under if __name__"),
+        ({"top": "if __name__ != '__main__': sys.exit(3)"}, "exited with code 3 before its function ran"),
+        (
+            {"guard": "if True:"},
+            "exited with code 1 before its function ran: call launch_subprocesses under if __name__",
+        ),
     ],
     ids=["hangs", "exits", "no guard"],
 )

@@ -64,7 +64,7 @@ def test_a_communicator_of_some_ranks_is_refused_or_used() -> None:
     assert ended.reports[2] is None
     for rank in (0, 1):
         told = ended.reports[rank]["told"]
-        assert "with 2 of the job's 3 ranks, but all ranks of a job must open the world" in told
+        assert "group must have all 3 ranks of the job when the world is opened" in told
         assert "initialize_distributed_compute" in told and "asyncdist.blocking.process_world()" in told
     assert [ended.reports[rank]["weight"] for rank in (0, 1)] == [0.0, 0.0], "rank 1 was the worst"
 

@@ -216,7 +216,7 @@ def test_policy_of_a_model_being_saved_refuses_other_tasks_steps(
             save = asyncio.create_task(ad.save_population(tmp_path, model, optimizer, policy=policy))
             while not writing.is_set():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-            with pytest.raises(BusyError, match="while a save reads them"):
+            with pytest.raises(BusyError, match="a save reads them"):
                 await policy.step()
             may_end.set()
             await save

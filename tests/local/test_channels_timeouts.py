@@ -39,8 +39,8 @@ async def test_timeout_reports_messages_for_a_channel_that_is_not_open(pair: lis
     with pytest.raises(TimeoutError) as caught:
         await numbers.receive(timeout_s=0.05)
     assert str(caught.value).startswith(
-        "Number: no message for 0.05 s; 2 messages on tag 77 wait for a channel that this rank has not opened, from "
-        "rank 1 ("
+        "Number: no message arrived for 0.05 s; 2 messages on tag 77 wait for a channel that this rank has not opened, "
+        "from rank 1 ("
     )
 
 

@@ -257,7 +257,7 @@ def test_empty_tensor_in_a_gather_is_refused_with_its_rank() -> None:
     async def main(world: ad.World) -> None:
         gathering = ad.gather(torch.ones(0 if world.rank == 1 else 3), root=0)
         if world.rank == 0:
-            with pytest.raises(ad.LocalProtocolError, match="rank 1 passes 0 bytes, but this rank passes 12"):
+            with pytest.raises(ad.LocalProtocolError, match="rank 1 passes 0 and this rank passes 12"):
                 await gathering
         else:
             await gathering

@@ -28,7 +28,7 @@ async def test_compute_runs_in_a_thread_while_the_loop_goes_on() -> None:
         task = asyncio.ensure_future(world.compute(work, 1, b=2))
         await yields(10)
         assert world.is_computing
-        with pytest.raises(BusyError, match="one compute at a time"):
+        with pytest.raises(BusyError, match="one function at a time"):
             await world.compute(work, 1, b=2)
         assert world.is_computing
         release.set()

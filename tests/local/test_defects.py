@@ -368,5 +368,5 @@ def test_defect_12_a_name_that_has_gone_is_an_error_in_words() -> None:
             while True:
                 await policy.step(float(world.rank))
 
-    with pytest.raises(ValueError, match=r"'norm\.\w+' is gone: the model changed after its policy started"):
+    with pytest.raises(ValueError, match=r"'norm\.\w+' is gone; the model must keep"):
         run(main, 2)

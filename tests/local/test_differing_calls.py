@@ -34,7 +34,7 @@ def test_both_sides_are_named() -> None:
             await ad.average_models(torch.nn.Linear(1, 1))
 
     with pytest.raises(
-        DisagreementError, match=r"rank 0 calls average_models\(\), but rank 1 calls gather_from_all_ranks\(root=1\)"
+        DisagreementError, match=r"rank 0 calls average_models\(\) and rank 1 calls gather_from_all_ranks\(root=1\)"
     ):
         ad.run_local(main, ranks=2)
 

@@ -96,7 +96,7 @@ def wrapped(rank: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "facts"),
     [
-        (compiled, ["torch.compile", "'_orig_mod.'", "rank 1", "alike on all ranks"]),
+        (compiled, ["torch.compile", "'_orig_mod.'", "rank 1", "on all ranks or on none"]),
         (wrapped, ["wrapped", "'inner.'", "rank 1"]),
         (narrow, ["the models differ: '1.weight'", "(3, 2)", "(4, 2)", "rank 1"]),
         (double, ["'weight'", "float64", "float32", "rank 2"]),
@@ -156,7 +156,7 @@ def test_members_that_name_different_coordinators_are_told_both(size: int) -> No
 
     async def main(world: ad.World) -> None:
         model = narrow(0)
-        words = r"its leader is rank [01] on rank \d and rank [01] on rank \d; .* coordinator= is equal on all"
+        words = r"the leader is rank [01] on rank \d and rank [01] on rank \d; .* pass equal group= and coordinator="
         with pytest.raises(ad.DisagreementError, match=words):
             async with AsyncSelectiveAveragingPolicy(
                 model, sgd(model), average_every=1, coordinator=min(1, world.rank)
@@ -210,7 +210,9 @@ def test_uncoordinated_members_are_refused_before_any_message() -> None:
             for members, kind in wrong:
                 with pytest.raises(
                     kind,
-                    match=naming("members", repr(members), "a list of distinct ranks from 0 to 1", "without rank 1"),
+                    match=naming(
+                        "members", repr(members), "a list of distinct ranks from 0 to 1", "without this rank, 1"
+                    ),
                 ):
                     await protocols.coordinate(members)
             with pytest.raises(ValueError, match=naming("start_timeout_s", -1)):
@@ -319,7 +321,7 @@ def test_policy_refuses_a_foreign_group_and_unknown_coordinator() -> None:
         model = Mixed()
         group = await ad.new_group([world.rank])
         elsewhere = ad.Group((1 - world.rank,), 0, group.tag, None)
-        with pytest.raises(ad.LocalProtocolError, match=rf"rank {world.rank} is not in the policy's group"):
+        with pytest.raises(ad.LocalProtocolError, match=rf"group must include this rank, {world.rank}, got the ranks"):
             async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1, group=elsewhere):
                 pass
         with pytest.raises(ValueError, match=naming("coordinator", 9, 0, 1)):

@@ -29,7 +29,7 @@ async def test_missing_world_in_a_notebook_names_the_call_for_cells(
 ) -> None:
     """Regression: a cell that had opened one by hand left the next one with advice for scripts."""
     monkeypatch.setattr(builtins, "get_ipython", lambda: None, raising=False)
-    with pytest.raises(RuntimeError, match=r"no world here: .*process_world\(\) opens one for all cells"):
+    with pytest.raises(RuntimeError, match=r"no world is open .*process_world\(\) to open one for all cells"):
         await ad.barrier()
 
 

@@ -67,9 +67,12 @@ def test_lowest_free_places_are_taken_even_if_given_up_before() -> None:
 @pytest.mark.parametrize(
     "store, says",
     [
-        (job_of(["held", "free 4", "left"]), "1 of its 3 places are free, and -n asks for 2"),
-        (job_of(["free 1"] * 3, "1.1"), "the job has asyncdist 1.1, but this is asyncdist 1.2; install the same"),
-        (HashStore(), "there is no job of asyncdist run --places"),
+        (job_of(["held", "free 4", "left"]), "-n must be <= 1, the number of free places of the job's 3, got 2"),
+        (
+            job_of(["free 1"] * 3, "1.1"),
+            "this asyncdist must have the job's version 1.1, got 1.2; install that version",
+        ),
+        (HashStore(), "no job of asyncdist run --places listens at this address"),
     ],
 )
 def test_where_too_few_can_be_taken_none_are(store: HashStore, says: str) -> None:
@@ -83,7 +86,7 @@ def test_where_too_few_can_be_taken_none_are(store: HashStore, says: str) -> Non
 def test_nobody_takes_places_of_a_job_that_is_over() -> None:
     store = job_of(["free 1"])
     store.set(place_claims.OVER, "")
-    with pytest.raises(ClaimError, match="over"):
+    with pytest.raises(ClaimError, match="ended"):
         claim(store, 1, VERSION)
 
 
@@ -154,7 +157,7 @@ def test_store_that_closes_during_the_call_means_the_job_is_over(
     """Regression: it said that what listens there is no store."""
     monkeypatch.setattr("torch.distributed.TCPStore", kind)
     place_claims.main("127.0.0.1", 1, 1, VERSION)  # where nobody listens
-    assert json.loads(capsys.readouterr().out) == {"error": "the job is over"}
+    assert json.loads(capsys.readouterr().out) == {"error": "the job has ended"}
 
 
 def test_places_of_a_silent_launcher_are_free_once_it_has_ended() -> None:
@@ -195,18 +198,21 @@ def test_ranks_of_a_world_with_places_know_its_size_and_starters() -> None:
 @pytest.mark.parametrize(
     "options, says",
     [
-        (["-n", "2", "--places", "4"], "--places is for --transport torch: no process can join running ranks of MPI"),
-        (["--join", "h:1", "--transport", "mpi"], "--join is for --transport torch: no"),
-        (["-n", "2", "--places", "4", "--survive"], "--places is for --transport torch, and --survive for"),
-        (["--join", "h:1", "--survive"], "--join is for --transport torch, and"),
-        (["--join", "h:1", "--mpi", "mpich"], "--mpi mpich is for --transport mpi"),
-        (["--hosts", "h:2", "--places", "4", "--transport", "torch"], "--places is for ranks on this host, and"),
-        (["--hosts", "h:2", "--join", "h:1"], "--join is for ranks on this host"),
-        (["-n", "3", "--places", "2", "--transport", "torch"], "--places must be at least 3 with -n 3, got 2"),
-        (["--places", "2", "--join", "h:1"], "--places cannot be used with --join: it is for the job that is joined"),
-        (["--join", "29500"], "--join '29500' must be HOST:PORT, as asyncdist run --places printed it"),
-        (["--join", "h:99999"], "--join 'h:99999'"),
-        (["--join", "127.0.0.1:1"], "--join 127.0.0.1:1: cannot connect ("),
+        (
+            ["-n", "2", "--places", "4"],
+            "--places needs --transport torch, because no process can join running ranks of MPI",
+        ),
+        (["--join", "h:1", "--transport", "mpi"], "--join needs --transport torch, because no"),
+        (["-n", "2", "--places", "4", "--survive"], "--places and --survive cannot be used together"),
+        (["--join", "h:1", "--survive"], "--join and --survive cannot be used together"),
+        (["--join", "h:1", "--mpi", "mpich"], "--mpi mpich needs --transport mpi"),
+        (["--hosts", "h:2", "--places", "4", "--transport", "torch"], "--places cannot be used with --hosts"),
+        (["--hosts", "h:2", "--join", "h:1"], "--join cannot be used with --hosts"),
+        (["-n", "3", "--places", "2", "--transport", "torch"], "--places must be >= 3 with -n 3, got 2"),
+        (["--places", "2", "--join", "h:1"], "--places cannot be used with --join"),
+        (["--join", "29500"], "--join must be HOST:PORT as asyncdist run --places printed it, got '29500'"),
+        (["--join", "h:99999"], "--join must be HOST:PORT as asyncdist run --places printed it, got 'h:99999'"),
+        (["--join", "127.0.0.1:1"], "--join 127.0.0.1:1: cannot connect to the job's launcher ("),
     ],
 )
 def test_what_cannot_be_is_one_line(
@@ -340,7 +346,7 @@ def test_second_process_with_a_living_rank_is_refused_at_once(store: SealedStore
     """Regression: it waited for the others until the start was given up; they had begun long before."""
     begun = Process(place(0))
     newcomers._entered.clear()  # those of this process: the second one is another process
-    with pytest.raises(TransportError, match="rank 0 exists already: the world of this job has begun"):
+    with pytest.raises(TransportError, match=r"already has a rank 0 .* with which its world began"):
         Entrance(place(0), TIMEOUT_S)
     begun.mesh.close()
 

@@ -130,7 +130,7 @@ def test_policy_whose_steps_are_never_awaited_reports_the_line(call: str) -> Non
                 coroutine: Any = policy.step(1.0) if call == "step" else policy(number, model, optimizer, 1.0)
                 coroutine.close()  # or Python warns too, of each
 
-    with pytest.warns(RuntimeWarning, match="no step of this policy was ever awaited") as caught:
+    with pytest.warns(RuntimeWarning, match=r"no step\(\) of this policy was awaited") as caught:
         ad.run_local(main, ranks=2)
     lines = Path(__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if "coroutine: Any = policy" in text)

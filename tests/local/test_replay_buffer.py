@@ -135,7 +135,7 @@ def test_a_draw_waits_until_there_are_enough() -> None:
     async def client(world: ad.World, buffer: ReplayBuffer) -> list[int]:
         if world.rank == 0:
             return [len((await buffer.sample(5)).batch["number"]), len((await buffer.sample(9)).batch["number"])]
-        with pytest.raises(ad.BusyError, match="holds nothing yet"):
+        with pytest.raises(ad.BusyError, match="'replay' has no items yet"):
             await buffer.sample(3, wait=False)
         for number in range(9):
             await buffer.add(batch_of(1, [number]))
@@ -271,7 +271,7 @@ def test_an_exception_in_the_block_does_not_wait_for_answers() -> None:
                 waiting = asyncio.create_task(buffer.sample(3))
                 await asyncio.sleep(0)
                 raise KeyError("mine")
-        with pytest.raises(ad.ClosedError, match="this rank has left the block"):
+        with pytest.raises(ad.ClosedError, match="this rank has left the async with block"):
             await waiting
         return None
 
@@ -285,12 +285,17 @@ def test_wrong_arguments_are_named() -> None:
     async def client(world: ad.World, buffer: ReplayBuffer) -> None:
         assert buffer.capacity == 1000
         await buffer.add(torch.ones(3, 2))
-        for batch, words in ((torch.ones(3, 3), "differs from the first"), (torch.ones(2, 2).double(), "float64")):
+        for batch, words in (
+            (torch.ones(3, 3), "must have the layout of the first one"),
+            (torch.ones(2, 2).double(), "float64"),
+        ):
             with pytest.raises(ValueError, match=words):
                 await buffer.add(batch)
         with pytest.raises(ValueError, match=naming("n", 0, 1)):
             await buffer.sample(0)
-        with pytest.raises(ad.LocalProtocolError, match="n must be at most 1000, the capacity of 'replay', got 1001"):
+        with pytest.raises(
+            ad.LocalProtocolError, match="n must be <= 1000, the capacity of the replay buffer 'replay', got 1001"
+        ):
             await buffer.sample(1001)
         for beta in (2, "x"):
             with pytest.raises(ValueError, match=naming("beta", repr(beta), 0, 1)):
@@ -301,7 +306,7 @@ def test_wrong_arguments_are_named() -> None:
         assert len((await buffer.sample(np.int64(3))).ids) == 3  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="priorities must be None"):
             await buffer.add(torch.ones(1, 2), priorities=[1.0])
-        with pytest.raises(ValueError, match="uniformly"):
+        with pytest.raises(ValueError, match="uniform sampling"):
             await buffer.update_priorities([0], [1.0])
         with pytest.raises(ad.LocalProtocolError, match="can be entered only once"):
             await buffer.__aenter__()
@@ -362,7 +367,8 @@ def test_non_client_rank_and_unlike_items_are_refused() -> None:
             await serve_replay_buffer([0, 1], capacity=5)
         elif world.rank == 2:
             with pytest.raises(
-                ad.DisagreementError, match=r"rank 2 is not a client of 'replay' on rank 3; its clients are \[0, 1\]"
+                ad.DisagreementError,
+                match=r"rank 2 is not a client of the replay buffer 'replay' on rank 3; the clients are \[0, 1\]",
             ):
                 async with ReplayBuffer(3):
                     pass
@@ -390,7 +396,7 @@ def test_a_timeout_that_is_no_time_is_refused(seconds: Any) -> None:
 def test_a_server_that_never_serves_is_named() -> None:
     async def main(world: ad.World) -> None:
         if world.rank == 0:
-            with pytest.raises(ad.StartTimeoutError, match=r"rank 1 served no replay buffer 'x' within 0\.3 s"):
+            with pytest.raises(ad.StartTimeoutError, match=r"rank 1 did not serve the replay buffer 'x' within 0\.3 s"):
                 async with ReplayBuffer(1, name="x", start_timeout_s=0.3):
                     pass
         await ad.barrier()
@@ -409,5 +415,5 @@ def test_a_score_that_is_no_number_ends_the_job() -> None:
     async def client(world: ad.World, buffer: ReplayBuffer) -> None:
         await buffer.add(torch.ones(2))
 
-    with pytest.raises(TypeError, match="score must return a number, a tensor of one element, or None, got a str"):
+    with pytest.raises(TypeError, match="score must return a number, a tensor of one element or None, got a str"):
         run(2, client, score=lambda _: "good")

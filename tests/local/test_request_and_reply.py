@@ -37,7 +37,7 @@ async def everybody_asks(world: ad.World) -> int:
         with pytest.raises(ad.RemoteError, match=f"rank {others[0]} failed to answer: ValueError: -1 is below 0"):
             await calls.ask(Ask(-1), others[0])
         await ad.barrier()
-    with pytest.raises(ad.ClosedError, match="inside of the async with block"):
+    with pytest.raises(ad.ClosedError, match="inside the async with block"):
         await calls.ask(Ask(1), others[0])
     return len(replies)
 

@@ -109,7 +109,7 @@ def test_torn_or_missing_weights_are_refused_without_a_change(tmp_path: Path) ->
         file.write_bytes(content)
         model = nn.Linear(2, 2)
         before = model.weight.clone()
-        with pytest.raises(ValueError, match=r"rank-00000\.safetensors is torn"):
+        with pytest.raises(ValueError, match=r"rank-00000\.safetensors must have the .* bytes and the checksum"):
             await ad.load_population(tmp_path, model)
         file.unlink()
         with pytest.raises(FileNotFoundError, match=r"rank-00000\.safetensors"):

@@ -29,7 +29,7 @@ def test_what_is_no_seed(seed: int) -> None:
     async def main(_: ad.World) -> None:
         ad.seed_all(seed)
 
-    with pytest.raises(ValueError, match="seed is"):
+    with pytest.raises(ValueError, match="seed must be an integer >= 0, got"):
         ad.run(main)
     with pytest.raises(RuntimeError, match=r"asyncdist\.run"):
         ad.seed_all(1)

@@ -245,7 +245,7 @@ async def _try_to_come_back(world: ad.World, watch: Watch) -> None:
         async with OneSidedSelectiveAveragingPolicy(model, sgd(model), **watch.plan.options, model_builder=fresh):
             raise AssertionError(f"rank {world.rank} was admitted")
     except ad.LocalProtocolError as error:
-        assert "admits no rank" in str(error), error
+        assert "does not admit a restarted rank" in str(error), error
         watch.seen["came back"] += 1
 
 

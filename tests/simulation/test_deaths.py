@@ -95,7 +95,7 @@ def test_a_receive_fails_when_no_possible_sender_is_left(ending: str) -> None:
         _wait_for_a_message, ending, ranks=3, faults=faults, network=Network(loss_detection_s=1e-4), strict=False
     )
     assert re.fullmatch(
-        r"1 at 2\.0: Number: no rank is left that could send: rank 1 is lost \[rank=1\]", report.results[0]
+        r"1 at 2\.0: Number: no rank is left that can send, because rank 1 is lost \[rank=1\]", report.results[0]
     ), report.results[0]
 
 

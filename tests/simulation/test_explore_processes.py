@@ -55,7 +55,7 @@ def test_a_script_without_a_main_guard_is_one_clear_error(tmp_path: Path) -> Non
     )
     assert ended.returncode == 1
     assert ended.stderr.count("Traceback") == 1, ended.stderr
-    assert "guarded by if __name__ == '__main__'" in ended.stderr
+    assert "under if __name__ == '__main__'" in ended.stderr
 
 
 def endless_but_for_one(seed: int) -> ad.SimReport:

@@ -94,7 +94,10 @@ def test_messages_of_a_rank_stay_in_order(seed: int) -> None:
     [
         ({"host_bandwidth_nbytes_per_s": 0.0, "ranks_per_host": 1}, r"host_bandwidth_nbytes_per_s .*0\.0"),
         ({"host_bandwidth_nbytes_per_s": "1e9", "ranks_per_host": 1}, r"host_bandwidth_nbytes_per_s .*'1e9'"),
-        ({"host_bandwidth_nbytes_per_s": 1e9}, "host_bandwidth_nbytes_per_s is .*: say ranks_per_host"),
+        (
+            {"host_bandwidth_nbytes_per_s": 1e9},
+            "ranks_per_host must be set with host_bandwidth_nbytes_per_s=1000000000.0",
+        ),
     ],
 )
 def test_an_interface_that_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:

@@ -159,7 +159,7 @@ def test_nothing_of_a_loop_ends_in_a_bare_not_implemented_error() -> None:
             for name, method in inspect.getmembers(asyncio.AbstractEventLoop, inspect.isfunction)
             if not name.startswith("_") and getattr(type(loop), name) is method
         ]
-        with pytest.raises(ad.LocalProtocolError, match="a task factory is refused in a simulation: asyncio keeps"):
+        with pytest.raises(ad.LocalProtocolError, match="a task factory cannot be set in a simulation: asyncio keeps"):
             loop.set_task_factory(lambda loop, coro: asyncio.Task(coro, loop=loop))
         loop.set_task_factory(None)
         assert loop.get_task_factory() is None

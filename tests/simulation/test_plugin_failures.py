@@ -156,7 +156,9 @@ def test_a_fault_that_does_not_fire_fails_the_test(pytester: pytest.Pytester) ->
     """
     result = run_tests(pytester, source)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["E *seed 0: *Kill(rank=1, at_s=500.0*"])
+    result.stdout.fnmatch_lines(
+        ["E *all faults of the plan must fire, but with seed 0 these did not: Kill(rank=1, at_s=500.0*"]
+    )
     lines = section(result)
     assert lines[1].startswith("Kill(rank=1, at_s=500.0") and lines[1].endswith(": did not fire")
     assert lines[2] == "Stall(rank=0, at_s=0.0, duration_s=1.0): fired"
@@ -191,25 +193,25 @@ def test_the_repeat_line_works_in_another_folder_with_parameters(
 
 
 BAD_MARKS = [
-    ("sim(ranks=0)", "async def test_it(world)", "needs ranks*it is 0"),
-    ("sim(ranks=-3)", "async def test_it(world)", "needs ranks*it is -3"),
-    ("sim(ranks=2.0)", "async def test_it(world)", "needs ranks*it is 2.0"),
-    ("sim(ranks=True)", "async def test_it(world)", "needs ranks*it is True"),
-    ("sim(ranks='2')", "async def test_it(world)", "needs ranks*it is '2'"),
-    ("sim(ranks=[2, 0])", "async def test_it(world)", "needs ranks*it is [[]2, 0]"),
-    ("sim(ranks=[])", "async def test_it(world)", "needs ranks*it is [[]]"),
-    ("sim()", "async def test_it(world)", "needs ranks*it is None"),
-    ("sim", "async def test_it(world)", "needs ranks*it is None"),
-    ("sim(4)", "async def test_it(world)", "takes its options by name, as in ranks=4; it was given 4"),
+    ("sim(ranks=0)", "async def test_it(world)", "must have ranks, an integer >= 1 *got 0"),
+    ("sim(ranks=-3)", "async def test_it(world)", "must have ranks, an integer >= 1 *got -3"),
+    ("sim(ranks=2.0)", "async def test_it(world)", "must have ranks, an integer >= 1 *got 2.0"),
+    ("sim(ranks=True)", "async def test_it(world)", "must have ranks, an integer >= 1 *got True"),
+    ("sim(ranks='2')", "async def test_it(world)", "must have ranks, an integer >= 1 *got '2'"),
+    ("sim(ranks=[2, 0])", "async def test_it(world)", "must have ranks, an integer >= 1 *got [[]2, 0]"),
+    ("sim(ranks=[])", "async def test_it(world)", "must have ranks, an integer >= 1 *got [[]]"),
+    ("sim()", "async def test_it(world)", "must have ranks, an integer >= 1 *got None"),
+    ("sim", "async def test_it(world)", "must have ranks, an integer >= 1 *got None"),
+    ("sim(4)", "async def test_it(world)", "takes its options by name, as in ranks=4, got 4"),
     ("sim(ranks=2, seed=3)", "async def test_it(world)", "has no option 'seed'; did you mean seeds?"),
-    ("sim(ranks=2, seeds=0)", "async def test_it(world)", "needs seeds, *it is 0"),
-    ("sim(ranks=2, seeds=[])", "async def test_it(world)", "needs seeds, *it is [[]]"),
-    ("sim(ranks=2, seeds='12')", "async def test_it(world)", "needs seeds, *it is '12'"),
-    ("sim(ranks=2, seeds=iter([1]))", "async def test_it(world)", "needs seeds, *it is <list_iterator *"),
-    ("sim(ranks=2, seeds=[1, 2.5])", "async def test_it(world)", "needs seeds, *it is [[]1, 2.5]"),
-    ("sim(ranks=2)", "async def test_it()", "is for tests that take world, as in async def test(world)"),
-    ("sim(ranks=2)", "def test_it(world)", "is for coroutine tests (async def); a plain one can take *"),
-    ("sim(ranks=[2, 3])", "def test_it()", "is for coroutine tests*"),
+    ("sim(ranks=2, seeds=0)", "async def test_it(world)", "must have seeds, *got 0"),
+    ("sim(ranks=2, seeds=[])", "async def test_it(world)", "must have seeds, *got [[]]"),
+    ("sim(ranks=2, seeds='12')", "async def test_it(world)", "must have seeds, *got '12'"),
+    ("sim(ranks=2, seeds=iter([1]))", "async def test_it(world)", "must have seeds, *got <list_iterator *"),
+    ("sim(ranks=2, seeds=[1, 2.5])", "async def test_it(world)", "must have seeds, *got [[]1, 2.5]"),
+    ("sim(ranks=2)", "async def test_it()", "must be on a test that takes world, as in async def test(world)"),
+    ("sim(ranks=2)", "def test_it(world)", "must be on a coroutine test (async def); a plain test can use *"),
+    ("sim(ranks=[2, 3])", "def test_it()", "must be on a coroutine test*"),
     ("sim(ranks=2)", "async def test_it(world, unknown)", "fixture 'unknown' not found"),
 ]
 
@@ -276,7 +278,7 @@ def test_a_test_of_unittest_is_refused(pytester: pytest.Pytester) -> None:
     """
     result = run_tests(pytester, source)
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*@pytest.mark.sim is for coroutine functions, *no unittest.TestCase*"])
+    result.stdout.fnmatch_lines(["*@pytest.mark.sim must be on a coroutine function, *not a unittest.TestCase*"])
 
 
 def test_a_fixture_of_a_simulated_test_has_no_seed(pytester: pytest.Pytester) -> None:
@@ -294,14 +296,14 @@ def test_a_fixture_of_a_simulated_test_has_no_seed(pytester: pytest.Pytester) ->
     """
     result = run_tests(pytester, source)
     result.assert_outcomes(errors=1, passed=1)
-    result.stdout.fnmatch_lines(["*runs many seeds on the same fixtures: take sim_seed in the test*"])
+    result.stdout.fnmatch_lines(["*runs many seeds on the same fixtures, so the test itself must take sim_seed*"])
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--sim-seeds", "0"), "--sim-seeds is 0; at least 1 is needed"),
-        (("--sim-seed", "1", "--sim-seeds", "2"), "--sim-seed and --sim-seeds exclude each other"),
+        (("--sim-seeds", "0"), "--sim-seeds must be >= 1, got 0"),
+        (("--sim-seed", "1", "--sim-seeds", "2"), "only one of --sim-seed and --sim-seeds may be passed"),
         (("--sim-seed", "one"), "invalid int value: 'one'"),
     ],
 )

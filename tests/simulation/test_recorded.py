@@ -160,7 +160,7 @@ def test_of_several_recorded_jobs_the_story_of_one_is_told(tmp_path: Path, capsy
     assert command.run(str(tmp_path), job) == 0
     assert capsys.readouterr().out.startswith(f"job {job}: ")
     assert command.run(None, job) == 2
-    assert "give the recording's folder, too" in capsys.readouterr().err
+    assert "--job needs the folder of a recording" in capsys.readouterr().err
 
 
 def test_a_story_is_told_where_its_letters_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ def test_a_replay_refuses_a_recording_of_another_version(tmp_path: Path) -> None
 
     simulate(main, ranks=1, seed=1, record=tmp_path)
     recording = edit_headers(tmp_path, lambda header: header.update(asyncdist="9.9"))
-    with pytest.raises(RecordingError, match=rf"by asyncdist 9\.9, but this is asyncdist {ad.__version__};"):
+    with pytest.raises(RecordingError, match=rf"by asyncdist 9\.9, but this is asyncdist {ad.__version__}\."):
         replay(main, recording=recording)
 
 

@@ -272,12 +272,12 @@ def test_groups_of_mpi_are_agreed_on_as_they_were(tmp_path: Path, monkeypatch: p
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
     simulate(train, ranks=3, seed=3, record=tmp_path / "lacks")
     next((tmp_path / "lacks").glob("*-rank00001.record")).unlink()
-    with pytest.raises(RecordingError, match="rank 1 has no recording; a replay needs the files of all ranks"):
+    with pytest.raises(RecordingError, match="a replay needs the recordings of all ranks, but rank 1 has none"):
         replay(train, recording=read_recording(tmp_path / "lacks"))
     simulate(train, ranks=3, seed=3, record=tmp_path / "twice")
     of_rank_1 = next((tmp_path / "twice").glob("*-rank00001.record"))
     shutil.copy(of_rank_1, of_rank_1.with_name("copy.record"))
-    with pytest.raises(RecordingError, match=r"rank 1 .*two"):
+    with pytest.raises(RecordingError, match="rank 1 must have one recording"):
         replay(train, recording=read_recording(tmp_path / "twice"))
     of_rank_1.unlink()
     old = edit_headers(tmp_path / "twice", lambda header: header.pop("random"))
@@ -301,7 +301,7 @@ def test_a_policy_that_reads_memory_of_others_is_refused(tmp_path: Path) -> None
     recording = read_recording(tmp_path)
     replay(main, recording=recording)  # by messages
     recording = edit_headers(tmp_path, lambda header: header["capabilities"].update(one_sided_reads=True))
-    with pytest.raises(RecordingError, match="OneSidedSelectiveAveragingPolicy read each other's memory"):
+    with pytest.raises(RecordingError, match=r"read each other's memory .* OneSidedSelectiveAveragingPolicy"):
         replay(main, recording=recording)
 
 
@@ -330,7 +330,7 @@ def test_a_changed_script_is_named_and_may_behave_differently(tmp_path: Path, ca
     assert "is not the recorded script, or has changed since the recording" in caplog.text
     script.write_text(SCRIPT.replace("BROKEN", "False"))
     assert replay_script(tmp_path / "run", script) is None, "mended"
-    with pytest.raises(RecordingError, match=r"the script of the recorded run, 'nowhere.py', does not exist"):
+    with pytest.raises(RecordingError, match=r"the recorded script 'nowhere.py' does not exist"):
         replay_script(tmp_path / "run", "nowhere.py")
 
 
@@ -348,7 +348,7 @@ def test_a_script_elsewhere_is_run_only_if_it_is_named(tmp_path: Path, monkeypat
         edit_headers(tmp_path / script.stem, operator.methodcaller("update", changes))
     monkeypatch.chdir(tmp_path / "here")
     assert replay_script(tmp_path / "script") is not None
-    with pytest.raises(RecordingError, match=r"names the script '.*elsewhere.py', which is not in the current folder"):
+    with pytest.raises(RecordingError, match=r"the recorded script '.*elsewhere.py' is not in the current folder"):
         replay_script(tmp_path / "elsewhere")
     (tmp_path / "here" / "link.py").symlink_to(scripts[0])
     edit_headers(tmp_path / "elsewhere", lambda header: header.update(script=str(tmp_path / "here" / "link.py")))

@@ -234,7 +234,10 @@ def test_a_newcomer_with_other_options_is_refused_alone() -> None:
     assert report.results[2] == _LATE
     (error,) = shared.errors
     assert isinstance(error, ad.DisagreementError)
-    assert "option grace_s is 0.002, but the running policy's is 0.001" in str(error)
+    assert (
+        "option grace_s must be equal on all members: it is 0.002 on this rank and 0.001 in the running policy"
+        in str(error)
+    )
     assert max(number for _, number in shared.given) > 20
 
 

@@ -298,7 +298,7 @@ def test_progress_bars_have_their_thread_and_pools_are_refused() -> None:
     assert tqdm.monitor is not None and tqdm.monitor_interval == interval
     tqdm.monitor.exit()
     tqdm.monitor = None
-    with pytest.raises(ad.LocalProtocolError, match="starting a thread is refused in a simulation"):
+    with pytest.raises(ad.LocalProtocolError, match="starting a thread cannot be used in a simulation"):
         simulate(pooled, ranks=1).value()
 
 

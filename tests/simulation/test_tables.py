@@ -65,7 +65,7 @@ def test_a_query_is_answered(recording: Recording) -> None:
     for statement in ("SELECT * FROM nothing", "nonsense"):
         with pytest.raises(tables.QueryError, match="policy, step, "):
             tables.query(recording, statement)
-    with pytest.raises(tables.QueryError, match=r"loss; .*step: rank, incarnation, "):
+    with pytest.raises(tables.QueryError, match=r"loss; .*step are rank, incarnation, "):
         tables.query(recording, "SELECT loss FROM step")
     assert {"rank", "incarnation", "time_s", *KINDS["step"]} == set(tables.columns_of("step"))
 
@@ -153,7 +153,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_partial_one(
 def test_an_empty_name_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("report", "trace", "export"):
         code, _, err = run(capsys, command, str(folder), "-o", "")
-        assert code == 2 and "the name must not be empty; without -o, it is made from the job's name" in err
+        assert code == 2 and "must not be empty, got ''; omit -o to use the job's name" in err
 
 
 #: Fails in its second row.
@@ -165,7 +165,7 @@ OVERFLOW = "SELECT abs(-9223372036854775807 - value) FROM json_each('[0, 1]')"
     [
         ("SELECT lacking", "no such column: lacking"),
         (OVERFLOW, "integer overflow"),
-        ("SELECT '\udcff'", "it is not UTF-8"),
+        ("SELECT '\udcff'", "the query is not UTF-8"),
         ("SELECT 1; SELECT 2", "You can only execute one statement at a time"),
         ("", "got a statement that returns no rows"),
     ],
@@ -217,7 +217,7 @@ def test_a_job_of_too_many_ranks_has_no_report_but_tables(
     to.note("sent", 65535, 100, 8)
     to.close()
     code, _, err = run(capsys, "report", str(tmp_path / "run"))
-    assert (code, err.count("\n")) == (2, 1) and "has 65536 ranks; a report allows at most 2048" in err
+    assert (code, err.count("\n")) == (2, 1) and "at most 2048 ranks, but job" in err
     assert run(capsys, "query", str(tmp_path / "run"), "SELECT dest FROM sent")[:2] == (0, "dest\n65535\n")
 
 

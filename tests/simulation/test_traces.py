@@ -173,5 +173,5 @@ def test_profiler_traces_are_added_with_own_processes_and_times(recording: Recor
     names = [entry["args"]["name"] for entry in entries_of(tmp_path / "alone.json") if entry["name"] == "process_name"]
     assert any(name.startswith("rank 0, torch: ") for name in names)
     (tmp_path / "foreign.json").write_text('{"traceEvents": 3}')
-    with pytest.raises(TraceError, match=r"foreign\.json is not a trace of torch's profiler"):
+    with pytest.raises(TraceError, match=r"foreign\.json must be a trace of torch's profiler"):
         write_trace(recording, tmp_path / "x.json", [tmp_path / "foreign.json"])

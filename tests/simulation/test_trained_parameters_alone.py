@@ -144,7 +144,9 @@ def test_a_frozen_parameter_that_is_trained_later_is_refused() -> None:
         return str(caught.value)
 
     (text,) = set(ad.simulate(main, ranks=2, seed=1).results)
-    assert text.startswith("'2.weight' is trained now but was not when the policy was made with parameters='trainable'")
+    assert text.startswith(
+        "the parameter '2.weight' is trained now, but it was not when the policy was made with parameters='trainable'"
+    )
 
 
 def test_values_that_cannot_be_averaged_may_be_left_out() -> None:

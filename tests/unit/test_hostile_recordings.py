@@ -54,7 +54,7 @@ def test_every_field_of_every_event_has_a_type() -> None:
     [
         ({"size": 10**9}, "size: expected int <= 65536"),
         ({"size": 0}, "size: expected int >= 1"),
-        ({"rank": 2}, "rank must be from 0 to 1, as size is 2; got 2"),
+        ({"rank": 2}, "rank must be from 0 to 1 with size 2, got 2"),
         ({"rank": -1}, "rank: expected int >= 0"),
         ({"incarnation": 2**40}, "incarnation: expected int <= 1048576"),
         ({"job": "../../escaped"}, "job: expected str matching regex"),
@@ -83,10 +83,10 @@ def test_a_wrong_header_is_refused_with_its_field(tmp_path: Path, changed: dict[
         ([CODES["sent"], 0, 2, 100, 8], "event 'sent', field 'dest': expected int <= 1"),
         ([CODES["sent"], 0, "1", 100, 8], "event 'sent', field 'dest': expected int, got str"),
         ([CODES["sent"], 0, 1, 100, 2**63], "event 'sent', field 'nbytes': expected int <= 9007199254740992"),
-        ([CODES["sent"], 0, 1], "event 'sent' has the wrong number of fields; its fields are dest, tag, nbytes"),
+        ([CODES["sent"], 0, 1], "event 'sent' must have the fields dest, tag, nbytes, got another number of fields"),
         (
             [CODES["sent"], 0, 1, 100, 8, 9],
-            "event 'sent' has the wrong number of fields; its fields are dest, tag, nbytes",
+            "event 'sent' must have the fields dest, tag, nbytes, got another number of fields",
         ),
         ([CODES["sent"], float("inf"), 1, 100, 8], "event 'sent': expected int, got float"),
         ([CODES["step"], 0, 0, 1, float("nan")], "event 'step', field 'seconds': expected float >= 0.0"),
@@ -158,4 +158,4 @@ def test_ranks_of_one_job_that_differ_in_its_size_are_refused(tmp_path: Path) ->
         to = RecordWriter(RecordOptions(tmp_path), lambda: 1.0, rank)
         to.open(header_of(job="0000abcd", rank=rank, size=size, incarnation=0, transport="local", hostname="here"))
         to.close()
-    assert "job 0000abcd has 2 ranks in " in refusal(tmp_path)
+    assert "job 0000abcd must have the same number of ranks, got 2 in " in refusal(tmp_path)

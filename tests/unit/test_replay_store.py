@@ -110,9 +110,9 @@ def test_a_batch_that_fits_is_known_at_once() -> None:
     [
         ("text", "batch must be a tensor, a tuple of tensors, or a dict that maps names to tensors, got a str"),
         (3, "got a int"),
-        ({}, "batch has no tensors"),
-        ((), "batch has no tensors"),
-        (torch.tensor(1.0), "batch has no leading dimension"),
+        ({}, "batch must have at least one tensor, got none"),
+        ((), "at least one tensor"),
+        (torch.tensor(1.0), "batch must have a leading dimension with one row for each item, got a tensor without"),
         ({"x": torch.ones(2), "y": torch.ones(3)}, r"got x \(2,\), y \(3,\)"),
         ({"x": [1, 2]}, r"batch\['x'\] must be a dense tensor, got a list"),
         ({1: torch.ones(1)}, "the keys of batch must be strings, got 1"),
@@ -196,7 +196,7 @@ def test_new_items_have_the_largest_priority_and_updates_count() -> None:
 def test_nothing_can_be_drawn_where_nothing_has_a_chance() -> None:
     store = ReplayStore(4, alpha=1.0, seed=0)
     store.add(rows_of([0, 1]), np.zeros(2))
-    with pytest.raises(ValueError, match="every priority is zero"):
+    with pytest.raises(ValueError, match="at least one priority must be > 0, got only zeros"):
         store.sample(1)
 
 
@@ -227,7 +227,7 @@ def test_priorities_without_a_sum_are_refused_and_not_stored() -> None:
     for wrong in (1e160, 1.3e154):
         with pytest.raises(
             ValueError,
-            match=re.escape(f"a priority is {wrong!r}, which is too large: raised to 2.0, 4 of it have no finite sum"),
+            match=rf"sum of 4 priorities raised to alpha=2\.0 is finite, got {re.escape(repr(wrong))}",
         ):
             store.add(rows_of([2]), np.array([wrong]))
         with pytest.raises(ValueError, match="sum"):

@@ -142,7 +142,7 @@ def test_a_coordinator_that_leaves_nobody_to_train() -> None:
         ((4, ((0, 1),), {2: (0, 1), 3: ()}), "rank 3 "),
         ((3, ((0, 1),), {2: (0, 2)}), "the clients of buffer rank 2 must be training ranks, got rank 2"),
         ((3, ((0, 1),), {2: (0,)}), "each training rank must have exactly one buffer, but rank 1 would have 0"),
-        ((4, ((0, 1),), {2: (0, 1), 3: (1,)}), "rank 1 would have 2 "),
+        ((4, ((0, 1),), {2: (0, 1), 3: (1,)}), "but rank 1 would have 2"),
         ((3, ((0,),), {1: (0,), 2: (0,)}), "at most one buffer for each of its 1 training ranks, got 2"),
         ((2, ((0,),), {}, 0), "rank 0 "),
     ],

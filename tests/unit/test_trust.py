@@ -197,7 +197,7 @@ def test_connection_to_a_process_without_the_secret_is_closed() -> None:
     store = HashStore()
     assert connect(SealedStore(store, OURS), SealedStore(store, OURS)) == [None, None]
     with_other = connect(SealedStore(store, OURS), SealedStore(store, OTHER))
-    assert "the process connected as place 1 of 2 does not know the job's secret" in with_other
+    assert any("the process at place 1 of 2 does not know the job's secret" in text for text in with_other)
     elsewhere = connect(SealedStore(store, OURS).part("one world"), SealedStore(store, OURS).part("another"))
     assert any(elsewhere), "proofs of another world do not count"
 
@@ -218,9 +218,9 @@ def written(path: Path, mode: int, text: str = "0123456789abcdef") -> str:
             lambda path: written(path, 0o644),
             "has mode 0644, so other users can open it. It must be a file of this user ",
         ),
-        (lambda path: written(path, 0o600, "short\n"), "has 5 characters; a secret needs at least 16"),
-        (lambda path: written(path, 0o600, "0123456789abcdef\0"), "has bytes that are not printable text"),
-        (lambda path: written(path, 0o600, "0123456789abcdef\nx"), "has bytes that are not printable text"),
+        (lambda path: written(path, 0o600, "short\n"), "must have at least 16 characters, got 5"),
+        (lambda path: written(path, 0o600, "0123456789abcdef\0"), "must be one line of printable text"),
+        (lambda path: written(path, 0o600, "0123456789abcdef\nx"), "must be one line of printable text"),
         (lambda path: str(path), "cannot be read: No such file or directory"),
         (lambda path: str(path.parent), "is not a regular file"),
     ],
@@ -236,7 +236,7 @@ def test_a_file_of_random_bytes_is_refused_in_words(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(bytes(range(256)))
     path.chmod(0o600)
-    with pytest.raises(ValueError, match="has bytes that are not printable text"):
+    with pytest.raises(ValueError, match="must be one line of printable text"):
         environment.given_secret({environment.SECRET_FILE_VARIABLE: str(path)})
 
 

@@ -46,7 +46,7 @@ def test_no_file_is_written_through_a_planted_link(tmp_path: Path, monkeypatch: 
     victim.write_text("precious")
     link.symlink_to(victim)
     monkeypatch.setattr(whole_files, "is_planted", lambda found, folder, user: stat.S_ISLNK(found.st_mode))
-    refused = pytest.raises(PermissionError, match="another user has created it in a folder of all users")
+    refused = pytest.raises(PermissionError, match="another user created this file in a folder that all users share")
     with refused as caught, whole_file(link) as file:
         file.write_text("a page")
     assert caught.value.filename == str(link) and victim.read_text() == "precious"

@@ -189,7 +189,7 @@ def test_an_int_where_a_float_is_declared_travels_as_a_float() -> None:
     found = round_trip(Real(3))
     assert type(found.value) is float
     assert found.value == 3.0
-    with pytest.raises(LocalProtocolError, match=r"cannot send Real\(value=10+"):
+    with pytest.raises(LocalProtocolError, match=r"cannot send the message Real\(value=10+"):
         Codec(Real).encode(Real(10**400))
     with pytest.raises(LocalProtocolError, match=r"Expected `float`, got `bool` - at `\$.value`"):
         Codec(Real).encode(Real(True))

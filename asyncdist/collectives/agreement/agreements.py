@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 #: Seconds after its timeout that a member still waits for the leader's decision, which names the missing ranks.
 MEMBER_PATIENCE_S: Final = 5.0
 #: The error that the other members receive if this rank was cancelled.
-_CANCELLED: Final = ("CancelledError", "it was cancelled while it waited for the others")
+_CANCELLED: Final = ("CancelledError", "it was cancelled while it waited for the other ranks")
 
 
 class Agreements:

@@ -74,7 +74,9 @@ class AgreementKey:
     def check(self, size: int) -> None:
         """Raise RemoteProtocolError if a member is not a rank of a world of ``size`` ranks."""
         if not _has_room(self.ranks, size):
-            raise RemoteProtocolError(f"{str(self)!r:.200} names ranks that a world of {size} ranks does not have")
+            raise RemoteProtocolError(
+                f"the agreement {str(self)!r:.200} names ranks outside of this world of {size} ranks"
+            )
 
     @classmethod
     def of(cls, subject: str, ranks: Sequence[int]) -> AgreementKey:
@@ -104,7 +106,9 @@ def _parse(text: str) -> AgreementKey:
             runs.append((int(begin), int(end or begin)))
         return AgreementKey(subject, tuple(runs), int(occurrence or 0), first != text)
     except ValueError as error:
-        raise RemoteProtocolError(f"{text!r:.200} is not the key of an agreement") from error
+        raise RemoteProtocolError(
+            f"the name of an agreement must have the form 'SUBJECT on ranks RANKS', got {text!r:.200}"
+        ) from error
 
 
 @functools.lru_cache(64)

@@ -113,7 +113,7 @@ class Relays:
         are_ranks = all(0 <= first <= last < self._engine.transport.size for first, last in message.ranks)
         ranks = _bits_of(message.ranks) if are_ranks else 0
         if not ranks or ranks & ~place.everybody:
-            raise RemoteProtocolError(f"{message!r:.200} names ranks that are not below rank {self._rank}")
+            raise RemoteProtocolError(f"the message {message!r:.200} names ranks that rank {self._rank} does not relay")
         return ranks
 
     def spread(self, verdict: Verdict, leader: int, ranks: int) -> None:
@@ -221,7 +221,7 @@ class Relays:
     def _place(self, key: AgreementKey, leader: int) -> _Place:
         order = _order(key.ranks, leader)
         if self._rank not in order or not 0 <= leader < self._engine.transport.size:
-            raise RemoteProtocolError(f"rank {self._rank} is not a member of {str(key)!r:.200}")
+            raise RemoteProtocolError(f"rank {self._rank} is not a member of the agreement {str(key)!r:.200}")
         return _place(key.ranks, leader, self._rank)
 
 

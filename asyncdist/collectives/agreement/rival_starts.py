@@ -226,11 +226,14 @@ def find_rival(reminder: Reminder, leader: int, rank: int, now: float, starts: C
     if not waiting or now - mine.doubted_since.setdefault(reminder.key, now) < REMIND_AFTER_S / 2:
         return None
     if key.of_all_occurrences == reminder.key:
-        text = f"its leader is rank {leader} on rank {min(waiting)} and rank {its_leader} on rank {rank}"
+        text = (
+            f"the leader is rank {leader} on rank {min(waiting)} and rank {its_leader} on rank {rank}; all ranks must "
+            "pass the same ranks in the same order"
+        )
     else:
         text = (
-            f"rank {min(waiting)} starts {reminder.subject!r} and rank {rank} starts {str(key)!r}, "
-            "so each waits for the other; all ranks must pass the same ranks in the same order"
+            f"rank {min(waiting)} starts {reminder.subject!r} and rank {rank} starts {str(key)!r}, and each waits for "
+            "the other; all ranks must pass the same ranks in the same order"
         )
     return Rival(reminder.key, leader, text, runs_of(tuple(sorted(waiting))))
 
@@ -241,8 +244,8 @@ def _duty_text(rank: int, duty: str, waiting: Sequence[int], key: AgreementKey) 
     named = others if len(others) <= _NAMED_COUNT_MAX else "ranks"
     have, they_wait = ("has", "it waits") if len(waiting) == 1 else ("have", "they wait")
     return (
-        f"rank {rank} {duty} until {ranks_in_words(waiting)} {have} left it, and {they_wait} for rank {rank} here; "
-        f"start it without rank {rank}: group=await asyncdist.new_group({named})"
+        f"rank {rank} {duty} until {ranks_in_words(waiting)} {have} left it, but {they_wait} for rank {rank} here; "
+        f"start without rank {rank}: group=await asyncdist.new_group({named})"
     )
 
 

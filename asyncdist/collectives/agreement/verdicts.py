@@ -84,7 +84,9 @@ class LateVerdicts:
 def check_room(kept: Mapping[AgreementKey, object], key: AgreementKey) -> None:
     """Raise RemoteProtocolError if ``kept`` has no room for ``key``; only faulty peers can cause this."""
     if len(kept) >= _KEPT_COUNT_MAX and key not in kept:
-        raise RemoteProtocolError(f"{str(key)!r:.200}: {_KEPT_COUNT_MAX} other agreements are still to come")
+        raise RemoteProtocolError(
+            f"the agreement {str(key)!r:.200} exceeds the limit of {_KEPT_COUNT_MAX} unfinished agreements"
+        )
 
 
 class Postponed(Exception):
@@ -221,9 +223,9 @@ def raise_refusal(verdict: Verdict, rank: int) -> None:
         raise remote_error(verdict.objector, verdict.difference, verdict.refusal)
     if verdict.lost:
         are = "are" if len(verdict.lost) > 1 else "is"
-        raise RankLostError(f"{verdict.key}: {ranks_in_words(verdict.lost)} {are} lost", rank=verdict.lost[0])
+        raise RankLostError(f"{verdict.key} failed: {ranks_in_words(verdict.lost)} {are} lost", rank=verdict.lost[0])
     if verdict.gone:
-        raise ClosedError(f"{verdict.key}: {ranks_in_words(verdict.gone)} left", ranks=verdict.gone)
+        raise ClosedError(f"{verdict.key} failed: {ranks_in_words(verdict.gone)} left the world", ranks=verdict.gone)
     if verdict.missing:
         raise _too_late_error(verdict, rank) if rank in verdict.missing else start_timeout_error(verdict)
     if verdict.refusal:
@@ -248,7 +250,7 @@ def start_timeout_error(verdict: Verdict) -> StartTimeoutError:
 def _too_late_error(verdict: Verdict, rank: int) -> StartTimeoutError:
     """Return the error for a rank that joined after the other ranks had given up."""
     return StartTimeoutError(
-        f"{verdict.key}: rank {rank} joined too late, after the other ranks had given up after {verdict.waited_s:g} s; "
+        f"{verdict.key}: rank {rank} joined too late, because the other ranks waited only {verdict.waited_s:g} s; "
         "start again on all ranks",
         missing=verdict.missing,
     )

@@ -164,10 +164,12 @@ class MessageCollectives:
             notice = bytearray(_LOST.size)
             await self._engine.receive(notice, source, tag)
             (lost,) = _LOST.unpack(notice)
-            raise RankLostError(f"rank {lost} is lost, so rank {source} has abandoned the collective", rank=lost)
+            raise RankLostError(f"rank {lost} is lost, so rank {source} abandoned the collective", rank=lost)
         if nbytes != len(view):
             raise LocalProtocolError(
-                f"rank {source} passes {nbytes} bytes, but this rank passes {len(view)}", rank=source
+                f"all members must pass the same number of bytes, but rank {source} passes {nbytes} and this rank "
+                f"passes {len(view)}",
+                rank=source,
             )
 
 

@@ -66,14 +66,20 @@ async def take(engine: Engine, view: memoryview, source: int, tag: int) -> None:
     if nbytes == len(view):
         return
     if nbytes:
-        text = f"rank {source} passes {nbytes} bytes, but this rank passes {len(view)}"
+        text = (
+            f"all members must pass the same number of bytes, but rank {source} passes {nbytes} and this rank passes "
+            f"{len(view)}"
+        )
         raise LocalProtocolError(text, rank=source, nbytes=nbytes, other_nbytes=len(view))
     notice = bytearray(_NOTICE.size)
     await engine.receive(notice, source, tag)
     rank, nbytes, others = _NOTICE.unpack(notice)
     if nbytes < 0:
-        raise RankLostError(f"rank {rank} is lost, so rank {source} has abandoned the collective", rank=rank)
-    text = f"rank {rank} passes {nbytes} bytes, but another rank passes {others}; all members must pass equally many"
+        raise RankLostError(f"rank {rank} is lost, so rank {source} abandoned the collective", rank=rank)
+    text = (
+        f"all members must pass the same number of bytes, but rank {rank} passes {nbytes} and another rank passes "
+        f"{others}"
+    )
     raise LocalProtocolError(text, rank=rank, nbytes=nbytes, other_nbytes=others)
 
 

@@ -40,10 +40,12 @@ _OF_BOOLEANS: Final[dict[ReduceOp, ReduceOp]] = {"sum": "max", "prod": "min", "m
 def check(tensor: Tensor, op: ReduceOp) -> None:
     """Raise TypeError if the reduction ``op`` is not defined for the tensor's dtype."""
     if tensor.dtype not in _WIDE:
-        raise TypeError(f"all_reduce takes bool, integers, floating and complex numbers, got {tensor.dtype}")
+        raise TypeError(
+            f"the dtype for all_reduce must be bool, an integer, floating or complex dtype, got {tensor.dtype}"
+        )
     if tensor.is_complex() and op not in ("sum", "prod"):
         raise TypeError(
-            f"all_reduce of {tensor.dtype} allows 'sum' and 'prod' (complex numbers have no order), got {op!r}"
+            f"op must be 'sum' or 'prod' for all_reduce of {tensor.dtype} (complex numbers have no order), got {op!r}"
         )
 
 

@@ -88,7 +88,7 @@ class _Remote:
     def timing_log(self) -> str:
         """Return a line with the seconds that ``add`` has waited for the buffer rank. Requires ``timing=True``."""
         if self._request_s is None:
-            return "the times of the replay buffer were not measured: pass timing=True"
+            return "the replay buffer has no measured times: pass timing=True"
         return f"replay buffer: {len(self._request_s)} requests to the buffer rank took {sum(self._request_s):.4f} s"
 
 

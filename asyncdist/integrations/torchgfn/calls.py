@@ -75,7 +75,8 @@ class PortedCalls:
         policy = self._policy
         if model is not policy.model or optimizer is not policy.optimizer:
             raise ValueError(
-                "this policy was made for another model or optimizer: pass the same ones, whose weights it changes"
+                "model and optimizer must be the objects for which this policy was made, because it changes their "
+                "weights; got another model or optimizer"
             )
         if group is not None and not policy.is_own_group(group):
             validation.refuse("group", group, "None or the group that was passed to the policy's constructor")

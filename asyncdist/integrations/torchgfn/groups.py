@@ -41,9 +41,9 @@ def _check_is_of_all(group: Any, size: int) -> None:
     job_size = environment.detect(group=found).expected_size or 1
     if size < job_size:
         raise ValueError(
-            f"group is {group!r:.80} with {size} of the job's {job_size} ranks, but all ranks of a job must open the "
-            "world, and the others may never do so. Make the groups with initialize_distributed_compute of "
-            f"{_HERE} instead of torchgfn's, or first call asyncdist.blocking.process_world() on all ranks"
+            f"group must have all {job_size} ranks of the job when the world is opened, got {group!r:.80} with {size} "
+            f"ranks. Make the groups with initialize_distributed_compute of {_HERE} instead of torchgfn's, or first "
+            "call asyncdist.blocking.process_world() on all ranks"
         )
 
 

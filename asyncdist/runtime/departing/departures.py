@@ -114,7 +114,7 @@ class Departures:
         """Add a departure from ``source``; return the part that is new. Raise RemoteProtocolError if it is invalid."""
         is_known_stage = departure.stage in (Stage.LEFT, Stage.ENDED)
         if not is_known_stage or not 0 <= departure.first < self._size or not 0 < self._extent(departure) <= self._size:
-            raise RemoteProtocolError(f"{departure!r:.200} is not a valid departure in a world of {self._size} ranks")
+            raise RemoteProtocolError(f"the departure {departure!r:.200} is not valid in a world of {self._size} ranks")
         ranks, stage = departure.ranks.bits, Stage(departure.stage)
         account = departure.started, departure.lost, departure.told
         unknown, unaccounted = ranks & ~self._known.at(stage), ranks & ~self._known.left
@@ -137,7 +137,7 @@ class Departures:
         """Handle a neighbour's message, and return its new departures. Raise RemoteProtocolError if it is invalid."""
         new = [part for departure in message.departures for part in self.add(departure, source)]
         if message.stage not in tuple(Stage):
-            raise RemoteProtocolError(f"{message.stage} is not a valid stage")
+            raise RemoteProtocolError(f"the stage of a departure message must be a known one, got {message.stage}")
         if self.stage >= Stage.ENDED and message.stage < Stage.ENDED and source not in self._have_heard:
             self._told_stage[source] = 0  # The neighbour repeats its message, so this rank's answer was lost.
         self.stage = max(self.stage, Stage(message.stage))

@@ -18,7 +18,9 @@ _is_inside: Final[ContextVar[bool]] = ContextVar("asyncdist_is_simulating", defa
 def one_at_a_time() -> Iterator[None]:
     """Wait until no other thread runs a simulation; raise LocalProtocolError if the caller is inside a simulation."""
     if _is_inside.get():
-        raise LocalProtocolError("a simulation is already running in this thread, and simulations cannot be nested")
+        raise LocalProtocolError(
+            "a simulation cannot be started inside another one, and one is already running in this thread"
+        )
     with _lock:
         token = _is_inside.set(True)
         try:

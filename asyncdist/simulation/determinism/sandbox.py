@@ -44,8 +44,8 @@ _SERVANTS: Final = ("torch.multiprocessing", "torch.distributed", "tqdm.contrib"
 def refuse(what: str) -> NoReturn:
     """Raise LocalProtocolError for a call that a simulated rank must not make."""
     raise LocalProtocolError(
-        f"{what} is refused in a simulation, because its result would not follow from the seed "
-        "(await world.compute(fn) needs no thread there)"
+        f"{what} cannot be used in a simulation, because its result would not follow from the seed; await "
+        "world.compute(fn), which runs fn without a thread there"
     )
 
 

@@ -202,7 +202,7 @@ def explore(
 def _checked(seeds: Iterable[int]) -> Iterator[int]:
     """Check that all seeds are integers: at once for a list, one by one for an iterator."""
     if not isinstance(seeds, Iterable):
-        raise TypeError(f"seeds must be integers, as in range(1000), got {seeds!r}")
+        raise TypeError(f"seeds must be an iterable of integers, as in range(1000), got {seeds!r:.80}")
     iterator = map(_seed, seeds if isinstance(seeds, (range, Iterator)) else [_seed(seed) for seed in seeds])
     first = next(iterator, None)
     if first is None:
@@ -264,7 +264,7 @@ def _attempt(scenario: Callable[..., Any], seed: int, faults: Sequence[Fault] | 
 def check_ranks_ended_well(report: SimReport[Any]) -> None:
     """Raise the exception that ended a rank, except for the exceptions that :func:`explore` allows."""
     if not isinstance(report, SimReport):
-        raise TypeError(f"the scenario must return the SimReport of its simulation, got {report!r}")
+        raise TypeError(f"the scenario must return the SimReport of its simulation, got {report!r:.80}")
     for rank, result in enumerate(report.results):
         if isinstance(result, BaseException) and not is_good_end(result) and not report.is_exit_by_signal(rank):
             result.add_note(f"This exception ended rank {rank}.")
@@ -367,8 +367,8 @@ def _search(runner: Inline | Pool, seeds: Iterator[int], progress: _Progress) ->
         except BrokenProcessPool:
             raise RuntimeError(
                 f"a process died while it ran one of the seeds {pending[0][0][0]} to {pending[-1][0][-1]}: it crashed "
-                "in native code, was killed, or could not import this script (calls of explore at top level must be "
-                "guarded by if __name__ == '__main__'). With processes=1 seeds run in this process"
+                "in native code, was killed, or could not import this script. Call explore under if __name__ == "
+                "'__main__', or pass processes=1 to run the seeds in this process"
             ) from None
         pending.popleft()
         progress.add(done)

@@ -35,8 +35,8 @@ def pack(scenario: Any) -> bytes:
         return bytes(ForkingPickler.dumps(scenario))
     except Exception as error:
         raise TypeError(
-            f"the scenario {scenario!r} cannot be sent to another process ({error}); it must be a function at the "
-            "top level of a module"
+            "the scenario must be a function at the top level of a module, which can be sent to another process, got "
+            f"{scenario!r} ({error})"
         ) from error
 
 
@@ -46,8 +46,8 @@ def unpack(payload: bytes) -> Any:
         return ForkingPickler.loads(payload)
     except Exception as error:
         raise TypeError(
-            f"another process cannot import the scenario ({error}): put it into a module that can be imported, or "
-            "use processes=1"
+            f"the scenario must be in a module that another process can import ({error}); move it there, or pass "
+            "processes=1"
         ) from error
 
 

@@ -131,8 +131,8 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         """Raise unless ``factory`` is None."""
         if factory is not None:
             raise LocalProtocolError(
-                "a task factory is refused in a simulation: asyncio keeps tasks in sets, and only the simulator's own "
-                "tasks have a deterministic order in sets",
+                "a task factory cannot be set in a simulation: asyncio keeps tasks in sets, whose order is "
+                "deterministic only for the simulator's own tasks",
                 rank=self.rank,
             )
 
@@ -174,7 +174,8 @@ def _not_for_ranks(name: str) -> Any:
     def method(self: RankLoop, *args: Any, **kwargs: Any) -> NoReturn:
         del args, kwargs
         raise LocalProtocolError(
-            f"loop.{name} is refused in a simulation, which itself runs and ends the loops of all ranks", rank=self.rank
+            f"loop.{name} cannot be called in a simulation, which runs and ends the loops of all ranks itself",
+            rank=self.rank,
         )
 
     return method

@@ -224,7 +224,9 @@ class _Reader:
             case "reduced", (int(tag), int(nbytes), str(text)):
                 result = bytes.fromhex(text)
                 if result and len(result) != nbytes:
-                    raise RecordingError(f"a recorded result of a reduction has {len(result)} bytes, not {nbytes}")
+                    raise RecordingError(
+                        f"a recorded result of a reduction must have {nbytes} bytes, got {len(result)}"
+                    )
                 log.results[tag].append((nbytes, result))
             case "measured", (_, int(value)):
                 log.measured[event.wait].append(value)

@@ -102,21 +102,21 @@ def _run(
 def check_replayable(recording: Recording) -> None:
     """Raise RecordingError if a recording cannot be replayed."""
     if recording.missing:
-        raise RecordingError(f"rank {recording.missing[0]} has no recording; a replay needs the files of all ranks")
+        raise RecordingError(f"a replay needs the recordings of all ranks, but rank {recording.missing[0]} has none")
     if (told := told_of_other_version(recording)) is not None:
-        raise RecordingError(f"{told}; a replay needs the same version: install it, or record the run anew")
+        raise RecordingError(f"{told}. A replay needs the same version: install it, or record the run again")
     for each in recording.ranks:
         _check_state_of_torch(each)
     again = [each.rank for each in recording.ranks if each.incarnation]
     if again:
         raise RecordingError(
-            f"rank {again[0]} was restarted or joined late in the recorded run; such a run cannot be replayed"
+            f"a run with a restarted or late rank cannot be replayed, and rank {again[0]} was restarted or joined late"
         )
     capabilities = recording.ranks[0].conditions().capabilities
     if capabilities.one_sided_reads and "OneSidedSelectiveAveragingPolicy" in _policies_of(recording):
         raise RecordingError(
-            "the ranks of OneSidedSelectiveAveragingPolicy read each other's memory without messages in this run;"
-            " such a run cannot be replayed"
+            "a run whose ranks read each other's memory without messages cannot be replayed, as those of "
+            "OneSidedSelectiveAveragingPolicy did in this run"
         )
 
 
@@ -125,7 +125,7 @@ def _check_state_of_torch(each: RankRecording) -> None:
     try:
         torch.Generator().set_state(torch_state_of(each.conditions()))
     except RuntimeError as error:
-        raise RecordingError(f"torch refuses the generator state in {each.path}: {error}") from error
+        raise RecordingError(f"the generator state in {each.path} must be valid for this torch: {error}") from error
 
 
 def _policies_of(recording: Recording) -> set[str]:

@@ -112,15 +112,18 @@ def _script_of(
     header = recording.ranks[0].header
     name = os.fspath(path or header.script)
     if not name:
-        raise RecordingError("the recorded run had no script (a notebook, perhaps); name one that runs the same main")
+        raise RecordingError(
+            "the recorded run had no script (a notebook, for example); name a script that runs the same main: "
+            "asyncdist replay DIR FILE"
+        )
     if path is None and not Path(name).resolve().is_relative_to(Path.cwd().resolve()):
         raise RecordingError(
-            f"the recording names the script {name!r}, which is not in the current folder. A recording may name any"
-            " file, so name the script to run yourself: asyncdist replay DIR FILE"
+            f"the recorded script {name!r} is not in the current folder. A recording may name any file, so name the "
+            "script to run: asyncdist replay DIR FILE"
         )
     if not os.path.isfile(name):
         raise RecordingError(
-            f"the script of the recorded run, {name!r}, does not exist; name the script: asyncdist replay DIR FILE"
+            f"the recorded script {name!r} does not exist; name the script to run: asyncdist replay DIR FILE"
         )
     if header.script_digest != hashlib.sha256(Path(name).read_bytes()).hexdigest():
         logger.warning("%s is not the recorded script, or has changed since the recording", name)
@@ -246,7 +249,7 @@ def _write_test(recording: Recording, ran: Script, path: Path) -> list[str]:
     if path.suffix != ".py":
         raise ScriptError(f"--to-test must be a path that ends with .py, got {str(path)!r}")
     if path.exists():
-        raise ScriptError(f"{str(path)!r} already exists; choose another path")
+        raise ScriptError(f"the path {str(path)!r} already exists; choose another path")
     folder = path.with_name(f"{path.stem}_recording")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -262,7 +265,7 @@ def _write_test(recording: Recording, ran: Script, path: Path) -> list[str]:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise ScriptError(f"{error.filename!r} already exists; choose another path") from error
+        raise ScriptError(f"the path {error.filename!r} already exists; choose another path") from error
     except OSError as error:
         raise ScriptError(f"the test cannot be written: {why_not_written(error)}") from error
     return [f"wrote {path}, and the recording into {folder}", f"run it: pytest {path}"]

@@ -60,10 +60,14 @@ def prove_connections(groups: Sequence[Any], rank: int, size: int, timeout: time
                 receive.wait(timeout)
             except RuntimeError as error:
                 raise TransportError(
-                    f"place {peer} of {size} did not prove that it knows the job's secret: {reason(error)}"
+                    f"the process at place {peer} of {size} did not prove that it knows the job's secret: "
+                    f"{reason(error)}"
                 ) from error
             if not torch.equal(tensor, _as_tensor(store.secret.proof(name, peer, rank))):
-                raise TransportError(f"the process connected as place {peer} of {size} does not know the job's secret")
+                raise TransportError(
+                    f"the process at place {peer} of {size} does not know the job's secret; give all ranks the same "
+                    "ASYNCDIST_JOB_SECRET_FILE"
+                )
         for send in sends:
             send.wait(timeout)
 
@@ -85,7 +89,10 @@ def make_gloo_group(
 ) -> Any:
     """Make one private gloo group. Raise TransportError if torch has no gloo, or the ranks cannot connect."""
     if not (dist.is_available() and dist.is_gloo_available()):
-        raise TransportError(f"torch {torch.__version__} was built without gloo, which the torch transport needs")
+        raise TransportError(
+            f"the torch transport needs gloo, but torch {torch.__version__} was built without it; install another "
+            "build of torch"
+        )
     try:
         if not is_loopback:
             return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, timeout)
@@ -95,6 +102,6 @@ def make_gloo_group(
         return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
     except RuntimeError as error:
         raise TransportError(
-            f"gloo could not connect the {size} ranks ({reason(error)}); it uses the interface of this host's name: "
-            "to choose another, set GLOO_SOCKET_IFNAME"
+            f"gloo could not connect the {size} ranks ({reason(error)}). It uses the network interface of this host's "
+            "name; to choose another, set GLOO_SOCKET_IFNAME"
         ) from error

@@ -41,8 +41,8 @@ def _claim(rendezvous: Rendezvous | None) -> LivingRank | None:
     if pid is not None:
         other = f"process {pid} of this host" if pid else "a process of another container of this host"
         raise TransportError(
-            f"rank {rendezvous.rank} exists already: {other} runs as that rank of the job (RANK, "
-            "MASTER_PORT), and this process is refused. A separate job needs another MASTER_PORT, or a launcher",
+            f"the job already has a rank {rendezvous.rank} (RANK, MASTER_PORT): {other} runs as that rank, so this "
+            "process is refused. A separate job needs another MASTER_PORT, or a launcher",
             rank=rendezvous.rank,
         )
     return claim

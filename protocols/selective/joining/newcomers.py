@@ -156,7 +156,7 @@ class Application:
                     self._have_left.add(source)
             case Ambiguous(_, count):
                 text = (
-                    f"rank {source} is in {count} policies of this class and name, and cannot know which of them this "
+                    f"rank {source} is in {count} policies of this class and name, so it is unknown which of them this "
                     "rank rejoins; give each policy a different name="
                 )
                 self._error = DisagreementError(text, difference="name")
@@ -165,7 +165,10 @@ class Application:
                     (item for item in values if self._values.get(item[0]) != item[1]), ("group", "other")
                 )
                 mine = self._values.get(name)
-                text = f"this rank's {name} is {mine}, but the running policy's is {there} (reported by rank {source})"
+                text = (
+                    f"{name} must be equal on all members: it is {mine} on this rank and {there} in the running policy "
+                    f"(reported by rank {source})"
+                )
                 self._error = DisagreementError(text, difference=name)
         self._services.engine.recheck()
 
@@ -245,12 +248,12 @@ class Application:
             if not (is_over_everywhere or is_time_up):
                 continue
             if are_over and (self._have_left or services.left_world().intersection(self._ranks)):
-                raise LateError("this rank was restarted too late: no other rank has this policy any longer")
+                raise LateError("this rank was restarted too late: no other rank is still in this policy")
             if is_over_everywhere or (are_over and others):
-                raise ClosedError("no other rank has this policy any longer: all are lost or were restarted, too")
+                raise ClosedError("no other rank is still in this policy: all are lost or were restarted")
             if not others:
                 raise RankLostError("all other ranks of this policy are lost", rank=self._ranks[0])
             raise StartTimeoutError(
-                f"this rank was not admitted: no coordinator of its policy has answered within {self._timeout_s:g} s",
+                f"this rank was not admitted: no coordinator of its policy answered within {self._timeout_s:g} s",
                 missing=(),
             )

@@ -76,7 +76,7 @@ def unpacked(data: torch.Tensor) -> Any:
 def _unpacked(data: torch.Tensor) -> Any:
     length = int.from_bytes(bytes(byte_view(data[:_LENGTH_NBYTES])), "little")
     if not 0 <= length <= data.numel() - _LENGTH_NBYTES:
-        raise ValueError(f"the description has {length} bytes, but the state has {data.numel()}")
+        raise ValueError(f"the description must fit into the state of {data.numel()} bytes, got {length} bytes")
     head = -(-(_LENGTH_NBYTES + length) // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
 
     def restore(node: Any) -> Any:
@@ -84,13 +84,15 @@ def _unpacked(data: torch.Tensor) -> Any:
             _, name, shape, begin = node
             dtype = getattr(torch, str(name).removeprefix("torch."), None)
             if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"a tensor has the unknown dtype {name!r}")
+                raise ValueError(f"the dtype of a tensor must be one of torch, got {name!r:.80}")
             count = 1
             for extent in shape:
                 count *= extent
             nbytes = count * dtype.itemsize
             if min((begin, *shape)) < 0 or head + begin + nbytes > data.numel():
-                raise ValueError(f"a tensor has {nbytes} bytes at offset {begin}, but the state has {data.numel()}")
+                raise ValueError(
+                    f"a tensor must lie inside the state of {data.numel()} bytes, got {nbytes} bytes at offset {begin}"
+                )
             if not nbytes:
                 return torch.empty(shape, dtype=dtype, device="cpu")
             return data[head + begin : head + begin + nbytes].view(dtype).view(shape)
@@ -180,7 +182,11 @@ class StateTransfer:
         await self._receive(size, donor, round, deadline)
         nbytes = int.from_bytes(bytes(byte_view(size)), "little")
         if not _LENGTH_NBYTES < nbytes <= nbytes_max:
-            raise RemoteProtocolError(f"rank {donor} offers a state of {nbytes} bytes", rank=donor)
+            raise RemoteProtocolError(
+                f"the state of rank {donor} must have more than {_LENGTH_NBYTES} and at most {nbytes_max} bytes, got "
+                f"{nbytes}",
+                rank=donor,
+            )
         state = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         await self._receive(state, donor, round, deadline)
         return state

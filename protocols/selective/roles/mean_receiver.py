@@ -170,7 +170,7 @@ class MeanReceiver:
         if not await self._services.engine.until(
             lambda: own.is_settled(number), WaitId(WaitKind.OWN_PART, number=number), deadline=deadline
         ):
-            raise TimeoutError("this rank did not add up its own part in time")
+            raise TimeoutError("this rank did not sum its own part of the weights in time")
         mean = own.mean(number)
         if mean is not None:
             for dtype, tensor in self._place_of(self._services.rank).tensors.items():

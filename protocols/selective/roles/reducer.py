@@ -148,14 +148,14 @@ class Reducer:
         if donor == self._services.rank:
             snapshot = self._donor.snapshot_of(state.round)
             if snapshot is None:
-                raise RemoteProtocolError(f"round {state.round} is frozen with donor {donor}, which has no snapshot")
+                raise RemoteProtocolError(f"round {state.round} was fixed with donor {donor}, which has no snapshot")
             return state.part.of(snapshot)
         if exact and donor != state.assign.best:  # the best donor was left out, so a new one is asked for exact tensors
             self._finish(state, donor)
             tensors = state.buffers.mean.tensors
             self._ask(state, donor, new_part({dtype: len(tensors[dtype]) for dtype in tensors}), exact=True)
         if donor not in state.given:
-            raise RankLostError(f"rank {donor} could not be asked for its part", rank=donor)
+            raise RankLostError(f"rank {donor} could not be asked for its part of the weights", rank=donor)
         stream = state.asked.get(donor)
         if isinstance(stream, PartReading):
             await stream.whole()

@@ -50,7 +50,7 @@ def unpack_ranks(packed: bytes) -> tuple[int, ...]:
         ranks = struct.unpack(f"<{len(rest) // _RANK.size}I", rest)
         if all(one < two for one, two in pairwise(ranks)):
             return ranks
-        raise ValueError(f"the ranks {ranks} are not in ascending order")
+        raise ValueError(f"ranks must be in ascending order, got {ranks!r:.80}")
     if form == _AS_RANGE and len(rest) == _RANGE.size:
         start, count = _RANGE.unpack(rest)
         if 0 < count <= RANK_COUNT_MAX:
@@ -60,7 +60,7 @@ def unpack_ranks(packed: bytes) -> tuple[int, ...]:
         octets = enumerate(rest[_RANK.size :])
         return tuple(start + 8 * place + bit for place, octet in octets for bit in _BITS_OF[octet])
     if packed:
-        raise ValueError(f"these bytes are not a packed set of ranks: {packed!r:.80}")
+        raise ValueError(f"the bytes {packed!r:.80} are not a packed set of ranks")
     return ()
 
 
@@ -88,7 +88,7 @@ def unpack_numbers(packed: bytes, count: int) -> tuple[int, ...]:
     if count and form in _EACH and len(rest) == _NUMBER.size + struct.calcsize(layout):
         (least,) = _NUMBER.unpack_from(rest)
         return tuple(least + difference for difference in struct.unpack_from(layout, rest, _NUMBER.size))
-    raise ValueError(f"these bytes are not {count} packed numbers: {packed!r:.80}")
+    raise ValueError(f"the bytes {packed!r:.80} are not {count} packed numbers")
 
 
 def pack_weights(weights: Sequence[float]) -> bytes:
@@ -110,7 +110,7 @@ def unpack_weights(packed: bytes, count: int) -> tuple[float, ...]:
     elif count and form == _EACH_WEIGHT and len(rest) == count * _WEIGHT.size:
         weights = struct.unpack(f"<{count}d", rest)
     else:
-        raise ValueError(f"these bytes are not {count} packed weights: {packed!r:.80}")
+        raise ValueError(f"the bytes {packed!r:.80} are not {count} packed weights")
     if not all(0.0 <= weight < math.inf for weight in weights):
         raise ValueError(f"weights must be finite and >= 0, got {weights!r:.80}")
     return weights
@@ -130,5 +130,5 @@ def split(joined: bytes, count: int) -> list[bytes]:
         parts.append(joined[start + _RANK.size : end])
         start = end
     if start != len(joined) or len(parts) != count:
-        raise ValueError(f"these bytes are not {count} parts: {joined!r:.80}")
+        raise ValueError(f"the bytes {joined!r:.80} are not {count} parts")
     return parts

@@ -95,9 +95,12 @@ def unpack_plan(packed: bytes) -> Plan:
     named, reducers, again = map(unpack_ranks, (named_, reducers_, restarted))
     chosen = unpack_ranks(places)
     if not named or (chosen and chosen[-1] >= len(named)):
-        raise ValueError(f"{len(named)} ranks are named, but the places of the replacers are {chosen!r:.80}")
+        raise ValueError(
+            f"a plan must have at least one rank and each replacer among them, got {len(named)} ranks and the "
+            f"replacers at {chosen!r:.80}"
+        )
     if reducers and len(chosen) == len(named):
-        raise ValueError(f"the round has reducers {reducers!r:.80}, but no donors")
+        raise ValueError(f"a round with reducers must have donors, got the reducers {reducers!r:.80} and no donors")
     return Plan(
         named,
         tuple(named[place] for place in chosen),
@@ -133,5 +136,5 @@ def _without(ranks: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]
 
 def _unpack(layout: struct.Struct, packed: bytes) -> tuple[int, ...]:
     if len(packed) != layout.size:
-        raise ValueError(f"got {len(packed)} bytes, expected {layout.size}")
+        raise ValueError(f"a packed value must have {layout.size} bytes, got {len(packed)}")
     return layout.unpack(packed)

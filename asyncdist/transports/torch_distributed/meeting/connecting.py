@@ -49,7 +49,7 @@ def make_gloo_groups(
     def look() -> None:
         check()
         if store.check(["decision"]) and _text(store, "decision") != _ALL:
-            raise TransportError("another rank is not connected to all")
+            raise TransportError("another rank could not connect to all ranks")
         if time.monotonic() >= deadline:
             raise TransportError(f"not all of the {size} ranks arrived within {timeout_s:g} s")
 
@@ -62,7 +62,7 @@ def make_gloo_groups(
         store.set(f"connected/{rank}", "")
         watched.wait([f"connected/{peer}" for peer in range(size)])
         if _decide(store, _ALL) != _ALL:
-            raise TransportError("another rank is not connected to all")
+            raise TransportError("another rank could not connect to all ranks")
     except BaseException as error:
         if _decide(store, _SOME) == _ALL:  # another rank has just decided that all are connected
             return groups

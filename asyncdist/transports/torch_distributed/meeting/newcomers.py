@@ -102,8 +102,8 @@ class Entrance:
                 raise self._late("the store of the job has closed") from error
         if not rendezvous.incarnation and rendezvous not in _entered and self.common.check([_RUNNING]):
             raise TransportError(
-                f"rank {rendezvous.rank} exists already: the world of this job has begun with another process as "
-                "that rank (RANK), and this process is refused",
+                f"the job already has a rank {rendezvous.rank} (RANK), with which its world began, so this process is "
+                "refused",
                 rank=rendezvous.rank,
             )
         is_first = not token
@@ -153,7 +153,9 @@ class Entrance:
                 return ""
             self._check_others()
             if time.monotonic() >= self._deadline:
-                raise TransportError(f"rank {self._rendezvous.rank} has waited in vain for the others to begin a world")
+                raise TransportError(
+                    f"rank {self._rendezvous.rank} waited, but the other ranks did not begin a world in time"
+                )
             time.sleep(_PERIOD_S)
 
     def _begin(self) -> str:
@@ -201,13 +203,13 @@ class Entrance:
         if self._rendezvous.admits_restarted and self.common.check([_GONE]):
             gone = int(_text(self.common, _GONE))
             raise TransportError(
-                f"rank {gone} was killed and is not restarted, and without it no world can begin", rank=gone
+                f"rank {gone} was killed and is not restarted, so no world can begin without it", rank=gone
             )
         if self._rendezvous.incarnation:
             if any(self.common.check([f"ended/{other}"]) for other in range(self._first_count)):
                 raise self._late("other ranks have ended")
             if self.common.check([_OVER]):
-                raise self._late("the job is over")
+                raise self._late("the job has ended")
 
 
 #: Rendezvous at which this process has already entered a world, with the world's token. The process takes part in the
@@ -225,8 +227,8 @@ def _check_running(running: str, rendezvous: Rendezvous) -> str:
     for what, mine in _identity(rendezvous).items():
         if theirs[what] != mine:
             raise DisagreementError(
-                f"rank {rendezvous.rank} was restarted with {what} {mine!r:.80}, but the running world has "
-                f"{theirs[what]!r:.80}; they must be equal",
+                f"{what} must be equal in the running world and on the restarted rank {rendezvous.rank}, but it is "
+                f"{theirs[what]!r:.80} there and {mine!r:.80} here",
                 rank=rendezvous.rank,
             )
     return str(theirs["world"])
@@ -261,14 +263,16 @@ def come(
         number = _read(store, number, newest)
     if newest[rank] >= incarnation:
         raise TransportError(
-            f"rank {rank} has been restarted {newest[rank]} times already, but ASYNCDIST_INCARNATION says that this "
-            f"process is restart number {incarnation}; it must be larger",
+            f"ASYNCDIST_INCARNATION must be larger than {newest[rank]}, the number of restarts of rank {rank} so far, "
+            f"got {incarnation}",
             rank=rank,
         )
     deadline = time.monotonic() + timeout_s
     while True:
         if store.check([f"lives/{rank}.{incarnation}"]):
-            raise TransportError(f"rank {rank} is still alive, so it must not be restarted", rank=rank)
+            raise TransportError(
+                f"rank {rank} must not be restarted, because its previous process is still alive", rank=rank
+            )
         if store.check([f"welcome/{rank}.{incarnation}"]):
             return newest
         number = _read(store, number, newest)
@@ -276,8 +280,8 @@ def come(
             return None
         if time.monotonic() >= deadline:
             raise TransportError(
-                f"rank {rank} was restarted, but within {timeout_s:g} s no other rank has found its earlier process "
-                "lost",
+                f"rank {rank} was restarted, but within {timeout_s:g} s no other rank noticed that its previous "
+                "process is lost",
                 rank=rank,
             )
         time.sleep(_PERIOD_S / 2)
@@ -476,7 +480,7 @@ class Reception:
             if self._closing.is_set():
                 raise _EndedError("this process has left the world")
             if store.check([f"closed/{rank}.{incarnation}"]) or common.check([f"exited/{process}"]):
-                raise _EndedError("that process has ended or left the world")
+                raise _EndedError("the other process has ended or left the world")
 
         for number, connect_s in enumerate(_PAIR_CONNECT_S, 1):
             part = store.part(f"{place}/{number}")
@@ -495,7 +499,7 @@ class Reception:
                 raise
             except TransportError as error:
                 logger.info("rank %d: attempt %d to connect to rank %d failed: %s", self._rank, number, rank, error)
-        raise TransportError(f"all {len(_PAIR_CONNECT_S)} attempts failed")
+        raise TransportError(f"all {len(_PAIR_CONNECT_S)} attempts to connect to the rank failed")
 
 
 class _EndedError(TransportError):

@@ -212,7 +212,7 @@ class _Gathering:
                 self._follow()
         except ValueError as error:
             raise TransportError(
-                f"rank {self._rank} found a value in the store that no rank of this job writes: {error}"
+                f"rank {self._rank} found a value in the job's store that no rank of this job writes: {error}"
             ) from error
         except RuntimeError as error:
             # The rank that serves the store has ended, possibly because its deadline was slightly earlier.
@@ -326,7 +326,9 @@ class _Gathering:
 
     def _check_single(self, rank: int, hello: str) -> None:
         if self._store.check([f"twice/{hello}"]):
-            raise TransportError(f"rank {rank} exists twice: two processes were started as this rank (RANK)", rank=rank)
+            raise TransportError(
+                f"each rank must be started once, but two processes were started as rank {rank} (RANK)", rank=rank
+            )
 
     def _who_is_missing(self) -> str:
         return f"rank {self._rank} waits for ranks {self._missing}, which did not arrive at the start of the world"
@@ -343,7 +345,10 @@ def _join(ranks: Sequence[int]) -> str:
 def _check_sizes(rank: int, size: int, size_of_0: int) -> None:
     """Raise TransportError if a rank's world size differs from rank 0's. Both ranks check this."""
     if size != size_of_0:
-        raise TransportError(f"rank {rank} is one of {size} ranks (WORLD_SIZE), rank 0 one of {size_of_0}", rank=rank)
+        raise TransportError(
+            f"WORLD_SIZE must be equal on all ranks, but it is {size} on rank {rank} and {size_of_0} on rank 0",
+            rank=rank,
+        )
 
 
 # -- the store --------------------------------------------------------------------------------------------------------
@@ -417,7 +422,7 @@ def _serve(rendezvous: Rendezvous, port: int) -> Any:
         return serving.serve(rendezvous.address, port, size=rendezvous.size)
     except RuntimeError as error:
         raise TransportError(
-            f"rank 0 cannot serve a store at {_place(rendezvous, port)}: {reason(error)}", port=port
+            f"rank 0 cannot serve the job's store at {_place(rendezvous, port)}: {reason(error)}", port=port
         ) from error
 
 
@@ -430,7 +435,8 @@ def _reach(rendezvous: Rendezvous, port: int, deadline: float) -> Any:
         )
     except RuntimeError as error:
         raise TransportError(
-            f"rank {rendezvous.rank} cannot use the store at {_place(rendezvous, port)}: {reason(error)}", port=port
+            f"rank {rendezvous.rank} cannot use the job's store at {_place(rendezvous, port)}: {reason(error)}",
+            port=port,
         ) from error
     store.set_timeout(serving.TIMEOUT)
     return store
@@ -443,7 +449,7 @@ def _place(rendezvous: Rendezvous, port: int) -> str:
 
 def _await_server(rendezvous: Rendezvous, deadline: float, whose: str) -> None:
     waits = f"rank {rendezvous.rank} waits for {whose}"
-    place = f"no process serves a store at {_place(rendezvous, rendezvous.port)}"
+    place = f"no process serves the job's store at {_place(rendezvous, rendezvous.port)}"
     cause = f". {rendezvous.why_missing}" if rendezvous.why_missing else ""
     for until in (min(time.monotonic() + NOTICE_S, deadline), deadline):
         try:
