@@ -282,7 +282,7 @@ def test_a_taken_master_port_is_named_before_a_rank_starts(monkeypatch: pytest.M
         port = holder.getsockname()[1]
         with pytest.raises(
             ValueError,
-            match=f"master_port must be a port of this host on which rank 0 can listen, got {port} of this host",
+            match=f"master_port must be a port of this host on which rank 0 can listen, got {port} ",
         ):
             launch_here(note_rank, config(master_port=port), "folder")
     local_host.probe_port(port)
