@@ -357,7 +357,7 @@ def test_a_launch_that_cannot_be_is_refused(func: Any, cfg: MultiprocessConfig, 
 
 def test_arguments_in_the_place_of_setup_are_refused() -> None:
     with pytest.raises(
-        TypeError, match=r"setup must be None or a function without arguments, got 100: the arguments of func follow"
+        TypeError, match=r"setup must be None or a function without arguments, got 100\. The arguments of func follow"
     ):
         ad.launch_subprocesses(note_rank, config(), 100)  # type: ignore[arg-type]
 

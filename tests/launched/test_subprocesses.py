@@ -63,7 +63,7 @@ def test_resolving_changes_nothing_that_is_there() -> None:
     [
         ({"world_size": 0}, r"world_size .*\b0"),
         ({"world_size": 2.0}, r"world_size .*2\.0"),
-        ({"world_size": 2, "local_world_size": 3}, r"local_world_size .*3.*world_size=2\b"),
+        ({"world_size": 2, "local_world_size": 3}, "local_world_size must be <= world_size=2, got 3"),
         (
             {"world_size": 6, "model_parallelism": 4},
             r"world_size .*model_parallelism=4 .*pipeline_parallelism=1.*\b6\b",
@@ -71,7 +71,7 @@ def test_resolving_changes_nothing_that_is_there() -> None:
         ({"world_size": 6, "model_parallelism": 2, "pipeline_parallelism": 2}, r"\b4\b"),
         ({"model_parallelism": 0}, r"model_parallelism .*\b0"),
         ({"pipeline_parallelism": True}, r"pipeline_parallelism .*True"),
-        ({"rank": 2, "world_size": 2}, r"rank .*2.* 0\.\.1\b.*world_size=2"),
+        ({"rank": 2, "world_size": 2}, "rank must be from 0 to 1 with world_size=2, got 2"),
         ({"rank": -1}, r"rank .*-1"),
         ({"local_rank": 2, "local_world_size": 2}, "local_rank must be from 0 to 1 with local_world_size=2, got 2"),
         ({"rank": 0, "local_rank": 1}, "local_rank must be <= rank=0, got 1"),
@@ -109,7 +109,7 @@ def test_hosts_must_agree_on_a_port() -> None:
 
 
 def test_an_address_without_a_host_is_named_before_a_rank_waits() -> None:
-    with pytest.raises(ValueError, match=r"master_addr='no-host\.invalid'"):
+    with pytest.raises(ValueError, match=r"master_addr must be .*, got 'no-host\.invalid'"):
         config(master_addr="no-host.invalid").resolve()
 
 
@@ -207,7 +207,7 @@ def test_all_to_all_of_one_tensor() -> None:
         assert torch.equal(torch.cat(listed), parts)
         assert (await ad.all_to_all(torch.empty(0, 2))).shape == (0, 2)
         for wrong in (torch.zeros(4), torch.tensor(1.0)):
-            with pytest.raises(ValueError, match="must be a multiple of 3 ranks"):
+            with pytest.raises(ValueError, match="must be a multiple of the 3 ranks"):
                 await ad.all_to_all(wrong)
         with pytest.raises(TypeError, match=r"asyncdist\.launch\.process_groups\.all_to_all"):
             await ad.all_to_all(mine, object())  # type: ignore[call-overload]

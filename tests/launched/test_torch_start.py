@@ -365,7 +365,10 @@ def test_a_store_that_is_gone_is_not_retried_beyond_the_timeout() -> None:
 def test_an_address_that_leads_to_no_host_is_named_at_once() -> None:
     """Regression: it was asked for again and again, for 300 s."""
     result = run_source(2, SHORT_START.replace("= 3.0", "= 300.0"), env={"MASTER_ADDR": "no host.invalid"}).check(1, 1)
-    assert result.stderr.count("ValueError: MASTER_ADDR='no host.invalid'") == 2
+    assert (
+        result.stderr.count("ValueError: MASTER_ADDR must be a name that all hosts know, or an address, got 'no host")
+        == 2
+    )
 
 
 def test_one_rank_needs_no_store() -> None:
@@ -377,9 +380,9 @@ def test_one_rank_needs_no_store() -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"MASTER_PORT": ""}, "unset: MASTER_PORT"),
-        ({"RANK": "", "MASTER_ADDR": ""}, "unset: RANK, MASTER_ADDR"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT='http' must be an integer >= 0"),
+        ({"MASTER_PORT": ""}, "but MASTER_PORT are not set"),
+        ({"RANK": "", "MASTER_ADDR": ""}, "but RANK, MASTER_ADDR are not set"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT must be an integer >= 0, got 'http'"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT must be from 1 to 65535, got 65536"),
         ({"RANK": "4"}, "RANK must be from 0 to 3 with WORLD_SIZE=4, got 4"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be >= 1, got 0"),
@@ -445,7 +448,7 @@ def test_a_rank_restarted_while_others_gather_is_answered_again() -> None:
 @pytest.mark.parametrize("ranks", [(0, 0), (0, 1, 1)])
 def test_two_processes_of_one_rank_are_named_by_both_and_rank_0(ranks: tuple[int, ...]) -> None:
     for text in gather(SealedStore(dist.HashStore(), JobSecret()), ranks, 3):
-        assert text.startswith(f"rank {ranks[-1]} exists twice: ")
+        assert f"two processes were started as rank {ranks[-1]} (RANK)" in text
 
 
 def test_a_rank_beyond_rank_0s_count_fails_on_both() -> None:
@@ -453,7 +456,7 @@ def test_a_rank_beyond_rank_0s_count_fails_on_both() -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         stray = pool.submit(gather, store, (3,), 4)
         told = [*gather(store, (0,), 2), *stray.result()]
-    assert told == ["it is 4 on rank 3 and 2 on rank 0 [rank=3]"] * 2
+    assert told == ["WORLD_SIZE must be equal on all ranks, but it is 4 on rank 3 and 2 on rank 0 [rank=3]"] * 2
 
 
 def test_a_stray_that_is_no_more_holds_nobody_up() -> None:
