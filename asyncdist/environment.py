@@ -213,8 +213,8 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
         environ, missing = {**environ, **slurm.torch_variables(environ)}, []
     if missing:
         raise ValueError(
-            f"the torch transport needs the variables {', '.join(TORCH_NAMES)}, but {', '.join(missing)} are not set: "
-            "start with torchrun, or call torch.distributed.init_process_group first"
+            f"the torch transport needs the variables {', '.join(TORCH_NAMES)}; not set: {', '.join(missing)}. Start "
+            "with torchrun, or call torch.distributed.init_process_group first"
         )
     variables = Variables(environ)
     launch, port = _detect_torch(variables, "WORLD_SIZE"), variables.number("MASTER_PORT")

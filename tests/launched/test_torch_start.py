@@ -380,8 +380,8 @@ def test_one_rank_needs_no_store() -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"MASTER_PORT": ""}, "but MASTER_PORT are not set"),
-        ({"RANK": "", "MASTER_ADDR": ""}, "but RANK, MASTER_ADDR are not set"),
+        ({"MASTER_PORT": ""}, "not set: MASTER_PORT"),
+        ({"RANK": "", "MASTER_ADDR": ""}, "not set: RANK, MASTER_ADDR"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT must be an integer >= 0, got 'http'"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT must be from 1 to 65535, got 65536"),
         ({"RANK": "4"}, "RANK must be from 0 to 3 with WORLD_SIZE=4, got 4"),

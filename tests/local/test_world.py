@@ -140,7 +140,7 @@ def test_the_torch_transport_names_the_variables_that_it_misses(monkeypatch: pyt
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ValueError, match="but WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set"):
+    with pytest.raises(ValueError, match="not set: WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
         ad.run(nothing, transport="torch")
 
 
