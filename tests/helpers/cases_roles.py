@@ -155,7 +155,7 @@ async def case_plans_that_do_not_fit(world: ad.World) -> None:
         ),
         *[
             ({"dist_backend": "ccl"}, ("gloo",)),
-            ({"dist_backend": "nccl"}, ("NCCL", "tags")),
+            ({"dist_backend": "nccl"}, ("'nccl'", "gloo")),
         ][: 2 * (world.transport_name == "torch")],
         ({"layout": ad.RankLayout.arithmetic(size + 1)}, ("layout", size + 1, size)),
     ):

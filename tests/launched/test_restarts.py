@@ -194,7 +194,7 @@ def test_no_world_begins_without_a_rank_that_is_not_restarted(tmp_path: Path) ->
             "--restarts needs --transport torch, because no process can join running ranks of MPI",
         ),
         ([], "--restarts "),
-        (["--survive"], "--restarts needs --transport torch, and --survive needs --transport mpi"),
+        (["--survive"], "--restarts and --survive cannot be used together"),
         (["--transport", "torch", "--survive"], "--restarts "),
     ],
 )

@@ -232,7 +232,10 @@ def script(tmp_path: Path) -> Path:
         ("mount --bind /dev/null {python}", "host2: there is no interpreter {python}: install this environment"),
         ("mount -t tmpfs none {agent.parent}", "host2: there is no asyncdist at {agent}: install it"),
         ("mount -t tmpfs none {script.parent}", "host2: the script '{script}' does not exist"),
-        ("mount --bind {other} {version}", f"host2: asyncdist is 9.9 there and {ad.__version__} here"),
+        (
+            "mount --bind {other} {version}",
+            f"host2: asyncdist must be equal on all hosts, but it is 9.9 there and {ad.__version__} here",
+        ),
     ],
     ids=["directory", "interpreter", "agent", "script", "version"],
 )
