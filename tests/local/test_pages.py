@@ -110,7 +110,7 @@ def test_the_lists_of_options_are_those_of_the_policies() -> None:
     """Regression: the page let readers give the one-sided policy all options of the other one."""
     page = (pages.ROOT / "docs" / "policies.md").read_text()
     rounds, own = (section(page, f"## {title}") for title in ("Selective averaging", "Without a coordinator"))
-    shared = set(re.findall(r"`(\w+)`", own.partition("it takes ")[2].partition("; the others")[0]))
+    shared = set(re.findall(r"`(\w+)`", own.partition("shares these options")[2].partition("Its own options")[0]))
     for policy, told in (
         (AsyncSelectiveAveragingPolicy, options_of(rounds)),
         (OneSidedSelectiveAveragingPolicy, {*options_of(own), *shared}),
