@@ -1,4 +1,4 @@
-"""Saving a population while training goes on: what is saved, who waits for the disk, and what ends before it."""
+"""Tests saving a population while training continues: the saved values, who waits for the disk, and early ends."""
 
 from __future__ import annotations
 

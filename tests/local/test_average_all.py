@@ -1,4 +1,4 @@
-"""``AverageAllPolicy``, and what ``SpawnPolicy`` does for each policy, on the local transport."""
+"""Tests ``AverageAllPolicy``, and the behaviour that all policies share through ``SpawnPolicy``."""
 
 from __future__ import annotations
 

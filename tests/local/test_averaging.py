@@ -1,4 +1,4 @@
-"""What the averages cost, seen from inside: collectives, memory. Values: ``helpers.cases_models``."""
+"""Tests the cost of averages: collectives and memory. Their values are tested by ``helpers.cases_models``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What a user can do wrong: one clear error each, naming the value and what is allowed, and nothing left behind.
+"""Tests user errors: each raises one clear error that names the value and the allowed ones, and leaves nothing behind.
 
-"Before any report or weight is sent" is checked where there is somebody to send to: the peers' counts stay zero.
-``asyncdist run``'s own errors are in ``unit/test_launch.py``; tensors that cannot be averaged, one by one, in
-``unit/test_flat.py``.
+The peers' message counts stay zero, which shows that the error precedes any report or weight. The errors of
+``asyncdist run`` are tested in ``unit/test_launch.py``, tensors that cannot be averaged in ``unit/test_flat.py``.
 """
 
 from __future__ import annotations

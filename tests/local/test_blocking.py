@@ -1,4 +1,4 @@
-"""Code without an event loop: its calls, its errors, what it may not do, and beside a loop that is running."""
+"""Tests code without an event loop: its calls, its errors, its limits, and its use alongside a running loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals that come just as a blocking call ends: they are raised where it returns, and hang nothing."""
+"""Tests signals that arrive just as a blocking call ends: they are raised when it returns, and nothing hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a blocking call turns the rank's loop, and what a call that was begun beside the loop leaves to it."""
+"""Tests when a blocking call runs the rank's loop, and what it leaves to a loop that is already running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Members that call different collectives in each other's place are named, in a simulation, each with its line."""
+"""Tests that members in different collectives are named in the error, each with its line of code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Channels from the inside: bounds, tags, scopes, leaving, the end. Between ranks: ``conformance``."""
+"""Tests the internals of channels: bounds, tags, scopes, leaving, the end. Between ranks: ``conformance``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Channels and frames that they did not ask for: hostile bytes, other scopes and epochs, messages that come early."""
+"""Tests channels that receive unexpected frames: malformed bytes, other scopes and epochs, early messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Receiving from channels: timeouts, cancellations and receivers that wait in turn."""
+"""Tests receiving from channels: timeouts, cancellation, and receivers that wait in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives made of messages, from the inside. Values, dtypes, groups, on every transport: ``conformance``."""
+"""Tests the internals of collectives that are made of messages. Values, dtypes and groups: ``conformance``."""
 
 from __future__ import annotations
 

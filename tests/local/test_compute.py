@@ -1,4 +1,4 @@
-"""``world.compute``: a function in a thread, while the loop goes on."""
+"""Tests ``world.compute``, which runs a function in a thread while the loop continues."""
 
 from __future__ import annotations
 

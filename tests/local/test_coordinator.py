@@ -1,4 +1,4 @@
-"""A coordinator of selective averaging that stops, since another rank has taken over, while it hears messages."""
+"""Tests a coordinator of selective averaging that hands over to another rank while messages still arrive."""
 
 from __future__ import annotations
 

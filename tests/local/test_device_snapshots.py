@@ -1,4 +1,4 @@
-"""Snapshots of models on a GPU: begun by one step, offered when the copy is done, with the values of that step.
+"""Tests snapshots of models on a GPU: started by one step, offered after the copy, with that step's values.
 
 The policy's part runs everywhere, over a stand-in for a slow device; the device's own part needs one.
 """

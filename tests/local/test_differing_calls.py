@@ -1,6 +1,6 @@
-"""Members that call different helpers, or with different roots, or one with an argument that makes no sense.
+"""Tests members that call different helpers, or with different roots, or one of them with an invalid argument.
 
-All of them are told, by name, and are in step afterwards: nobody has a wrong value, and nobody waits.
+All members get an error that names the ranks, and stay in step. No member gets a wrong value or waits forever.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Streams whose sender writes into the receiver's memory, and what may go wrong with that."""
+"""Tests streams whose sender writes directly into the receiver's memory, and their failures."""
 
 from __future__ import annotations
 

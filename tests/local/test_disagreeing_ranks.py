@@ -1,4 +1,4 @@
-"""Ranks that disagree on a policy are each told so, by name, before anything is sent."""
+"""Tests that each rank gets an error that names the others if ranks start a policy with different options."""
 
 from __future__ import annotations
 

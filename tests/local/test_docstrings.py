@@ -1,4 +1,4 @@
-"""What the docstrings of public names show runs, on two ranks of this process."""
+"""Tests that the examples in public docstrings run, on two ranks of this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everyday helpers without a world, with one rank, in a failing job. On many ranks: ``helpers.cases_everyday``."""
+"""Tests helpers without a world, with one rank, and in a failing job. On many ranks: ``helpers.cases_everyday``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counters of ranks that train, as Prometheus, TensorBoard, OpenTelemetry and Weights & Biases take them."""
+"""Tests the export of counters to Prometheus, TensorBoard, OpenTelemetry and Weights & Biases."""
 
 from __future__ import annotations
 

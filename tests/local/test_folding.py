@@ -1,4 +1,4 @@
-"""Reductions by shares, among ranks of one process. On MPI: `cases_population`, `cases_models`."""
+"""Tests reductions in which each rank sums one share, in one process. On MPI: `cases_population`, `cases_models`."""
 
 from __future__ import annotations
 

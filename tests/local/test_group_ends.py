@@ -1,4 +1,4 @@
-"""Groups that are freed: who may use them then, when their tags are used again, and what is kept of them."""
+"""Tests freed groups: who may still use them, when their tags are reused, and what remains in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies whose group is an agent group of the context, on every transport: each group averages for itself."""
+"""Tests that policies on agent groups average within their own group, on every transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agreements and groups: who is missing, what differs, who has left."""
+"""Tests agreements and groups: missing members, differing arguments, and members that have left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cases of ``helpers``, on local ranks."""
+"""Runs the cases of ``helpers`` on local ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes no sense as an argument of a helper: one clear error that names the value and what is allowed."""
+"""Tests invalid arguments of helpers: one clear error that names the value and the allowed ones."""
 
 from __future__ import annotations
 

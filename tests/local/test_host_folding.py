@@ -1,7 +1,7 @@
-"""Means in memory that ranks share: the same bits as by messages, and what becomes of the memory.
+"""Tests means in memory that ranks share: the bits equal those computed by messages, and the memory is freed.
 
-Here the ranks are of one process, which maps its own memory as another one would. ``scripts/shared_means.py`` is the
-same between real processes, under mpirun and on torch.
+The ranks here share one process, which maps its own memory as another process would. ``scripts/shared_means.py`` tests
+the same between real processes, under mpirun and on torch.
 """
 
 from __future__ import annotations

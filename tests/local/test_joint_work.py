@@ -1,4 +1,4 @@
-"""A function that makes several helper calls in a row, cancelled on one rank: the others hear of it, or it is done."""
+"""Tests a function of several helper calls that is cancelled on one rank: the others are notified, or it completes."""
 
 from __future__ import annotations
 

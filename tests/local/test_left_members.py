@@ -1,4 +1,4 @@
-"""Collectives that need a member which has returned: ClosedError that names it, on every transport, never a hang."""
+"""Tests collectives that need a member which has returned: ClosedError names it, on every transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of a population that one process hosts."""
+"""Tests the live table of a population that runs in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank is lost, and its peers hear of that at different times: nobody waits, and everybody is told the reason."""
+"""Tests a lost rank of which its peers are notified at different times: each gets the reason, and none hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The direction of a metric: named in the call of ``step``, or warned of where a line was copied to the wrong place."""
+"""Tests the metric's direction: as an argument of ``step``, and the warning if it seems to be the wrong one."""
 
 from __future__ import annotations
 

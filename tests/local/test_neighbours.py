@@ -1,4 +1,4 @@
-"""Snapshots that are read in the donors' memory: the bits of those that are streamed, never those of another round."""
+"""Tests snapshots read from a donor's shared memory: they equal streamed snapshots, and are of the right round."""
 
 from __future__ import annotations
 

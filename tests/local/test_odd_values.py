@@ -1,4 +1,4 @@
-"""Values that strain an average, in every policy: large, equal and infinite ones, and ranks that have diverged."""
+"""Tests every policy with difficult values: large, equal and infinite ones, and ranks that have diverged."""
 
 from __future__ import annotations
 

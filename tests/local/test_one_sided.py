@@ -1,4 +1,4 @@
-"""The one-sided policy on the local transport, where owners answer reads: several ranks on one loop, and ``strict``.
+"""Tests the one-sided policy on the local transport, where the owner of a snapshot answers each read.
 
 Reads of shared memory are in ``launched/test_one_sided.py``; what any transport must do with exposed state, in the
 conformance suite.

@@ -1,4 +1,4 @@
-"""Members of the one-sided policy on the local transport: groups, members that leave, ranks that are lost."""
+"""Tests members of the one-sided policy on the local transport: groups, leaving members and lost ranks."""
 
 from __future__ import annotations
 

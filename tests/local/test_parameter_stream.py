@@ -1,4 +1,4 @@
-"""The exchange from the inside: several donors through one window, in any order of events, and either side gives up."""
+"""Tests the internals of the snapshot exchange: several donors in one window, any order of events, abandonment."""
 
 from __future__ import annotations
 

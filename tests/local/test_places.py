@@ -1,4 +1,4 @@
-"""Places without a process: who takes them, and how processes come there, on stores in one process."""
+"""Tests free ranks without a process: how processes claim and fill them, on stores in one process."""
 
 from __future__ import annotations
 

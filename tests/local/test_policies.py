@@ -1,7 +1,7 @@
-"""Selective averaging on the local transport: several ranks on one loop, everything left is a failure (``strict``).
+"""Tests selective averaging on the local transport, in strict runs, where anything left over is a failure.
 
-Ranks share the loop and take their steps in turn, so most stories here are short and repeat exactly. What only real
-processes show is in ``launched/test_policies.py``; ranks that come and go are in ``test_policy_members.py``.
+Ranks share the loop and step in turn, so most tests are short and repeat exactly. Behaviour that needs real processes
+is tested in ``launched/test_policies.py``, ranks that join and leave in ``test_policy_members.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a policy is called and left: ported calls, a forgotten await, wrapped models, and what stays in memory."""
+"""Tests calling and leaving a policy: ported calls, a forgotten await, wrapped models, and memory afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies with members that come and go on the local transport: several policies, stragglers, leavers and losses."""
+"""Tests policies whose members join and leave: several policies, stragglers, leaving members and lost ranks."""
 
 from __future__ import annotations
 

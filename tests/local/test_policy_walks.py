@@ -1,4 +1,4 @@
-"""Random walks through everything that a policy on the local transport can meet; every promise is checked."""
+"""Tests policies by random walks over every event of the local transport, and checks every promise."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Trees, meshes and what is built on them, where it takes no more than one process.
+"""Tests trees and meshes, and the functions built on them, as far as one process suffices.
 
-What holds on every transport, and the comparison with JAX, is in ``conformance/cases_population.py``.
+Tests for every transport, and the comparison with JAX, are in ``conformance/cases_population.py``.
 """
 
 from __future__ import annotations

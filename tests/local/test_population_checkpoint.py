@@ -1,4 +1,4 @@
-"""Saving a population and going on from it: to the bit, on other numbers of ranks, and after a save that was killed."""
+"""Tests saving and resuming a population: to the bit, on a different number of ranks, after a killed save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The passes of the engine alone, over a transport whose requests complete when the test says so."""
+"""Tests the engine's passes, over a transport whose requests complete when the test says so."""
 
 from __future__ import annotations
 

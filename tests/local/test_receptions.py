@@ -1,4 +1,4 @@
-"""Processes that meet through the store, on receptions in one process: what one does when the other ends, or fails."""
+"""Tests how processes meet through the store if one of them ends or fails, all in one process."""
 
 from __future__ import annotations
 

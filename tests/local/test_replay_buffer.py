@@ -1,4 +1,4 @@
-"""Replay buffers on the local transport and simulated; what real processes show is in ``scripts/replay.py``."""
+"""Tests replay buffers, local and simulated; ``scripts/replay.py`` tests them between real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay buffers when somebody leaves, comes again, dies, comes late, or says what none of ours would say."""
+"""Tests replay buffers whose ranks leave, rejoin, die, arrive late, or send malformed messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DDP over other ranks than those of a replica is refused, in whatever way torch.distributed counts ranks."""
+"""Tests that DDP over ranks outside a replica is refused, however torch.distributed numbers the ranks."""
 
 from __future__ import annotations
 

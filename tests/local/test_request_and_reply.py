@@ -1,4 +1,4 @@
-"""``Calls``: a question to a rank, and its answer; errors of who answers, and ends of who is asked."""
+"""Tests ``Calls``: a request to a rank and its reply, errors in the callee, and callees that end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``on_event`` tells each rank what it sees of its rounds, inside ``step`` and in order."""
+"""Tests that ``on_event`` reports a rank's rounds to it, inside ``step`` and in order."""
 
 from __future__ import annotations
 

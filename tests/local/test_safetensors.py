@@ -1,4 +1,4 @@
-"""Models of a population checkpoint as files of safetensors: opened by that package, and loaded to the bit."""
+"""Tests the safetensors files of a population checkpoint: that package opens them, and they load to the bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts whose caller gives up when the others count on it: made all the same, and given back."""
+"""Tests starts whose caller is cancelled when the other ranks depend on it: they complete and are released."""
 
 from __future__ import annotations
 

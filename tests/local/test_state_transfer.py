@@ -1,4 +1,4 @@
-"""What a newcomer takes besides the weights, and what a donor answers that has nothing to give."""
+"""Tests the state that a new rank receives besides the weights, and the answer of a donor that has no state."""
 
 from __future__ import annotations
 

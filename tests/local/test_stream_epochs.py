@@ -1,4 +1,4 @@
-"""Requests for snapshots are answered whatever epoch they are of: a replacer waits for each answer."""
+"""Tests that requests for snapshots are answered in any epoch, since the replacer waits for each answer."""
 
 from __future__ import annotations
 

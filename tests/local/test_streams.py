@@ -1,4 +1,4 @@
-"""Bulk streams from the inside: windows, answers, slots. Between ranks, on every transport: ``conformance``."""
+"""Tests the internals of bulk streams: windows, answers, slots. Between ranks: ``conformance``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of the ranks that live, where others are lost at drawn moments."""
+"""Tests groups of the surviving ranks while other ranks are lost at random moments."""
 
 from __future__ import annotations
 

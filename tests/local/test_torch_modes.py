@@ -1,4 +1,4 @@
-"""Ranks that share a thread have grad mode, inference mode and autocast of their own, as processes would."""
+"""Tests that ranks in one thread have separate grad mode, inference mode and autocast, like processes."""
 
 from __future__ import annotations
 

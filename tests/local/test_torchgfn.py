@@ -1,4 +1,4 @@
-"""What torchgfn's scripts import: policies, roles and replay buffers, on ranks of one process without an event loop."""
+"""Tests the names that torchgfn's scripts import: policies, roles and replay buffers, used without an event loop."""
 
 from __future__ import annotations
 

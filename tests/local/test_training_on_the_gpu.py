@@ -1,4 +1,4 @@
-"""Policies over models on a GPU: what is applied is exact there, and training in mixed precision goes on."""
+"""Tests policies over models on a GPU: averages are exact there, and mixed-precision training continues."""
 
 from __future__ import annotations
 

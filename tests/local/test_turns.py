@@ -1,4 +1,4 @@
-"""Starts that tasks of a rank ask for at once, in another order on each rank."""
+"""Tests starts that several tasks of a rank request at once, in a different order on each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``send_stream`` and ``receive_stream`` in the moment in which a grant meets its tensor."""
+"""Tests ``send_stream`` and ``receive_stream`` at the moment when a grant meets its tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a rank that stands still: tasks that it spawned hold its end, or its main waits for its peers."""
+"""Tests the report on a rank that does not end: its spawned tasks still run, or its main waits for peers."""
 
 from __future__ import annotations
 

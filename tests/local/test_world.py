@@ -1,4 +1,4 @@
-"""Running a job: values and errors of ``run``, tasks, leftovers, the end. Failures between processes too."""
+"""Tests running a job: the values and errors of ``run``, tasks, leftovers and shutdown."""
 
 from __future__ import annotations
 

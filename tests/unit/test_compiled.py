@@ -1,4 +1,4 @@
-"""The modules that are compiled: what runs is what their sources say, and both ways of running them do the same."""
+"""Tests that the compiled modules match their sources, and that they behave the same compiled and interpreted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sentences with which a report begins, from the facts of a job."""
+"""Tests the sentences that open a hang report, computed from the facts of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks of a large world tell each other when they leave and end: the tree, and what travels along it."""
+"""Tests the notices that ranks of a large world exchange when they leave: the tree and the notices sent along it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``asyncdist doctor``: what made-up facts mean, and the command itself, alone and under launchers."""
+"""Tests ``asyncdist doctor``: its findings for made-up facts, and the command, alone and under launchers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank a job's end is blamed on, what the user reads of it, and the exit code of a job on MPI."""
+"""Tests which rank is blamed for a failed job, the text that the user reads, and the exit code of an MPI job."""
 
 from __future__ import annotations
 

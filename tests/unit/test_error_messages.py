@@ -1,4 +1,4 @@
-"""The wording of errors that no other test of one process raises: each names the value and says what is allowed."""
+"""Tests the wording of errors that no other single-process test raises: each names the value and the allowed ones."""
 
 from __future__ import annotations
 

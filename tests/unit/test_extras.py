@@ -1,4 +1,4 @@
-"""Optional libraries that are missing: the error names the extra that installs them."""
+"""Tests that the error for a missing optional library names the extra that installs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flat state: layout, what is refused, copies in place, and arithmetic that repeats to the bit."""
+"""Tests flat state: its layout, refused tensors, in-place copies, and arithmetic that is reproducible to the bit."""
 
 import math
 import weakref

@@ -1,4 +1,4 @@
-"""Granted tags of the torch transport, over two ends in one process in place of gloo."""
+"""Tests the granted tags of the torch transport, with two endpoints in one process instead of gloo."""
 
 from __future__ import annotations
 

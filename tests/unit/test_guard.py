@@ -1,4 +1,4 @@
-"""Tests outside ``tests/launched`` cannot start processes: ``tests/conftest.py`` refuses."""
+"""Tests that ``tests/conftest.py`` refuses to start processes for tests outside ``tests/launched``."""
 
 from __future__ import annotations
 

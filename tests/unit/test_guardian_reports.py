@@ -1,4 +1,4 @@
-"""How guardians on another host than the launcher's report, through the FIFO of its agent."""
+"""Tests how guardians on a remote host report to the launcher, through the FIFO of that host's agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the guardian of a rank reports to the launcher."""
+"""Tests the reports that a rank's guardian process sends to the launcher."""
 
 from __future__ import annotations
 

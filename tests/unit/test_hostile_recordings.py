@@ -1,4 +1,4 @@
-"""Recordings that no rank has written: each is refused in a line that names what is wrong and what is allowed."""
+"""Tests that forged recordings are refused with one line that names the fault and the allowed values."""
 
 from __future__ import annotations
 

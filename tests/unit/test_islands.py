@@ -1,4 +1,4 @@
-"""Islands without a loop: how ranks are divided, who emigrates, and what a round makes of a guest."""
+"""Tests the island policy's decisions: the division of ranks, the choice of emigrants, and their acceptance."""
 
 import itertools
 import math

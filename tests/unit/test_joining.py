@@ -1,4 +1,4 @@
-"""When rank 0 tells how lines that all ranks print are labelled."""
+"""Tests when rank 0 announces the labels of lines that all ranks print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``asyncdist run``: MPI found among made-up programs, wrong command lines, free ports, and what ranks print."""
+"""Tests ``asyncdist run``: finding MPI among made-up programs, wrong command lines, free ports, and ranks' output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which launcher has started a rank: from recorded and from made-up environments; and what is cleared of them."""
+"""Tests the detection of the launcher from recorded and made-up environments, and which variables are cleared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which folder may import which, read from the imports themselves; and who alone reads the environment, or MPI.
+"""Tests which folders import which, and that only the allowed modules read the environment or import MPI.
 
 ``docs/architecture.md`` shows the diagram that :func:`diagram` draws from the same imports.
 """

@@ -1,4 +1,4 @@
-"""The outbox with a transport that prepares sends: what it writes where, and what it does when one is under way."""
+"""Tests the outbox over a transport that prepares sends: where frames are written, and sends that are under way."""
 
 from __future__ import annotations
 

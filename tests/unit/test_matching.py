@@ -1,4 +1,4 @@
-"""MPI's matching rule for backends that only move bytes, and the queue of calls between their threads and the loop."""
+"""Tests MPI's matching rule for backends that only move bytes, and the call queue from the loop to their threads."""
 
 from __future__ import annotations
 

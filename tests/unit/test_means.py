@@ -1,4 +1,4 @@
-"""Means, element by element: chunks, order, overflow and equal values, against an oracle in numpy."""
+"""Tests elementwise means against numpy: chunks, order, overflow and equal values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a selection is called upside down: by the trend of the best metric, and by the words of a call."""
+"""Tests the warning about a selection in the wrong direction, by the best metric's trend and by the call's names."""
 
 from __future__ import annotations
 

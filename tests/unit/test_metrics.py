@@ -1,4 +1,4 @@
-"""Where counters go, what of them is exported, and how they stand in a table."""
+"""Tests the counters: where they are sent, which are exported, and how a table shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept back, and what passes through, of the standard error of an mpirun."""
+"""Tests which lines of mpirun's standard error are hidden and which are passed on."""
 
 from __future__ import annotations
 

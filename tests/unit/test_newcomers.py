@@ -1,4 +1,4 @@
-"""Ranks that were started again: who they are, how they are admitted, and how all of a state becomes bytes."""
+"""Tests restarted ranks: their identity, their admission, and the conversion of their whole state to bytes."""
 
 from __future__ import annotations
 

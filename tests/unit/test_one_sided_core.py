@@ -1,4 +1,4 @@
-"""The pure core of the one-sided policy: who dies, who gives, and what a snapshot weighs."""
+"""Tests the decisions of the one-sided policy: who is replaced, who donates, and the weight of each snapshot."""
 
 from __future__ import annotations
 

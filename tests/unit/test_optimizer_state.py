@@ -1,4 +1,4 @@
-"""The state of an optimizer is reset in place: as after the constructor, by the same object."""
+"""Tests that an optimizer's state is reset in place to the state after construction."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Weights that an optimizer keeps follow the model's, and moments do not; what is not recognised is reported once."""
+"""Tests that weights kept by an optimizer follow the model's, moments do not, and unknown entries are reported once."""
 
 from __future__ import annotations
 

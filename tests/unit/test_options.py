@@ -1,4 +1,4 @@
-"""The names of options: what may be passed on is what a constructor takes, and a misspelled one is found out."""
+"""Tests that forwarded options are those of the constructor, and that a misspelled option is refused."""
 
 from __future__ import annotations
 

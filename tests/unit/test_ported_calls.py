@@ -1,4 +1,4 @@
-"""The iteration numbers of ported scripts: what each one means for a policy."""
+"""Tests how policies read the iteration numbers that ported scripts pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``asyncdist.protocols`` and ``protocols`` name the same modules; an error names what has overwritten them."""
+"""Tests that ``asyncdist.protocols`` and ``protocols`` are the same modules, and the error if a file shadows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers and orders of rows, of ranks whose programs are seeded alike."""
+"""Tests random numbers and row orders of ranks whose programs use the same seed."""
 
 from __future__ import annotations
 

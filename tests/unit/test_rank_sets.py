@@ -1,4 +1,4 @@
-"""Sets of ranks that are kept as bits: they are as sets of Python."""
+"""Tests that sets of ranks stored as bits behave like Python sets."""
 
 from __future__ import annotations
 

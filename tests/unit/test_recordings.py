@@ -1,4 +1,4 @@
-"""Recordings: what is written is read back; what is damaged, foreign or mixed is told, and no run suffers."""
+"""Tests recordings: they are read back as written, damaged or foreign files are reported, and no run is disturbed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The texts and settings of a release, as far as they can be judged without building one."""
+"""Tests the texts and settings of a release, as far as possible without building one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ranks go on several hosts, what of an environment travels, and how mpirun is told of it."""
+"""Tests jobs on several hosts: where ranks are placed, which variables they get, and mpirun's arguments for both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replayed rank may see, and when."""
+"""Tests which events a replayed rank may see, and when."""
 
 from __future__ import annotations
 

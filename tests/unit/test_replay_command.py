@@ -1,4 +1,4 @@
-"""How the words of ``asyncdist replay`` are told from those of its script."""
+"""Tests how ``asyncdist replay`` separates its own arguments from those of the script."""
 
 from __future__ import annotations
 

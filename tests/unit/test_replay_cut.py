@@ -1,4 +1,4 @@
-"""Where a replay ends the records of ranks that a signal ended, and those of ranks that heard of them after that."""
+"""Tests where a replay cuts the records of ranks that a signal killed, and of ranks notified of that afterwards."""
 
 from __future__ import annotations
 

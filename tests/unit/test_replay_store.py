@@ -1,4 +1,4 @@
-"""What a replay buffer holds and how it chooses, against numpy and against counting."""
+"""Tests the contents of a replay buffer and its sampling, against numpy and by counting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The members of one replica: what its leader is told, the others repeat, and have the same role after it."""
+"""Tests that the members of a replica repeat their leader's inputs and end in the same role."""
 
 from __future__ import annotations
 

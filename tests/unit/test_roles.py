@@ -1,4 +1,4 @@
-"""Rank layouts, without a world: arithmetic, by host, by hand. With one: ``helpers.cases_roles``."""
+"""Tests rank layouts without a world: by arithmetic, by host, by hand. With a world: ``helpers.cases_roles``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coordinator of selective averaging: rounds by hand and at random, and the defects it must not have again."""
+"""Tests the coordinator of selective averaging: rounds by hand and at random, and regressions."""
 
 import math
 from typing import Any

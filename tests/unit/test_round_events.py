@@ -1,4 +1,4 @@
-"""What ``on_event`` is told of a member's rounds, against the state machine alone."""
+"""Tests the ``on_event`` calls for one member's rounds, against the state machine alone."""
 
 from __future__ import annotations
 

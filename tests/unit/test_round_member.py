@@ -1,4 +1,4 @@
-"""The member's state machine in selective averaging: its table, its instructions, and what must never come of them."""
+"""Tests the member's state machine in selective averaging: its table, its instructions and its invariants."""
 
 from __future__ import annotations
 

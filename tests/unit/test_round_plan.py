@@ -1,4 +1,4 @@
-"""What all ranks of a round are told alike: bytes that are few, that say what was packed, and that are checked."""
+"""Tests the encoded plan that all ranks of a round receive: it is small, read back exactly, and validated."""
 
 from __future__ import annotations
 

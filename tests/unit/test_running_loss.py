@@ -1,4 +1,4 @@
-"""The mean loss by which integrations judge a rank."""
+"""Tests the running mean of the loss that integrations use as a rank's metric."""
 
 from __future__ import annotations
 

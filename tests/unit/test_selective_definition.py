@@ -1,4 +1,4 @@
-"""The decision core against the definition of selective averaging, written down once more in numpy."""
+"""Tests the decisions of selective averaging against a second implementation of its definition, in numpy."""
 
 from __future__ import annotations
 

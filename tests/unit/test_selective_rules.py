@@ -1,4 +1,4 @@
-"""Who is replaced, by whom and with which weights: exact tables, laws, and the defects it must not have again."""
+"""Tests which ranks are replaced, by which donors and weights: exact tables, invariants and regressions."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""How long the coordinator of selective averaging waits, and for whom: rules on values, and in rounds by hand."""
+"""Tests how long the coordinator of selective averaging waits for which ranks, on values and in rounds by hand."""
 
 import math
 from collections.abc import Iterator

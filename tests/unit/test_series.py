@@ -1,4 +1,4 @@
-"""Bounded summaries of long series, beside numpy on all values."""
+"""Tests bounded summaries of long series against numpy on all values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What srun tells a task, said as torchrun would."""
+"""Tests the translation of srun's variables into those that torchrun sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stories of ranks: who waits for whom, the words, and the sockets over which they are asked."""
+"""Tests the reports of waiting ranks: who waits for whom, the wording, and the sockets on which ranks are queried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who coordinates after a loss: the order, the epochs, and that all ranks agree in the end."""
+"""Tests who coordinates after a coordinator is lost: the order, the epochs, and that all ranks agree in the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What policies print of their statistics."""
+"""Tests the tables of statistics that policies print."""
 
 from __future__ import annotations
 

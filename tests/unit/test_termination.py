@@ -1,4 +1,4 @@
-"""What members of an agreement tell each other when its leader is lost: the verdict reaches all that live, or none."""
+"""Tests an agreement whose leader is lost: its outcome reaches all surviving members or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load balance and step times, against the definitions in numpy."""
+"""Tests load balance and step times against their definitions in numpy."""
 
 from __future__ import annotations
 

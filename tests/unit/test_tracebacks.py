@@ -1,4 +1,4 @@
-"""What is shown of an exception is what Python itself would show, from the user's first frame on."""
+"""Tests that a shown traceback equals Python's own, from the user's first frame on."""
 
 from __future__ import annotations
 

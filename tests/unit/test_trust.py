@@ -1,4 +1,4 @@
-"""Whom a process believes: seals on values of a store, proofs over connections, and the files with secrets."""
+"""Tests which processes are trusted: seals on values in a store, proofs over connections, and the secret files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wording of the errors for wrong values; tests of a function's own options compare only option and value."""
+"""Tests the wording of errors for wrong values; tests of single functions compare only the option and the value."""
 
 from __future__ import annotations
 

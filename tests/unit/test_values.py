@@ -1,4 +1,4 @@
-"""The encoding of values: everything comes back as what it was, and no bytes do harm."""
+"""Tests the encoding of values: each is decoded to an equal value, and malformed bytes do no harm."""
 
 from __future__ import annotations
 

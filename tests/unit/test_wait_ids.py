@@ -1,4 +1,4 @@
-"""The identities of waits: equal by their fields, and described to people by templates in one table."""
+"""Tests the identities of waits: they are equal if their fields are, and one table of templates describes them."""
 
 from __future__ import annotations
 

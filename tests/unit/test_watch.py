@@ -1,4 +1,4 @@
-"""A coordinator is suspected when its answers are missing or late, and only then."""
+"""Tests that a coordinator is suspected if, and only if, its answers are missing or late."""
 
 from __future__ import annotations
 

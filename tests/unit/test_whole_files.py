@@ -1,4 +1,4 @@
-"""Files that commands write as a whole: where links of others lead, and what is left of a write that fails."""
+"""Tests files that commands write atomically: through symbolic links, and after a write that fails."""
 
 from __future__ import annotations
 

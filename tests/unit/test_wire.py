@@ -1,4 +1,4 @@
-"""The frame format: every value comes back as it was sent, and no bytes whatever do any harm."""
+"""Tests the frame format: each value is decoded to an equal value, and malformed bytes do no harm."""
 
 from __future__ import annotations
 
