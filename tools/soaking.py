@@ -1,30 +1,30 @@
-"""The hunt for bugs in the policies: scenario seeds, one after the other, until time is up or one fails.
+"""Searches for bugs in the policies: simulates one scenario seed after another until one fails or time is up.
 
-Seeds below 500 are the test suite's; the hunt begins after them, and goes on where ``--seed-start`` says. A seed that
-fails is shrunk, its story printed with the one line that repeats it, and the exit code is 1.
+The test suite runs the seeds below 500. The search begins at 500, or at ``--seed-start``. A seed that fails is shrunk
+to the fewest faults. The trace of the failure is printed with a command that repeats it, and the exit code is 1.
 
-With ``--islands`` the populations live on islands, whose ranks are killed, stalled and started again
-(``tests/simulation/island_scenarios.py``).
+Options select a different kind of run:
 
-With ``--kills`` it starts real jobs on MPI in place of simulations, and kills ranks of them at moments that follow from
-the seed (``tests/scripts/killed_members.py``). With ``--restarts`` one real job on torch trains for as long as it is
-told, while its ranks are stalled, killed and started again (``tests/scripts/long_job.py``). With ``--lies`` one rank of
-each simulation sends well-formed messages that are not true (``tests/simulation/hostile_scenarios.py``). With
-``--replays`` real jobs are recorded, a third of them on torch, and happen again in the simulator, where all decisions
-and weights must be the same (``tests/scripts/replayed_jobs.py``).
-
-With ``--starts`` it kills ranks while a policy starts, the one that decides first of all, and looks whether the others
-go on in one policy (``tests/simulation/killed_start_scenarios.py``).
-
-With ``--frames`` it hands so many million frames, most of them damaged, to a rank's receive path on channels of all
-kinds, a tenth as many damaged texts to everything else that reads what others have written, and for each million 20
-damaged recordings to every command that reads one (``tests/fuzzing``).
-With ``--sequences`` it tells the state machines of the protocols so many million sequences of events, untrue ones
-included. Both see that the memory stays flat. A seed of frames stands for a million; each sequence has its own.
-
-With ``--memory`` it simulates one population for a million steps, in which all that a job opens is opened and closed
-again and again, ranks are killed and stalled, and the coordinator changes (``tests/simulation/long_run.py``). It prints
-the memory over time, and the exit code is 1 if it grows. This takes some five minutes.
+- ``--islands``: simulated populations on islands, whose ranks are killed, stalled and restarted
+  (``tests/simulation/island_scenarios.py``).
+- ``--kills``: real jobs on MPI instead of simulations, whose ranks are killed at moments that follow from the seed
+  (``tests/scripts/killed_members.py``).
+- ``--restarts``: one real job on torch, which trains until time is up while its ranks are stalled, killed and
+  restarted (``tests/scripts/long_job.py``).
+- ``--lies``: simulations in which one rank sends well-formed messages with false content
+  (``tests/simulation/hostile_scenarios.py``).
+- ``--replays``: real jobs, a third of them on torch, are recorded and replayed in the simulator. All decisions and
+  weights must be the same in the replay (``tests/scripts/replayed_jobs.py``).
+- ``--starts``: ranks are killed while a policy starts, the deciding rank most often. The surviving ranks must continue
+  in one policy (``tests/simulation/killed_start_scenarios.py``).
+- ``--frames MILLIONS``: that many million frames, most of them damaged, for a rank's receive path on channels of all
+  kinds, a tenth as many damaged strings for the other parsers of input, and 20 damaged recordings per million frames
+  for every command that reads recordings (``tests/fuzzing``). One seed makes a million frames.
+- ``--sequences MILLIONS``: that many million sequences of events, false ones included, for the state machines of the
+  protocols. Each sequence has its own seed. Memory must stay flat, as with ``--frames``.
+- ``--memory``: one simulated population that trains for a million steps. Everything that a job can open is opened and
+  closed repeatedly, ranks are killed and stalled, and the coordinator changes (``tests/simulation/long_run.py``).
+  Prints memory over time; the exit code is 1 if memory grows. Takes about five minutes.
 """
 
 from __future__ import annotations
@@ -56,24 +56,24 @@ from simulation.scenarios import Recorder  # noqa: E402 as above
 from asyncdist.simulation import ExploreReport, explore  # noqa: E402 as above
 
 PROGRESS_PERIOD_S: Final = 5.0
-#: Seeds with a rank that lies between two lines.
+#: Seeds of ``--lies`` that are run between two lines of progress.
 _LIES_COUNT: Final = 50
-#: Starts with kills between two lines.
+#: Seeds of ``--starts`` that are run between two lines of progress.
 _STARTS_COUNT: Final = 200
-#: Together about a million steps of three to six ranks, 20 ms each.
+#: Three to six ranks, whose steps take 20 ms each, make about a million steps in these phases together.
 MEMORY_PHASE_COUNT: Final = 152
 MEMORY_TRAIN_S: Final = 40.0
-#: Frames of one seed, and how many of a hundred thousand have their memory traced.
+#: Number of frames that one seed makes, and how many frames of a hundred thousand have their memory traced.
 _FRAMES_PER_SEED: Final = 1_000_000
-#: Damaged recordings for each seed of frames.
+#: Number of damaged recordings that are read for each seed of ``--frames``.
 _RECORDINGS_PER_SEED: Final = 20
 _TRACED_COUNT: Final = 3_000
-#: Sequences between two looks at the memory.
+#: Number of sequences between two measurements of memory.
 _SEQUENCES_PER_LOOK: Final = 10_000
 
 
 def main() -> int:
-    """Hunt."""
+    """Run the search that the command line selects, and return the exit code."""
     options = _parse()
     ends_at = time.monotonic() + 60.0 * options.minutes
 
@@ -139,7 +139,7 @@ def _explore_islands(seeds: Iterator[int], options: argparse.Namespace) -> int:
 
 
 def _hear_lies(seed_start: int, ends_at: float, processes: int | None) -> int:
-    """Run seeds of a rank that lies, some at a time; raises what the first one raises that fails."""
+    """Simulate jobs in which one rank sends false messages, and raise the error of the first seed that fails."""
     sent: Counter[str] = Counter()
     ends: Counter[str] = Counter()
     seed = seed_start
@@ -154,7 +154,7 @@ def _hear_lies(seed_start: int, ends_at: float, processes: int | None) -> int:
 
 
 def _kill_in_starts(seed_start: int, ends_at: float, processes: int | None) -> int:
-    """Run seeds of starts with kills, some at a time; raises what the first one raises that fails, with its seed."""
+    """Simulate policy starts in which ranks are killed, and raise the error of the first seed that fails."""
     seen: Counter[str] = Counter()
     seed = seed_start
     with multiprocessing.get_context("spawn").Pool(processes, _be_quiet) as pool:
@@ -168,13 +168,13 @@ def _kill_in_starts(seed_start: int, ends_at: float, processes: int | None) -> i
 
 
 def _be_quiet() -> None:
-    """Say nothing of every coordinator that is gone."""
+    """Silence the log message about each lost coordinator."""
     logging.getLogger("protocols").setLevel(logging.ERROR)
 
 
 def _repeat_on_failure(run: Callable[[int, int], None], what: str, millions: float, seed_start: int) -> int:
-    """Fuzz; print the line that repeats a failure."""
-    gc.freeze()  # torch alone has a million objects, at which no collection need look again
+    """Run a fuzzer and return the exit code; for a failure, print the command that repeats it."""
+    gc.freeze()  # excludes torch's million objects from each garbage collection
     try:
         run(round(millions * 1e6), seed_start)
     except frames.FrameFailure as failure:
@@ -190,7 +190,7 @@ def _repeat_on_failure(run: Callable[[int, int], None], what: str, millions: flo
 
 
 def _feed_frames(count: int, seed_start: int) -> None:
-    """Feed so many frames, and a tenth as many texts. Raises AssertionError."""
+    """Feed ``count`` frames and a tenth as many strings to the receivers; raise AssertionError if one misbehaves."""
     first: memory.Look | None = None
     fates: Counter[str] = Counter()
     read: Counter[str] = Counter()
@@ -214,7 +214,7 @@ def _feed_frames(count: int, seed_start: int) -> None:
 
 
 def _tell_sequences(count: int, seed_start: int) -> None:
-    """Tell so many sequences. Raises AssertionError."""
+    """Run ``count`` sequences of events; raise AssertionError if a state machine misbehaves."""
     first: memory.Look | None = None
     told: Counter[str] = Counter()
     began_at = time.monotonic()
@@ -230,7 +230,7 @@ def _tell_sequences(count: int, seed_start: int) -> None:
 
 
 def _watch_memory(seed: int) -> int:
-    """Simulate a million steps."""
+    """Simulate a million steps, print memory per phase, and return 1 if memory grows, else 0."""
 
     def show(look: long_run.Look) -> None:
         print(
@@ -250,7 +250,7 @@ def _watch_memory(seed: int) -> int:
 
 
 class _Progress:
-    """Prints a line now and then."""
+    """Prints a line of progress at regular intervals."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -262,7 +262,7 @@ class _Progress:
             self.print(report)
 
     def print(self, report: ExploreReport) -> None:
-        """The line."""
+        """Print the line of progress if it is due."""
         seen = self._recorder.seen()
         fired = ", ".join(f"{kind} {seen[f'fault {kind}']}" for kind in sorted(report.faults_fired))
         print(
@@ -276,18 +276,20 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tools/soak", description=__doc__)
     parser.add_argument("--minutes", type=_positive, default=10.0, help="how long (default: 10)")
     parser.add_argument("--seed-start", type=int, default=500, help="the first seed (default: 500)")
-    parser.add_argument("--processes", type=int, default=None, help="default: one per core")
-    parser.add_argument("--islands", action="store_true", help="let the populations live on islands")
-    parser.add_argument("--lies", action="store_true", help="let a rank of each simulation say what is not true")
+    parser.add_argument("--processes", type=int, default=None, help="number of processes (default: one per core)")
+    parser.add_argument("--islands", action="store_true", help="simulate populations on islands")
+    parser.add_argument("--lies", action="store_true", help="let one rank of each simulation send false messages")
     parser.add_argument("--starts", action="store_true", help="kill ranks of simulated jobs while a policy starts")
-    parser.add_argument("--kills", action="store_true", help="kill ranks of real jobs on MPI that go on without them")
-    parser.add_argument("--replays", action="store_true", help="record real jobs, and let them happen again")
+    parser.add_argument("--kills", action="store_true", help="kill ranks of real jobs on MPI; the others must continue")
+    parser.add_argument("--replays", action="store_true", help="record real jobs and replay them")
     parser.add_argument(
-        "--restarts", action="store_true", help="stall, kill and start again ranks of one real job on torch"
+        "--restarts", action="store_true", help="stall, kill and restart ranks of one real job on torch"
     )
     parser.add_argument("--memory", action="store_true", help="a million simulated steps, whose memory must stay flat")
-    parser.add_argument("--frames", type=_positive, metavar="MILLIONS", help="hand so many damaged frames to a rank")
-    parser.add_argument("--sequences", type=_positive, metavar="MILLIONS", help="so many sequences for state machines")
+    parser.add_argument("--frames", type=_positive, metavar="MILLIONS", help="feed damaged frames to a rank")
+    parser.add_argument(
+        "--sequences", type=_positive, metavar="MILLIONS", help="run sequences of events on the state machines"
+    )
     return parser.parse_args()
 
 

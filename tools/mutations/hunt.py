@@ -1,9 +1,9 @@
-"""Explores one scenario in the copy of the tree that PYTHONPATH names; ``run.py`` starts it, a process for each mutant.
+"""Explores one scenario on the copy of the tree that PYTHONPATH names. ``run.py`` starts one such process per mutant.
 
     python hunt.py TOP MODULE:SCENARIO [--start N] [--seeds N] [--budget-s S]
 
-Writes one JSON object to standard output: how many seeds ran, for how many seconds and, if one failed, which, how, and
-the fewest faults that it takes.
+Writes one JSON object to standard output: the number of seeds, the seconds they took and, if a seed failed, the seed,
+its error and the smallest fault plan with which it fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncdist.simulation import explore
 
 
 def main() -> int:
-    """Hunt as the command line says; the exit code is 0 whatever was found."""
+    """Run the command line; the exit code is 0 whether or not a seed fails."""
     parser = argparse.ArgumentParser()
     parser.add_argument("top", type=Path)
     parser.add_argument("scenario")
@@ -47,13 +47,13 @@ def main() -> int:
 
 
 def within(seeds: Iterable[int], budget_s: float) -> Iterator[int]:
-    """The seeds, until the time is up."""
+    """Yield the seeds until ``budget_s`` seconds have passed."""
     until = time.perf_counter() + budget_s
     return itertools.takewhile(lambda _: time.perf_counter() < until, seeds)
 
 
 def hunt(scenario: Any, seeds: Iterator[int]) -> dict[str, Any]:
-    """What exploring them finds, as plain values."""
+    """Explore the scenario on the seeds, and return the result as JSON values."""
     report = explore(scenario, seeds, processes=1, quiet=True)
     found: dict[str, Any] = {"seed": None, "count": report.seed_count, "seconds": report.seconds}
     failure = report.failure

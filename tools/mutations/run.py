@@ -1,13 +1,14 @@
-"""Puts known defects back, one at a time, and lets the simulator find them.
+"""Checks that the simulator finds known defects, which are put back into the code one at a time (mutation testing).
 
     ./tools/mutants [NAME ...] [--budget-s 60 | --seeds N] [--jobs 2] [--json PATH]
     ./tools/mutants NAME --seed N
     ./tools/mutants --check
 
-Each mutant of ``table.py`` is applied to a copy of the tree, and its scenario is run there, seed after seed, until one
-fails or the budget is spent. Then the same seeds are run in an unmutated copy, where none may fail. The exit code is 0
-if every mutant was found, and its fault plan shrunk to two faults at most. ``--seed`` runs that seed alone and prints
-how it fails. ``--check`` only looks whether all replacements still have their place.
+A mutant is one edit of the code that puts a defect back; ``table.py`` lists them. Each mutant is applied to a copy of
+the source tree, and its scenario is run on that copy with increasing seeds until a seed fails or the time budget is
+spent. The same seeds then run on an unmodified copy, and none may fail. The exit code is 0 if every mutant was found
+and its fault plan was shrunk to at most two faults. ``--seed`` runs one seed alone and prints how it fails. ``--check``
+only checks that the text which each mutant replaces is still in its file.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ from table import LEFT_OUT, MUTANTS, Mutant
 from tree import TOP, copy_tree, mutated, python_path
 
 BUDGET_S: Final = 60.0
-#: Beyond the budget: the import of torch, and shrinking.
+#: Seconds allowed in addition to the budget, for the import of torch and for shrinking.
 _GRACE_S: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Hunt:
-    """What came of one mutant.
+    """The result of the search for one mutant.
 
     Attributes:
-        mutant: which.
-        trouble: why it does not count as found; "" if it does.
-        seed, count, seconds: the first failing seed, how many were tried, and for how long.
-        error: how it showed.
-        faults: the smallest fault plan that shows it.
-        fault_count: faults of the plan that the seed drew.
-        story: the failure as explore tells it, with traceback and trace.
+        mutant: The mutant.
+        trouble: Why the mutant does not count as found; "" if it does.
+        seed, count, seconds: First failing seed, number of seeds tried, and duration of the search.
+        error: Error of the failing seed.
+        faults: Smallest fault plan with which the seed still fails.
+        fault_count: Number of faults in the plan that the seed drew.
+        story: Report of the failure by ``explore``, with traceback and trace.
     """
 
     mutant: Mutant
@@ -65,7 +66,7 @@ class Hunt:
 
 
 def hunt(mutant: Mutant, original: Path, seeds: range | None, *, budget_s: float) -> Hunt:
-    """Hunt one mutant of the tree at ``original``, in processes of its own: on those seeds, or as time allows."""
+    """Search for one mutant of the tree at ``original``, in child processes: on ``seeds``, or until time is up."""
     with tempfile.TemporaryDirectory(prefix=f"{mutant.name}-") as folder:
         top = copy_tree(original, Path(folder), mutant)
         start = 0 if seeds is None else seeds.start
@@ -90,7 +91,7 @@ def hunt(mutant: Mutant, original: Path, seeds: range | None, *, budget_s: float
 
 
 def _run(top: Path, scenario: str, limits: Sequence[str], *, timeout_s: float) -> dict[str, Any] | str:
-    """``hunt.py`` in that copy: what it found, or why it said nothing."""
+    """Run ``hunt.py`` on the copy at ``top``; return its result, or a string that says why there is none."""
     command = [sys.executable, str(top / "tools" / "mutations" / "hunt.py"), str(top), scenario, *limits]
     environment = {**os.environ, "PYTHONPATH": python_path(top), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
@@ -105,7 +106,7 @@ def _run(top: Path, scenario: str, limits: Sequence[str], *, timeout_s: float) -
 
 
 def main() -> int:
-    """Hunt what the command line names; the exit code."""
+    """Search for the mutants that the command line names, and return the exit code."""
     options = _options()
     mutants = [mutant for mutant in MUTANTS if not options.names or mutant.name in options.names]
     misplaced = _misplaced(mutants)
@@ -114,7 +115,7 @@ def main() -> int:
     if misplaced or options.check:
         return 1 if misplaced else 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        original = copy_tree(TOP, Path(folder))  # one state for all, whatever is edited meanwhile
+        original = copy_tree(TOP, Path(folder))  # edits during the run must not affect later mutants
         if options.seed is not None:
             return _repeat(mutants[0], original, options.seed)
         hunts = _hunt_all(mutants, original, options)
@@ -126,7 +127,7 @@ def main() -> int:
 
 
 def _misplaced(mutants: Sequence[Mutant]) -> list[str]:
-    """What is wrong with replacements that do not apply, or do not leave a program."""
+    """Return one line for each mutant whose edit does not apply or leaves invalid Python."""
     found = []
     for mutant in mutants:
         try:
@@ -138,7 +139,9 @@ def _misplaced(mutants: Sequence[Mutant]) -> list[str]:
 
 def _repeat(mutant: Mutant, original: Path, seed: int) -> int:
     found = hunt(mutant, original, range(seed, seed + 1), budget_s=BUDGET_S)
-    print(found.story.rpartition("\n")[0] or f"{mutant.name}: {found.trouble}")  # its last line names the copy
+    print(
+        found.story.rpartition("\n")[0] or f"{mutant.name}: {found.trouble}"
+    )  # the story's last line names the temporary copy
     return 1 if found.trouble else 0
 
 
@@ -153,7 +156,7 @@ def _hunt_all(mutants: Sequence[Mutant], original: Path, options: argparse.Names
                 hunts[found.mutant.name] = found
                 how = found.trouble or f"found: {found.repeat_line}"
                 print(f"{len(hunts)}/{len(mutants)} {found.mutant.name}: {how}", flush=True)
-        except KeyboardInterrupt:  # the terminal has told the processes too; no further ones
+        except KeyboardInterrupt:  # Ctrl-C has reached the child processes too; start no further ones
             pool.shutdown(cancel_futures=True)
             sys.exit(130)
     return hunts
@@ -161,15 +164,15 @@ def _hunt_all(mutants: Sequence[Mutant], original: Path, options: argparse.Names
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="tools/mutants", description="Known defects, and the simulator that finds them."
+        prog="tools/mutants", description="Puts known defects back and checks that the simulator finds them."
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants; all by default")
-    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="for each mutant, in seconds on one core")
-    parser.add_argument("--seeds", type=int, help="try so many seeds at most; all that the budget allows by default")
-    parser.add_argument("--json", type=Path, help="write what was found there, too")
-    parser.add_argument("--check", action="store_true", help="only look whether all replacements apply")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to search for (default: all)")
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds on one core for each mutant")
+    parser.add_argument("--seeds", type=int, help="most seeds to try per mutant (default: no limit but the budget)")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--check", action="store_true", help="only check that all edits apply")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at once")
-    parser.add_argument("--seed", type=int, help="run this seed alone, of one mutant, and print how it fails")
+    parser.add_argument("--seed", type=int, help="run only this seed of one mutant, and print how it fails")
     options = parser.parse_args()
     known = [mutant.name for mutant in MUTANTS]
     unknown = [name for name in options.names if name not in known]

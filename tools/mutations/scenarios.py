@@ -1,19 +1,19 @@
-"""Scenarios for the defects where the suite's own do not look, and the invariants that find them.
+"""Simulated scenarios that find the mutants which the test suite's own scenario cannot find.
 
-Each takes a seed and, when a plan is being shrunk, the faults to use in place of those that the seed draws. It raises
-when an invariant is broken. What is expected is computed here by other means than the program's: the decision from the
-definition in the design, the average with numpy from the models themselves, and what the medium carries is watched
-from outside.
+A scenario takes a seed and optionally faults, which replace the seed's own while a failure is being shrunk. It raises
+when an invariant is violated. Expected values are computed independently of asyncdist: decisions from the definition
+in docs/architecture.md, averages with numpy from the models, and messages by observing the simulated transport.
 
-- ``averaging``: selective averaging, with even ranks and no faults: the strict invariants, and that it gets anywhere.
-- ``trouble``: the same under stalls, slow links, partitions, delays, and deadlines that are too short.
-- ``lateness``: the same where messages take longer than steps, and deadlines are as short as what they are for.
-- ``slow_words``: the coordinator's words to the worst rank come late, and nothing else does.
-- ``asked_again``: donors are busy when the round is frozen without one of them, and their replacers ask anew.
-- ``farewell``: every send waits for its receiver; ranks leave with many of them under way.
-- ``leaving``: members that leave one after the other; those that stay go on averaging.
-- ``subgroup``: the synchronous average on a part of the ranks.
-- ``absent``: a member that does not come to the start.
+- ``averaging``: selective averaging with equally fast ranks and no faults. Invariants are strict, and rounds must
+  succeed.
+- ``trouble``: selective averaging under stalls, slow links, partitions, delays, and deadlines that are too short.
+- ``lateness``: selective averaging whose messages take longer than steps, with deadlines about as long as transfers.
+- ``slow_words``: only the coordinator's messages to the worst rank are delayed.
+- ``asked_again``: a round continues without a late donor, and replacers request snapshots again while donors are busy.
+- ``farewell``: every send waits for its receiver, and ranks leave while many sends are unfinished.
+- ``leaving``: members leave in turn, and the remaining members continue to average.
+- ``subgroup``: the synchronous average on some of the ranks.
+- ``absent``: one member never starts the policy.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ from protocols import (
     parameter_stream,
 )
 
-#: Virtual seconds that no run of these takes, whatever goes wrong in it.
+#: Limit for the virtual time of a run, in seconds. A run that takes longer hangs.
 LIMIT_S = 200.0
-#: The longest pause that a scenario draws for ranks that pause, in virtual seconds.
+#: Longest pause of a rank that a scenario draws, in virtual seconds.
 _PAUSE_S = 0.03
 
 
@@ -70,7 +70,7 @@ _PAUSE_S = 0.03
 
 
 async def train(world: ad.World, setting: Setting, watch: Watch) -> None:
-    """One rank's training: each step changes every entry of the state, exactly."""
+    """Train on one rank. Each step changes every entry of the state by an exact amount."""
     rank = world.rank
     model = Mixed(float(10 * rank), setting.width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5)
@@ -110,7 +110,7 @@ def train_step(model: Any, rank: int, setting: Setting) -> None:
 
 
 def run_setting(setting: Setting, seed: int) -> tuple[SimReport[Any], Watch]:
-    """Simulate it under all invariants that hold in any setting."""
+    """Simulate a setting and check the invariants that hold in every setting."""
     watch = Watch(setting)
     with contextlib.ExitStack() as stack:
         stack.enter_context(decisions_watched(watch))
@@ -140,9 +140,9 @@ def run_setting(setting: Setting, seed: int) -> tuple[SimReport[Any], Watch]:
 
 
 def longest_absence_s(setting: Setting) -> float:
-    """A bound on how long a rank computes before a task of it sees that its time is up.
+    """Return the longest time in seconds by which a task can notice a timeout late because its rank computes or pauses.
 
-    It may pause twice: the timer is late by one pause, and the task that it wakes may have its turn after the next one.
+    Two pauses can add up: one delays the timer, and a second one delays the task that the timer wakes.
     """
     factor = math.prod(max(1.0, fault.factor) for fault in setting.faults if isinstance(fault, SlowRank))
     pause_s = 2 * _PAUSE_S if setting.compute is not None else 0.0
@@ -150,7 +150,7 @@ def longest_absence_s(setting: Setting) -> float:
 
 
 def averaging(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
-    """Even ranks, nothing goes wrong: rounds must come to their end, and soon."""
+    """Average on equally fast ranks without faults: rounds must succeed, and quickly."""
     rng = random.Random(f"averaging {seed}")
     ranks = rng.randint(2, 6)
     setting = Setting(
@@ -171,7 +171,7 @@ def averaging(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any
 
 
 def check_progress(watch: Watch) -> None:
-    """The worst rank's metric is the same throughout, so it must have been replaced."""
+    """Check that the worst rank was replaced: its metric is constant, so every decision selects it."""
     setting = watch.setting
     assert watch.judged, "nothing was decided in the whole run"
     if setting.options.get("threshold") is None and setting.options["replacement_ratio"] > 0:
@@ -186,7 +186,7 @@ def check_progress(watch: Watch) -> None:
 
 
 def trouble(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
-    """Ranks and links are slow and stall; rounds are abandoned in the middle of streams."""
+    """Average on ranks and links that are slow and stall, so that rounds are abandoned in the middle of streams."""
     rng = random.Random(f"trouble {seed}")
     ranks = rng.randint(2, 5)
     options = draw_options(rng)
@@ -208,7 +208,7 @@ def trouble(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
 
 
 def lateness(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
-    """Some links are far slower than a step, with deadlines about as long as the streams and messages take."""
+    """Average over links far slower than a step, with deadlines about as long as streams and messages take."""
     rng = random.Random(f"lateness {seed}")
     ranks = rng.randint(2, 4)
     latencies_s = [rng.choice((1e-5, 1e-3, 1e-2)) for _ in range(2)]
@@ -236,7 +236,7 @@ def lateness(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]
 
 
 def slow_words(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
-    """What the coordinator says to the worst rank comes late: its round is over for the donors before it has begun."""
+    """Delay the coordinator's messages to the worst rank, so that donors finish a round before it has begun there."""
     rng = random.Random(f"slow_words {seed}")
     ranks = rng.randint(3, 5)
     worst = rng.randint(1, ranks - 1)
@@ -258,10 +258,10 @@ def slow_words(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[An
 
 
 def asked_again(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
-    """A donor that does not come to its safe point in time is left out, and the replacer asks the others anew.
+    """Leave out a donor that reaches its safe point too late; the replacer then requests the other snapshots again.
 
-    They may have computed since they sent their snapshots, too large to leave without a receiver: so they hear of the
-    second grant, which is small, before they know that the first stream has left. The slot of both is the same.
+    Snapshots are too large to be sent before the receiver is ready. A donor that computes meanwhile can therefore
+    receive the second, small grant before it notices that its first stream has been sent. Both use the same slot.
     """
     rng = random.Random(f"asked_again {seed}")
     ranks = rng.randint(4, 6)
@@ -285,7 +285,7 @@ def asked_again(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[A
 
 
 def farewell(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
-    """No message is small enough to leave at once, and they pile up before the coordinator: all of them arrive."""
+    """Make every send wait for its receiver, so that sends accumulate at the coordinator; all must arrive."""
     rng = random.Random(f"farewell {seed}")
     ranks = rng.randint(2, 4)
     setting = Setting(
@@ -300,7 +300,7 @@ def farewell(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]
 
 
 def leaving(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
-    """Most members leave early. Two stay, and are a quorum of those that are there."""
+    """Let most members leave early. The two that stay are a quorum of the remaining members and continue to average."""
     rng = random.Random(f"leaving {seed}")
     ranks = rng.randint(4, 8)
     stay = rng.sample(range(ranks), 2)
@@ -321,7 +321,7 @@ def leaving(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
 
 
 def subgroup(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
-    """AverageAllPolicy on some of the ranks gives these their mean, and leaves the others alone."""
+    """Run AverageAllPolicy on some of the ranks: they must hold their mean, and the other ranks stay unchanged."""
     rng = random.Random(f"subgroup {seed}")
     ranks = rng.randint(2, 6)
     members = tuple(sorted(rng.sample(range(ranks), rng.randint(2, ranks))))
@@ -356,7 +356,7 @@ def subgroup(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]
 
 
 def absent(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
-    """One rank does not come to the start of a policy: the others are told so in time."""
+    """Let one rank never start a policy: the start must fail on the others when its timeout expires."""
     rng = random.Random(f"absent {seed}")
     ranks = rng.randint(2, 5)
     missing = rng.randrange(ranks)

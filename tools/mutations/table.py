@@ -1,7 +1,8 @@
-"""The mutants: each puts one of the defects of docs/architecture.md, section 11, back by a small replacement.
+"""Lists the mutants: small edits, each of which puts a defect back, most of them from docs/architecture.md, section 11.
 
-A mutant is what a hurried change might leave behind: the program starts, trains and mostly works. The old text of
-each edit must be in its file exactly once, so that a mutant whose place has changed is an error and not a survivor.
+A mutant resembles the mistake of a hurried change: the program still starts, trains and mostly works. The text that an
+edit replaces must be in its file exactly once. If the code has changed, the mutant is therefore an error, and is not
+reported as a defect that the simulator missed.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-#: The suite's scenario, and this folder's for defects where that one does not look.
+#: Scenarios: the test suite's own, and scenarios of this folder for defects that the suite's scenario does not
+#: exercise.
 SUITE: Final = "simulation.scenarios:scenario"
 AVERAGING: Final = "scenarios:averaging"
 TROUBLE: Final = "scenarios:trouble"
@@ -29,16 +31,16 @@ SHARDED: Final = "simulation.sharded_replica_scenarios:scenario"
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One defect in one place.
+    """An edit of one file that puts a defect back.
 
     Attributes:
-        name: for the command line.
-        defect: its number in docs/architecture.md, section 11, or in words what else it is.
-        what: what goes wrong, in one line.
-        file: from the top of the repository.
-        old: in the file, exactly once.
-        new: in its place.
-        scenario: ``module:function`` that is to find it.
+        name: Name on the command line.
+        defect: Number of the defect in docs/architecture.md, section 11, or a few words for a defect not listed there.
+        what: One line that says what goes wrong.
+        file: Path from the top of the repository.
+        old: Text to replace; occurs exactly once in the file.
+        new: Replacement.
+        scenario: Scenario that must find the defect, as ``module:function``.
     """
 
     name: str

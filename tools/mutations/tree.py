@@ -1,4 +1,4 @@
-"""Copies of the source tree, with a mutant applied or without."""
+"""Makes copies of the source tree, with or without a mutant applied."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Final
 from table import Mutant
 
 TOP: Final = Path(__file__).resolve().parents[2]
-#: What a run of the scenarios needs.
+#: Files and folders that a run of the scenarios needs.
 _COPIED: Final = ("asyncdist", "protocols", "tests/scripts", "tests/simulation", "tests/support", "tools/mutations")
 
 
 def mutated(mutant: Mutant, top: Path = TOP) -> str:
-    """The text of the mutant's file with the replacement made.
+    """Return the content of the mutant's file with the mutant's edit applied.
 
     Raises:
-        ValueError: the old text is not in the file exactly once.
+        ValueError: The text to replace is not in the file exactly once.
     """
     text = (top / mutant.file).read_text()
     count = text.count(mutant.old)
@@ -30,7 +30,7 @@ def mutated(mutant: Mutant, top: Path = TOP) -> str:
 
 
 def copy_tree(source: Path, into: Path, mutant: Mutant | None = None) -> Path:
-    """A copy that runs the scenarios, interpreted; returns its top."""
+    """Copy the parts of the tree that scenarios need, without compiled modules; return the copy's top folder."""
     ignored = shutil.ignore_patterns("__pycache__", ".*cache", "_compiled")
     for name in _COPIED:
         shutil.copytree(source / name, into / name, ignore=ignored)
@@ -40,5 +40,5 @@ def copy_tree(source: Path, into: Path, mutant: Mutant | None = None) -> Path:
 
 
 def python_path(top: Path) -> str:
-    """What PYTHONPATH must be for a process that uses the copy."""
+    """Return the PYTHONPATH of a process that uses the copy at ``top``."""
     return ":".join(map(str, (top, top / "tests", top / "tools" / "mutations")))

@@ -1,4 +1,4 @@
-"""What a seed draws for the scenarios of the mutants, and what must hold in each of them."""
+"""Random settings for the mutants' scenarios, and checks of the invariants that must hold in every scenario."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ from protocols.selective.rules import decide
 STRATEGIES = ("mean", "weighted_mean", "best_only", "reset_weights")
 
 
-# -- what a seed draws ------------------------------------------------------------------------------------------------
+# -- random settings --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One run of selective averaging.
+    """The parameters of one simulated run of selective averaging.
 
     Attributes:
-        ranks: how many.
-        steps: of each rank.
-        metrics: of each rank, for the whole run.
-        options: of the policy.
-        faults: of the simulation.
-        first_iteration: the number of the first step.
-        rebuilds: whether training replaces a buffer in each step, as some modules do in their forward.
-        width: of the model.
-        evaluates: safe points of each rank after its last step, before it leaves the policy.
-        chunk_nbytes: of the streams; None for the real size, above any state here.
-        compute, network: of the simulation.
+        ranks: Number of ranks.
+        steps: Number of training steps on each rank.
+        metrics: Metric of each rank, constant during the run.
+        options: Options of the policy.
+        faults: Faults of the simulation.
+        first_iteration: Number of the first step.
+        rebuilds: Whether training replaces a buffer in each step, as some modules do in their forward.
+        width: Width of the model's layers.
+        evaluates: Number of safe points on each rank between its last step and its leave of the policy.
+        chunk_nbytes: Chunk size of the streams in bytes; None for the default, which exceeds every state used here.
+        compute, network: Compute and network models of the simulation.
     """
 
     ranks: int
@@ -79,7 +79,7 @@ class Setting:
 
 
 def draw_metrics(rng: random.Random, ranks: int) -> tuple[float, ...]:
-    """One for each rank: different ones that float32 cannot tell apart, some equal, some that are no numbers."""
+    """Draw a metric for each rank: some equal, some that differ by less than float32 resolves, some NaN."""
     metrics = [1.0 + rng.randrange(8) * 2.0**-40 if rng.random() < 0.5 else rng.uniform(-3, 3) for _ in range(ranks)]
     broken = rng.choice((0.0, 0.05, 0.5))
     for rank in range(ranks):
@@ -89,7 +89,7 @@ def draw_metrics(rng: random.Random, ranks: int) -> tuple[float, ...]:
 
 
 def draw_options(rng: random.Random) -> dict[str, Any]:
-    """Options of the policy that decide what a round does."""
+    """Draw the options of the policy that affect a round."""
     strategy = rng.choice(STRATEGIES)
     options: dict[str, Any] = {
         "average_every": rng.randint(1, 4),
@@ -112,7 +112,7 @@ def fresh_model() -> nn.Module:
 
 
 def draw_faults(rng: random.Random, ranks: int) -> tuple[Fault, ...]:
-    """Nothing that kills: what is late must do no harm."""
+    """Draw faults that delay ranks and messages but kill no rank."""
     plan: list[Fault] = []
     for _ in range(rng.randint(1, 5)):
         rank, other = rng.sample(range(ranks), 2)
@@ -128,11 +128,11 @@ def draw_faults(rng: random.Random, ranks: int) -> tuple[Fault, ...]:
     return tuple(plan)
 
 
-# -- what must hold ---------------------------------------------------------------------------------------------------
+# -- invariants -------------------------------------------------------------------------------------------------------
 
 
 def expected_decision(metrics: Mapping[int, float], rules: Any) -> tuple[list[int], list[int], list[float]] | None:
-    """Replacers, donors and their weights, summing to one: docs/architecture.md, section 8, number 3."""
+    """Return the replacers, the donors and the donors' weights (sum 1) by docs/architecture.md, section 8, number 3."""
     count = len(metrics)
     ratio = Fraction(str(rules.replacement_ratio))
     if count < 2 or ratio == 0:
@@ -162,7 +162,7 @@ def expected_decision(metrics: Mapping[int, float], rules: Any) -> tuple[list[in
 
 @dataclass
 class Watch:
-    """What the ranks of one run told, and the checks of it."""
+    """Records the policy events of all ranks in one run, and checks them against the invariants."""
 
     setting: Setting
     snapshots: dict[tuple[int, int], State] = field(default_factory=dict)
@@ -176,7 +176,7 @@ class Watch:
     leaving_s: dict[int, float] = field(default_factory=dict)
 
     def listener(self, rank: int, model: nn.Module) -> Callable[[PolicyEvent], None]:
-        """The policy's ``on_event`` on one rank. The states are the model's own, not those of the event."""
+        """Return an ``on_event`` callback for one rank. It reads states from the model, not from the event."""
 
         def on_event(event: PolicyEvent) -> None:
             assert rank in self.stepping, f"rank {rank}: {type(event).__name__} is told outside step()"
@@ -208,7 +208,7 @@ class Watch:
             )
 
     def check_step(self, rank: int, iteration: int, info: StepInfo, model: nn.Module) -> None:
-        """After each step: nothing changed if it says so, and ages are right."""
+        """Check a step's result: the weights changed only if ``info`` says so, and its staleness is correct."""
         if not info:
             after, before = flat_state(model), self.before[rank]
             assert all(same_bits(after[name], before[name]) for name in before), (
@@ -221,7 +221,7 @@ class Watch:
             )
 
     def check_decision(self, metrics: Mapping[int, float], rules: Any, found: Any) -> None:
-        """What the core decided, against the definition."""
+        """Check the coordinator's decision against the definition in docs/architecture.md."""
         self.judged.append(frozenset(metrics))
         expected = expected_decision(metrics, rules)
         assert (expected is None) == (found is None), f"of {dict(metrics)} it makes {found}, not {expected}"
@@ -238,7 +238,7 @@ class Watch:
             )
 
     def check_report(self, rank: int, iteration: int, value: float) -> None:
-        """The coordinator hears exactly what the member said."""
+        """Check that the coordinator received exactly the metric that the member reported."""
         said = self.setting.metrics[rank]
         assert value == said or (value != value and said != said), f"rank {rank} reported {said!r}, heard is {value!r}"
         due = (iteration + 1) % self.setting.options["average_every"] == 0
@@ -248,7 +248,7 @@ class Watch:
 
 @contextlib.contextmanager
 def decisions_watched(watch: Watch) -> Iterator[None]:
-    """Look at what the coordinator hears and decides."""
+    """Check each report that the coordinator receives and each decision that it makes, within the block."""
     on_report = rounds.RoundCoordinator.on_report
 
     def checked_decide(metrics: Mapping[int, float], rules: Any, *guests: Any) -> Any:
@@ -268,7 +268,7 @@ def decisions_watched(watch: Watch) -> Iterator[None]:
 
 
 class WatchedSend:
-    """A send that was not done at once, with a checksum of its buffer."""
+    """Wraps a send that did not complete immediately; checks that its buffer stays unchanged until it completes."""
 
     def __init__(self, request: Any, buffer: Any, where: str) -> None:
         self._request = request
@@ -283,7 +283,7 @@ class WatchedSend:
 
     @property
     def is_forgotten(self) -> bool:
-        """Whether it is still under way; not with a lost peer, whose sends have failed."""
+        """Return whether the send is still in progress. A send to a lost peer has failed and does not count."""
         try:
             return not self._request.test()
         except ad.RankLostError:
@@ -298,7 +298,7 @@ class WatchedSend:
 
 @contextlib.contextmanager
 def sends_watched() -> Iterator[None]:
-    """Buffers stay as they are from the send to its completion, and no rank closes with sends under way."""
+    """Check within the block that buffers stay unchanged while sent, and that no rank closes with unfinished sends."""
     isend, close = SimTransport.isend, SimTransport.close
     sends: dict[int, list[WatchedSend]] = {}
 
@@ -325,7 +325,7 @@ def sends_watched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deadlines_watched(slack_s: float) -> Iterator[None]:
-    """Check that a replacer waits for a stream until its deadline, plus at most the time that it may itself be busy."""
+    """Check within the block that no replacer waits for a stream more than ``slack_s`` seconds past its deadline."""
     run = SnapshotReceiver.run
 
     async def checked(intake: SnapshotReceiver, weights: Sequence[float], *, deadline: float) -> None:
@@ -341,7 +341,7 @@ def deadlines_watched(slack_s: float) -> Iterator[None]:
 
 
 def check_bulk(report: SimReport[Any], model: nn.Module) -> None:
-    """Parameters travel together: each bulk message is the whole of one dtype, or an abort."""
+    """Check that each bulk message has all parameters of one dtype, or is an abort."""
     sizes = {0, *(tensor.nbytes for tensor in flat_state(model).values())}
     for event in report.trace:
         if event.kind == "send" and tags.BULK_FIRST <= event.tag <= tags.BULK_LAST:
@@ -349,7 +349,7 @@ def check_bulk(report: SimReport[Any], model: nn.Module) -> None:
 
 
 def check_dropped(report: SimReport[Any]) -> None:
-    """Frames may come for a channel that is closed. Nothing else makes a receiver drop one."""
+    """Check that receivers dropped only frames that arrived for a closed channel."""
     for rank, statistics in enumerate(report.statistics):
         for why in statistics.dropped if statistics is not None else ():
             assert why in ("closed scope", "closed lane"), f"rank {rank} dropped a frame: {why}"

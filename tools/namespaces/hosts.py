@@ -1,17 +1,19 @@
-"""Runs a command on a login node with N hosts beside it, all made of namespaces of this machine.
+"""Runs a command on a login node of a simulated cluster with N hosts, all made of Linux namespaces of this machine.
 
     tools/hosts 2 asyncdist run --hosts host1:2,host2:2 train.py
     tools/hosts 3 --rate 200 mpirun --host host1,host2,host3 python train.py
 
-The hosts are called host1 to hostN. Each has a network card eth0 at a bridge, an address that /etc/hosts names, its own
-processes and its own shared memory; files are those of this machine, as on a cluster with a common file system, but for
-temporary ones. The command runs on the login node, where ``ssh HOST COMMAND`` works, and so does everything that starts
-its processes by ssh. There is no other network. It needs Linux, root, iproute2 and util-linux; where one of them, or
-namespaces, or tbf for ``--rate`` are not available, one line says so and the exit code is 77.
+The hosts are called host1 to hostN. Each host has a network card eth0 on a common bridge, an address listed in
+/etc/hosts, its own processes and its own shared memory. All hosts see this machine's files, as on a cluster with a
+shared file system; only temporary files are separate. The command runs on the login node, where ``ssh HOST COMMAND``
+works, as do programs that start their processes by ssh. No other network exists.
 
-Nothing outlives it, also when it is killed: everything is in one PID namespace, whose first process the kernel kills
-with this one, and all others with that. Namespaces, cards and bridge vanish with the processes in them; none of them
-has a name outside. A signal to this process is passed on to the command.
+Linux, root, iproute2 and util-linux are required. If one of them is missing, or namespaces (or tbf, for ``--rate``)
+are not available, one line says so and the exit code is 77.
+
+No process outlives this program, even if it is killed: all processes are in one PID namespace, whose first process the
+kernel kills together with this one. The namespaces, cards and bridge vanish with their processes. Signals to this
+process are forwarded to the command.
 """
 
 from __future__ import annotations
@@ -31,18 +33,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-#: The exit code where hosts cannot be made here, as test harnesses know it for "skipped".
+#: Exit code if hosts cannot be made on this machine. Test harnesses read 77 as "skipped".
 UNAVAILABLE: Final = 77
 COUNT_MAX: Final = 64
 NETWORK: Final = "10.213.77"
 _LOGIN_NUMBER: Final = 254
-#: Where a file system of this program's own is mounted for a moment; the directory exists on every Linux.
+#: Directory on which this program briefly mounts a file system of its own; it exists on every Linux.
 _SCRATCH: Final = Path("/mnt")
-#: Where the job's temporary files are, for the login node and all hosts. Login nodes of two jobs have one name and the
-#: same process numbers, by which Open MPI names its files.
+#: Directory of the job's temporary files, on the login node and all hosts. It differs by job, since Open MPI names its
+#: files by host name and process number, which are the same on the login nodes of two jobs.
 _TEMPORARY: Final = Path("/media")
 _PROGRAMS: Final = {"ip": "iproute2", "nsenter": "util-linux", "mount": "util-linux"}
-#: The state of a bridge's port that passes packets on, and how long ports may take to reach it.
+#: State of a bridge's port that forwards packets, and the seconds that ports may take to reach it.
 _FORWARDING: Final = "3\n"
 _BRIDGE_S: Final = 10.0
 # unshare(2), prctl(2)
@@ -52,7 +54,7 @@ _C: Final = ctypes.CDLL(None, use_errno=True)
 
 
 class UnavailableError(Exception):
-    """Hosts cannot be made here; the message is one line that says why."""
+    """Raised if hosts cannot be made on this machine; the message is one line that says why."""
 
 
 def main() -> NoReturn:
@@ -70,7 +72,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="tools/hosts",
         usage="tools/hosts N [--rate MBIT] COMMAND...",
-        description="Runs a command on a login node with N hosts beside it, all made of namespaces of this machine.",
+        description="Runs a command on a login node of a cluster with N hosts, all made of namespaces of this machine.",
         epilog=f"Exit code {UNAVAILABLE}: hosts cannot be made here. Else it is the command's.",
         allow_abbrev=False,
     )
@@ -80,7 +82,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="runs on the login node")
     words = sys.argv[1:]
-    if words[1:2] == ["--rate"]:  # argparse takes all words after N for the command's
+    if words[1:2] == ["--rate"]:  # argparse would take every argument after N for the command's
         words = [*words[1:3], words[0], *words[3:]]
     options = parser.parse_args(words)
     if not options.command:
@@ -100,7 +102,7 @@ def _between(low: int, high: int) -> Callable[[str], int]:
 
 
 def check(*, rate: bool = False) -> None:
-    """Raise UnavailableError, which says why, where hosts cannot be made, or not with a rate."""
+    """Raise UnavailableError if hosts (or, if ``rate`` is true, hosts with limited cards) cannot be made here."""
     if not sys.platform.startswith("linux"):
         raise UnavailableError(f"hosts are made of Linux's namespaces; this is {sys.platform}")
     programs = _PROGRAMS | ({"tc": "iproute2"} if rate else {})
@@ -112,16 +114,16 @@ def check(*, rate: bool = False) -> None:
 
 
 def _path() -> str:
-    """Return where the command is looked for: the interpreter's programs and our ssh come first."""
+    """Return the PATH of the command. It begins with the interpreter's programs and this folder's ssh."""
     own = [str(Path(__file__).resolve().parent), str(Path(sys.executable).parent)]
     return os.pathsep.join([*own, os.environ.get("PATH", os.defpath)])
 
 
 def run(count: int, rate: int | None, command: Sequence[str]) -> int:
-    """Run a command on the login node of so many hosts, and return its exit code.
+    """Run a command on the login node of a cluster of ``count`` hosts, and return its exit code.
 
     Raises:
-        UnavailableError: hosts cannot be made here.
+        UnavailableError: Hosts cannot be made on this machine.
     """
     signals = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     told, tell = os.pipe()
@@ -140,7 +142,7 @@ def _fork_into(body: Callable[[], int]) -> int:
     own = os.open("/proc/self/ns/pid", os.O_RDONLY)
     alive, held = os.pipe()
     try:
-        _call("unshare", _NEWPID)  # for children: this process stays where it is
+        _call("unshare", _NEWPID)  # affects only children: this process stays in its namespace
         pid = os.fork()
         if pid == 0:
             _be(alive, held, body)
@@ -161,7 +163,7 @@ def _be(alive: int, held: int, body: Callable[[], int]) -> NoReturn:
         os.set_blocking(alive, False)
         with contextlib.suppress(BlockingIOError):
             os.read(alive, 1)
-            os._exit(1)  # the other end is closed: the parent ended before the kernel was told
+            os._exit(1)  # the parent has ended, too early for the kernel to kill this process with it
         code = body()
     except BaseException:
         traceback.print_exc()
@@ -170,7 +172,7 @@ def _be(alive: int, held: int, body: Callable[[], int]) -> NoReturn:
 
 
 def _call(name: str, *arguments: int) -> None:
-    """Make a system call by its function of the C library."""
+    """Make a system call through the C library's function; raise OSError if it fails."""
     if getattr(_C, name)(*map(int, arguments)) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -180,7 +182,7 @@ def _call(name: str, *arguments: int) -> None:
 
 
 def _login(count: int, rate: int | None, command: Sequence[str], tell: int, signals: set[int | signal.Signals]) -> int:
-    """Make the hosts, run the command, and return its exit code. What cannot be made is told on ``tell``."""
+    """Make the hosts, run the command, and return its exit code. Write to ``tell`` why hosts cannot be made."""
     try:
         _prepare("login", count)
         hosts = _make_hosts(count, rate)
@@ -203,7 +205,7 @@ def _login(count: int, rate: int | None, command: Sequence[str], tell: int, sign
 
 
 def _prepare(name: str, count: int) -> None:
-    """Enter namespaces of all other kinds, with a name, their processes, the names of all hosts, and loopback."""
+    """Enter new namespaces of all other kinds; set the host name, /proc, the names of all hosts, and loopback."""
     try:
         _call("unshare", _NEWNET | _NEWNS | _NEWUTS | _NEWIPC)
     except OSError as error:
@@ -212,7 +214,7 @@ def _prepare(name: str, count: int) -> None:
     _make("mount", "-t", "proc", "proc", "/proc")
     _make("mount", "-t", "sysfs", "sysfs", "/sys")
     _make("mount", "-t", "tmpfs", "shm", "/dev/shm")
-    if name == "login":  # the hosts' mounts are copies of these
+    if name == "login":  # the hosts copy the login node's mounts
         numbers = {f"host{number}": number for number in range(1, count + 1)} | {name: _LOGIN_NUMBER}
         lines = ["127.0.0.1 localhost", *(f"{NETWORK}.{number} {host}" for host, number in numbers.items())]
         _make("mount", "-t", "tmpfs", "hosts", str(_SCRATCH))
@@ -227,7 +229,7 @@ def _prepare(name: str, count: int) -> None:
 
 
 def _make_hosts(count: int, rate: int | None) -> dict[int, int]:
-    """Start the hosts, and plug them into a bridge; return the first process of each."""
+    """Start the hosts, connect them to a bridge, and return the pid of each host's first process."""
     _make("ip", "link", "add", "bridge", "type", "bridge")
     _make("ip", "addr", "add", f"{NETWORK}.{_LOGIN_NUMBER}/24", "dev", "bridge")
     _make("ip", "link", "set", "bridge", "up")
@@ -256,7 +258,7 @@ def _make_hosts(count: int, rate: int | None) -> dict[int, int]:
 
 
 def _await_bridge(count: int) -> None:
-    """Return when packets pass: the kernel notices up to a second later that both ends of a cable are up."""
+    """Wait until the bridge forwards packets: up to a second passes until the kernel sees both ends of a link up."""
     states = [Path(f"/sys/class/net/port{number}/brport/state") for number in range(1, count + 1)]
     links = [Path("/sys/class/net/bridge/operstate"), *(path.parents[1] / "operstate" for path in states)]
     deadline = time.monotonic() + _BRIDGE_S
@@ -267,7 +269,7 @@ def _await_bridge(count: int) -> None:
 
 
 def _host(number: int, count: int, tell: int) -> int:
-    """Be the first process of a host, which reaps the others, until the login node's has ended."""
+    """Act as the first process of a host, which reaps the other processes, until the login node has ended."""
     try:
         _prepare(f"host{number}", count)
         os.write(tell, b"ready")
@@ -285,15 +287,14 @@ def _make(*command: str) -> None:
 
 
 def _wait(child: int | None) -> int:
-    """Reap processes, and pass signals on to ``child``, until that has ended; return its exit code.
+    """Reap processes and forward signals to ``child`` until it has ended; return its exit code.
 
-    A terminal sends its signals to the child as well. Nobody but the process outside sends signals to the first one of
-    a PID namespace.
+    A terminal also signals the child directly. Only the process outside the PID namespace signals its first process.
     """
     while True:
         came = signal.sigwaitinfo(signal.valid_signals())
         if came.si_signo != signal.SIGCHLD:
-            if child is not None and came.si_code <= 0:  # above 0: from the kernel
+            if child is not None and came.si_code <= 0:  # a code above 0 means that the kernel sent the signal
                 os.kill(child, came.si_signo)
             continue
         with contextlib.suppress(ChildProcessError):

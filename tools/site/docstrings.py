@@ -1,6 +1,6 @@
 """Reads asyncdist's docstrings for the site.
 
-Sphinx's roles become links, ``::`` before code goes, and a function that has the name of its module is found.
+Sphinx's roles become links, ``::`` before code is removed, and a function is found even if its module has its name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import griffe
 
 T = TypeVar("T", bound=griffe.Object)
 API = Path(__file__).resolve().parents[2] / "docs" / "api"
-#: Where a bare name may be found.
+#: Packages in which a name without a module is searched.
 PACKAGES = ("asyncdist", "protocols", "asyncdist.blocking", "asyncdist.simulation")
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|exc|data|obj):`~?([\w.]+)`")
 _FIELD = re.compile(r"^( *)::$\n?", re.MULTILINE)
@@ -23,16 +23,16 @@ _FIELD = re.compile(r"^( *)::$\n?", re.MULTILINE)
 
 @functools.cache
 def documented() -> frozenset[str]:
-    """The names that pages of the reference describe, members aside."""
+    """Return the names that the reference pages describe, without members of classes."""
     return frozenset(name for page in API.glob("*.md") for name in re.findall(r"^::: (\S+)", page.read_text(), re.M))
 
 
 class Docstrings(griffe.Extension):
-    """Changes each docstring to Markdown."""
+    """Converts each docstring to Markdown."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
-        """Change a package when all of it has been read, for links depend on what there is."""
-        loader.resolve_aliases(implicit=True, external=False)  # their paths lead through the modules replaced next
+        """Convert a package's docstrings after the whole package has been read, since links depend on its names."""
+        loader.resolve_aliases(implicit=True, external=False)  # before their modules are replaced
         for module in _below(pkg, griffe.Module):
             _replace_shadowed(module, pkg)
         for obj in _below(pkg, griffe.Object):
@@ -46,7 +46,7 @@ class Docstrings(griffe.Extension):
 
 
 def _below(obj: griffe.Object, kind: type[T]) -> Iterator[T]:
-    """An object and all that is defined in it, of one kind."""
+    """Yield an object and everything defined in it, if it is of the given kind."""
     if isinstance(obj, kind):
         yield obj
     for member in list(obj.members.values()):
@@ -55,9 +55,9 @@ def _below(obj: griffe.Object, kind: type[T]) -> Iterator[T]:
 
 
 def _replace_shadowed(module: griffe.Module, pkg: griffe.Module) -> None:
-    """Put what a package imports in the place of the submodule whose name it has, as Python does.
+    """Replace each submodule by the object of the same name that its package imports, as Python does.
 
-    For griffe ``asyncdist.simulation.replay`` is the module of that name, and not the function.
+    Without this, griffe takes ``asyncdist.simulation.replay`` for the module instead of the function.
     """
     for name, path in module.imports.items():
         member = module.members.get(name)
@@ -66,9 +66,9 @@ def _replace_shadowed(module: griffe.Module, pkg: griffe.Module) -> None:
 
 
 def _link(scope: str, found: griffe.ModulesCollection, role: re.Match[str]) -> str:
-    """A link to what is documented under a name, as seen from a scope; else the name as code.
+    """Return a Markdown link to the object that a role names, resolved from ``scope``, or the name as code.
 
-    What is only listed among the attributes of its class has no anchor: the link leads to the class.
+    An attribute that only its class's docstring lists has no anchor, so its link leads to the class.
     """
     name = role[1]
     parents = scope.split(".")

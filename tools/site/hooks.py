@@ -1,6 +1,6 @@
-"""What the pages need to be a site: pages that lie elsewhere, links to files that are no pages, and diagrams drawn.
+"""MkDocs hooks that turn the checkout's pages into a site: they add pages outside ``docs``, mend links, draw diagrams.
 
-The pages are written to be read in the checkout, too. README.md is the front page of the site.
+The pages can also be read in the checkout. README.md is the site's front page.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
-#: What draws diagrams: @mermaid-js/tiny 11.17.2, as its authors build it.
+#: Script that draws diagrams: @mermaid-js/tiny 11.17.2, as published.
 DRAWING = "assets/mermaid.tiny.js"
-#: Pages of the site that lie beside ``docs``.
+#: Pages of the site whose files are outside ``docs``.
 BESIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-#: How much more a page counts in a search than others. The table of the policies' options is there.
+#: Factor by which a page's matches count more in a search. The page has the table of the policies' options.
 SEARCH_BOOST = {"policies.md": 8.0}
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _FENCED = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add the pages that lie beside ``docs``, and the pictures that they show."""
+    """Add the pages outside ``docs`` and the pictures that they show."""
     sources = {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}
     for name, page in BESIDE.items():
         sources[name] = (ROOT / name).read_text()
@@ -43,7 +43,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Let links lead to pages of the site. Of a link to another file of the checkout only its text stays."""
+    """Make links point to pages of the site. A link to a file that is not a page becomes plain text."""
     uri: str = page.file.src_uri
     if uri in SEARCH_BOOST:
         page.meta["search"] = {"boost": SEARCH_BOOST[uri]}
@@ -52,9 +52,9 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, *, page: Any, **_: Any) -> str:
-    """Let a page with diagrams have what draws them: the theme would fetch it from elsewhere.
+    """Add the script that draws diagrams to pages that have one; the theme would load it from another server.
 
-    It is not in ``extra_javascript``, for every page would read its 2.5 MB.
+    The script is not in ``extra_javascript``, because every page would then load its 2.5 MB.
     """
     if '<pre class="mermaid">' not in html:
         return html
@@ -62,7 +62,7 @@ def on_page_content(html: str, *, page: Any, **_: Any) -> str:
 
 
 def outside_of_code(markdown: str, change: Any) -> str:
-    """Change all but what is between fences."""
+    """Apply ``change`` to Markdown outside code fences."""
     parts, at = [], 0
     for code in _FENCED.finditer(markdown):
         parts += [change(markdown[at : code.start()]), code[0]]
@@ -85,5 +85,5 @@ def _link(link: re.Match[str], source: str, uri: str) -> str:
     elif (ROOT / place).exists():
         return text if text.startswith("`") else f"{text} (`{place}`)"
     else:
-        return link[0]  # MkDocs says that it leads nowhere
+        return link[0]  # MkDocs reports the broken link
     return f"{mark}[{text}]({posixpath.relpath(where, posixpath.dirname(uri) or '.')}{hash_sign}{anchor})"
