@@ -21,7 +21,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,6 +67,8 @@ class Script:
         faults: Fault plan of every seed.
         until_s: Virtual time, in seconds, by which all ranks must have ended; None for no limit.
         record: Absolute path of the folder for recordings; None for no recording.
+        has_safe_path: Whether the user has kept the script's folder out of the module path. This is not read from
+            ``sys.flags`` where the script runs, because all processes of :func:`explore` start with a safe path.
     """
 
     path: str
@@ -75,6 +77,7 @@ class Script:
     faults: tuple[Fault, ...] = ()
     until_s: float | None = None
     record: str | None = None
+    has_safe_path: bool = field(default_factory=lambda: sys.flags.safe_path, kw_only=True)
 
     def __call__(self, seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
         """Run the script once, as a :class:`asyncdist.simulation.Scenario`.
@@ -295,7 +298,7 @@ def _program(script: Script) -> Iterator[None]:
     """Set ``sys.argv`` and ``sys.path`` as for a program that is started with this script's arguments."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [script.path, *script.arguments]
-    if not sys.flags.safe_path:
+    if not script.has_safe_path:
         sys.path.insert(0, os.path.dirname(os.path.realpath(script.path)))
     try:
         yield

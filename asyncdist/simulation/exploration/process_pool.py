@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -97,15 +97,21 @@ class Pool:
         self._futures: set[Future[Any]] = set()
         context = multiprocessing.get_context("spawn")
         self._reader, self._writer = context.Pipe(duplex=False)
-        self._executor = ProcessPoolExecutor(
-            process_count, mp_context=context, initializer=_begin_worker, initargs=(self._reader,)
-        )
+        environ = {**environment.environment(), environment.HASH_SEED_VARIABLE: self.hash_seed}
+        with _modules_of_others_ignored():  # the executor's locks start a process
+            self._executor = ProcessPoolExecutor(
+                process_count, mp_context=context, initializer=_begin_worker, initargs=(self._reader, environ)
+            )
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Schedule ``function(payload, *args)`` in one of the workers, and return a future of its result."""
         if len(self._processes) < self._process_count:  # workers are started one by one, when they are needed
             others = set(multiprocessing.active_children())
-            with _sigint_blocked(), environment.variable_set(environment.HASH_SEED_VARIABLE, self.hash_seed):
+            with (
+                _sigint_blocked(),
+                _modules_of_others_ignored(),
+                environment.variable_set(environment.HASH_SEED_VARIABLE, self.hash_seed),
+            ):
                 future = self._executor.submit(function, self._payload, *args)
                 self._processes |= set(multiprocessing.active_children()) - others
         else:
@@ -153,7 +159,17 @@ def _sigint_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin_worker(lifeline: Connection) -> None:
+def _modules_of_others_ignored() -> contextlib.AbstractContextManager[None]:
+    """Let processes that the body starts import no module of the working directory, perhaps a folder of all users.
+
+    Otherwise they would do so before they have the module path of this process.
+    """
+    return environment.variable_set(environment.SAFE_PATH_VARIABLE, "1")
+
+
+def _begin_worker(lifeline: Connection, environ: Mapping[str, str]) -> None:
+    environment.replace(environ)
+
     def die_with_it() -> None:
         with contextlib.suppress(EOFError, OSError):
             lifeline.recv_bytes()
