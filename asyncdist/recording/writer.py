@@ -175,7 +175,9 @@ class RecordWriter:
         try:
             self._options.folder.mkdir(parents=True, exist_ok=True)
             path = self._options.folder / name
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            # In a folder of several users, another one may have made a link or a pipe with this name.
+            path.unlink(missing_ok=True)
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except OSError as error:
             self._give_up(f"cannot be written: {why_not_written(error)}")
             return

@@ -19,7 +19,7 @@ from asyncdist.errors import RankLostError
 from asyncdist.recording import reader, writer
 from asyncdist.recording.events import CAPACITY, Event, EventLog
 from asyncdist.recording.reader import RecordingError, read_recording
-from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
+from asyncdist.recording.writer import RecordOptions, RecordWriter, file_name, header_of
 from asyncdist.story.last_acts import tell_recording
 from asyncdist.transports.base import Buffer, Request
 from asyncdist.transports.recorded_transport import RecordedTransport
@@ -59,6 +59,23 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert list(found.ranks[0].events()) == events
     assert events[1].get("iteration") == 1
     assert found.ranks[0].unix_s(102.0) - found.began_at == 2.0
+
+
+def test_a_file_does_not_follow_a_planted_link(tmp_path: Path) -> None:
+    """Regression: another user's link in a shared folder made a recording overwrite the file behind it."""
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    (tmp_path / file_name("0000abcd", 0, 0)).symlink_to(precious)
+    os.link(precious, tmp_path / file_name("0000abcd", 1, 0))
+    events = [recorded(tmp_path, rank=rank, size=2) for rank in range(2)]
+    assert precious.read_text() == "kept"
+    assert [list(each.events()) for each in read_recording(tmp_path).ranks] == events
+
+
+def test_a_recording_does_not_wait_for_the_reader_of_a_pipe(tmp_path: Path) -> None:
+    """Regression: a rank waited forever for a reader of the pipe that another user had made in a shared folder."""
+    os.mkfifo(tmp_path / file_name("0000abcd", 0, 0))
+    assert recorded(tmp_path) == list(read_recording(tmp_path).ranks[0].events())
 
 
 def test_safe_points_are_written_in_order_with_the_next_event(tmp_path: Path) -> None:
