@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
+import os
 import random
 import runpy
 import shutil
@@ -33,6 +34,7 @@ from asyncdist.simulation import (
     simulate,
     transport as sim_transport,
 )
+from asyncdist.simulation.replay import script as replay_scripts
 from asyncdist.simulation.replay.script import run_command
 from asyncdist.tags import COLLECTIVE_FIRST, CONTROL
 from asyncdist.transports.base import Capabilities
@@ -355,6 +357,18 @@ def test_a_script_elsewhere_is_run_only_if_it_is_named(tmp_path: Path, monkeypat
     with pytest.raises(RecordingError, match=r"link\.py"):
         replay_script(tmp_path / "elsewhere")
     assert replay_script(tmp_path / "elsewhere", scripts[0]) is not None
+
+
+def test_another_users_script_is_run_only_if_it_is_named(tmp_path: Path) -> None:
+    """Regression: a replay in /tmp ran the script there that another user's recording named."""
+    script = tmp_path / "script.py"
+    script.touch()
+    owner, other = script.stat().st_uid, script.stat().st_uid + 1
+    assert replay_scripts._why_foreign(script, tmp_path, owner) is None
+    assert replay_scripts._why_foreign(script, tmp_path, other) is None, "the whole folder is that of one user"
+    os.chown(script, other, -1) if owner == 0 else pytest.skip("only root can give a file to another user")
+    assert replay_scripts._why_foreign(script, tmp_path, other) is None
+    assert replay_scripts._why_foreign(script, tmp_path, owner) == "belongs to another user than the current folder"
 
 
 def test_nothing_of_a_recording_becomes_code_of_a_test(

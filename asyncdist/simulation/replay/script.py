@@ -105,6 +105,20 @@ class _ReplayedScript(Script):
         draw_as(self.recording.ranks[rank].conditions())
 
 
+def _why_foreign(script: Path, folder: Path, user: int) -> str | None:
+    """Return why a script that only a recording names may be another user's; None if it may be run.
+
+    Args:
+        script: Path of the script, which may not exist.
+        folder: Current folder, perhaps one of all users, such as ``/tmp``.
+        user: Number of this user.
+    """
+    if not script.is_relative_to(folder):
+        return "is not in the current folder"
+    owner = script.stat().st_uid if script.exists() else user
+    return None if owner in (user, 0, folder.stat().st_uid) else "belongs to another user than the current folder"
+
+
 def _script_of(
     recording: Recording, path: str | os.PathLike[str] | None, arguments: Sequence[str], debugger: RankDebugger | None
 ) -> _ReplayedScript:
@@ -116,10 +130,11 @@ def _script_of(
             "the recorded run had no script (a notebook, for example); name a script that runs the same main: "
             "asyncdist replay DIR FILE"
         )
-    if path is None and not Path(name).resolve().is_relative_to(Path.cwd().resolve()):
+    foreign = None if path is not None else _why_foreign(Path(name).resolve(), Path.cwd().resolve(), os.getuid())
+    if foreign is not None:
         raise RecordingError(
-            f"the recorded script {name!r} is not in the current folder. A recording may name any file, so name the "
-            "script to run: asyncdist replay DIR FILE"
+            f"the recorded script {name!r} {foreign}. A recording may name any file, so name the script to run: "
+            "asyncdist replay DIR FILE"
         )
     if not os.path.isfile(name):
         raise RecordingError(
