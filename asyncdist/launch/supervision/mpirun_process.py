@@ -20,7 +20,6 @@ import os
 import queue
 import secrets
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -50,6 +49,8 @@ _PROBE_S: Final = 5.0
 _SILENCE_S: Final = 30.0
 #: Maximum seconds to hold the beginning of an mpirun message back before it is printed incomplete.
 _HOLD_S: Final = 0.2
+#: Number of processes to try for mpirun, until one has a pid that no other mpirun has or had.
+_NUMBER_COUNT: Final = 1000
 #: Signals that Open MPI's mpirun passes on to its ranks. All other signals would end it.
 _FOR_MPIRUN: Final = frozenset(
     {*local_host.ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT, signal.SIGALRM}
@@ -129,15 +130,7 @@ class _Job:
             _say("no rank has begun yet")
         self._unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, ()) - {signal.SIGUSR1}
         self._signals.__enter__()
-        self._process = subprocess.Popen(
-            self._command,
-            executable=self._mpirun,
-            env=self._environ,
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            process_group=0,
-            preexec_fn=self._begin,
-        )
+        self._process = self._start()
         assert self._process.stderr is not None
         self._copier = threading.Thread(target=self._copy, args=(self._process.stderr,), daemon=True)
         self._copier.start()
@@ -156,10 +149,32 @@ class _Job:
         for guardian in self._guarded.values():
             guardian.close()
 
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Start mpirun as a process with a pid that no other mpirun has or had.
+
+        Raises:
+            local_host.LaunchError: The folders of other mpiruns take too many pids.
+        """
+        for _ in range(_NUMBER_COUNT):
+            with contextlib.suppress(subprocess.SubprocessError):  # from _begin; the next process has another pid
+                return subprocess.Popen(
+                    self._command,
+                    executable=self._mpirun,
+                    env=self._environ,
+                    stdin=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    process_group=0,
+                    preexec_fn=self._begin,
+                )
+        raise local_host.LaunchError(
+            f"{tempfile.gettempdir()} has folders ompi.NUMBER for the next {_NUMBER_COUNT} process numbers, so mpirun "
+            "cannot start: set TMPDIR to another folder"
+        )
+
     def _begin(self) -> None:
-        """Prepare the child process that becomes mpirun."""
+        """Prepare the child process that becomes mpirun. Raises FileExistsError if it needs another pid."""
         guardians.die_with_parent(self._pid)
-        _clear_remains()
+        _check_number()
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun has no handler for it while it starts
         signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
 
@@ -356,9 +371,17 @@ def _write(data: bytes) -> None:
             data = data[os.write(2, data) :]
 
 
-def _clear_remains() -> None:
-    """Remove the files of a killed mpirun that had this process's pid, since Open MPI does not start if they exist."""
-    with contextlib.suppress(OSError):  # the folder, or any folder for temporary files, does not exist
+def _check_number() -> None:
+    """Check that no other mpirun has or had the pid of this process, which becomes mpirun.
+
+    Open MPI's mpirun keeps its files in a folder named by its pid, and names the ranks' shared memory after its pid. It
+    does not start if the folder contains files. The folder may belong to a killed mpirun, or to one that runs in another
+    container with the same ``/tmp``. If that folder were removed, both jobs would use the same shared memory and crash.
+
+    Raises:
+        FileExistsError: There is such a folder.
+    """
+    with contextlib.suppress(FileNotFoundError):  # no folder for temporary files exists
         folder = Path(tempfile.gettempdir(), f"ompi.{os.getpid()}")
-        if folder.lstat().st_uid == os.getuid():
-            shutil.rmtree(folder)
+        if os.path.lexists(folder):
+            raise FileExistsError(folder)
