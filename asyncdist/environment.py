@@ -327,6 +327,15 @@ def secret_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
     return [*shared_directories(environ), *([own] if os.path.isabs(own) else [])]
 
 
+def program_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the absolute directories in PATH.
+
+    Relative ones, such as ``.``, are left out: the working directory may be a folder of all users, who may have put
+    programs there that asyncdist would run without being asked to.
+    """
+    return list(filter(os.path.isabs, environ.get("PATH", os.defpath).split(os.pathsep)))
+
+
 def home(environ: Mapping[str, str] = os.environ) -> str:
     """Return this user's home; "" if neither HOME nor the system's user database has one."""
     if not environ.get("HOME"):

@@ -496,7 +496,7 @@ def _start_mpi_here(started: Launch) -> Mpi:
 
 
 def _explain_no_gpu() -> str | None:
-    program = shutil.which("nvidia-smi")
+    program = shutil.which("nvidia-smi", path=os.pathsep.join(environment.program_directories()))
     if program is None:
         return None
     try:

@@ -142,7 +142,7 @@ def find_installation(environ: Mapping[str, str]) -> Installation:
         library=mpi_launchers.library_flavour(lines[0]) if loaded else None,
         version=" ".join((lines[0].split(", ")[0] if loaded else "".join(lines[-1:])).split()),
         wheels=tuple(wheels),
-        launchers=find_launchers([*own, *environ.get("PATH", os.defpath).split(os.pathsep)]),
+        launchers=find_launchers([*own, *environment.program_directories(environ)]),
     )
 
 
@@ -159,7 +159,7 @@ def _wheel_launcher_folder(name: str) -> str | None:
 def find_launchers(directories: Sequence[str]) -> dict[environment.Flavour, str]:
     """Return the first mpirun of each flavour in these folders. Each program is run to find its flavour."""
     found: dict[environment.Flavour, str] = {}
-    for directory in dict.fromkeys(filter(None, directories)):
+    for directory in dict.fromkeys(directories):
         for name in _MPIRUN_NAMES:
             path = shutil.which(name, path=directory)
             flavour = launcher_flavour(path) if path is not None and len(found) < len(environment.FLAVOURS) else None

@@ -31,6 +31,19 @@ def test_the_search_for_an_mpi_runs_no_planted_module(planted: Path) -> None:
     assert not planted.exists()
 
 
+def test_the_search_for_an_mpi_runs_no_planted_program(planted: Path) -> None:
+    """Regression: with a "." at the end of PATH, the working directory's mpirun ran besides the first one in PATH."""
+    for name in ("mpirun", "mpiexec", "nvidia-smi"):
+        program = planted.with_name(name)
+        program.write_text(f"#!/bin/sh\ntouch {planted}\n")
+        program.chmod(0o755)
+    environ = {**environment.environment(), "PATH": f"{environment.VARIABLES['PATH']}:.:"}
+    assert mpirun.find_installation(environ).launchers == mpirun.find_installation(environment.environment()).launchers
+    with environment.variable_set("PATH", "."):
+        doctor._explain_no_gpu()
+    assert not planted.exists()
+
+
 def test_the_start_of_mpi_by_doctor_runs_no_planted_module(planted: Path) -> None:
     installation = mpirun.Installation(library="openmpi", version="", wheels=(), launchers={})
     doctor._start_mpi(Launch("local", 1, 0, NO_LAUNCHER), installation, environment.environment())
@@ -41,4 +54,22 @@ def test_a_live_job_runs_no_planted_module(planted: Path) -> None:
     begin = "from asyncdist.live import beside; beside.run(['-n', '1', '--transport', 'torch', 'missing.py'])"
     ended = subprocess.run([sys.executable, "-P", "-c", begin], capture_output=True, text=True, timeout=60, check=False)
     assert "the script 'missing.py' does not exist" in ended.stderr
+    assert not planted.exists()
+
+
+def test_exploring_processes_run_no_planted_module(planted: Path) -> None:
+    """Regression: asyncdist sim --explore in /tmp ran a multiprocessing.py that another user had put there."""
+    planted.with_name("multiprocessing.py").write_text(PLANT)
+    scripts = planted.with_name("scripts")
+    scripts.mkdir()
+    scripts.joinpath("helper.py").write_text("SECONDS = 0.1")  # the script's folder is still searched
+    scripts.joinpath("train.py").write_text(
+        "import asyncio, asyncdist as ad, helper\n"
+        "async def main(world): await asyncio.sleep(helper.SECONDS)\n"
+        "ad.run(main)\n"
+    )
+    program = Path(sys.executable).with_name("asyncdist")
+    command = [program, "sim", "scripts/train.py", "--ranks", "2", "--explore", "4", "--processes", "2"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "4 seeds in" in ended.stdout + ended.stderr
     assert not planted.exists()

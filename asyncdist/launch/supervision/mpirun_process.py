@@ -375,8 +375,9 @@ def _check_number() -> None:
     """Check that no other mpirun has or had the pid of this process, which becomes mpirun.
 
     Open MPI's mpirun keeps its files in a folder named by its pid, and names the ranks' shared memory after its pid. It
-    does not start if the folder contains files. The folder may belong to a killed mpirun, or to one that runs in another
-    container with the same ``/tmp``. If that folder were removed, both jobs would use the same shared memory and crash.
+    does not start if the folder contains files. The folder may belong to a killed mpirun, or to one that runs in
+    another container with the same ``/tmp``. If that folder were removed, both jobs would use the same shared memory,
+    and crash.
 
     Raises:
         FileExistsError: There is such a folder.
