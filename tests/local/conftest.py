@@ -33,7 +33,7 @@ async def transport() -> ScriptedTransport:
 
 @pytest.fixture
 async def engine(transport: ScriptedTransport) -> AsyncIterator[Engine]:
-    """Not started: nothing happens but what the test does."""
+    """A stopped engine, which moves only when the test calls it."""
     made = Engine(transport, asyncio.get_running_loop())  # type: ignore[arg-type]
     yield made
     made.stop()

@@ -228,7 +228,7 @@ def test_policy_of_a_model_being_saved_refuses_other_tasks_steps(
 def test_rank_whose_save_was_given_up_learns_that_the_job_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the rank polled its file without a pause: the loop stood still, and memory grew."""
+    """Regression: the rank polled its file without a pause, so its loop was blocked and memory grew."""
     writing, may_end = threading.Event(), threading.Event()
     _hold_the_disk(monkeypatch, writing, may_end)
 

@@ -26,7 +26,7 @@ class Several(nn.Module):
 
 
 def test_one_collective_per_dtype_and_not_one_per_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the small all-gather in which the ranks compare what they have."""
+    """A small all-gather, in which the ranks compare their models, is counted in addition."""
     counts: Counter[tuple[int, str, torch.dtype]] = Counter()
     for name in ("all_mean", "broadcast", "all_gather", "gather"):
         original = getattr(Collectives, name)
@@ -94,7 +94,7 @@ async def test_the_kept_memory_goes_with_the_model() -> None:
 
 
 def test_a_model_that_has_changed_since() -> None:
-    """What was kept of it was made for other layers, another dtype, other gradients."""
+    """Cached buffers of a model are replaced if its layers, its dtype or its gradients have changed."""
 
     async def main(world: ad.World) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
@@ -134,7 +134,7 @@ def test_a_model_that_has_changed_since() -> None:
 def test_buffers_kept_in_inference_mode_serve_the_next_call(
     average: Any, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: it was made of inference tensors, which nobody may write outside that mode: the job ended."""
+    """Regression: cached buffers were inference tensors, which only that mode may write, so the job failed."""
     monkeypatch.setattr(shared_memory_reduce, "SHARED_NBYTES_MIN", 0)
 
     async def main(world: ad.World) -> bool:

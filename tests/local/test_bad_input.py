@@ -155,7 +155,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 
 
 def test_policy_refuses_an_optimizer_that_steps_in_hooks() -> None:
-    """Regression: a parameter "of shape (1, 1)" was called foreign, which no user of GaLore has made."""
+    """Regression: the error named a parameter "of shape (1, 1)", which GaLore creates internally."""
     model, dummy = nn.Linear(2, 3), sgd(nn.Linear(1, 1))
     dummy.optimizer_dict = {parameter: sgd(model) for parameter in model.parameters()}  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"optimizer .* SGD .* in hooks .* optim='galore_adamw' instead of"):
@@ -191,7 +191,7 @@ def test_an_error_of_nest_asyncio_says_that_uvloop_was_chosen(monkeypatch: pytes
 
 
 def test_policy_refuses_a_builder_of_another_model() -> None:
-    """Regression: the builder was first called at the first replacement, hours later."""
+    """Regression: the builder was first called at the first replacement, hours into the run."""
     model = Mixed(0.0)
     for policy in (AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy):
         with pytest.raises(ValueError, match=r"model_builder must return a model with the same layout .* 'counts'"):
@@ -530,7 +530,7 @@ def line_of(function: Any) -> str:
     ],
 )
 def test_a_main_that_cannot_be_called_is_named_with_its_line(start: Any, main: Any, args: Any, words: str) -> None:
-    """Ranks compare what they say: no address of an object is in it."""
+    """The error contains no object's address, so that all ranks' errors are equal."""
     with pytest.raises(TypeError, match=words):
         start(main, *args)
 
@@ -543,7 +543,7 @@ def test_a_main_with_its_other_arguments_bound_is_one() -> None:
 
 
 def test_a_world_inside_a_world_is_refused() -> None:
-    """Regression: it gave each simulated rank a world of one rank, in which everything went on, to no purpose."""
+    """Regression: each simulated rank silently got a world of one rank, and its training averaged nothing."""
 
     async def inner(world: ad.World) -> None:
         async with ad.open_world():

@@ -111,7 +111,7 @@ def test_the_names_are_those_of_the_helpers_that_are_awaited() -> None:
 
 
 def test_a_world_has_what_is_awaited_of_the_other_one() -> None:
-    """A task is what code without a loop cannot have, and ``do_file_work`` is of this package's own helpers."""
+    """A blocking world has every method of an asyncio world except those for tasks and ``do_file_work``."""
     awaited = {name for name, value in vars(ad.World).items() if inspect.iscoroutinefunction(value)} | {"progress"}
     facts = {name for name, value in vars(ad.World).items() if isinstance(value, property)} - {
         "is_computing",
@@ -136,7 +136,7 @@ def test_outside_of_a_world(call: Callable[[], Any], told: str) -> None:
 
 
 def test_a_call_in_a_thread_that_has_no_world_names_the_thread() -> None:
-    """Regression: it said that there was none here, and to open one, while the main thread was inside of one."""
+    """Regression: the error told the user to open a world, although the main thread was inside one."""
     with ad.blocking.open_world(), concurrent.futures.ThreadPoolExecutor(1, "loader") as threads:
         refused = threads.submit(ad.blocking.barrier).exception()
     assert str(refused).startswith("barrier needs an open world, but none is open in thread 'loader_0' (use the")
@@ -186,7 +186,7 @@ def test_a_policy_by_itself_opens_a_world_for_its_block() -> None:
 
 
 def test_beside_a_running_loop() -> None:
-    """As in a cell of a notebook."""
+    """A blocking world also works while a loop is running, as in a notebook's cell."""
 
     async def cell() -> int:
         mine = asyncio.get_running_loop()
@@ -317,7 +317,7 @@ def test_blocking_call_in_a_coroutine_is_refused_with_the_remedy() -> None:
 
 @pytest.mark.parametrize("world", ["local", "simulated"])
 def test_ranks_of_an_integration_begin_equal_and_draw_apart(world: str) -> None:
-    """Regression: a loop that seeds itself made twins of all ranks, unless it seeded them apart by hand."""
+    """Regression: a training loop that sets the seed itself gave all ranks the same random numbers."""
     from asyncdist.integrations.pytorch import SelectiveAveraging
 
     def main(_: ad.blocking.World) -> tuple[list[float], list[int]]:
@@ -429,7 +429,7 @@ def begins_again(kind: str) -> Callable[[ad.blocking.World], Any]:
 
 @pytest.mark.parametrize("kind", ["all", "others train", "others end"])
 def test_another_model_after_exhausted_memory_loses_no_training(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Regression: a rank that began again with another model ended the job after ``start_timeout_s``."""
+    """Regression: a rank that restarted with a different model ended the job after ``start_timeout_s``."""
     report = ad.simulate(ad.blocking.hosted(begins_again(kind)), ranks=2, seed=1, strict=True, until_s=100.0)
     failed = "CUDA out of memory"
     told = [record.getMessage() for record in caplog.records if record.name == "asyncdist.integrations"]
@@ -450,8 +450,8 @@ def test_another_model_after_exhausted_memory_loses_no_training(kind: str, caplo
 def test_all_start_again_after_one_has_trained_apart(apart: int, pauses_s: tuple[float, float]) -> None:
     """Regression: the start that no rank had joined was counted, and the next one failed on every rank.
 
-    Another rank's next start, while the first one still waits for its own, was compared with that one and refused. If
-    the first one's timeout then passed before all ranks had come, that other rank got its StartTimeoutError.
+    The next start of a different rank was compared with the first one, which was still waiting, and refused. If the
+    first start timed out before all ranks had arrived, that rank got its StartTimeoutError.
     """
     from asyncdist.integrations.pytorch import SelectiveAveraging
 
@@ -480,7 +480,7 @@ def test_all_start_again_after_one_has_trained_apart(apart: int, pauses_s: tuple
 
 
 def test_training_in_an_except_clause_continues_its_policy() -> None:
-    """Regression: outside of a block, exhausted memory was not noticed, and the second start was joined by no rank."""
+    """Regression: outside a block, exhausted memory was not noticed, and no rank joined the second start."""
     from asyncdist.integrations.pytorch import SelectiveAveraging
 
     def main(world: ad.blocking.World) -> int:

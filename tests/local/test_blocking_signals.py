@@ -58,7 +58,7 @@ def test_signal_after_the_loops_last_turn_is_raised_on_return(
 
 
 def test_signal_as_a_call_begins_names_no_function_of_asyncdist() -> None:
-    """Regression: the rank 'was waiting for outcome_of'."""
+    """Regression: the report named an internal function: 'was waiting for outcome_of'."""
 
     async def struck() -> None:
         signal.raise_signal(signal.SIGINT)
@@ -81,7 +81,7 @@ def test_signal_in_a_call_that_runs_no_loop_is_raised_at_its_end() -> None:
 
 
 def test_cancelling_main_as_a_call_ends_stops_the_next_call() -> None:
-    """Regression: it was thrown into a call that had not begun, which ended main: nobody was there to stop the loop."""
+    """Regression: the cancellation ended main inside a call that had not begun, so that nothing stopped the loop."""
 
     async def cancelled_at_the_end() -> int:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
@@ -154,7 +154,7 @@ class Planted:
 
 @pytest.fixture
 def no_collections() -> Iterator[None]:
-    """Runs no finaliser inside a call: Python 3.11 runs one where a frame is half made, and tracing breaks that."""
+    """Disable garbage collection, since Python 3.11 may run a finaliser in a half-made frame, which breaks tracing."""
     gc.collect()
     gc.disable()
     yield
@@ -191,7 +191,7 @@ def test_signal_at_any_moment_of_a_call_is_raised_by_it_once(called: Callable[[]
 def test_a_signal_in_a_finaliser_hangs_no_later_call(
     called: Callable[[], Awaitable[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python swallows what is raised there, which is how the signal is raised just before and after a call."""
+    """Python swallows exceptions of finalisers, and the signal is raised in one just before and after a call."""
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     at, count, raised_count, thresholds = 0, 1, 0, gc.get_threshold()
 

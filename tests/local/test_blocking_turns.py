@@ -35,7 +35,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def settle(world: ad.blocking.World, turns: list[int]) -> None:
-    """Wait until what the world's opening has left to do is done."""
+    """Wait until the tasks that opening the world has started are done."""
     world.sleep(0.01)
     for _ in range(3):
         world.safe_point()
@@ -205,7 +205,7 @@ def test_a_call_whose_loop_runs_yields_at_its_safe_points(turns: list[int]) -> N
 
 
 def test_task_with_constant_safe_points_delays_no_call(turns: list[int]) -> None:
-    """Regression: it did not let the loop stop until the next look at descriptors."""
+    """Regression: such a task kept the loop from stopping until it polled its file descriptors."""
     counts = [0]
 
     async def spins(world: ad.World) -> None:

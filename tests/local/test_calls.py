@@ -35,7 +35,7 @@ NAMES = [*CALLS]
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("one", "other"), [(one, NAMES[i - 1]) for i, one in enumerate(NAMES)])
 def test_calls_that_differ_are_both_named_with_their_lines(one: str, other: str, seed: int) -> None:
-    """Regression: a broadcast that met a gather was a deadlock of two waits, on what nobody could see."""
+    """Regression: a broadcast on one rank and a gather on another deadlocked, and the report named neither."""
 
     async def main(world: ad.World) -> None:
         await ad.barrier()
@@ -99,7 +99,7 @@ def test_nothing_is_kept_of_what_all_have_called() -> None:
 
 
 def test_a_mistake_of_one_rank_alone_does_not_count() -> None:
-    """What is refused before it is called leaves the ranks in step."""
+    """A call that is refused for its arguments leaves the ranks in step."""
 
     async def main(world: ad.World) -> None:
         if world.rank == 1:

@@ -91,7 +91,7 @@ async def test_a_rank_that_does_not_exist_is_refused(pair: list[World], dest: in
 
 
 async def test_send_nowait_is_busy_beyond_the_capacity(pair: list[World]) -> None:
-    """Sends that do not complete, because nobody listens at the other end yet."""
+    """The sends do not complete, because the receiver's end is not open yet."""
     a = pair[0].channel(Blob, tag=TAG, capacity=3)
     blob = Blob(bytes(wire.PAYLOAD_NBYTES_MAX - 9))
     hub_limit = 65536
@@ -221,7 +221,7 @@ async def test_each_send_to_a_rank_that_has_left_is_refused(pair: list[World]) -
 
 
 async def test_a_protocol_may_send_to_a_rank_that_has_left(pair: list[World]) -> None:
-    """A coordinator goes on when its rank's main has returned."""
+    """A coordinator continues after its rank's main has returned."""
     a, b = (world.services.open_channel(Number, tag=TAG, scope=5, name="protocol") for world in pair)
     pair[1].peers.leave()
     await pair[0].services.engine.until(lambda: 1 in pair[0].services.left)

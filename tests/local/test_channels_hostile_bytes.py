@@ -149,7 +149,7 @@ async def test_a_frame_with_an_epoch_is_dropped_by_a_channel_without(pair: list[
 
 
 async def test_frame_that_uses_reserved_bits_of_its_route_is_dropped(pair: list[World]) -> None:
-    """Regression: it waited for a channel that no rank can open; a thousand of them stalled a user's tag for ever."""
+    """Regression: such a frame waited for a channel that no rank can open; a thousand of them stalled a tag forever."""
     a, b = both(pair)
     route = bytearray(wire.pack_route(0, NONCE, 0, a.scope))
     route[2] = 1
@@ -218,7 +218,7 @@ async def test_frames_for_a_closed_scope_are_counted_and_forgotten(pair: list[Wo
 
 @pytest.mark.slow
 async def test_too_many_early_user_messages_stall_their_tag_loss_free(pair: list[World]) -> None:
-    """As when a channel is closed, and opened again while its sender goes on."""
+    """This happens when a channel is closed and reopened while its sender continues."""
     count = 2 * EARLY_FRAME_COUNT_MAX + 5
     pair[1].channel(Number, tag=TAG).close()
     pair[0].channel(Number, tag=TAG).close()

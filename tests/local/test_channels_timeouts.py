@@ -16,7 +16,7 @@ from asyncdist.errors import ClosedError, RankLostError
 
 
 async def test_a_receive_that_fails_does_not_keep_what_came_meanwhile(pair: list[World]) -> None:
-    """As the wildcard receive of a tag does when it has met a large message whose sender dies."""
+    """A wildcard receive fails in this way if the sender of a large message dies in the middle of it."""
     sender, receiver = both(pair)
     await yields(5)
     demultiplexer = receiver.demultiplexer
@@ -32,7 +32,7 @@ async def test_a_receive_that_fails_does_not_keep_what_came_meanwhile(pair: list
 
 
 async def test_timeout_reports_messages_for_a_channel_that_is_not_open(pair: list[World]) -> None:
-    """Regression: two ranks that open one tag under different types waited for each other in silence."""
+    """Regression: two ranks that opened one tag with different message types waited for each other silently."""
     numbers, words = pair[0].channel(Number, tag=TAG), pair[1].channel(Word, tag=TAG)
     for i in range(2):
         words.send_nowait(Word(str(i)), 0)

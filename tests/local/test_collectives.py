@@ -230,7 +230,7 @@ class EndlessGroup:
 async def test_unfinished_requests_of_a_leaver_keep_their_buffers(
     count: int, request_count: int, is_cancelled: bool
 ) -> None:
-    """MPI may still write to them. The end waits for none, also where the caller had gone before the leaver did."""
+    """MPI may still write to the buffers. The rank's end does not wait for the requests, whoever left first."""
     async with worlds(2) as made:
         world, native = made[0], EndlessGroup()
         group = dataclasses.replace(world.group, native=native)
@@ -252,7 +252,7 @@ async def test_unfinished_requests_of_a_leaver_keep_their_buffers(
 
 
 def test_empty_tensor_in_a_gather_is_refused_with_its_rank() -> None:
-    """Regression: it was taken for the notice that a rank is lost, and the next message for the number of that rank."""
+    """Regression: an empty tensor was read as the notice of a lost rank, and the next message as that rank's number."""
 
     async def main(world: ad.World) -> None:
         gathering = ad.gather(torch.ones(0 if world.rank == 1 else 3), root=0)

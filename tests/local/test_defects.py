@@ -83,7 +83,7 @@ def test_defect_01_averaged_weights_are_applied() -> None:
 
 @pytest.mark.parametrize("worst", [0, 1])
 def test_defect_02_control_messages_to_the_coordinators_own_rank(worst: int) -> None:
-    """Rank 0 coordinates: as a replacer and as a donor it hears itself like any other."""
+    """Rank 0 coordinates and receives its own messages as a replacer and as a donor."""
     replaced: list[int] = []
 
     async def main(world: ad.World) -> set[float]:
@@ -138,7 +138,7 @@ class Text:
 
 @pytest.mark.slow
 def test_defect_04_send_requests_live_until_they_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody keeps the requests of ``send_nowait`` but the runtime, and the receiver comes late."""
+    """Only the runtime references the requests of ``send_nowait``, and the receiver is late."""
     monkeypatch.setattr(matching, "EAGER_NBYTES", 0)
     finished: list[int] = []
 
@@ -236,7 +236,7 @@ def test_defect_08_chunks_of_an_abandoned_round_reach_no_other(monkeypatch: pyte
 def test_defect_08_donor_aborts_other_rounds_and_keeps_buffer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A grant that comes late must not get the snapshot of a newer round, nor one that has been withdrawn."""
+    """A late grant must not receive the snapshot of a newer round, nor a withdrawn one."""
     monkeypatch.setattr(parameter_stream.messages, "CHUNK_NBYTES", 64)
     monkeypatch.setattr(matching, "EAGER_NBYTES", 0)
     steps: list[str] = []

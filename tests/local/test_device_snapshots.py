@@ -140,7 +140,7 @@ def test_a_model_in_host_memory_needs_no_device() -> None:
 def test_one_sided_policy_exposes_a_snapshot_once_it_is_copied(
     test_count: int, slow_device: Callable[[int], list[SlowCopy]]
 ) -> None:
-    """With the values of the step that began it; readers have older versions until then. Nobody leaves before that."""
+    """Readers get older versions until the copy is complete, then the values of the step that started it."""
     copies = slow_device(test_count)
     snapshots: dict[tuple[int, int], State] = {}
     applied: list[Applied] = []

@@ -41,7 +41,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of what has been written."""
+    """Return the sizes of the pieces that were written directly, in bytes."""
     found: list[int] = []
     write = PeerProcess.write
 
@@ -55,7 +55,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @asynccontextmanager
 async def neighbours(share: float) -> AsyncIterator[list[World]]:
-    """Two ranks of this process, which write that share of what they stream."""
+    """Open worlds on two ranks of this process that write the given share of each stream directly."""
     async with engines(2) as (_, made):
         worlds, loop = [], asyncio.get_running_loop()
         for rank, engine in enumerate(made):
@@ -106,7 +106,7 @@ async def test_every_size_arrives_and_is_counted(share: float, writes: list[int]
 
 
 async def test_receiver_may_begin_before_the_sender_opens_its_streams(writes: list[int]) -> None:
-    """Its offer waits with the sender where something else of that tag, a policy, is open; the answer raised there."""
+    """The receiver's offer waits while a policy has the tag open at the sender; answering it once raised an error."""
     async with neighbours(0.5) as (sender, receiver), asyncio.timeout(60):
         sender.services.open_channel(streams.Grant, tag=tags.PARAM, scope=1, name="of a policy")
         room = torch.zeros(MIN, dtype=torch.uint8)
@@ -141,7 +141,7 @@ async def test_both_ways_at_once_and_several_of_a_pair(share: float, writes: lis
 
 
 async def test_one_pass_writes_one_piece_of_one_stream(writes: list[int]) -> None:
-    """No deadline and no safe point waits for what a rank writes by itself."""
+    """Direct writes are cut into pieces, so that they delay no deadline and no safe point."""
     async with neighbours(1.0) as (sender, receiver), asyncio.timeout(60):
         await acquaint(sender, receiver)
         tasks = []
@@ -177,7 +177,7 @@ async def test_sender_that_writes_to_one_rank_lets_the_others_copy(writes: list[
 async def test_sender_that_computes_sends_the_rest_at_its_safe_points(
     share: float, writes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is sent moves without it."""
+    """Messages continue to move while the sender computes; direct writes do not."""
     async with neighbours(share) as (sender, receiver), asyncio.timeout(60):
         await acquaint(sender, receiver)
         tensor, room = numbers(40 * PIECE), torch.zeros(40 * PIECE, dtype=torch.uint8)
@@ -205,7 +205,7 @@ async def test_other_dtypes_and_shapes(dtype: torch.dtype, writes: list[int]) ->
 async def test_nothing_is_written_where_the_receiver_is_not_found(
     writes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on another host: no such process, or one without the token."""
+    """A receiver on a different host is not found: no process has its id, or the process lacks the token."""
 
     def not_here(self: PeerProcess) -> None:
         raise OSError(errno.EPERM, "not here")

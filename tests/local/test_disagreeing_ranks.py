@@ -22,7 +22,7 @@ from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedS
 
 
 async def start(world: ad.World, policy: protocols.SpawnPolicy) -> str:
-    """The error of a start that must fail; nobody has reported anything."""
+    """Return the error of a start that must fail before any rank has reported."""
     try:
         async with policy:
             raise AssertionError("it started")
@@ -33,7 +33,7 @@ async def start(world: ad.World, policy: protocols.SpawnPolicy) -> str:
 
 
 def disagree(make: Callable[[int], Any], ranks: int = 3) -> list[str]:
-    """Every rank's error when rank r starts what ``make(r)`` returns: a policy class, its options and a model."""
+    """Return every rank's error when rank r starts ``make(r)``: a policy class, its options and a model."""
 
     async def main(world: ad.World) -> str:
         policy_class, options, model = make(world.rank)
@@ -131,7 +131,7 @@ def test_models_that_differ_under_a_reserved_coordinator() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_reserved_coordinator_and_missing_group_name_both_lists(size: int) -> None:
-    """Regression: after a minute it was told that rank 1 had not come, which waited for it."""
+    """Regression: after a minute each rank's error said that the other, which was waiting too, had not arrived."""
 
     async def main(world: ad.World) -> None:
         others = "1,0" if size == 2 else "1-2,0"
@@ -152,7 +152,7 @@ def test_reserved_coordinator_and_missing_group_name_both_lists(size: int) -> No
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_members_that_name_different_coordinators_are_told_both(size: int) -> None:
-    """Regression: after a minute each was told that the others had not come."""
+    """Regression: after a minute each rank's error said that the others had not arrived."""
 
     async def main(world: ad.World) -> None:
         model = narrow(0)
@@ -199,7 +199,7 @@ def test_a_timeout_that_is_no_duration_is_refused_by_each_start(timeout_s: Any) 
 
 
 def test_uncoordinated_members_are_refused_before_any_message() -> None:
-    """Regression: no member was a KeyError, and others came to a timeout after a minute."""
+    """Regression: a list without members raised KeyError, and other wrong lists caused a timeout after a minute."""
     wrong: list[tuple[Any, type[Exception]]] = [
         *(([], ValueError), ([0, 0], ValueError), ([0, 2], ValueError), ([0, -1], ValueError), ([0, 1], ValueError)),
         *((["0"], ValueError), ([0.0], ValueError), (0, TypeError), ("0", TypeError), (None, TypeError)),

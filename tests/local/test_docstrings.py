@@ -80,7 +80,7 @@ _FIELD = re.compile(r"^( *)::\n\n((?:(?:\1    .*)?\n)+)", re.MULTILINE)
 
 
 def documented() -> Iterator[tuple[str, Any]]:
-    """What the API reference describes, with the members of classes and modules."""
+    """Return the objects that the API reference describes, including members of classes and modules."""
     for page in sorted((pages.ROOT / "docs" / "api").glob("*.md")):
         for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE):
             if WITHOUT_TORCHGFN and _is_of_torchgfn(name):
@@ -97,7 +97,7 @@ def _is_of_torchgfn(name: str) -> bool:
 
 
 def found(name: str) -> Any:
-    """The object of that name; a module where there is no other one."""
+    """Return the object with this name, or the module if no other object has it."""
     owner, _, last = name.rpartition(".")
     try:
         return getattr(pkgutil.resolve_name(owner), last)
@@ -106,7 +106,7 @@ def found(name: str) -> Any:
 
 
 def shown() -> dict[str, str]:
-    """The blocks by the name whose docstring they are in; the first of these names, where there are several."""
+    """Return the code blocks by the name of their docstring's object, the first name if there are several."""
     blocks: dict[str, str] = {}
     for name, described in documented():
         for index, (_, text) in enumerate(_FIELD.findall(f"{inspect.getdoc(described) or ''}\n")):

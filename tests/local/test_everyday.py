@@ -27,7 +27,7 @@ async def test_communication_needs_a_world() -> None:
 async def test_missing_world_in_a_notebook_names_the_call_for_cells(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Regression: a cell that had opened one by hand left the next one with advice for scripts."""
+    """Regression: after a cell that opened a world by hand, the next cell's error gave the advice for scripts."""
     monkeypatch.setattr(builtins, "get_ipython", lambda: None, raising=False)
     with pytest.raises(RuntimeError, match=r"no world is open .*process_world\(\) to open one for all cells"):
         await ad.barrier()
@@ -50,7 +50,7 @@ def test_an_exception_that_nobody_catches_ends_the_job_as_itself() -> None:
 
 
 def test_an_interrupt_of_the_computing_rank_is_no_hang() -> None:
-    """What is no Exception is raised at once; the others are told all the same."""
+    """A BaseException such as KeyboardInterrupt is raised at once, and the other ranks are notified."""
 
     class Stop(BaseException):
         pass

@@ -30,7 +30,7 @@ def page(port: int) -> str:
 
 
 async def train(world: ad.World, port: int) -> str:
-    """Return what rank 1 tells at its port, which its neighbour asks, when both have done nine steps."""
+    """Return the metrics that the neighbour reads from rank 1's port after both have made nine steps."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=5, name="mine") as policy:
@@ -166,7 +166,7 @@ def test_a_program_without_a_meter_provider_is_told_once(
 
 
 def test_wandb_has_a_run_for_each_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in, which keeps what it is given; tests/launched has the library itself, where it is installed."""
+    """A stand-in records the calls; tests/launched uses the library itself if it is installed."""
     import sys
     import types
 

@@ -22,7 +22,7 @@ def mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def numbers(rank: int, count: int) -> torch.Tensor:
-    """Of such sizes that each order of summation gives other bits."""
+    """Return numbers whose sum differs in its bits for each order of summation."""
     generator = torch.Generator().manual_seed(rank)
     scale = 10.0 ** torch.randint(-3, 9, (count,), generator=generator)
     return torch.randn(count, generator=generator) * scale
@@ -70,7 +70,7 @@ async def test_every_rank_gets_the_fold_in_rank_order(size: int, count: int) -> 
 
 @pytest.mark.parametrize("size", [2, 3])
 async def test_a_spread_is_read_and_written_piece_by_piece(size: int) -> None:
-    """Into tensors of any layout and of a narrower dtype; the flat tensors keep what each rank had."""
+    """The means are written into tensors of any layout or a narrower dtype; the flat tensors stay unchanged."""
     shapes = [(), (7,), (0, 3), (40, 9), (5, 5), (1,), (123,)]
     count = sum(torch.Size(shape).numel() for shape in shapes)
     lines = [numbers(rank, count).bfloat16() for rank in range(size)]
@@ -95,7 +95,7 @@ async def test_a_spread_is_read_and_written_piece_by_piece(size: int) -> None:
 
 @pytest.mark.parametrize("stored_count", [0, 1, 8, 60, 91, 109])
 def test_giving_up_puts_everything_back(stored_count: int) -> None:
-    """However far it has come; what was not read yet is read at once, and nothing is written any more."""
+    """A cancelled average, at any stage, reads its remaining inputs at once and writes nothing afterwards."""
     before = [numbers(0, 7), turned(numbers(1, 96).view(12, 8)), numbers(2, 6)]
     tensors = [tensor.clone() for tensor in before]
     spread = spread_over(tensors, 109)

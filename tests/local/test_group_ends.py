@@ -110,7 +110,7 @@ def test_groups_already_made_are_freed_on_cancellation() -> None:
 
 
 def test_cost_of_a_free_grows_linearly_with_the_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: each member looked at all of them at each notice, half the time of 128 simulated ranks."""
+    """Regression: each member examined all members at each notice, half the run time of 128 simulated ranks."""
     asked: list[int] = []
     left_after = MembershipLog.left_after
 
@@ -166,7 +166,7 @@ def test_freed_group_is_refused_by_name_on_every_member(seed: int) -> None:
 
 
 def test_collective_begun_before_the_free_completes() -> None:
-    """Also one whose caller was cancelled: the others count on it."""
+    """A collective whose caller was cancelled completes too, since the other members depend on it."""
 
     async def main(world: World) -> float:
         group = await ad.new_group([0, 1])
@@ -187,7 +187,7 @@ def test_collective_begun_before_the_free_completes() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_group_is_freed_as_soon_as_its_last_collective_ends(seed: int) -> None:
-    """Regression: what freed it was woken just before the collective was over, and by nothing else."""
+    """Regression: the task that frees the group was woken just before the collective ended, and never again."""
 
     async def main(world: World) -> float:
         group = await ad.new_group([0, 1])
@@ -203,7 +203,7 @@ def test_group_is_freed_as_soon_as_its_last_collective_ends(seed: int) -> None:
 
 
 def test_what_is_kept_of_models_is_bounded() -> None:
-    """Each takes a descriptor or two where memory is shared: 400 models took 427."""
+    """Each model uses one or two file descriptors in shared memory: 400 models once used 427."""
     models = [torch.nn.Linear(1, 1) for _ in range(MODEL_COUNT_MAX + 10)]
     scratch = Scratch()
     for model in models:

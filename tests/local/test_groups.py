@@ -125,7 +125,7 @@ async def test_the_difference_of_a_later_rank_is_found() -> None:
 
 
 async def test_a_leader_who_is_no_participant_compares_the_others() -> None:
-    """A reserved coordinator says nothing itself and learns what the members say."""
+    """A reserved coordinator has no options of its own and is notified of the members' options."""
     async with worlds(3) as made:
         ranks = (0, 1, 2)
         found = await outcomes(
@@ -177,7 +177,7 @@ async def test_a_rank_that_has_left_the_world_is_named(who: int) -> None:
 @pytest.mark.parametrize("objectors", [(0,), (1,), (2,), (0, 1), (2, 1), (0, 1, 2)])
 @pytest.mark.parametrize("when", ["first", "last"])
 async def test_a_member_that_objects_is_heard_by_the_others_once(objectors: tuple[int, ...], when: str) -> None:
-    """Whether they wait already or come later; the next time is as if nothing had been."""
+    """Members get the objection whether they are waiting or arrive later. The next start is not affected."""
     async with worlds(3) as made:
         ranks, others = (0, 1, 2), [world for world in made if world.rank not in objectors]
 
@@ -214,7 +214,7 @@ async def test_mistake_is_raised_on_its_rank_and_sent_to_the_others() -> None:
 
 
 def test_the_first_whose_time_is_up_ends_it_for_all() -> None:
-    """Regression: it went away without a word, and the others made a group with it."""
+    """Regression: the rank left without notifying the others, which made a group that contained it."""
 
     async def main(world: World) -> tuple[int, ...]:
         await world.sleep({0: 9, 1: 0, 2: 17}[world.rank])
@@ -230,7 +230,7 @@ def test_the_first_whose_time_is_up_ends_it_for_all() -> None:
 @pytest.mark.parametrize("late", [0, 1, 2])
 @pytest.mark.parametrize("cancelled", [0, 1, 2])
 async def test_a_cancelled_member_is_not_counted_on(cancelled: int, late: int) -> None:
-    """Regression: the others began without it, or timed out, and its next start was one ahead of theirs."""
+    """Regression: the others began without it or timed out, and its next start was one ahead of theirs."""
     ranks = (0, 1, 2)
     async with worlds(3) as made:
         for _ in range(3):
@@ -273,7 +273,7 @@ def nothing_is_kept(world: World) -> bool:
 @pytest.mark.parametrize("first", ["leaves", "objects"])
 @pytest.mark.parametrize("how", ["leaves the world", "withdraws"])
 async def test_refused_start_is_not_kept_for_members_that_never_arrive(first: str, how: str) -> None:
-    """Regression: members that had left counted as still to be told, so the leader kept such meetings."""
+    """Regression: the leader kept refused starts forever, in order to notify members that had left."""
     async with worlds(3) as made:
         ranks = (0, 1, 2)
 
@@ -298,7 +298,7 @@ async def test_refused_start_is_not_kept_for_members_that_never_arrive(first: st
 
 @pytest.mark.parametrize("how", ["leaves the world", "withdraws"])
 async def test_a_meeting_without_one_who_has_left_is_not_kept(how: str) -> None:
-    """Neither where the leader came too late for a member, which had given up and left."""
+    """A start is also forgotten if its leader arrives too late for a member that has given up and left."""
     async with worlds(3) as made:
         ranks = (0, 1, 2)
         came = asyncio.ensure_future(agree(made[2], ranks))
@@ -316,7 +316,7 @@ async def test_a_meeting_without_one_who_has_left_is_not_kept(how: str) -> None:
 
 @pytest.mark.parametrize("objector", [0, 1])
 async def test_objection_reaches_later_members_after_its_leader_left(objector: int) -> None:
-    """Regression: they were told that the leader had left, as if that had been the reason."""
+    """Regression: later members got the error that the leader had left, not the leader's objection."""
     async with worlds(3) as made:
         made[objector].agreements.object((0, 1, 2), "policy", ValueError("no"))
         await yields(5)
@@ -394,7 +394,7 @@ def test_groups_compare_by_identity() -> None:
 
 @pytest.mark.slow
 def test_what_is_said_of_a_large_group_stays_short() -> None:
-    """Ten thousand ranks named one by one are 49 KB in every message: rank 0 had 490 MB to hear before it began."""
+    """A list of ten thousand ranks takes 49 KB in every message: rank 0 once received 490 MB before it started."""
 
     async def meet(world: World) -> None:
         await world.agreements.agree(world.group.ranks, "policy", {}, timeout_s=60.0)
@@ -427,7 +427,7 @@ async def test_subjects_name_each_rank_of_the_group_all_the_same() -> None:
     ids=str,
 )
 def test_lists_that_differ_are_told_at_once(lists: dict[int, list[list[int]]]) -> None:
-    """Regression: each waited for the other for a minute, and was then told that the other had not come."""
+    """Regression: each rank waited a minute for the other, and then reported that the other had not arrived."""
 
     async def main(world: World) -> None:
         with pytest.raises(DisagreementError) as caught:
@@ -510,7 +510,7 @@ async def test_rank_lost_before_a_world_was_opened_is_known_in_it() -> None:
 
 
 def test_rank_lost_at_any_moment_of_a_start_is_named_alike() -> None:
-    """Regression: a send before the world knew of the loss raised the transport's own error."""
+    """Regression: a send just before the world was notified of the loss raised the transport's own error."""
 
     async def main(world: World) -> str:
         try:
@@ -530,7 +530,7 @@ def test_rank_lost_at_any_moment_of_a_start_is_named_alike() -> None:
 
 
 def test_start_timeout_reports_the_wait_of_the_first_to_give_up() -> None:
-    """Regression: each named its own timeout_s: 30 s, after one."""
+    """Regression: each rank's error named its own timeout_s, such as 30 s after a wait of 1 s."""
 
     async def main(world: World) -> str:
         if world.rank == 2:
@@ -546,7 +546,7 @@ def test_start_timeout_reports_the_wait_of_the_first_to_give_up() -> None:
 
 @pytest.mark.parametrize("tidies_up_s", [0.0, 1.0])
 def test_a_task_that_fails_beside_a_start_is_what_is_raised(tidies_up_s: float) -> None:
-    """Regression: the start that it cancelled was told as the failure, and came back in place of the cause."""
+    """Regression: the error was that of the start which the failing task had cancelled, not the task's own."""
 
     async def main(world: World) -> None:
         async def fail() -> None:
@@ -585,7 +585,7 @@ async def test_leader_cancelled_after_the_decision_keeps_nothing() -> None:
 
 
 def test_groups_that_are_made_together_have_tags_of_their_own() -> None:
-    """Regression: two groups that a rank's tasks asked for at once had one tag for the messages of both."""
+    """Regression: two groups that a rank's tasks made concurrently shared one tag."""
 
     async def main(world: World) -> set[int]:
         return {group.tag for group in await asyncio.gather(*map(ad.new_group, ([0, 1], [1, 0], [0, 1])))}

@@ -63,9 +63,9 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def numbers(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Of such sizes that each order of summation gives other bits, with a few that are no numbers.
+    """Return numbers whose sum differs in its bits for each order of summation, with a few NaN and infinities.
 
-    No infinities among complex ones: what torch makes of them depends on their place in a vector, by messages as well.
+    Complex numbers contain no infinities, since torch's result for them depends on their position in the vector.
     """
     generator = torch.Generator().manual_seed(seed)
     scale = 10.0 ** torch.randint(-3, 4, (count,), generator=generator)
@@ -150,13 +150,13 @@ def spread_over(spread: Bucket, tensors: Sequence[torch.Tensor]) -> Bucket:
 
 
 def views_of(spread: Bucket) -> list[torch.Tensor]:
-    """Of the only group."""
+    """Return the views that belong to the only group."""
     found = [] if spread.memory is None else list(spread.memory.views.values())
     return (found[0][1] or []) if found else []
 
 
 class Barrier:
-    """Of some ranks, which go on in an order that is drawn, each as far as it gets."""
+    """Lets ranks continue in a random order, each until its next barrier."""
 
     def __init__(self, size: int, rng: random.Random) -> None:
         self._size = size
@@ -177,9 +177,9 @@ class Barrier:
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("seed", seeds(20))
 async def test_no_rank_reads_too_early_and_none_writes_too_early(seed: int) -> None:
-    """Each rank's memory is spoilt before, and again by itself as soon as it is through, as the next call may do.
+    """Each rank's memory is overwritten before the call, and again by the rank itself right after it.
 
-    In twenty orders: with any barrier left out, or one room in place of two, some of them fail.
+    In twenty random orders: with any barrier removed, or one buffer instead of two, some of them fail.
     """
     rng = random.Random(seed)
     size, count = rng.randint(2, 4), rng.choice([20, 48, 96, 300])
@@ -234,7 +234,7 @@ async def test_a_few_bytes_are_sent_without_asking(monkeypatch: pytest.MonkeyPat
 
 
 async def test_members_map_each_other_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Again only where a member's memory is another one."""
+    """A member is mapped again only if its memory has changed."""
     async with sharing(3) as made:
         lines = [[torch.full((5,), float(rank))] for rank in range(3)]
         spreads = [spread_of(line, SharedFlatBuffers(True)) for line in lines]
@@ -337,7 +337,7 @@ def test_another_system_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_flat_tensor_and_its_buffers() -> None:
-    """Half as much for rooms, and no more than 64 MiB."""
+    """The buffers take half the size of the tensor, and at most 64 MiB."""
     mib = 1 << 20
     for flat_mib, rooms_mib in ((1, 0.5), (64, 32), (65, 64), (4096, 64)):
         assert shared_memory_reduce._memory_nbytes(flat_mib * mib // 4, torch.float32) == (flat_mib + rooms_mib) * mib
@@ -350,7 +350,7 @@ def test_a_flat_tensor_and_its_buffers() -> None:
 
 @pytest.mark.slow
 async def test_what_a_group_has_mapped_goes_with_the_group() -> None:
-    """A model that is averaged in one new group after another maps no more than in one."""
+    """A model averaged in one new group after another maps no more memory than in one group."""
     async with sharing(2) as made:
         spreads = [spread_of([torch.ones(9)], SharedFlatBuffers(True)) for _ in range(2)]
         counts = []
@@ -380,7 +380,7 @@ async def test_memory_goes_with_the_last_who_uses_it() -> None:
 
 
 def test_the_policy_that_averages_all_does_so_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: it sent every element, between processes of one host too."""
+    """Regression: the policy sent every element as a message, even between processes of one host."""
     folded: list[int] = []
     fold_on_host = collectives.fold_on_host
 

@@ -42,7 +42,7 @@ def model_of(value: float) -> nn.Module:
 
 
 async def given_up_after(seconds: float | None, call: asyncio.Future[object]) -> str:
-    """Return what came of the call: "done", "cancelled", or what it raised."""
+    """Return the outcome of the call: "done", "cancelled", or the exception that it raised."""
     try:
         await asyncio.wait_for(call, seconds)
     except TimeoutError:
@@ -54,7 +54,7 @@ async def given_up_after(seconds: float | None, call: asyncio.Future[object]) ->
 
 @pytest.mark.parametrize("goes_on", ["barrier", "training"])
 def test_members_learn_that_one_rank_gave_up_waiting_for_a_save(goes_on: str, tmp_path: Path) -> None:
-    """Regression: the members met its next call instead of the save's second helper, or waited for it."""
+    """Regression: the members waited for the save's second helper, or matched it with that rank's next call."""
 
     async def main(world: World) -> tuple[str, float]:
         if world.rank == 2:
@@ -194,7 +194,7 @@ def test_a_save_waits_for_one_that_this_rank_has_given_up(tmp_path: Path) -> Non
 
 
 def test_rank_lost_in_a_save_is_named_and_delays_no_later_save(tmp_path: Path) -> None:
-    """Regression: the others heard only of the cancelled exchange, and not of the lost rank."""
+    """Regression: the others were notified only of the cancelled exchange, and not of the lost rank."""
 
     async def main(world: World) -> str:
         try:

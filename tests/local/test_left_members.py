@@ -52,7 +52,7 @@ def test_what_a_member_has_begun_before_it_left_completes() -> None:
 
 @pytest.mark.parametrize("seed", seeds(20))
 def test_who_stops_since_another_has_failed_has_not_left(seed: int) -> None:
-    """What it says to the others may come before the failure itself."""
+    """A rank's end notice may arrive before the failure that caused its end."""
 
     async def main(world: ad.World) -> None:
         await ad.barrier()
@@ -80,7 +80,7 @@ def test_consumer_that_returns_blocks_no_producer_simulated(seed: int, caplog: p
 
 
 def test_data_of_a_collective_that_a_leaver_ends_is_not_leftover() -> None:
-    """The root computes while the others send their parts and one of them leaves; it hears of all that at once."""
+    """The root computes while the others send their parts and one of them leaves; it receives all of that at once."""
 
     async def main(world: ad.World) -> None:
         if world.rank == 0:

@@ -24,7 +24,7 @@ def policies(view: PopulationView) -> list[tuple[Row, PolicyCounters]]:
 
 
 async def train(world: ad.World, view: PopulationView | None = None) -> list[tuple[int, int, int, str]]:
-    """The last rank is the worst; rank 0 returns what is told while all train."""
+    """Train with the last rank as the worst; rank 0 returns the live counters."""
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[tuple[int, int, int, str]] = []

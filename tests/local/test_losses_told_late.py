@@ -69,7 +69,7 @@ def test_a_mesh_goes_on_while_ranks_of_other_axes_return() -> None:
 def simulate_a_loss(
     main: Callable[[World], Coroutine[Any, Any, object]], size: int, seed: int
 ) -> tuple[int, tuple[object, ...]]:
-    """Kill a drawn rank at a drawn moment; the others hear of it up to three seconds later, each at another time.
+    """Kill a random rank at a random moment; each other rank is notified up to three seconds later.
 
     Returns:
         The lost rank, and all results.

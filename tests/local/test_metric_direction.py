@@ -37,7 +37,7 @@ def made(**options: Any) -> AsyncSelectiveAveragingPolicy:
 
 
 async def replaced(world: ad.World, mode: str, given: Callable[[float], dict[str, Any]]) -> bool:
-    """Whether this rank was replaced, where rank 2 has the largest number."""
+    """Return whether this rank was replaced in a round in which rank 2 has the largest metric."""
     policy = made(average_every=5, metric_mode=mode, quorum=1.0, grace_s=30.0)
     async with policy:
         for _ in range(40):
@@ -188,7 +188,7 @@ RIGHT: dict[str, list[Callable[[SpawnPolicy], Any]]] = {
 
 
 def warnings_of(mode: str, call: Callable[[SpawnPolicy], Coroutine[Any, Any, Any]]) -> list[warnings.WarningMessage]:
-    """What a first call, and a second one, warn of."""
+    """Return the warnings of a first and of a second call."""
 
     async def main(_: ad.World) -> None:
         async with made(metric_mode=mode) as policy:
@@ -354,7 +354,7 @@ def rising_under_a_trainer(mode: Any) -> Any:
     ids=["selective", "islands", "one-sided", "replicas", "loop", "loop, no name", "trainer", "trainer, max"],
 )
 def test_a_named_loss_may_rise(main: Any, count: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Regression: the warning said that selection is upside down, and to write the step(loss=...) that was there."""
+    """Regression: the warning advised step(loss=...) to a script that already called it so."""
     with caplog.at_level(logging.WARNING):
         ad.run_local(main, ranks=4, strict=True)
     assert sum("has become worse since the start" in record.message for record in caplog.records) == count

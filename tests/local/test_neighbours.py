@@ -31,7 +31,7 @@ def small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def parties() -> Any:
-    """The ranks of one process can read each other, if they look as those of several do."""
+    """Return ranks of one process that can read each other's memory, as processes of one host can."""
     async with worlds(6) as made:
         for world in made:
             transport: Any = world.services.engine.transport
@@ -49,7 +49,7 @@ async def averaged(party: Party) -> receiver.SnapshotReceiver:
 
 
 def withdraw(party: Party, donor: int) -> None:
-    """As a donor does at the end of a round; its memory may be used for anything then."""
+    """Withdraw a snapshot as a donor does at the end of a round, after which its memory is reused."""
     party.desks[donor].withdraw(party.offers[donor])
     for tensor in party.snapshots[donor].tensors.values():
         tensor.fill_(1)
@@ -67,9 +67,9 @@ async def test_first_round_is_streamed_and_later_ones_read_alike() -> None:
 
 
 async def test_what_can_be_read_and_what_cannot_make_one_average() -> None:
-    """Rank 2 is of another host, and what rank 5 gives is out of reach, as memory that a device has pinned may be.
+    """Readable and streamed snapshots make one average: rank 2 is on a different host, rank 5's memory cannot be read.
 
-    Their answers cannot be used, and after some they are not asked for any.
+    Rank 5's memory is like memory that a device has pinned. After some useless offers, no more are requested.
     """
     async with parties() as party:
         asked: list[int] = []

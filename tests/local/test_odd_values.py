@@ -77,7 +77,7 @@ def train(
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.3}, {"averaging_strategy": "weighted_mean"}])
 def test_equal_values_stay_and_smallest_float_masks_stay_finite(policy: str, options: dict[str, Any]) -> None:
-    """Regression: a mask of ``finfo.min`` became -inf in the first round, and its ranks could give nothing."""
+    """Regression: a mask of ``finfo.min`` became -inf in the first round, after which its ranks could not be donors."""
     smallest = torch.finfo(torch.float32).min
     members = train(POLICIES[policy], lambda rank: Masked(rank, smallest), **options)
     assert len(members[0][1]) >= 3
@@ -96,7 +96,7 @@ def test_equal_values_stay_and_smallest_float_masks_stay_finite(policy: str, opt
 def test_minus_infinity_mask_does_not_keep_ranks_from_giving(
     policy: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Regression: every donor declined, in silence, for the whole run."""
+    """Regression: every donor declined silently for the whole run."""
     members = train(SELECTIVE_POLICIES[policy], lambda rank: Masked(rank, -math.inf), **options)
     assert len(members[0][1]) >= 3
     for model, infos in members:
@@ -154,7 +154,7 @@ def test_average_of_donors_with_differing_infinities_is_refused(policy: str) -> 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("spoiled", ["weights", "state", "both"])
 def test_a_rank_that_has_diverged_recovers(policy: str, momentum: float, spoiled: str) -> None:
-    """Regression: Adam's moments stayed NaN, or the mix with its own NaN did: it was replaced for ever."""
+    """Regression: Adam's moments stayed NaN, or weights mixed with NaN did, so the rank was replaced forever."""
 
     def touch(rank: int, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
@@ -200,7 +200,7 @@ class Views(nn.Module):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("momentum", [0.0, 0.25])
 def test_conjugated_and_negated_weights_are_averaged_as_values(policy: str, momentum: float) -> None:
-    """Regression: Torch writes to such views one by one, and shows no real parts of them: steps raised RuntimeError."""
+    """Regression: steps raised RuntimeError, since torch has no real view of conjugated or negated tensors."""
     members = train(POLICIES[policy], Views, momentum=momentum)
     (model, infos), expected = members[0], 1.5 if policy == "average-all" else 2.0
     assert len(infos) >= 3
@@ -220,7 +220,7 @@ def nested(*values: float, layout: torch.layout = torch.strided) -> torch.Tensor
 
 
 class Quantised(torch.Tensor):
-    """Is a moment in 8 bits with a scale, which computes nothing, as those of torchao's optimizers compute little."""
+    """Stands for an 8-bit moment with a scale, such as those of torchao's optimizers."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -272,7 +272,7 @@ NOT_FINITE: list[Callable[[], dict[str, Any]]] = [
 @pytest.mark.filterwarnings("ignore:Sparse|The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("is_finite", [True, False])
 def test_an_optimizer_s_state_of_every_kind_is_looked_over(is_finite: bool) -> None:
-    """Regression: sparse and nested tensors, and conjugated ones, raised in the step that was to take an average."""
+    """Regression: sparse, nested and conjugated tensors raised in the step that was to apply an average."""
     found = [all_finite({torch.ones(1): make()}) for make in (FINITE if is_finite else NOT_FINITE)]
     assert found == [is_finite] * len(found)
 

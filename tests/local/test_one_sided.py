@@ -34,7 +34,7 @@ MODES = ("age", "threshold", "worst_ratio")
 
 @dataclass
 class Member:
-    """What one rank of :func:`train` saw."""
+    """The observations of one rank of :func:`train`."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -63,7 +63,7 @@ def train(
     touch: Callable[[int, nn.Module], None] = lambda rank, model: None,
     **options: Any,
 ) -> list[Member]:
-    """Ranks whose weights are constant and equal to their rank, metrics too, unless told otherwise; in lockstep."""
+    """Train ranks in lockstep whose weights are constant; weights and metrics equal the rank by default."""
     barrier = asyncio.Barrier(ranks)
     kept = ledger or Ledger()
 
@@ -111,7 +111,7 @@ def test_only_the_worst_rank_becomes_the_mean_of_its_donors() -> None:
 @pytest.mark.parametrize("strategy", ["mean", "weighted_mean", "best_only"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_and_strategy_to_the_bit(mode: str, strategy: str) -> None:
-    """Weights that change in every step, random ones: each average is that of the snapshots that its donors told."""
+    """Each average equals the mean of its donors' snapshots, with random weights that change in every step."""
     ledger = Ledger()
     generators = [torch.Generator().manual_seed(rank) for rank in range(4)]
 
@@ -148,7 +148,7 @@ def test_every_mode_and_strategy_to_the_bit(mode: str, strategy: str) -> None:
 @pytest.mark.parametrize("metric_mode", ["max", "min"])
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_use_the_metric_published_with_the_snapshot(mode: str, metric_mode: str) -> None:
-    """Metrics change in every step, and no two are equal: those of any other version would give other weights."""
+    """All metrics differ and change in every step, so the metric of any other version would give other weights."""
     ledger = Ledger()
     draws = [random.Random(rank).sample(range(rank, 1 << 18, 4), 1 << 10) for rank in range(4)]
     members = train(

@@ -67,7 +67,7 @@ def test_two_policies_in_one_program_never_hear_each_other() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("leaver", [0, 3])
 def test_the_others_go_on_when_one_leaves(leaver: int) -> None:
-    """Its snapshots go with it; nobody asks it any more."""
+    """The leaver's snapshots are removed, and no rank requests them any longer."""
     ledger, lockstep = Ledger(), asyncio.Barrier(3)
 
     async def main(world: ad.World) -> list[StepInfo]:
@@ -123,7 +123,7 @@ def test_leaving_at_a_busy_moment_leaves_nothing_behind(monkeypatch: pytest.Monk
 
 
 class Died(Exception):
-    """What a rank that was lost raises, to be out of the way."""
+    """Raised on a rank that is lost, in order to end its main."""
 
 
 @pytest.mark.slow

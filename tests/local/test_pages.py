@@ -1,4 +1,4 @@
-"""What the pages show runs: every block of Python, of YAML, and every difference."""
+"""Tests that the documentation's examples run: every Python and YAML block, and every diff."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_cell_of_a_table_is_short() -> None:
 
 
 def without_code(text: str) -> str:
-    """A page without its blocks and what is set as code."""
+    """Return a page without its code blocks and inline code."""
     return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
 
 
@@ -95,7 +95,7 @@ def module(name: str) -> types.ModuleType:
 
 @pytest.mark.parametrize("page", pages.pages_with("diff"), ids=pages.name_of)
 def test_a_difference_is_an_import_and_two_lines_at_most(page: Path) -> None:
-    """And a third where the ranks of a replica need a process group or a mesh of their own."""
+    """A third line is allowed if the ranks of a replica need a process group or a mesh of their own."""
     for block in pages.blocks(page):
         if block.language == "diff":
             lines = block.text.splitlines()
@@ -107,7 +107,7 @@ def test_a_difference_is_an_import_and_two_lines_at_most(page: Path) -> None:
 
 
 def test_the_lists_of_options_are_those_of_the_policies() -> None:
-    """Regression: the page let readers give the one-sided policy all options of the other one."""
+    """Regression: the page listed options for the one-sided policy that only the selective policy has."""
     page = (pages.ROOT / "docs" / "policies.md").read_text()
     rounds, own = (section(page, f"## {title}") for title in ("Selective averaging", "Without a coordinator"))
     shared = set(re.findall(r"`(\w+)`", own.partition("shares these options")[2].partition("Its own options")[0]))
@@ -129,7 +129,7 @@ def options_of(text: str) -> set[str]:
 
 
 def test_models_of_the_integrations_begin_equal() -> None:
-    """Regression: the programs set no seed, so whoever copied one averaged unrelated weights."""
+    """Regression: the programs set no seed, so that copies of them averaged unrelated weights."""
     found = [block for block in pages.blocks(pages.ROOT / "docs" / "integrations.md") if block.language == "diff"]
     assert len(found) == 8
     for block in found:

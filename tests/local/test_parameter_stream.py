@@ -47,7 +47,7 @@ def chunk_nbytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 def silence(desk: SnapshotServer) -> None:
-    """It hears nothing any more."""
+    """Stop delivering messages to this rank."""
     desk.channel.inbox.handler = lambda envelope: None
 
 
@@ -74,7 +74,7 @@ def watch_receives(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
 
 
 def hold_grants(party: Party) -> list[Callable[[], None]]:
-    """What the donors are told waits here, for the test to let in."""
+    """Hold the donors' grants back until the test releases them."""
     held: list[Callable[[], None]] = []
     for donor in DONORS:
         channel = party.desks[donor].channel
@@ -85,7 +85,7 @@ def hold_grants(party: Party) -> list[Callable[[], None]]:
 
 
 async def test_sum_is_made_in_donor_order_for_any_order_of_answers(chunk_nbytes: int) -> None:
-    """Of a small state all donors are asked at once, and the last one answers first. Of a large one: one by one."""
+    """For a small state all donors are asked at once and the last answers first; for a large one, one by one."""
     async with worlds(6) as made:
         party = Party.of(made)
         held = hold_grants(party)
@@ -112,7 +112,7 @@ async def test_sum_is_made_in_donor_order_for_any_order_of_answers(chunk_nbytes:
 async def test_chunks_in_flight_fit_the_window_and_share_no_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However it ends: at each moment that the replacer may be cancelled at, and when nobody cancels it."""
+    """The replacer is cancelled at each possible moment, and not at all."""
     endings = set()
     for moment in range(400):
         async with worlds(6) as made:
@@ -291,7 +291,7 @@ async def test_slot_is_reused_before_its_donor_has_seen_the_abort(
 async def test_early_request_is_answered_when_the_snapshot_exists(
     chunk_nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes before the weights are known, and no more of it than the window holds; nothing is added until then."""
+    """The donor accepts requests up to the window's size before its weights are known, and sends nothing until then."""
     async with worlds(6) as made:
         party = Party.of(made, late=True)
         posted = watch_receives(made[0], monkeypatch)

@@ -112,7 +112,7 @@ def test_a_place_that_another_one_takes_first_is_not_taken_twice() -> None:
 def test_of_two_that_take_some_of_the_free_places_each_one_wins(
     moves_off: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: both were refused."""
+    """Regression: two processes that claimed free ranks at once were both refused."""
     store = job_of(["held", "free 1", "free 2"])
     store.set("place/2", "held by a rival")
     pauses: list[float] = []
@@ -144,7 +144,7 @@ class Closes:
 
 
 class Refuses:
-    """A store that cannot be connected to any more."""
+    """A store that refuses new connections."""
 
     def __init__(self, *_: object, **__: object) -> None:
         raise RuntimeError("refused")
@@ -154,7 +154,7 @@ class Refuses:
 def test_store_that_closes_during_the_call_means_the_job_is_over(
     kind: type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Regression: it said that what listens there is no store."""
+    """Regression: the error said that the address is not a store's."""
     monkeypatch.setattr("torch.distributed.TCPStore", kind)
     place_claims.main("127.0.0.1", 1, 1, VERSION)  # where nobody listens
     assert json.loads(capsys.readouterr().out) == {"error": "the job has ended"}
@@ -231,7 +231,7 @@ def test_what_cannot_be_is_one_line(
 def test_a_job_is_joined_by_its_secret_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: without one, the command believed any process that served a store with values as of a job."""
+    """Regression: without a secret, the command trusted any process that served a store with a job's values."""
     monkeypatch.setattr(environment, "secret_directories", lambda: [str(tmp_path)])
     started: list[object] = []
     monkeypatch.setattr(joining_ranks, "_start_keeper", lambda *words: started.append(words))
@@ -343,7 +343,7 @@ def test_lone_rank_starts_a_world_that_newcomers_find(store: SealedStore) -> Non
 
 
 def test_second_process_with_a_living_rank_is_refused_at_once(store: SealedStore) -> None:
-    """Regression: it waited for the others until the start was given up; they had begun long before."""
+    """Regression: the second process waited until the start timed out, though the others had begun long before."""
     begun = Process(place(0))
     newcomers._entered.clear()  # those of this process: the second one is another process
     with pytest.raises(TransportError, match=r"already has a rank 0 .* with which its world began"):
@@ -411,7 +411,7 @@ class Keeper:
 
 
 class Rank:
-    """A process of a rank that ends as it is told to."""
+    """A process of one rank, which ends when the test says so."""
 
     def __init__(self, rank: int, events: Any) -> None:
         self.rank, self.events = rank, events
@@ -431,7 +431,7 @@ class Rank:
 
 
 class Supervised:
-    """Ranks that a launcher supervises, and what it has said to the store."""
+    """Ranks that a launcher supervises, and the notices that it has written to the store."""
 
     def __init__(self, ranks: dict[int, int], count: int = 0, *, have_joined: bool) -> None:
         self.events: queue.SimpleQueue[local_ranks.Event] = queue.SimpleQueue()

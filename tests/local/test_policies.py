@@ -166,7 +166,7 @@ def test_reset_copies_fresh_weights_and_clears_the_optimizer(with_optimizer: boo
 
 @pytest.mark.parametrize("momentum", [0.25, 0.7, 1.0])
 def test_momentum_mixes_with_the_weights_of_that_moment(momentum: float) -> None:
-    """The replacer goes on changing its weights between the assignment and the application."""
+    """The replacer's weights change between the assignment and its application."""
     story = Story()
 
     lockstep = Lockstep(4)

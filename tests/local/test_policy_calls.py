@@ -68,7 +68,7 @@ def ported(policy_of: Callable[..., SpawnPolicy], numbers: list[Any], **options:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("threshold", [None, 0.5])
 def test_averaging_continues_if_iterations_restart_each_epoch(policy: str, threshold: float | None) -> None:
-    """Regression: 19, 2, 2 and 2 replacements in four epochs; 5, 0, 0 and 0 with a threshold."""
+    """Regression: four epochs had 19, 2, 2 and 2 replacements; with a threshold 5, 0, 0 and 0."""
     if threshold is not None and policy != "selective":
         pytest.skip("an option of selective averaging")
     options = {} if threshold is None else {"threshold": threshold, "cooldown": 8}
@@ -85,7 +85,7 @@ def test_iterations_may_be_of_numpy_or_tensors(policy: str, kind: Any) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_calls_at_multiples_of_the_cadence_are_due(policy: str) -> None:
-    """Regression: iteration i is due when i + 1 is a multiple: none of them ever was, without a word."""
+    """Regression: iteration i is due if i + 1 is a multiple, so calls at the multiples themselves never averaged."""
     assert len(ported(POLICIES[policy], [*range(0, 400, 10)], average_every=10)) >= 5
 
 
@@ -94,7 +94,7 @@ def test_due_steps_are_unchanged_if_no_iteration_is_skipped() -> None:
 
 
 def test_epochs_that_are_shorter_than_the_cadence_count_together() -> None:
-    """Regression: no iteration of them is due by its number: nothing was ever averaged, without a word."""
+    """Regression: no iteration number of a short epoch is due, so such scripts silently never averaged."""
     assert ported(AverageAllPolicy, [*range(5)] * 6, average_every=10) == [10, 20]
     assert ported(AverageAllPolicy, [*range(1, 8)] * 6, average_every=10) == [14, 28]
     assert ported(AverageAllPolicy, [*range(5), *range(12), *range(5), *range(12)], average_every=10) == [14, 31]
@@ -120,7 +120,7 @@ def test_what_is_no_iteration_is_refused(number: Any) -> None:
 
 @pytest.mark.parametrize("call", ["step", "ported"])
 def test_policy_whose_steps_are_never_awaited_reports_the_line(call: str) -> None:
-    """Regression: exit code 0, and no averaging for the whole run."""
+    """Regression: the run ended with exit code 0 without having averaged."""
 
     async def main(world: ad.World) -> None:
         model = Mixed(float(world.rank))
@@ -148,7 +148,7 @@ def test_a_policy_without_any_step_warns_of_nothing() -> None:
 
 @pytest.mark.parametrize("policy", ["selective", "one-sided"])
 def test_statistics_are_available_while_the_start_waits(policy: str) -> None:
-    """Regression: a task that shows them, spawned before the policy was entered, ended the job with AttributeError."""
+    """Regression: a task that read them before the policy was entered ended the job with AttributeError."""
     asked = asyncio.Event()
 
     async def main(world: ad.World) -> None:
@@ -176,7 +176,7 @@ def test_statistics_are_available_while_the_start_waits(policy: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policy_that_was_left_keeps_neither_model_nor_buffers(policy: str) -> None:
-    """Regression: each one stayed for the life of the world, with its model, snapshots and accumulators."""
+    """Regression: each policy stayed in memory until the world closed, with its model, snapshots and accumulators."""
 
     async def use(world: ad.World) -> list[weakref.ref[Any]]:
         model = Mixed(float(world.rank))
@@ -199,7 +199,7 @@ def test_policy_that_was_left_keeps_neither_model_nor_buffers(policy: str) -> No
 
 
 def test_what_a_policy_prints() -> None:
-    """Regression: a blocking one printed the address of an object in brackets of brackets."""
+    """Regression: the repr of a blocking policy showed an object's address in nested brackets."""
 
     async def main(world: ad.World) -> list[str]:
         model = Mixed(float(world.rank))
@@ -232,7 +232,7 @@ class Wrapped(nn.parallel.DistributedDataParallel):
     "policy", [pytest.param(name, marks=[pytest.mark.long] * (name != "selective")) for name in POLICIES]
 )
 def test_a_model_that_ddp_keeps_equal_is_refused(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: replicas diverged without a word. Trainers wrap models silently: the module inside is refused too."""
+    """Regression: replicas diverged silently. The module inside DDP is also refused, as trainers wrap models silently."""
     model = nn.Sequential(nn.Linear(2, 2))
     wrapped = Wrapped(model)
     for outer in (wrapped, nn.Sequential(wrapped)):
@@ -272,7 +272,7 @@ class Trainer:
 @pytest.mark.slow
 @pytest.mark.long
 def test_model_of_a_deleted_trainer_is_outside_any_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: the trainer lay in a reference cycle, and the model was refused until it was collected."""
+    """Regression: a deleted trainer in a reference cycle made its model refused until the cycle was collected."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     model = nn.Linear(2, 2)
     gc.disable()
@@ -289,7 +289,7 @@ def test_model_of_a_deleted_trainer_is_outside_any_wrapper(monkeypatch: pytest.M
 
 
 def test_a_wrapper_that_is_older_than_the_world_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launched rank takes what exists out of garbage collection, where the search saw nothing any more."""
+    """A launched rank freezes existing objects in the garbage collector, which once hid them from the search."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     model = nn.Linear(2, 2)
     wrapped = Wrapped(model)
@@ -305,7 +305,7 @@ def test_a_wrapper_that_is_older_than_the_world_is_found(monkeypatch: pytest.Mon
 @pytest.mark.slow
 @pytest.mark.long
 def test_wrappers_whose_constructor_has_not_run_are_looked_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have no modules yet, and every start of a policy raised AttributeError beside them."""
+    """Regression: every start of a policy raised AttributeError if a wrapper without modules existed."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     bare = Wrapped.__new__(Wrapped)
     half = Wrapped(nn.Linear.__new__(nn.Linear))
@@ -341,7 +341,7 @@ def test_the_process_is_searched_for_wrappers_once_at_each_start(monkeypatch: py
 @pytest.mark.parametrize("policy", ["selective", "one-sided"])
 @pytest.mark.parametrize("callback", ["on_event", "model_builder"])
 def test_averaging_continues_after_a_callbacks_caught_exception(policy: str, callback: str) -> None:
-    """Regression: a round waited for a donor's word, or a replacer's, until its time was up; one-sided for ever."""
+    """Regression: a round waited until its deadline for the rank whose callback raised, a one-sided average forever."""
 
     def build() -> nn.Module:
         return nn.Linear(2, 2)
@@ -376,7 +376,7 @@ def test_averaging_continues_after_a_callbacks_caught_exception(policy: str, cal
 
 
 def test_step_before_the_start_is_refused_at_the_call() -> None:
-    """Regression: code without coroutines called it, and heard of a coroutine in a line of this package."""
+    """Regression: blocking code got a warning about a coroutine in a line of this package."""
     model = Mixed(0.0)
     policy = AverageAllPolicy(model, sgd(model), average_every=1)
     with pytest.raises(ad.ClosedError, match=r"with asyncdist.blocking.policy\(AverageAllPolicy\(...\)\) as policy"):
@@ -433,7 +433,7 @@ def test_leaving_what_is_not_open_does_nothing(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_main_that_is_thrown_away_touches_no_weights(policy: str) -> None:
-    """The collector does that as the interpreter ends, where torch clears the tensors: a replay ended by SIGABRT."""
+    """At the interpreter's end torch clears tensors before main is collected: a replay once ended with SIGABRT."""
 
     async def main(world: ad.World) -> list[str]:
         kinds: list[str] = []

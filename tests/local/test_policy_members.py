@@ -201,10 +201,10 @@ def test_a_coordinator_that_is_cancelled_tells_its_members(caplog: pytest.LogCap
 
 
 def paced(policy_class: Any, **options: Any) -> tuple[list[int], list[int]]:
-    """Rank 1 steps about five times less often than the others.
+    """Step rank 1 about five times less often than the others.
 
-    All stop when it has taken 40 steps and has been replaced twice: in how many rounds of 40 steps it is judged in time
-    depends on which messages come first.
+    All ranks stop when rank 1 has made 40 steps and was replaced twice. The number of rounds that judge it in time
+    depends on the order in which messages arrive.
     """
     finished: list[int] = []
     replaced = [0] * 4
@@ -307,7 +307,7 @@ def test_rank_cancelled_while_leaving_still_announces_its_leave() -> None:
 
 
 def test_a_rank_that_was_replaced_since_it_was_judged_declines() -> None:
-    """The round's time was up before its Applied came, so the next decision did not know of it."""
+    """The round's deadline passed before its Applied message arrived, so the next decision did not include it."""
     lockstep = Lockstep(2)
 
     async def main(world: ad.World) -> dict[str, int]:
@@ -351,7 +351,7 @@ def test_buffer_that_may_receive_discarded_chunks_is_not_reused() -> None:
 
 
 def test_rank_that_leaves_by_its_own_exception_is_not_waited_for() -> None:
-    """It catches the exception outside and goes on without the policy; the others' rounds need every live member."""
+    """The rank catches the exception and continues without the policy; the others' rounds need every live member."""
     replaced: list[int] = []
 
     class Enough(Exception):
@@ -426,7 +426,7 @@ def test_defect_in_a_policys_task_ends_the_job_with_a_traceback(where: str, monk
 
 
 class Died(Exception):
-    """What a rank that was lost raises, to be out of the way."""
+    """Raised on a rank that is lost, in order to end its main."""
 
 
 def lose(world: ad.World, rank: int) -> None:
@@ -435,7 +435,7 @@ def lose(world: ad.World, rank: int) -> None:
 
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lost rank of this process waits for peers that cannot hear it; not for long."""
+    """Shorten the time for which a lost rank of this process waits for unreachable peers."""
     monkeypatch.setattr(runtime, "GRACE_S", 0.2)
 
 
@@ -500,9 +500,9 @@ def test_a_donor_lost_before_the_freeze_is_left_out(caplog: pytest.LogCaptureFix
 @pytest.mark.usefixtures("short_grace")
 @pytest.mark.long
 def test_replacer_keeps_its_weights_if_a_donor_is_lost_midstream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 64 bytes, each sent only when the receiver takes it: the stream is long, and 3 dies inside it.
+    """Chunks of 64 bytes make the stream long, so that rank 3 dies inside it.
 
-    More than the two windows hold leaves only when the round is frozen, so it cannot go on without 3.
+    Chunks beyond the two windows are sent only when the round is frozen, so the round cannot end without rank 3.
     """
     monkeypatch.setattr(parameter_stream.messages, "CHUNK_NBYTES", 64)
     monkeypatch.setattr(matching, "EAGER_NBYTES", 16)

@@ -24,7 +24,7 @@ from asyncdist.tensors import pytrees
 
 
 def test_the_model_is_what_jax_answers() -> None:
-    """So it stands for JAX where there are two ranks, or more than four."""
+    """The checked model stands for JAX with two ranks, and with more than four."""
     cases = jax_table.table()["reductions"]
     assert {(case["operation"], case["ranks"]) for case in cases} == {
         (operation, ranks) for operation in jax_table.OPERATIONS for ranks in (1, 3, 4)
@@ -368,7 +368,7 @@ def test_outside_any_world() -> None:
 
 @pytest.mark.parametrize("yield_count", [1, 3, 10])
 def test_cancelled_operation_ends_with_its_ranks_main(yield_count: int) -> None:
-    """It goes on in the background for as long as main does; after that it is one of a rank that has left."""
+    """A cancelled operation continues in the background until main returns; then its rank counts as having left."""
 
     async def main(world: ad.World) -> str:
         with await ad.new_mesh({"DP": 2}):

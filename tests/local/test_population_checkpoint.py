@@ -114,7 +114,7 @@ def test_a_policy_goes_on_with_its_state(kind: Any, tmp_path: Path) -> None:
 
 
 def test_resumed_rank_may_change_from_metric_to_age() -> None:
-    """Regression: it was never replaced again."""
+    """Regression: such a rank was never replaced again."""
 
     async def main(world: World) -> int:
         model, optimizer = made()
@@ -212,7 +212,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_behind_a_link_is_not_deleted(tmp_path: Path) -> None:
-    """Regression: the manifest of a checkpoint elsewhere was deleted, as of one that its user had put aside."""
+    """Regression: the manifest behind a symbolic link, in a different folder, was deleted."""
     aside, place = tmp_path / "best", tmp_path / "checkpoints"
     ad.simulate(save, place, [None], 1, ranks=1).value().rename(aside)
     place.joinpath("checkpoint-000001").symlink_to(aside)
@@ -246,7 +246,7 @@ def _with_sparse(state: dict[str, Any]) -> None:
 def test_a_whole_checkpoint_of_odd_content_changes_nothing(
     change: Callable[[dict[str, Any]], None], words: str, tmp_path: Path
 ) -> None:
-    """Regression: such a file was found out only after the model, or a part of it, had been loaded."""
+    """Regression: an invalid file was detected only after the model, or a part of it, had been loaded."""
     folder = ad.simulate(save, tmp_path, [None], ranks=1).value()
     path, manifest = folder / "rank-00000.pt", folder / "manifest.json"
     state = torch.load(path, weights_only=True)
@@ -360,7 +360,7 @@ def change_entries(folder: Path, **fields: Any) -> None:
 
 
 def put(folder: Path, state: Any, **parts: Any) -> None:
-    """Put another state in place of rank 0's, with the size and the checksum that the manifest says."""
+    """Replace rank 0's state by a different one, with the size and checksum of the manifest."""
     path = folder / "rank-00000.pt"
     whole = {**torch.load(path, weights_only=True), **state, **parts} if isinstance(state, dict) else state
     buffer = io.BytesIO()
@@ -469,7 +469,7 @@ async def newest(world: World, path: Path) -> Path:
 
 
 def test_save_on_a_full_disk_names_the_file_and_leaves_no_part(tmp_path: Path) -> None:
-    """Regression: torch reported an unexpected position, and the half file filled the disk for later saves."""
+    """Regression: torch reported an unexpected position, and the partial file filled the disk for later saves."""
     part = tmp_path / "rank-00000.pt.part"
     part.symlink_to("/dev/full")
     state = {"model": {"weight": torch.ones(1 << 16)}}

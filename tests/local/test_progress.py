@@ -96,7 +96,7 @@ async def test_until_returns_false_at_its_deadline(engine: Engine) -> None:
 
 
 async def test_a_deadline_is_judged_after_what_arrived_during_a_gap(engine: Engine) -> None:
-    """The loop was blocked for longer than the deadline; five messages lay there when it came back."""
+    """The loop was blocked past the deadline, and five messages had arrived when it resumed."""
     inlet = CountingInlet()
     engine.add_pollable(inlet)
     loop = asyncio.get_running_loop()
@@ -227,7 +227,7 @@ async def test_the_driver_completes_what_is_awaited(engine: Engine) -> None:
 
 
 async def test_the_driver_cools_down_and_a_wait_heats_it_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hot for so many quiet passes, then warm naps if nothing else runs on the loop, then a timer."""
+    """The driver polls for a number of idle passes, then sleeps briefly if the loop is idle, then uses a timer."""
     naps = 0
 
     def nap(seconds: float) -> None:

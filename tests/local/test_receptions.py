@@ -27,7 +27,7 @@ KEY = "asyncdist/running"
 
 
 class Process:
-    """One process's reception, and what it was told."""
+    """One process's reception, and the notices that it has received."""
 
     def __init__(self, common: Any, rank: int, incarnation: int, name: str) -> None:
         self.rank = rank
@@ -70,7 +70,7 @@ def pair(common: SealedStore) -> Iterator[list[Process]]:
 def test_a_value_that_an_outsider_deletes_ends_no_admissions(
     common: SealedStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Regression: the thread that admits newcomers ended where a value was gone that it had just seen."""
+    """Regression: the thread that admits new processes ended if a value was deleted just after it was seen."""
     get, failed = SealedStore.get, []
 
     def fail_once(self: SealedStore, key: str) -> bytes:
@@ -92,7 +92,7 @@ def test_a_value_that_an_outsider_deletes_ends_no_admissions(
 def test_the_name_of_the_world_is_written_again(
     change: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: no rank joined a job any longer once another user had deleted that value of the store."""
+    """Regression: no rank could join a job after another user had deleted that value of the store."""
     monkeypatch.setattr(newcomers, "_LOOKS_PER_RENEWAL", 1)
     plain = HashStore()
     job = SealedStore(plain, JobSecret(b"the secret of a job")).part("asyncdist")

@@ -211,7 +211,7 @@ def test_priorities_travel_and_can_be_changed() -> None:
 @pytest.mark.parametrize("seed", seeds(10))
 @pytest.mark.parametrize("size", [1, 4000])
 def test_cancelled_requests_leave_nothing_behind(seed: int, size: int) -> None:
-    """Each is stored whole or not at all; ``strict`` names what is left over."""
+    """Each request is stored whole or not at all; ``strict`` reports any leftovers."""
 
     async def client(world: ad.World, buffer: ReplayBuffer) -> int:
         done = 0

@@ -24,7 +24,7 @@ from protocols.replay_buffer import messages, server as replay_server
 @pytest.mark.parametrize("seed", seeds(10))
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_draw_fails_when_those_who_add_have_left(seed: int, dies: bool) -> None:
-    """Two learners ask for more than will ever come; one actor leaves, the other one leaves or dies."""
+    """Two learners wait for more items than the actors add before one leaves and the other leaves or dies."""
 
     async def client(world: ad.World, buffer: ReplayBuffer) -> int:
         if world.rank in (0, 1):
@@ -46,7 +46,7 @@ def test_a_draw_fails_when_those_who_add_have_left(seed: int, dies: bool) -> Non
 
 @pytest.mark.parametrize("seed", seeds(10))
 def test_a_client_that_leaves_is_not_kept_by_its_own_draw(seed: int) -> None:
-    """While it is in the block its other tasks may add; when it leaves, what they still add comes first."""
+    """Other tasks of the client may add while it is in the block, and their items are sent before it leaves."""
     draws: list[asyncio.Task[Any]] = []
 
     async def client(world: ad.World, buffer: ReplayBuffer) -> None:
@@ -144,7 +144,7 @@ def test_what_one_stay_left_behind_does_not_answer_the_next_one(seed: int) -> No
 @pytest.mark.parametrize("seed", seeds(10))
 @pytest.mark.parametrize("fails", [False, True])
 def test_leaving_while_large_items_come(seed: int, fails: bool) -> None:
-    """In order, the block waits for the draw; by an exception, the draw is told. ``strict`` names a slot left over."""
+    """A normal exit waits for the draw, an exception cancels it. ``strict`` reports a slot that is left over."""
 
     async def client(world: ad.World, buffer: ReplayBuffer) -> int:
         await buffer.add(torch.zeros(50_000, 2))
@@ -176,7 +176,7 @@ def test_leaving_while_large_items_come(seed: int, fails: bool) -> None:
 
 
 def test_large_add_of_a_client_that_left_blocks_no_rank() -> None:
-    """The server's grant comes to a block that has been left by an exception; the server once waited for its answer."""
+    """Regression: the server's grant arrived after an exception had left the block, and the server waited forever."""
 
     async def main(world: ad.World) -> Any:
         if world.rank == 0:
@@ -199,7 +199,7 @@ def test_large_add_of_a_client_that_left_blocks_no_rank() -> None:
 
 
 def test_draw_does_not_wait_for_a_large_add_without_a_grant() -> None:
-    """The server hears of the add and of the leaving in one pass; it once took the add to be under way for ever."""
+    """Regression: the server received the add and the client's end in one pass, and waited for the add forever."""
 
     async def main(world: ad.World) -> Any:
         if world.rank == 0:
@@ -221,7 +221,7 @@ def test_draw_does_not_wait_for_a_large_add_without_a_grant() -> None:
 
 @pytest.mark.slow
 def test_draw_that_a_server_no_longer_grants_is_told_of_the_end() -> None:
-    """The client's grant comes when the server has been cancelled; the client once waited for its items for ever."""
+    """Regression: the client's grant arrived at a cancelled server, and the client waited for its items forever."""
 
     async def main(world: ad.World, until_s: float) -> None:
         if world.rank == 0:
@@ -242,10 +242,10 @@ def test_draw_that_a_server_no_longer_grants_is_told_of_the_end() -> None:
 @pytest.mark.parametrize("row_count", [1, 100_000])
 @pytest.mark.parametrize("on", [ad.run_local, ad.simulate])
 def test_clients_of_a_server_that_gives_up_are_told_why(on: Any, row_count: int) -> None:
-    """With an error of another rank's, so that a job that ends with it shows the traceback of the cause alone.
+    """Clients get the error as one of another rank, so that the job shows only the traceback of the cause.
 
-    What ``score`` raised of a large batch, which comes as a stream, was raised in a task of the server's and ended the
-    job, where that of a small one could be caught.
+    Regression: an exception of ``score`` on a large, streamed batch was raised in a server task and ended the job,
+    although the same exception on a small batch could be caught.
     """
 
     async def main(world: ad.World) -> None:
@@ -297,7 +297,7 @@ def test_lone_client_that_added_nothing_does_not_await_itself(seed: int) -> None
 
 @pytest.mark.parametrize("seed", range(5))
 def test_draws_that_all_clients_await_warn_once_and_deadlock(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Regression: it was a silent hang: everybody in ``sample``, and nobody left to add."""
+    """Regression: all clients hung silently in ``sample``, with none left to add."""
 
     async def client(world: ad.World, buffer: ReplayBuffer) -> None:
         await buffer.add(torch.zeros(5, 2))
@@ -457,7 +457,7 @@ def test_room_granted_to_a_cancelled_request_serves_the_next() -> None:
 
 
 def test_a_request_that_could_not_be_sent_is_not_waited_for() -> None:
-    """Regression: it kept its room, and leaving the block waited for its answer for ever."""
+    """Regression: such a request kept its slot, and leaving the block waited for its answer forever."""
 
     async def client(world: ad.World, buffer: ReplayBuffer) -> list[int]:
         wide = {f"a column with a long name, number {number}": torch.zeros(1) for number in range(3000)}
@@ -503,7 +503,7 @@ def trained_beside(server: int, *, is_policy_outside: bool) -> Any:
 @pytest.mark.parametrize("is_policy_outside", [True, False])
 @pytest.mark.parametrize("server", [0, 2])
 def test_a_policy_of_all_ranks_beside_a_server_is_refused(server: int, is_policy_outside: bool) -> None:
-    """Regression: the start waited for 60 s, and its error did not name the cure."""
+    """Regression: the start waited for 60 s, and its error did not name the remedy."""
     main = trained_beside(server, is_policy_outside=is_policy_outside)
     assert max(ad.simulate(main, ranks=3, seed=1, strict=True).results) < 5.0
 

@@ -23,7 +23,7 @@ class Wrapped(nn.parallel.DistributedDataParallel):
 
 
 def start(monkeypatch: pytest.MonkeyPatch, groups: list[list[int] | None], size: int = 4, **options: Any) -> None:
-    """Start on four ranks, whose DDP is over ``groups``, where torch.distributed has ``size`` ranks."""
+    """Start a policy on four ranks with DDP over ``groups``; torch.distributed has ``size`` ranks."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: ad.current_world().rank % size)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: size)

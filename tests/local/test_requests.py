@@ -123,7 +123,7 @@ async def test_a_defect_in_a_transport_loses_no_other_request(engine: Engine) ->
 
 @pytest.mark.parametrize("completes", [True, False], ids=["would complete in that pass", "never completes"])
 async def test_request_disowned_by_a_completion_leaves_its_pass(engine: Engine, completes: bool) -> None:
-    """Regression: it went on being tested and counted, so that the end of the rank waited for it."""
+    """Regression: the request was still tested and counted, so that the rank's end waited for it."""
     told: list[str] = []
     before, failing, after = ScriptedRequest(), ScriptedRequest(), ScriptedRequest()
 

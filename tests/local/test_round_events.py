@@ -52,5 +52,5 @@ def test_donors_and_replacers_observe_a_round_from_start_to_end() -> None:
 
 
 def kinds(told: list[Any], number: int) -> list[type]:
-    """Of the events of a round."""
+    """Return the types of one round's events, in order."""
     return [type(event) for event in told if event.round == number]

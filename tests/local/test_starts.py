@@ -43,7 +43,7 @@ async def test_group_cancelled_at_any_moment_exists_on_all_or_none(moment: int, 
 
 
 async def test_leader_cancelled_after_an_objection_keeps_nothing() -> None:
-    """Regression: the leader objected to a start that was over, and kept that for members already told."""
+    """Regression: the leader objected to a start that was over, and kept the objection for members already notified."""
     async with worlds(2) as (leader, member):
         starting = asyncio.ensure_future(leader.new_group([0, 1]))
         await yields(5)
@@ -58,14 +58,14 @@ async def test_leader_cancelled_after_an_objection_keeps_nothing() -> None:
 
 
 def late_verdict(main: Callable[[World], Any]) -> Any:
-    """Run it on two ranks; what rank 0 says first, its verdict, comes after 20 s."""
+    """Run ``main`` on two ranks; rank 0's first message, which carries its decision, is delayed by 20 s."""
     report = simulate(main, ranks=2, faults=[Delay(source=0, dest=1, number=1, duration_s=20)], strict=True)
     report.check_faults()
     return report.results
 
 
 def test_timed_out_members_of_a_late_go_still_make_the_group() -> None:
-    """Regression: the one went away, and rank 0 was alone in a collective start."""
+    """Regression: the member that had timed out left, and rank 0 was alone in a collective start."""
 
     async def main(world: World) -> tuple[str, float]:
         try:
@@ -187,7 +187,7 @@ def test_what_main_waits_for_in_a_start_is_said() -> None:
 
 
 def test_start_that_waits_for_a_late_rank_delays_no_other_start() -> None:
-    """Regression: rank 1 finished the first one before it came to the second, and rank 2 waited for a minute."""
+    """Regression: rank 1 finished its first start before the second, for which rank 2 waited a minute."""
 
     async def main(world: World) -> float:
         if world.rank == 0:
@@ -245,7 +245,7 @@ async def enter_mesh(world: World) -> None:
 
 
 async def pair(world: World) -> Group:
-    """The group of ranks 1 and 2, before rank 1 goes on to wait for rank 0."""
+    """Make the group of ranks 1 and 2, before rank 1 waits for rank 0."""
     group = await world.new_group([1, 2])
     if world.rank == 1:
         world.spawn(world.new_group([0, 1]))
@@ -255,7 +255,7 @@ async def pair(world: World) -> Group:
 
 @pytest.mark.parametrize("start", [enter_average_all, enter_mesh])
 def test_start_with_a_group_does_not_wait_for_other_groups_ranks(start: Any) -> None:
-    """Regression: it waited behind that group until its time was up."""
+    """Regression: the start waited for the other group until it timed out."""
 
     async def main(world: World) -> float:
         if world.rank == 0:
@@ -270,7 +270,7 @@ def test_start_with_a_group_does_not_wait_for_other_groups_ranks(start: Any) -> 
 
 
 def test_policy_is_not_reentered_while_an_abandoned_start_waits() -> None:
-    """Regression: both starts went on, and the first one's end closed the policy of the second."""
+    """Regression: both starts continued, and the end of the first closed the policy of the second."""
 
     async def main(world: World) -> list[str]:
         model = torch.nn.Linear(1, 1)
@@ -318,7 +318,7 @@ def test_a_policy_that_could_not_be_started_may_be_entered_again() -> None:
 
 @pytest.mark.parametrize("moment", range(1, 5))
 def test_policy_cancelled_while_leaving_keeps_no_model(moment: int) -> None:
-    """Regression: what is kept between its averages, twice the model, stayed for as long as the model lived."""
+    """Regression: the policy's buffers, twice the model's size, stayed in memory as long as the model."""
 
     async def main(world: World) -> int:
         model = torch.nn.Linear(1, 1)
@@ -342,7 +342,7 @@ def test_policy_cancelled_while_leaving_keeps_no_model(moment: int) -> None:
 
 
 def test_members_stay_in_step_after_a_model_change_in_a_step() -> None:
-    """Regression: they waited for its next step, and were one behind it from then on."""
+    """Regression: the other members waited for its next step, and were one step behind from then on."""
 
     async def main(world: World) -> list[str]:
         model = torch.nn.Linear(2, 2)
@@ -363,7 +363,7 @@ def test_members_stay_in_step_after_a_model_change_in_a_step() -> None:
 
 
 def test_members_learn_of_a_timeout_within_a_part_of_a_start() -> None:
-    """Regression: it left the start in the middle, and the others waited for it in their first step for ever."""
+    """Regression: a rank abandoned the start halfway, and the others waited for it in their first step forever."""
 
     async def main(world: World, moment_s: float) -> str:
         told = "averaged"

@@ -124,7 +124,7 @@ async def test_a_stopped_sender_answers_with_the_abort() -> None:
 
 @pytest.mark.parametrize("taken", [0, 1, 3, 5, 9])
 async def test_a_receiver_that_gives_up_discards_until_the_answer(taken: int) -> None:
-    """Whatever the moment, the slot comes back and the next stream on it is whole."""
+    """At any moment of cancellation, the slot is released and the next stream in it is complete."""
     async with engines(2) as (_, made):
         slots = Slots(made[1])
         told: list[int] = []
@@ -163,7 +163,7 @@ async def test_a_receiver_that_gives_up_discards_until_the_answer(taken: int) ->
 
 
 async def test_slots_are_taken_lowest_first_in_the_same_time_each() -> None:
-    """Regression: thousands of streams at once took a time that grew with the square of their number."""
+    """Regression: the time for thousands of concurrent streams grew with the square of their number."""
 
     def duration(count: int) -> float:
         slots = Slots(made[0])

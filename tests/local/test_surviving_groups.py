@@ -32,7 +32,7 @@ def test_all_who_live_come_to_the_same_group(seed: int) -> None:
 
 
 async def together(world: World) -> tuple[int, ...]:
-    """Until nobody is lost any more."""
+    """Make groups of the survivors and reduce in them until no more ranks are lost."""
     group = world.group
     ends_at = 10.0
     while world.time() < ends_at:
@@ -82,7 +82,7 @@ def test_what_is_no_group_is_refused() -> None:
 
 
 def test_tasks_that_lose_a_rank_get_no_other_tasks_group() -> None:
-    """Regression: both tasks had a list of the same ranks, and each got the group asked for first."""
+    """Regression: both tasks listed the same ranks, and each got the group that was requested first."""
 
     async def job(world: World, group: ad.Group, value: float) -> float:
         with pytest.raises(RankLostError):
@@ -104,7 +104,7 @@ def test_tasks_that_lose_a_rank_get_no_other_tasks_group() -> None:
 
 
 def test_a_rank_is_told_of_a_loss_by_a_leader_that_has_not_come() -> None:
-    """Regression: it waited for the leader, which had heard of the loss earlier and went on without the lost rank."""
+    """Regression: the rank waited for the leader, which knew of the loss earlier and resumed without the lost rank."""
 
     async def main(world: World) -> float:
         if world.rank == 1:
@@ -118,7 +118,7 @@ def test_a_rank_is_told_of_a_loss_by_a_leader_that_has_not_come() -> None:
 
 
 def test_member_that_dies_in_a_start_may_leave_some_a_group() -> None:
-    """Of these some then asked for the survivors of that group, and the others for those of the one before."""
+    """Some members then asked for the survivors of the new group, and others for those of the previous group."""
 
     async def main(world: World) -> tuple[int, ...]:
         if world.rank == 4:

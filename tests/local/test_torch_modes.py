@@ -36,7 +36,7 @@ def autocast_loses_gradients() -> bool:
 
 
 def walk(seed: int) -> Iterator[Any]:
-    """Enter and leave modes at random; before each step what computing shows of them."""
+    """Enter and leave torch modes at random, and record the active modes before each step."""
     draw = random.Random(seed)
     weight = torch.nn.Parameter(torch.ones(2, 2))
     stacks: list[ExitStack] = []
@@ -85,7 +85,7 @@ def test_every_simulated_rank_sees_what_it_would_see_alone() -> None:
 
 @pytest.mark.parametrize("name", ["no_grad", "inference", "autocast"])
 def test_the_last_to_leave_leaves_nothing_behind(name: str) -> None:
-    """Two ranks leave a mode in the order in which they entered it, the second restoring what the first had set."""
+    """Two ranks leave a mode in the order of entry, so the second restores what the first had set."""
 
     async def main(world: ad.World) -> None:
         for turn in range(2):

@@ -67,7 +67,7 @@ def test_an_infinite_threshold_acts_always_or_never(threshold: float | None) -> 
 
 @pytest.mark.parametrize("kind", ["selective", "fast", "all"])
 def test_policy_of_the_training_ranks_with_an_idle_rank(kind: str) -> None:
-    """Regression: the first call looked at ``group`` after it had begun a start of all ranks."""
+    """Regression: the first call checked ``group`` only after it had begun a start of all ranks."""
 
     def main(world: ad.blocking.World) -> Any:
         context = torchgfn.initialize_distributed_compute("gloo", num_remote_buffers=1, num_agent_groups=2)
@@ -171,7 +171,7 @@ def test_other_things_are_no_groups() -> None:
 
 
 def containers(env: Any, count: int) -> Any:
-    """Return what a model samples."""
+    """Return ``count`` random terminal states in a StatesContainer."""
     from gfn.containers.states_container import StatesContainer
 
     states = env.states_from_batch_shape((count,), random=True)

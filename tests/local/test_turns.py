@@ -48,7 +48,7 @@ def test_groups_that_tasks_ask_for_in_any_order_are_made() -> None:
 
 @pytest.mark.parametrize("leaders", [([0, 1], [1, 0]), ([1, 0], [0, 1])], ids=str)
 def test_ranks_that_wait_for_a_leader_that_has_not_come_go_on(leaders: tuple[list[int], list[int]]) -> None:
-    """Regression: each waited for the verdict of the other in the group that it leads itself, for a minute."""
+    """Regression: each rank waited a minute for the decision of a group that the other rank leads."""
 
     async def main(world: World) -> float:
         lists = leaders if world.rank == 0 else leaders[::-1]
@@ -114,7 +114,7 @@ def test_a_start_that_is_postponed_may_be_given_up_at_any_moment(rank: int, how:
 
 @pytest.mark.parametrize("blocked_s", [2, 20])
 def test_rank_blocked_past_its_timeout_gets_the_others_group(blocked_s: float) -> None:
-    """Regression: it was told that some had not finished other starts, and the others had a group without it."""
+    """Regression: its error said that some ranks had not finished other starts; the others had a group without it."""
 
     async def main(world: World, moment_s: float) -> str:
         if world.rank == 0:
@@ -131,7 +131,7 @@ def test_rank_blocked_past_its_timeout_gets_the_others_group(blocked_s: float) -
 
 
 def test_policies_entered_in_overlapping_groups_all_start() -> None:
-    """Regression: the policies' groups were asked for in another order on each rank."""
+    """Regression: the policies' groups were requested in a different order on each rank."""
 
     async def train(world: World, group: ad.Group, kind: Any, value: float) -> float:
         model = torch.nn.Linear(1, 1, bias=False)
@@ -157,9 +157,9 @@ def test_policies_entered_in_overlapping_groups_all_start() -> None:
 
 
 def test_tasks_that_make_groups_in_turn_do_not_await_each_other() -> None:
-    """Regression: in a third of these runs ranks were told that each waits for the other, or their time was up.
+    """Regression: a third of these runs timed out, or reported that ranks wait for each other.
 
-    A rank was in a group that the others were to make after another one, and for that one they waited for this rank.
+    A rank waited in a group that the others were to make after a second one, in which they waited for this rank.
     """
 
     def sequences(rng: random.Random) -> list[list[tuple[int, ...]]]:

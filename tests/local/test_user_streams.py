@@ -44,7 +44,7 @@ async def test_a_grant_is_answered_in_the_pass_that_brings_it() -> None:
 
 
 async def test_send_cancelled_before_its_grant_arrived_answers_it() -> None:
-    """Regression: its stream had begun; nobody ran it, and the receiver would have waited for the rest for ever."""
+    """Regression: the stream had begun but nothing sent it, and the receiver would have waited forever."""
     async with worlds(2) as (sender, receiver):
         sending, receiving = await grant_that_has_come(sender, receiver)
         sending.cancel()
@@ -61,7 +61,7 @@ async def test_send_cancelled_before_its_grant_arrived_answers_it() -> None:
 async def test_thousand_waiting_chunks_are_taken_in_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Regression: each of them posted the receive of the next from within its own arrival, as deep as Python goes."""
+    """Regression: each arrival posted the next receive recursively, up to Python's recursion limit."""
     monkeypatch.setattr(streams, "USER_CHUNK_NBYTES", 1)
     async with worlds(2) as (sender, receiver), asyncio.timeout(60):
         tensors = torch.ones(2000, dtype=torch.uint8), torch.zeros(2000, dtype=torch.uint8)

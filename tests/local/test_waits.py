@@ -41,7 +41,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_task_that_reads_a_channel_for_ever_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Regression: it held the end of the job without a word."""
+    """Regression: such a task kept the job from ending, silently."""
 
     async def main(world: ad.World) -> None:
         channel = world.channel(Note, tag=100)
@@ -367,7 +367,7 @@ def test_only_a_main_that_waits_without_an_end_is_reported(
 def test_a_wait_for_tasks_goes_on_to_what_these_wait_for(
     work: Work, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Regression: the line of main said nothing of theirs, and a barrier was called all_gather."""
+    """Regression: main's line did not show what its tasks wait for, and a barrier was called all_gather."""
 
     async def main(world: ad.World) -> None:
         channel = world.channel(Note, tag=100)
@@ -413,7 +413,7 @@ def test_by_default_a_stuck_collective_is_reported_but_no_server(
 def test_the_user_of_a_job_says_how_long_a_main_may_wait(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """``asyncdist run --stall-s 0.05`` sets the variable; what the program says comes first."""
+    """``asyncdist run --stall-s 0.05`` sets the variable; the program's own value has priority."""
 
     async def main(world: ad.World) -> None:
         never = asyncio.Event()
@@ -477,7 +477,7 @@ def test_main_that_waits_forever_is_ended_if_requested() -> None:
 
 
 def test_a_stall_is_no_timeout_of_the_wait_itself() -> None:
-    """Regression: a loop over receive(timeout_s=...) took it for one, and went round and round."""
+    """Regression: a loop over receive(timeout_s=...) caught the stall error as its own timeout, and never ended."""
     rounds = 0
 
     async def main(world: ad.World) -> None:

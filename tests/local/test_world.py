@@ -61,7 +61,7 @@ def plain(world: ad.World) -> None:
 
 @pytest.mark.parametrize("way", ["run", "run_local", "simulate"])
 async def test_ranks_are_hosted_inside_a_running_loop_as_outside(way: str) -> None:
-    """As in a cell of a notebook: with its context variables and torch modes, which stay what they are there."""
+    """Inside a running loop, as in a notebook, ranks share its context variables and torch modes, and change none."""
     setting = contextvars.ContextVar("setting", default="outside")
 
     async def main(world: ad.World, number: int) -> tuple[Any, ...]:
@@ -224,7 +224,7 @@ async def test_notebook_shows_no_exception_group() -> None:
 
 
 async def _hosts(main: Any, ranks: int) -> list[Any]:
-    """What each rank of a hub on this loop returns or raises."""
+    """Return each rank's value or exception, of a hub on this loop."""
     hub = LocalHub(ranks)
     outcomes = await asyncio.gather(*(host_rank(main, (), hub.transport(rank)) for rank in range(ranks)))
     return [outcome.error or outcome.value for outcome in outcomes]
@@ -470,7 +470,7 @@ def test_ranks_that_end_early_do_not_end_the_others() -> None:
 def test_signal_while_main_blocks_until_its_return_is_raised(
     number: signal.Signals, ends: type[BaseException], ranks: int
 ) -> None:
-    """Regression: one rank returned its value: in a notebook, or in a script's loop over runs, Ctrl-C had no effect."""
+    """Regression: a job of one rank returned its value: Ctrl-C had no effect in a notebook or a loop over runs."""
 
     async def main(world: ad.World) -> int:
         if world.rank == 0:
@@ -536,7 +536,7 @@ def test_time_passes_within_a_millisecond() -> None:
 
 @pytest.mark.parametrize(("ranks", "host_count"), [(3, 1), (5, 2), (20, 3)])
 def test_ranks_know_who_shares_a_host(ranks: int, host_count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks learn it when they meet; where there is one host there is nothing to know."""
+    """Ranks exchange their hosts when they connect, unless there is only one host."""
 
     async def main(world: ad.World) -> Sequence[int] | None:
         return world.services.hosts
