@@ -232,7 +232,7 @@ class Wrapped(nn.parallel.DistributedDataParallel):
     "policy", [pytest.param(name, marks=[pytest.mark.long] * (name != "selective")) for name in POLICIES]
 )
 def test_a_model_that_ddp_keeps_equal_is_refused(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: replicas diverged silently. The module inside DDP is also refused, as trainers wrap models silently."""
+    """Regression: replicas diverged silently. DDP's inner module is refused too, as trainers wrap models silently."""
     model = nn.Sequential(nn.Linear(2, 2))
     wrapped = Wrapped(model)
     for outer in (wrapped, nn.Sequential(wrapped)):
