@@ -57,10 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     report.add_to(functools.partial(commands.add_parser, allow_abbrev=False))
     commands.add_parser(
         "doctor",
-        help="show what is detected here and why, and problems with their cures",
+        help="show the detected set-up, problems, and how to fix them",
         description=(
-            "Show what is detected here and why, and problems with their cures. The command also runs under a "
-            "launcher, as in mpirun -n 2 asyncdist doctor. The exit code is 0 if there are no problems, else 1."
+            "Show the detected launcher, transport and libraries, problems, and how to fix them. The command also runs "
+            "under a launcher, as in mpirun -n 2 asyncdist doctor. The exit code is 0 if there are no problems, else 1."
         ),
         allow_abbrev=False,
     )
@@ -79,8 +79,8 @@ def _parser() -> argparse.ArgumentParser:
         help="show what the ranks of a running job wait for, and at which line of the program",
         description=(
             "Show what each rank of a running job on this host waits for, for which ranks, since when and at which "
-            "line of the program. The ranks are not disturbed. kill -USR1 PID makes one rank print its own story. For "
-            "a recorded job (--record DIR), show what each rank did last."
+            "line of the program. The ranks are not disturbed. kill -USR1 PID makes one rank print this report. For "
+            "a recorded job (--record DIR), show the last actions of each rank."
         ),
         allow_abbrev=False,
     )
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     init.add_argument(
-        "flavour", choices=_STARTERS, help="the library that the script trains with, or a custom protocol"
+        "flavour", choices=_STARTERS, help="the trainer of the script, or protocol for messages of your own"
     )
     init.add_argument(
         "path", nargs="?", default="train.py", help="the file to write, which must not exist yet (default: train.py)"
@@ -171,12 +171,12 @@ def _add_lives(run: _Parser) -> None:
         "--places",
         type=count,
         metavar="N",
-        help="with --transport torch: the world has places for N ranks, which may join later, see --join",
+        help="with --transport torch: size of the world; ranks can later join the empty places, see --join",
     )
     run.add_argument(
         "--join",
         metavar="HOST:PORT",
-        help="join a job of --places, at the address that it printed, with -n RANKS (default: 1) in free places",
+        help="join a job that was started with --places, at the address that it printed, with -n RANKS (default: 1)",
     )
 
 
@@ -194,16 +194,16 @@ def _add_watching(run: _Parser) -> None:
         "--record",
         type=folder,
         metavar="DIR",
-        help="record in this folder what each rank does; see record in asyncdist.run",
+        help="write a recording of each rank into this folder; see the argument record of asyncdist.run",
     )
     run.add_argument(
         "--metrics",
         action="append",
         metavar="PORT|SINK",
         help="destination of the ranks' counters: a port for Prometheus, tensorboard:DIR, wandb or opentelemetry; "
-        "see metrics in asyncdist.run",
+        "see the argument metrics of asyncdist.run",
     )
-    run.add_argument("--live", action="store_true", help="show a table below the output with what each rank does")
+    run.add_argument("--live", action="store_true", help="show a table of all ranks below the output")
     run.add_argument("--prefix", action="store_true", help="begin each line of a rank with its number, as in [0]")
 
 
@@ -215,8 +215,8 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
             "asyncdist sim script.py --ranks RANKS [--seed SEED] [--faults FILE] [--until-s SECONDS]\n"
             "                     [--record DIR] [--explore COUNT [--processes P]] [arguments]"
         ),
-        description="Run a script on simulated ranks in this process: its asyncdist.run becomes asyncdist.simulate.",
-        epilog="Words after --, or from the first one that is not an option here, are passed to the script unchanged.",
+        description="Run a script on simulated ranks in this process; asyncdist.run then calls asyncdist.simulate.",
+        epilog="Arguments after --, or from the first one that is not an option of this command, go to the script.",
         allow_abbrev=False,
     )
     sim.add_argument("script", help="a Python script that calls asyncdist.run once")
@@ -236,13 +236,13 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--until-s",
         type=seconds,
         metavar="SECONDS",
-        help="limit of virtual time: a run that reaches it fails, and shows where each rank is (default: none)",
+        help="limit of virtual time: a run that reaches it fails and shows the wait of each rank (default: none)",
     )
     sim.add_argument(
         "--record",
         type=folder,
         metavar="DIR",
-        help="record in this folder what each rank does, for asyncdist report; with --explore, record the failing seed",
+        help="write a recording for asyncdist report into this folder; with --explore, record only the failing seed",
     )
     sim.add_argument("--explore", type=count, metavar="COUNT", help="run COUNT seeds, from --seed on, until one fails")
     sim.add_argument(
@@ -256,15 +256,15 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
 def _add_replay(commands: argparse._SubParsersAction[_Parser]) -> None:
     replay = commands.add_parser(
         "replay",
-        help="replay a recorded job in the simulator: each rank receives what it received then",
+        help="repeat a recorded job in the simulator, with the recorded messages",
         usage="asyncdist replay DIR [--job JOB] [--rank RANK --pdb | --to-test FILE] [script.py [arguments]]",
         description="Replay a recorded job on simulated ranks, with the same decisions and the same weights.",
         epilog="Script and arguments default to the recorded ones.",
         allow_abbrev=False,
     )
-    replay.add_argument("folder", metavar="DIR", help="the folder that --record was given")
+    replay.add_argument("folder", metavar="DIR", help="the folder that was passed to --record")
     replay.add_argument("--job", help="the job, if the folder has recordings of several")
-    replay.add_argument("--rank", type=whole, help="the rank in which --pdb stops (default: 0)")
+    replay.add_argument("--rank", type=whole, help="the rank that --pdb debugs (default: 0)")
     replay.add_argument("--pdb", action="store_true", help="stop in a debugger, on the first line of the rank's main")
     replay.add_argument("--to-test", metavar="FILE", help="write a pytest file that replays a copy of the recording")
     replay.add_argument("script", nargs="?", help="the script that was recorded")

@@ -95,8 +95,8 @@ def trend_warning(policy: str, metric_mode: str, wrong: tuple[float, float]) -> 
     meaning, word = ("larger", "loss") if metric_mode == "max" else ("smaller", "score")
     return (
         f"{policy}: metric_mode={metric_mode!r} means that a {meaning} metric is better, but the best rank's metric "
-        f"has become worse since the start, from {first:g} to {last:g}. If the metric is a {word}, the worst ranks are "
-        f"averaged into the best: write step({word}=...). Otherwise all ranks become worse"
+        f"has become worse since the start, from {first:g} to {last:g}. If the metric is a {word}, pass it as "
+        f"step({word}=...), because the worst ranks are used as donors. Otherwise all ranks have become worse"
     )
 
 

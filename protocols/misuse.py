@@ -100,9 +100,9 @@ def warn_of_first_weights(marks: Sequence[int]) -> None:
     if len(marks) > 1:
         logger.warning(
             "the ranks of a policy begin with different weights, and the mean of such models is usually meaningless: "
-            "call torch.manual_seed(seed) with the same seed on all ranks before the model is made, or load the same "
-            "weights everywhere, or use selective averaging with averaging_strategy='best_only'. Models that began "
-            "equal and were trained before, as those of a checkpoint, may differ"
+            "call torch.manual_seed(seed) with the same seed on all ranks before the model is created, or load the "
+            "same weights everywhere, or use selective averaging with averaging_strategy='best_only'. Ignore this "
+            "warning if the models began equal and have been trained since, for example before a checkpoint"
         )
 
 

@@ -50,8 +50,8 @@ class OwnState:
         if name is not None and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%r holds values that are not finite: this rank gives its weights to no other while that is so. "
-                "(Infinities that a buffer or a frozen parameter holds from the policy's start on are no obstacle.)",
+                "%r contains NaN or infinite values, so this rank is not a donor until all of its values are finite. "
+                "(Infinities that a buffer or a frozen parameter contained at the policy's start are allowed.)",
                 name,
             )
         return name is None

@@ -146,7 +146,7 @@ def find_problems(facts: Facts) -> list[Problem]:
         cure = "correct it, or unset the variable: jobs on torch do not start with it (docs/trust.md)"
         problems.append(Problem(facts.secret_error, cure))
     if facts.torch_error not in (None, facts.secret_error):
-        cure = "start with torchrun, or asyncdist run --transport torch, which set what is needed, or correct it"
+        cure = "start with torchrun, or asyncdist run --transport torch, which set these variables, or correct them"
         problems.append(Problem(facts.torch_error, cure))
     if facts.gpu_error is not None:
         problems.append(Problem(facts.gpu_error, "install a build of torch that fits the driver, see pytorch.org"))
@@ -178,13 +178,13 @@ def _mpi_problems(facts: Facts) -> list[Problem]:
         problems.append(
             Problem(
                 f"the mpirun in PATH, {path}, is {whose}, but mpi4py loads {mpirun.TITLES[library]}",
-                f"start with asyncdist run, which takes the right one, or with {own}",
+                f"start with asyncdist run, which selects the matching one, or with {own}",
             )
         )
     if facts.is_unallowed_root and library == "openmpi" and facts.started.source not in _STARTERS:
         problems.append(
             Problem(
-                "this is root, for whom Open MPI's mpirun starts nothing by default",
+                "this user is root, and Open MPI's mpirun refuses root by default",
                 "start with asyncdist run, which allows it, or set " + " and ".join(mpirun.ROOT_VARIABLES) + " to 1",
             )
         )
@@ -194,7 +194,7 @@ def _mpi_problems(facts: Facts) -> list[Problem]:
             cure = "set HOME to a directory"
         elif facts.is_srun:
             srun = mpi_launchers.srun_for(library)
-            cure = f"start with {srun} (srun --mpi=list says what this Slurm has), or with mpirun"
+            cure = f"start with {srun} (srun --mpi=list shows the plugins), or with mpirun"
         problems.append(Problem(facts.mpi.error, cure))
     return problems
 

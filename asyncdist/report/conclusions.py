@@ -64,9 +64,9 @@ def _steps(summary: Summary) -> Iterator[str]:
         factor = f"{most:.1f}" if most - least < 0.05 else f"{least:.1f} to {most:.1f}"
         yield f"{_at_start(sorted(slow))} took {factor} times as long per step as the others, {typical} each."
     elif len(medians) > 1:
-        yield f"No rank was slow: a step took {typical} in the median{_slowest(medians, typical_s)}."
+        yield f"No rank was slow: the median step took {typical}{_slowest(medians, typical_s)}."
     else:
-        yield f"A step took {typical} in the median."
+        yield f"The median step took {typical}."
     if summary.first_step_s > max(_LATE_START_STEPS * typical_s, 1.0) and math.isfinite(summary.first_step_s):
         yield (
             f"The first step ended {seconds_in_words(summary.first_step_s)} after the first rank began: before it, the "
@@ -110,7 +110,7 @@ def _rounds(summary: Summary) -> Iterator[str]:
     idle = sum(not each.replacers for each in summary.rounds)
     rounds = plural(count, "round")
     text = f"{len(whole):,} of {rounds} {'was' if count == 1 else 'were'} applied by all ranks that they replaced"
-    text += f", with {len(summary.applied):,} replacements in all"
+    text += f", with {len(summary.applied):,} replacements in total"
     text += f"; {idle:,} replaced no rank" if idle else ""
     yield f"{text}."
     left = [each for each in summary.rounds if each.replacers and each.applied_count < len(each.replacers)]

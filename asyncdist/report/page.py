@@ -147,7 +147,7 @@ def _of_populations(summary: Summary) -> Iterator[tuple[str, str, go.Figure | No
         ]
     for place, name in whose:
         yield f"Metric{name}", *_metric(summary, place)
-        yield f"Whose weights live in whom{f',{name}' if name else ''}", *_lineage(summary, place)
+        yield f"Ancestry of the weights{f',{name}' if name else ''}", *_lineage(summary, place)
 
 
 def _figure(height: int, x: str, y: str) -> go.Figure:
@@ -287,8 +287,8 @@ def _lineage(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
     note = (
         "Each row is a rank at the end, each column a rank at the start. The brighter a field, the larger the share of"
         " the row's last weights that descends from the column's first weights; training itself does not count."
-        " Look for a column that is bright in all rows: all ranks descend from that rank. A bright diagonal is a"
-        f" population that exchanged little. This population descends from {effective:.1f} ranks (1 / the sum of"
+        " Look for a column that is bright in all rows: all ranks descend from that rank. A bright diagonal"
+        f" means that ranks exchanged few weights. This population descends from {effective:.1f} ranks (1 / the sum of"
         " squared shares)."
     )
     return note, figure
@@ -296,7 +296,7 @@ def _lineage(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
 
 def _rounds(summary: Summary) -> tuple[str, go.Figure | None]:
     if not summary.rounds:
-        return "None was decided.", None
+        return "No round was decided.", None
     figure = _figure(420, "seconds since the job began", "milliseconds since the decision")
     shown: list[Round] = _evenly(summary.rounds, ROUND_COUNT_MAX)
     texts = [

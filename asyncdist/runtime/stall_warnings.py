@@ -87,8 +87,8 @@ class EndWatch:
             return
         told = "; ".join(f"{task.get_name()}: {what_awaits(task, world)}" for task in tasks)
         logger.warning(
-            "main of rank %d has returned, but the tasks that it spawned keep the rank from ending; for %g s they have "
-            "waited: %s. If nothing ends them, leave their loops, cancel them, or close the channels that they read",
+            "main of rank %d has returned, but the tasks that it spawned keep the rank from ending; they have waited "
+            "for %g s: %s. If nothing ends them, leave their loops, cancel them, or close the channels that they read",
             world.rank,
             self._period_s,
             told,

@@ -56,7 +56,7 @@ def tell_recording(folder: str, job: str | None = None) -> str:
     end_s = max(each.last_s for each in ranks.values())
     lines = [_title(recording, end_s)]
     if recording.missing:
-        lines.append(f"  {ranks_in_words(recording.missing)} {_have(recording.missing)} left no recording")
+        lines.append(f"  {ranks_in_words(recording.missing)} {_have(recording.missing)} wrote no recording")
     lines += _on_the_way(ranks)
     ended = [rank for rank, each in ranks.items() if each.over == ""]
     if ended:
@@ -143,7 +143,7 @@ def _told(ranks: dict[int, _LastOf], end_s: float) -> list[str]:
     lines = []
     for at_s, story in sorted(latest.values()):
         first, *others = story.splitlines() or [""]
-        lines.append(f"  told {seconds_in_words(max(0.0, end_s - at_s))} before the end: {first}")
+        lines.append(f"  reported {seconds_in_words(max(0.0, end_s - at_s))} before the end: {first}")
         lines += [f"  {line}" for line in others]
     return lines
 

@@ -200,8 +200,8 @@ class _Server:
                 return
             self._has_warned = True
             logger.warning(
-                "replay buffer %r on rank %d holds %d items; for %g s all of its clients have waited to draw more, "
-                "and none has added: %s. Add first, draw less, or draw with wait=False",
+                "replay buffer %r on rank %d contains %d items; for %g s all of its clients have waited for more "
+                "items, and none has added any: %s. Add items first, request fewer items, or pass wait=False",
                 self._name,
                 self._services.rank,
                 self._store.size,

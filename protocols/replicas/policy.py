@@ -212,7 +212,7 @@ class ReplicaAveragingPolicy(Ported):
         first = own - own % size
         if size == len(ranks) and own == 0:
             logger.warning(
-                "all %d ranks are one replica: nothing is averaged; two replicas need %d ranks", size, 2 * size
+                "all %d ranks are one replica, so nothing is averaged; two replicas need %d ranks", size, 2 * size
             )
         self._replica = await self._new_group(ranks[first : first + size])
         if isinstance(self._inner, ShardAveraging):
@@ -276,7 +276,7 @@ class ReplicaAveragingPolicy(Ported):
         others = [rank for rank in self._replica.ranks if rank != self._world.rank]
         logger.warning(
             "rank %d has left its policy after %d steps, and waits for %s of its replica; if they wait for its "
-            "gradients, in DDP for example, they wait forever: all ranks of a replica must do the same number of steps",
+            "gradients, in DDP for example, they wait forever: all ranks of a replica must make equally many steps",
             self._world.rank,
             self.iteration,
             ranks_in_words(others),

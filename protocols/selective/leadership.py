@@ -298,7 +298,7 @@ class Leadership:
 
     def _follow(self, epoch: int, coordinator: int) -> None:
         if self._serving is not None:
-            logger.info("rank %d coordinates now, instead of this rank", coordinator)
+            logger.info("rank %d is now the coordinator, instead of this rank", coordinator)
             self._serving.stop(self._inform)
         if self._has_left:
             self._board.send(Declined(self._scopes.policy), coordinator)
@@ -332,7 +332,7 @@ class Leadership:
         for rank in self._everybody:
             if rank != services.rank and rank not in services.gone:
                 self._board.send(self._claim_of(services.rank), rank)
-        logger.warning("this rank coordinates now, %s", self._predecessor)
+        logger.warning("this rank is now the coordinator, %s", self._predecessor)
         self._notify_member(epoch, services.rank)
 
     def _serve(self, *, epoch: int, members: Sequence[int]) -> None:

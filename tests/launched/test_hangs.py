@@ -124,11 +124,11 @@ def test_a_story_is_in_the_recording_of_a_job_killed_afterwards(tmp_path: Path) 
     name = "blocked_coordinator"
     options = {name: ["--record", str(tmp_path)]}
     told = hanging.tell_hangs(
-        "torch", SCRIPT, [name], options, timeout_s=90, until=lambda: "  told " in tell_recording(str(tmp_path))
+        "torch", SCRIPT, [name], options, timeout_s=90, until=lambda: "  reported " in tell_recording(str(tmp_path))
     )
     story = hanging.story_of(told[name]).splitlines()
     lines = tell_recording(str(tmp_path)).splitlines()
-    [begin] = [place for place, line in enumerate(lines) if line.startswith("  told ")]
+    [begin] = [place for place, line in enumerate(lines) if line.startswith("  reported ")]
     assert lines[begin].partition(" before the end: ")[2] == story[0].removeprefix("asyncdist: ")
     assert lines[begin + 1 : begin + len(story)] == [f"  {line}" for line in story[1:]]
 

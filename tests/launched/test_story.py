@@ -195,7 +195,7 @@ sys.meta_path.insert(0, Asks())
 runpy.run_module("asyncdist", run_name="__main__", alter_sys=True)
 """
 STARTS_OF_LAUNCHER = [
-    pytest.param((), "asyncdist run: no rank has begun yet", marks=pytest.mark.mpi, id="mpi"),
+    pytest.param((), "asyncdist run: no rank has started yet", marks=pytest.mark.mpi, id="mpi"),
     pytest.param(("--transport", "torch"), "asyncdist: rank 0 ", id="torch"),
 ]
 

@@ -136,7 +136,7 @@ ad.run(main)
             "",
             "mpirun has lost a host, and ended the job early: see that host2",
         ),
-        ("at once", "link set eth0 down", "--survive", "host2 has not answered for 30 s, and the ranks have not met"),
+        ("at once", "link set eth0 down", "--survive", "host2 has not answered for 30 s, and not all ranks are"),
         (
             "in Dup",
             "route add blackhole 10.213.77.1/32",
@@ -181,8 +181,8 @@ def test_a_silent_host_ends_a_job_whose_ranks_have_not_met() -> None:
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert ended.returncode == 1
     assert ended.stderr == (
-        "asyncdist run: host2 has not answered for 0.1 s, and the ranks have not met yet, so the job ends: see that it "
-        "runs and that the network is up\n"
+        "asyncdist run: host2 has not answered for 0.1 s, and not all ranks are connected yet, so the job ends: check "
+        "that it runs and that the network is up\n"
     )
 
 

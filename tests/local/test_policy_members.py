@@ -193,8 +193,8 @@ def test_a_coordinator_that_is_cancelled_tells_its_members(caplog: pytest.LogCap
         return info.abandoned
 
     assert ad.simulate(main, ranks=3, strict=True).results[:2] == ("the coordinator has stopped", "")
-    warnings = [record.getMessage() for record in caplog.records if "coordinates now" in record.message]
-    assert warnings == ["this rank coordinates now, after rank 2, which has stopped"]
+    warnings = [record.getMessage() for record in caplog.records if "now the coordinator" in record.message]
+    assert warnings == ["this rank is now the coordinator, after rank 2, which has stopped"]
 
 
 # -- stragglers and leavers -------------------------------------------------------------------------------------------

@@ -58,8 +58,8 @@ def test_a_task_that_reads_a_channel_for_ever_is_named_once(caplog: pytest.LogCa
         ad.run_local(main, ranks=2, watchdog_s=0.05)
     (said,) = warnings(caplog)
     assert said.startswith(
-        "main of rank 0 has returned, but the tasks that it spawned keep the rank from ending; for 0.05 s they have "
-        "waited: listener: a message on Note, tag 100, in listen ("
+        "main of rank 0 has returned, but the tasks that it spawned keep the rank from ending; they have waited "
+        "for 0.05 s: listener: a message on Note, tag 100, in listen ("
     )
     assert "test_waits.py:" in said and said.endswith("or close the channels that they read")
 

@@ -114,7 +114,7 @@ def test_one_replica_alone_is_told_once(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING, "protocols.replicas.policy"):
         ad.run_local(main, ranks=2)
         assert [record.getMessage() for record in caplog.records] == [
-            "all 2 ranks are one replica: nothing is averaged; two replicas need 4 ranks"
+            "all 2 ranks are one replica, so nothing is averaged; two replicas need 4 ranks"
         ]
         caplog.clear()
         ad.run_local(main, ranks=4)

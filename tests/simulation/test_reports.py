@@ -194,7 +194,7 @@ def test_a_report_distinguishes_two_policies_open_at_once(tmp_path: Path) -> Non
     assert {(each.population, each.rank) for each in summary.applied} == {(0, 0), (1, 3)}
     assert actor.shares[0, 0] == critic.shares[3, 3] == 0.0 and actor.shares[3, 3] == critic.shares[0, 0] == 1.0
     page = render(recording)
-    assert "<h2>Metric of actor</h2>" in page and "<h2>Whose weights live in whom, of critic</h2>" in page
+    assert "<h2>Metric of actor</h2>" in page and "<h2>Ancestry of the weights, of critic</h2>" in page
 
 
 def test_a_report_names_ranks_whose_recording_ends_before_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_a_job_that_went_well() -> None:
         "Every rank returned from main.",
         "Rank 1 took 2.0 times as long per step as the others, 500 ms each.",
         "The last metrics were between -0.5 (rank 0) and -0.25 (rank 1).",
-        "73 of 73 rounds were applied by all ranks that they replaced, with 73 replacements in all.",
+        "73 of 73 rounds were applied by all ranks that they replaced, with 73 replacements in total.",
         "The last weights descend from 2.0 of 4 ranks, most of them from rank 0, 50%.",
         "1,234 messages were sent; no message of the program's channels was lost.",
     ]
@@ -58,10 +58,10 @@ def test_a_job_that_went_well() -> None:
 @pytest.mark.parametrize(
     ("step_s", "told"),
     [
-        ((0.5, 0.5), "No rank was slow: a step took 500 ms in the median on each rank."),
-        ((0.5, 0.6), "No rank was slow: a step took 500 ms in the median, 1.20 times as long on rank 1."),
+        ((0.5, 0.5), "No rank was slow: the median step took 500 ms on each rank."),
+        ((0.5, 0.6), "No rank was slow: the median step took 500 ms, 1.20 times as long on rank 1."),
         ((0.01, 0.03, 0.01, 0.05), "Ranks 1, 3 took 3.0 to 5.0 times as long per step as the others, 10 ms each."),
-        ((2.0,), "A step took 2.0 s in the median."),
+        ((2.0,), "The median step took 2.0 s."),
     ],
 )
 def test_slow_ranks_are_named_with_a_factor(step_s: tuple[float, ...], told: str) -> None:

@@ -94,7 +94,7 @@ def test_all_is_well(facts: Facts) -> None:
         (
             replace(WELL, path_mpirun=("/usr/bin/mpirun", "mpich")),
             "/usr/bin/mpirun, is MPICH's, but mpi4py loads Open MPI",
-            "asyncdist run, which takes the right one, or with /venv/bin/mpirun",
+            "asyncdist run, which selects the matching one, or with /venv/bin/mpirun",
         ),
         (
             replace(WELL, path_mpirun=("/usr/bin/mpirun", None)),
@@ -103,7 +103,7 @@ def test_all_is_well(facts: Facts) -> None:
         ),
         (
             replace(WELL, is_unallowed_root=True),
-            "this is root, for whom Open MPI's mpirun starts nothing by default",
+            "this user is root, and Open MPI's mpirun refuses root by default",
             "asyncdist run, which allows it, or set OMPI_ALLOW_RUN_AS_ROOT and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM to 1",
         ),
         (replace(UNDER_MPIRUN, mpi=Mpi(error="a world of 1")), "a world of 1", "asyncdist run"),

@@ -9,7 +9,7 @@ from support.facts import names
 
 from asyncdist.launch.supervision.endings import JobEnds, exit_code, how_ended
 
-KILLED = "was killed by SIGKILL (the kernel does that where memory is short: see dmesg)"
+KILLED = "was killed by SIGKILL (the kernel kills processes when memory is short: see dmesg)"
 
 
 def test_an_end_is_named_by_its_code_or_signal() -> None:

@@ -27,7 +27,7 @@ def how_ended(returncode: int, *, was_passed_on: bool = False) -> str:
     how = f"was killed by {local_host.signal_name(-returncode)}"
     if was_passed_on:
         return f"{how}, which asyncdist run passed on: the script has no handler for it"
-    return how + " (the kernel does that where memory is short: see dmesg)" * (returncode == -signal.SIGKILL)
+    return how + " (the kernel kills processes when memory is short: see dmesg)" * (returncode == -signal.SIGKILL)
 
 
 @dataclass(slots=True)

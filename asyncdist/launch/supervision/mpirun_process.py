@@ -127,7 +127,7 @@ class _Job:
     def __enter__(self) -> _Job:
         if signal.SIGUSR1 in signal.sigpending():  # SIGUSR1 has been blocked since this process started
             signal.sigwait({signal.SIGUSR1})
-            _say("no rank has begun yet")
+            _say("no rank has started yet")
         self._unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, ()) - {signal.SIGUSR1}
         self._signals.__enter__()
         self._process = self._start()
@@ -241,7 +241,7 @@ class _Job:
             if number in _FOR_MPIRUN:
                 self._process.send_signal(number)
         elif number == local_host.STORY_SIGNAL and not self._guarded_count:
-            _say("no rank has begun yet")
+            _say("no rank has started yet")
         else:
             for rank, guardian in self._guarded.items():
                 if not (is_key and rank in self._at_terminal):
@@ -284,8 +284,8 @@ class _Job:
         self._has_silent_hosts = True
         have, run = ("has", "it runs") if len(hosts) == 1 else ("have", "they run")
         _say(
-            f"{', '.join(hosts)} {have} not answered for {_SILENCE_S:g} s, and the ranks have not met yet, so the job "
-            f"ends: see that {run} and that the network is up"
+            f"{', '.join(hosts)} {have} not answered for {_SILENCE_S:g} s, and not all ranks are connected yet, so the "
+            f"job ends: check that {run} and that the network is up"
         )
         self._end_late()
 
