@@ -44,7 +44,7 @@ def test_what_was_compiled_in_part_is_not_used(tmp_path: Path, monkeypatch: pyte
 def test_interpreted_installation_is_not_told_to_compile_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: `asyncdist doctor` said `pip install -e .` where no checkout is, and that the sources had changed."""
+    """Regression: `asyncdist doctor` advised `pip install -e .` without a checkout, and called the sources changed."""
     monkeypatch.delenv(compiled.PURE_VARIABLE, raising=False)
     copy = copied(tmp_path / "asyncdist")
     assert "-e ." not in copy.describe()

@@ -12,7 +12,7 @@ from asyncdist.report.summary import Applied, Population, RankSummary, Round, Su
 
 
 def job(*step_s: float, **facts: object) -> Summary:
-    """Return a job whose ranks made ten steps each, which took so long, and returned."""
+    """Return a job whose ranks made ten steps each, in the given time, and returned."""
     size = len(step_s)
     ranks = [RankSummary() for _ in range(size)]
     for rank, seconds in zip(ranks, step_s, strict=True):

@@ -138,7 +138,7 @@ def test_each_problem_is_named_with_its_cure(facts: Facts, what: str, cure: str)
 
 
 def test_a_secret_that_cannot_be_used_is_found(tmp_path: Path) -> None:
-    """Regression: the start of a job was the first to tell of it."""
+    """Regression: doctor did not report an unusable secret, so that only the start of a job failed."""
     path = tmp_path / "secret"
     path.write_text("0123456789abcdef")
     path.chmod(0o644)
@@ -201,7 +201,7 @@ def test_without_mpi_the_report_says_how_ranks_are_started() -> None:
 
 
 def test_the_program_that_started_the_job_is_named() -> None:
-    """Regression: doctor named the virtual environment's mpirun, and the job had been started by another one."""
+    """Regression: doctor named the virtual environment's mpirun, although a different one had started the job."""
     rows = dict(doctor.describe(replace(UNDER_MPIRUN, starter="/opt/mpi/bin/prterun")))
     assert rows["mpirun"] == "/opt/mpi/bin/prterun has started this job"
 
@@ -222,7 +222,7 @@ def test_the_mpirun_of_a_wheel_is_found_where_the_wheel_is(tmp_path: Path, monke
 
 
 def test_missing_bytecode_is_told_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: each rank compiled torch again, and nothing said so."""
+    """Regression: each rank compiled torch's modules again, and doctor did not report it."""
     source = tmp_path / "slow.py"
     source.write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -38,7 +38,7 @@ def test_a_signal_that_was_passed_on_is_named_as_such() -> None:
 
 
 def test_ranks_that_fail_by_an_exception_are_named_together() -> None:
-    """Regression: mpirun blamed the rank that ended first, which had stopped because of another one."""
+    """Regression: the first rank to end was blamed, although it had stopped because of another rank."""
     ends = JobEnds(3)
     assert [ends.note(rank, 1) for rank in (1, 0, 2)] == [None] * 3
     assert ends.conclude(1) == (1, [f"ranks 0-2 {how_ended(1)}"])
@@ -53,7 +53,7 @@ def test_an_exit_code_after_the_victims_is_the_cause() -> None:
 
 @pytest.mark.parametrize("first", [2, 0])
 def test_a_rank_that_lost_its_connection_is_not_the_cause(first: int) -> None:
-    """Regression: between hosts MPI ended the job with 14, and the killed rank was not named. Reports may cross."""
+    """Regression: between hosts MPI ended the job with 14, and the killed rank was not named."""
     ends = JobEnds(4, is_across_hosts=True)
     codes = {0: 14, 2: -9}
     said = [ends.note(rank, codes[rank]) for rank in (first, 2 - first)]

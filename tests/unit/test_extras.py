@@ -27,7 +27,7 @@ EXTRAS = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(
 def test_an_integration_names_the_extra_that_it_needs(
     module: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: it raised a bare "No module named"."""
+    """Regression: a missing library raised a bare "No module named"."""
     monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ModuleNotFoundError) as raised:

@@ -184,7 +184,7 @@ def test_lazy_parameters_are_refused_by_name() -> None:
 
 
 def test_a_dtensor_is_refused_by_name_and_by_what_takes_it() -> None:
-    """Regression: of its gradients torch said only, in the midst of a reduction, that it had got a mixture."""
+    """Regression: for a DTensor's gradients torch raised an error about mixed tensors in the middle of a reduction."""
     from torch.distributed.device_mesh import init_device_mesh  # which takes a second to import
     from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -324,7 +324,7 @@ def test_buffers_of_another_layout_are_refused() -> None:
 
 
 def test_exactness_four_ranks_of_constant_weights() -> None:
-    """Weights equal to the rank: the average of 1, 2 and 3 is 2.0 everywhere, counters come from the last donor."""
+    """With weights equal to the rank, the average of 1, 2 and 3 is exactly 2.0; counters are the last donor's."""
     models = [Mixed() for _ in range(4)]
     for rank, model in enumerate(models):
         with torch.no_grad():

@@ -32,7 +32,7 @@ class Work:
 
 
 class Wire:
-    """What gloo does from one end to the other: the n-th send of a tag meets the n-th receive."""
+    """Stands for gloo in one direction: the n-th send on a tag matches the n-th receive."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -70,7 +70,7 @@ class Bulk:
 
 
 class End:
-    """A passage, and what its threads and its peer have told it."""
+    """One endpoint, with the notices from its threads and its peer."""
 
     def __init__(self, bulk: Bulk, peer: int, ends: list[End]) -> None:
         self.callbacks = CallbackQueue()

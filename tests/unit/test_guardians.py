@@ -45,7 +45,7 @@ def test_a_report_that_is_not_read_holds_no_guardian(monkeypatch: pytest.MonkeyP
 
 
 def test_processes_that_a_user_may_not_see_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: on hosts whose /proc has hidepid=1 each job ended with a traceback and exit code 1."""
+    """Regression: each job on a host whose /proc has hidepid=1 ended with a traceback and exit code 1."""
     parent_of = guardians._parent_of
 
     def hide_the_first(pid: int) -> int:

@@ -118,7 +118,7 @@ def test_a_wrong_event_is_refused_with_its_field(tmp_path: Path, event: Any, why
     ids=["cut", "no type", "a long array", "nested arrays", "nested long arrays", "a long field"],
 )
 def test_bytes_that_claim_much_take_little_memory(tmp_path: Path, content: bytes) -> None:
-    """Regression: nested arrays that claimed a million entries each had memory for all of them."""
+    """Regression: nested arrays that claimed a million entries each were allocated in full."""
     write(tmp_path, content)
     tracemalloc.start()
     try:

@@ -97,7 +97,7 @@ def test_ranks_share_the_cores_and_the_users_settings_win() -> None:
     "environ, home", [({}, str(Path("~root").expanduser())), ({"HOME": "/h"}, "/h"), ({"HOME": ""}, "")]
 )
 def test_open_mpi_has_a_home(environ: dict[str, str], home: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: where HOME is not set, as in a service of systemd, Open MPI ended with lines of its own."""
+    """Regression: without HOME, as in a systemd service, Open MPI failed with messages of its own."""
     monkeypatch.setattr(os, "getuid", lambda: 0)
     made = mpirun.build_environment("openmpi", environ, ranks=2, threads=None, cores=2)
     assert made["HOME"] == home
@@ -198,7 +198,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(
 def test_a_script_that_is_no_python_starts_no_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, source: bytes, words: str
 ) -> None:
-    """Regression: each rank printed the error."""
+    """Regression: the ranks were started, and each printed the error."""
     script = tmp_path / "script.py"
     script.write_bytes(source)
     with pytest.raises(SystemExit) as caught:
@@ -208,7 +208,7 @@ def test_a_script_that_is_no_python_starts_no_rank(
 
 
 def test_a_host_without_loopback_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: ranks waited a minute for their store, and then told of C++ frames."""
+    """Regression: ranks waited a minute for their store, and then printed C++ stack frames."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise OSError(101, "Network is unreachable")

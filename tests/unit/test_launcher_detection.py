@@ -290,7 +290,7 @@ def test_singleton_worlds_of_srun_name_the_plugin_to_join_them(library: str, way
 
 
 def test_open_mpi_under_the_plugin_of_mpich_names_its_own_plugin() -> None:
-    """Regression: pmi2 sets the variables of MPICH's mpirun, so the error spoke of two mpiruns where there was none."""
+    """Regression: pmi2 sets the variables of MPICH's mpirun, so the error named two mpiruns although none was used."""
     environ, started = RECORDED["srun --mpi=pmi2 -n 2"]
     with pytest.raises(TransportError, match=r"srun started 2 ranks.*srun --mpi=pmix -n 2 ") as caught:
         mpi_launchers.check_world_size(

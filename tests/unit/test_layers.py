@@ -160,7 +160,7 @@ def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
 
 
 def test_roles_know_neither_their_state_machine_nor_its_owner() -> None:
-    """They do as they are asked and return, so that one place carries the instructions of a member out."""
+    """Roles do not call back into their owner, so that one module executes all instructions of a member."""
     roles = {name for name in PROTOCOLS if name.startswith("selective.roles.")}
     owners = {"selective.member", "selective.roles.member_roles"}
     users = {name.rpartition(".")[2] for name in roles if protocol_imports(PROTOCOLS[name]) & owners}
@@ -168,7 +168,7 @@ def test_roles_know_neither_their_state_machine_nor_its_owner() -> None:
 
 
 def test_constructors_of_protocols_take_only_users_callables() -> None:
-    """All other arguments are objects: what a callback does cannot be found from where it is called."""
+    """Constructors get objects instead of callbacks, since a callback's effect cannot be found from its call."""
     made = [
         node
         for tree in PROTOCOLS.values()
@@ -181,7 +181,7 @@ def test_constructors_of_protocols_take_only_users_callables() -> None:
 
 
 def test_there_is_something_to_prove() -> None:
-    """The parser sees what it should: a rule that finds no import proves nothing."""
+    """The parser finds known imports, since a rule that finds no import proves nothing."""
     assert {"messaging.engine", "messaging.wire", "errors"} <= own_imports(ASYNCDIST["messaging.channels"])
     assert "selective.member" in protocol_imports(PROTOCOLS["selective.policy"])
     assert "transports.mpi" in own_imports(ASYNCDIST["transports.select"]), "an import inside a function"

@@ -27,7 +27,7 @@ CODEC = wire.Codec(Number | Blob)
 
 
 def nbytes_of(message: Number | Blob) -> int:
-    """Of its payload."""
+    """Return the size of the payload in bytes."""
     return len(CODEC.encode(message)[1])
 
 
@@ -48,7 +48,7 @@ class Prepared:
 
 @dataclass
 class Transport:
-    """Remembers what left, and how; while it ``holds``, prepared sends do not complete."""
+    """Records each send and its method; while ``holds`` is true, prepared sends do not complete."""
 
     count_max: int = 100
     holds: bool = False

@@ -89,7 +89,7 @@ def test_law_the_mean_is_that_of_numpy_also_where_sums_overflow(
 
 
 def of_all_sizes(dtype: torch.dtype, count: int, seed: int) -> Tensor:
-    """Finite values with random bits, so of every exponent, subnormal ones too; the extremes come first."""
+    """Return finite values with random bits, hence of every exponent and subnormal, the extremes first."""
     info = torch.finfo(dtype)
     extremes = torch.tensor([0.0, -0.0, info.smallest_normal, info.min, info.max], dtype=dtype)
     tiniest = torch.zeros(1, dtype=dtype)
@@ -112,9 +112,9 @@ WEIGHTS = st.one_of(
 @LAWS
 @given(st.integers(0, 10_000), WEIGHTS)
 def test_law_the_mean_of_equal_values_is_that_value(dtype: torch.dtype, seed: int, weights: list[float]) -> None:
-    """Regression: sum and quotient of three equal float32 missed one in seven by a unit in the last place.
+    """Regression: one in seven means of three equal float32 values was off by a unit in the last place.
 
-    Values near 1e-33 with weights near 1e-6 moved by one part in a million: their products are subnormal.
+    Values near 1e-33 with weights near 1e-6 changed by one part in a million, since their products are subnormal.
     """
     part = of_all_sizes(dtype, 200, seed)
     assert bits(mean_of([part] * len(weights), weights).to(dtype)) == bits(part)
@@ -132,7 +132,7 @@ def test_law_the_mean_of_equal_values_is_that_value(dtype: torch.dtype, seed: in
 def test_law_the_mean_is_near_the_exact_one(
     dtype: torch.dtype, seed: int, weights: list[float], is_small: bool
 ) -> None:
-    """Of values and weights of all sizes, computed in fractions."""
+    """The mean of values and weights of all magnitudes is near the one computed with fractions."""
     weights = weights[:6]
     count, info = len(weights), torch.finfo(dtype)
     parts = [of_all_sizes(dtype, 30, seed + place) for place in range(count)]
@@ -152,7 +152,7 @@ def test_law_the_mean_is_near_the_exact_one(
 @pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("count", [2, 3, 4, 7])
 def test_masks_of_the_smallest_finite_value_stay_what_they_are(dtype: torch.dtype, count: int) -> None:
-    """Regression: two of them add up to -inf, and that was applied: from then on no rank could give any more."""
+    """Regression: the sum of two masks was -inf and was applied, after which no rank could be a donor."""
     real = dtype.to_real()
     smallest = torch.finfo(real).min
     mask = torch.tensor([smallest, -smallest, 0.0, 1.5], dtype=real).repeat(2).view(dtype)
@@ -188,7 +188,7 @@ def test_what_is_not_finite_stays_so_and_spoils_no_other_element() -> None:
 
 @pytest.mark.parametrize("weights", [[1e-300, 1e300], [1e300, 1e-300], [1e-6, 1.0, 1e300, 1e-300]])
 def test_infinities_that_all_tensors_hold_stay_for_any_weights(weights: list[float]) -> None:
-    """Regression: a weight that rounds to zero in float32 made NaN of an infinity."""
+    """Regression: a weight that rounds to zero in float32 turned an infinity into NaN."""
     mask = torch.tensor([-math.inf, math.inf, 1.0])
     total, mean = torch.empty(3), WeightedMean(len(weights))
     for weight in weights:

@@ -134,7 +134,7 @@ def test_policies_of_one_name_are_told_apart() -> None:
 
 
 class Sink:
-    """Keeps what it is given, and fails where it is told to."""
+    """Stores the values that it receives, and raises if the test says so."""
 
     def __init__(self, fails: bool = False) -> None:
         self.taken: list[RankCounters] = []
@@ -229,7 +229,7 @@ def test_the_table_says_what_each_rank_does_and_what_all_do() -> None:
 
 
 def test_the_table_of_a_job_that_has_ended_says_how_old_it_is() -> None:
-    """Regression: --live ended with a table of fewer steps than were made, and did not say so."""
+    """Regression: the last table of --live showed fewer steps than were made, without its age."""
     console = pytest.importorskip("rich.console").Console(width=120)
     readings = Readings()
     for rank in (1, 2, 3):

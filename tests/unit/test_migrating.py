@@ -45,7 +45,7 @@ RENAMED |= {*_DROPPED, *_OF_A_CONTEXT, *_OF_BUFFERS}
 
 
 def rows() -> list[tuple[list[str], list[str], list[tuple[str, str]]]]:
-    """Of the table: names there, places here, tests by file and function."""
+    """Return the table's rows: foreign names, asyncdist's names, and tests by file and function."""
     text = (ROOT / "docs" / "migrating.md").read_text()
     table = re.search(r"<!-- names -->\n(.*?)<!-- end of names -->", text, re.DOTALL)
     assert table is not None
@@ -64,7 +64,7 @@ ROWS = rows()
 
 
 def resolve(path: str) -> Any:
-    """What ``asyncdist.name``, ``protocols.module.name`` or ``protocols.Class.method`` is."""
+    """Return the object named ``asyncdist.name``, ``protocols.module.name`` or ``protocols.Class.method``."""
     package, *parts = path.split(".")
     found: Any = importlib.import_module(package)
     for part in parts:
@@ -132,7 +132,7 @@ def test_what_is_dropped_says_why() -> None:
 
 
 def names_of_scripts() -> dict[str, list[str]]:
-    """Of the table of what torchgfn's scripts import: names by the place where torchgfn has them."""
+    """Return the names that torchgfn's scripts import, by the module in which torchgfn has them."""
     text = (ROOT / "docs" / "migrating.md").read_text()
     table = re.search(r"<!-- script names -->\n(.*?)<!-- end of script names -->", text, re.DOTALL)
     assert table is not None

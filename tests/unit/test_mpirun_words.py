@@ -25,7 +25,7 @@ OTHER = RULE + b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\
 
 
 def feed(data: bytes, step: int) -> tuple[MpirunWords, bytes]:
-    """Feed in pieces of so many bytes."""
+    """Feed the text in pieces of the given number of bytes."""
     words = MpirunWords(MARK)
     passed = b"".join(words.feed(data[place : place + step]) for place in range(0, len(data), step))
     return words, passed + words.flush()

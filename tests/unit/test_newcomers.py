@@ -194,7 +194,7 @@ def test_a_state_with_changed_bytes_is_a_state_or_refused(data: st.DataObject) -
 
 
 async def test_ranks_met_together_are_all_asked_for_the_policy() -> None:
-    """Regression: a newcomer that met all others in one turn took the none that it had asked for all."""
+    """Regression: a new rank that met all others in one turn asked none of them, yet assumed that it had asked all."""
     unmet, asked = {1, 2, 3}, []
     welcome = Welcome(0, 0, 0, 0, 0, ((1, 0), (2, 0), (3, 0)))
 

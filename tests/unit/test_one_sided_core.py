@@ -183,7 +183,7 @@ def test_a_choice_keeps_the_rules(
 
 @given(METRICS, st.sampled_from(("max", "min")), st.integers(0, 11))
 def test_weights_are_in_the_ratios_of_the_selective_core(metrics: dict[int, float], mode: str, rank: int) -> None:
-    """With everybody drawn and nothing newer: the same definition, and the same donors left out."""
+    """If all ranks are drawn and no snapshot is newer, the weights and excluded donors equal the selective core's."""
     rules = OneSidedRules(averaging_strategy="weighted_mean", metric_mode=mode, donor_count=12)
     choice = choose(rank, metrics, 12, rules, lambda ranks, count: list(ranks))
     donors = [other for other in sorted(metrics) if other != rank and math.isfinite(metrics[other])]

@@ -238,7 +238,7 @@ def test_an_optimizer_that_puts_the_old_weights_back_is_reported(caplog: pytest.
 
 
 def test_a_rank_that_trains_alike_and_is_behind_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
-    """Regression: a step of SGD from the weights that this rank had one step before led to its old ones again."""
+    """Regression: a rank one step behind was reported, since SGD's step from its old weights gives its current ones."""
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weights = held(model, optimizer)

@@ -36,7 +36,7 @@ def states() -> Iterator[None]:
 
 
 def drawn(number: int) -> tuple[float, float, float]:
-    """Seed all generators alike, as each rank does, and return what they draw next."""
+    """Seed all generators equally, as each rank does, and return the next number of each."""
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)

@@ -132,7 +132,7 @@ def test_safe_points_alone_fill_blocks_and_none_follow_the_end(tmp_path: Path) -
 
 
 def test_a_file_is_one_stream_of_messagepack(tmp_path: Path) -> None:
-    """As the module's text says: anybody can read it."""
+    """Any MessagePack reader can read a recording, as its module's documentation says."""
     recorded(tmp_path)
     with next(tmp_path.iterdir()).open("rb") as file:
         head, *blocks = msgpack.Unpacker(file)
@@ -164,7 +164,7 @@ def test_notebook_recording_has_no_script_or_kernel_arguments(tmp_path: Path, mo
 
 
 def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: a DataLoader's worker whose data set asked for the time wrote its rank's events again."""
+    """Regression: a DataLoader worker whose data set read the time wrote its rank's events a second time."""
     clock = Clock()
     to = RecordWriter(RecordOptions(tmp_path), clock, 0)
     to.open(header())
@@ -177,7 +177,7 @@ def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_records_written_after_the_opening_are_not_read(tmp_path: Path) -> None:
-    """A report reads each file several times: what came meanwhile was there in the second time alone."""
+    """A report reads each file several times, and records written in between must not appear in some of the passes."""
     clock = Clock()
     to = RecordWriter(RecordOptions(tmp_path), clock, 0)
     to.open(header())
@@ -379,7 +379,7 @@ def test_wrong_options_are_named() -> None:
 
 
 def test_what_is_no_text_is_written_with_backslashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an argument, or of a file's name in an error: bytes that are no UTF-8, which no run shall end by."""
+    """Arguments and file names that are not UTF-8 must not end a run, so their bytes are escaped."""
     monkeypatch.setattr("sys.argv", ["train.py", os.fsdecode(b"caf\xe9")])
     to = RecordWriter(RecordOptions(tmp_path), Clock(), 0)
     to.open(header())

@@ -13,7 +13,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def described(readme: str) -> str:
-    """What setup.py makes of a readme."""
+    """Return the description that setup.py makes from a readme."""
     spec = importlib.util.spec_from_file_location("setup_of_release", ROOT / "setup.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -23,7 +23,7 @@ def described(readme: str) -> str:
 
 
 def test_the_description_has_no_links_into_the_checkout() -> None:
-    """Regression: pictures and links of the readme led nowhere outside of the checkout."""
+    """Regression: the readme's pictures and links were broken outside the checkout."""
     readme = "A [page](docs/page.md#part), [out](https://a.b/c) [here](#top)\n"
     assert described(readme).startswith("A page, [out](https://a.b/c) [here](#top)\n")
     whole = described("before\n\n![a picture](docs/x.png)\n\nafter\n")

@@ -49,7 +49,7 @@ def test_events_without_a_safe_point_after_them_are_not_delayed() -> None:
 
 
 def test_clock_read_after_a_message_is_shown_the_message_first() -> None:
-    """Regression: its task had been started before, and went on with what the message brought."""
+    """Regression: the reading task had been started earlier, and continued because of the message's content."""
     message = Taken(0, 0, 0, 0.0, [(2, 1)])
     agenda = agenda_of(message)
 

@@ -34,14 +34,14 @@ def test_second_signal_raised_in_user_code_is_not_the_first() -> None:
 
 
 def test_without_a_signal_all_is_shown() -> None:
-    """Also a message that its sender does not know of, since it was killed before it had written that down."""
+    """A message is shown even if its sender was killed before it could record the send."""
     records = {0: [sent(1)], 1: [received(0), received(0), STEP, RETURNED]}
     assert cut_at_signals(records) == records
 
 
 @pytest.mark.parametrize("is_written", [True, False])
 def test_nobody_sees_what_was_sent_after_the_signal(is_written: bool) -> None:
-    """Whether or not its sender could write it down, as its process was about to end; nor what follows from that."""
+    """No rank sees messages sent after the signal, or their consequences, whether or not the sender recorded them."""
     records = {
         0: [sent(1), INTERRUPTED, *([sent(1)] if is_written else []), OVER],
         1: [received(0, TAG + 1), received(0), STEP, received(0), sent(2), RETURNED],

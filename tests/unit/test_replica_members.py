@@ -16,7 +16,7 @@ FROZEN = Frozen((0, 2), (1.0, 3.0), (5, 6), 2, 30.0, (0, 2))
 
 
 class Replica:
-    """A leader and a follower, which is told of things at swap points."""
+    """A leader, and a follower that receives its inputs at swap points."""
 
     def __init__(self) -> None:
         self.leader, self.follower = LeadingMember(), FollowingMember()

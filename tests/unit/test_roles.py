@@ -154,7 +154,7 @@ def test_plans_by_hand_that_do_not_fit(arguments: tuple[Any, ...], words: str) -
 
 
 def test_a_simulated_network_says_which_ranks_share_a_host() -> None:
-    """What the system says is the name of the host that simulates all of them."""
+    """The operating system would name the one host that simulates all ranks."""
 
     async def main(world: ad.World) -> tuple[str, tuple[tuple[int, ...], ...]]:
         ranks = await ad.initialize_distributed_compute(num_remote_buffers=2, num_agent_groups=2, placement="host")

@@ -18,7 +18,7 @@ FROZEN = Frozen((1,), (1.0,), (9,), 1, 5.0)
 
 
 class Told:
-    """A member whose events are told at once."""
+    """A member that delivers its events immediately."""
 
     def __init__(self, island: int = -1) -> None:
         self.events: list[PolicyEvent] = []

@@ -60,7 +60,7 @@ LAWS = settings(deadline=None, derandomize=True, max_examples=300)
 
 
 def member_in(state: State) -> RoundMember:
-    """A member that has come to a state, in round 3 if that has one, by events alone."""
+    """Return a member that events alone have brought to a state, in round 3 if that state has a round."""
     member = RoundMember()
     if state in (State.CHOSEN, State.COPYING, State.GIVING, State.LASTING):
         member.on_assign(TO_GIVE, 3)

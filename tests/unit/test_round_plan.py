@@ -152,7 +152,7 @@ def test_damaged_bytes_are_refused_or_say_something_that_fits() -> None:
 
 
 def test_round_of_a_thousand_ranks_takes_a_few_hundred_bytes() -> None:
-    """Regression: as lists of numbers the first was 3,000 bytes, and the second 9,000 and more."""
+    """Regression: as lists of numbers the first message took 3,000 bytes, and the second at least 9,000."""
     named = tuple(range(1000))
     replacers = tuple(random.Random(1).sample(named, 250))
     donors = tuple(sorted(set(named) - set(replacers)))

@@ -20,12 +20,12 @@ def metrics_of(draw: int) -> np.ndarray:
 
 
 def ordered(metrics: np.ndarray, sign: float) -> np.ndarray:
-    """Worst first: what is not finite is worst, and ties go by rank."""
+    """Return ranks from worst to best: non-finite metrics are worst, and ties are ordered by rank."""
     return np.argsort(np.where(np.isfinite(metrics), sign * metrics, -np.inf), kind="stable")
 
 
 def gains(metrics: np.ndarray, donors: np.ndarray, sign: float) -> np.ndarray:
-    """How far donors are above the worst finite participant; all the same where nobody is."""
+    """Return each donor's distance to the worst finite participant; all are equal if no metric is finite."""
     above = sign * metrics[donors] - (sign * metrics[np.isfinite(metrics)]).min()
     return above if above.any() else np.ones(len(donors))
 

@@ -358,7 +358,7 @@ def test_auto_looks_at_the_networks_of_hosts(listed: list[int], nbytes: int, is_
 
 
 def moved(decision: Decision, reducers: tuple[int, ...], hosts: dict[int, int]) -> tuple[float, float, float]:
-    """Return what all ranks, the busiest rank and the busiest host's network move, in models, each part by itself."""
+    """Return the traffic of all ranks, of the busiest rank and of the busiest host's network, in model sizes."""
     sent, received = Counter[int](), Counter[int]()
     sent_by, received_by = Counter[int](), Counter[int]()
     for reducer in reducers:
@@ -375,7 +375,7 @@ def moved(decision: Decision, reducers: tuple[int, ...], hosts: dict[int, int]) 
 
 @pytest.mark.parametrize("replacer", range(4))
 def test_donors_of_the_larger_host_reduce_to_spare_the_network(replacer: int) -> None:
-    """Two models cross the network directly, 4/3 where all donors reduce, and one each way where those of one host."""
+    """The network carries two models directly, 4/3 if all donors reduce, and one each way if one host's donors do."""
     donors, hosts = tuple(rank for rank in range(4) if rank != replacer), {0: 5, 1: 5, 2: 6, 3: 6}
     decision = Decision(donors, (replacer,), (1.0,) * 3, donors[0])
     reducers = reducers_of(decision, "sharded", MIB, 0, hosts)
@@ -398,7 +398,7 @@ def test_known_hosts_bound_network_load_and_two_models_per_rank(listed: list[int
 
 
 def test_auto_counts_one_fetch_for_all_replacers_of_a_host() -> None:
-    """Six replacers on one host take the one donor's model: five of six parts come once, and not six times."""
+    """Six replacers on one host fetch the only donor's model: five of its six parts once, and not six times."""
     decision, hosts = Decision((6,), tuple(range(6)), (1.0,), 6), {6: 2, **dict.fromkeys(range(6), 1)}
     assert reducers_of(decision, "auto", 13 * MIB, 0, hosts) == tuple(range(6)), "one model in place of six"
     assert reducers_of(decision, "auto", 12 * MIB, 0, hosts) == ()

@@ -13,7 +13,7 @@ from asyncdist.report.series import LogHistogram, TimeBins
 
 @pytest.mark.parametrize("span", [(0.45, 0.55), (1e-6, 3e-6), (1.0, 50.0)])
 def test_quantiles_of_even_values_are_within_two_percent(span: tuple[float, float]) -> None:
-    """Regression: of a narrow series the median of one rank was a whole bin above that of the next."""
+    """Regression: with a narrow series, the medians of two ranks differed by a whole bin."""
     rng, histogram = random.Random(3), LogHistogram()
     values = [rng.uniform(*span) for _ in range(5000)]
     for value in values:
@@ -32,7 +32,7 @@ def test_quantiles_of_one_value_are_near_it_and_of_none_are_nan() -> None:
 
 @pytest.mark.parametrize("start_s", [0.0, 29.0, 3600.0])
 def test_late_values_are_told_apart_like_values_at_once(start_s: float) -> None:
-    """Regression: a job that imported for half a minute and trained for a second had 13 of 200 columns."""
+    """Regression: a job that imported for half a minute and trained for a second used 13 of 200 columns."""
     bins = TimeBins()
     for place in range(1000):
         bins.add(start_s + place * 1e-3, float(place))

@@ -98,7 +98,7 @@ ELSEWHERE = (
     ],
 )
 def test_rank_0_known_to_be_off_the_first_host_is_reported(node: str, tasks: str, rank: str, is_known: bool) -> None:
-    """Regression: the store of rank 0 was tried for 90 s where it was not, and the others waited for 300 s."""
+    """Regression: rank 0's store was tried for 90 s on the wrong host, and the other ranks waited for 300 s."""
     places = {"SLURM_NODEID": node, "SLURM_GTIDS": tasks, "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": "30"}
     environ = {**STEP, **places, "SLURM_STEP_NODELIST": "localhost,host[1-2]"}
     if is_known:

@@ -46,7 +46,7 @@ def of(*stories: RankStory) -> dict[int, RankStory]:
 
 
 def test_equal_statements_of_several_ranks_are_printed_once() -> None:
-    """Regression: each of them had lines of its own."""
+    """Regression: each rank's equal statement was printed on lines of its own."""
     channel = ChannelState("Note", 100, 0, 0, 0, False)
     worker = Wait("worker", "Event.wait")
     ranks = [
@@ -225,7 +225,7 @@ HOSTILE = "n\x1b[2J\x1b]0;owned\x07\nrank 7\u202e"
 
 
 def test_names_of_others_reach_no_terminal_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    """Regression: a story printed the escape sequences in the names that a rank had given."""
+    """Regression: a story printed terminal escape sequences from the names that a rank had sent."""
     wait = Wait(f"task {HOSTILE}", HOSTILE, HOSTILE, 60.0, (0,), 100)
     told = replace(
         story(1, Wait("main", HOSTILE), wait),
@@ -332,7 +332,7 @@ class TestSockets:
         assert [each.name for each in base.iterdir()] == ["of somebody"] and not other.exists()
 
     def test_a_rank_does_not_follow_a_planted_link(self, base: Path, tmp_path: Path) -> None:
-        """Regression: files behind the link were deleted, and then the socket was made there."""
+        """Regression: a rank deleted the files behind another user's symbolic link, and made its socket there."""
         home = tmp_path / "home"
         home.mkdir(mode=0o700)
         home.joinpath("notes.txt~").touch()
@@ -369,7 +369,7 @@ class TestSockets:
         assert len(list(folder.iterdir())) == 3
 
     def test_sockets_of_another_container_are_left_there(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Regression: a job's start in one container removed the sockets of a living job in another one."""
+        """Regression: a job that started in one container removed the sockets of a running job in a different one."""
         opened = sockets.listen("job", 0)
         assert opened is not None
         listener, path = opened
@@ -383,7 +383,7 @@ class TestSockets:
         sockets.withdraw(other)
 
     def test_a_socket_whose_folder_was_removed_is_made_anew(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Regression: asyncdist story found no job after the logout of its user, with which the folder is removed."""
+        """Regression: asyncdist story found no job after its user's logout, which removes the sockets' folder."""
         monkeypatch.setattr(answering, "job_name", lambda _: "job")
         opened = sockets.listen("job", 0)
         assert opened is not None

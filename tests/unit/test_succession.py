@@ -97,7 +97,7 @@ def test_an_epoch_that_no_frame_can_carry_is_not_believed() -> None:
 
 
 def test_a_claim_that_this_rank_has_not_made_is_not_believed() -> None:
-    """Regression: it followed itself, coordinated nothing, and no round had it any more."""
+    """Regression: the rank accepted itself as coordinator without coordinating, and took part in no further round."""
     view = Succession(2, ORDER, 0)
     assert view.on_claim(7, 2, 3) == () and (view.epoch, view.coordinator) == (0, 0)
 
@@ -128,7 +128,7 @@ def test_a_reserved_coordinator_that_was_replaced_seeks_none() -> None:
 
 
 def test_a_rank_that_has_left_the_policy_claims_nothing() -> None:
-    """It coordinates still, and hears of a later coordinator that is gone."""
+    """A rank that still coordinates is notified of a later coordinator that is gone."""
     view = Succession(0, ORDER, 0)
     view.leave()
     assert view.coordinator == 0

@@ -31,8 +31,8 @@ class Members:
     """Members whose leader, rank 0, has died; messages wait until they are delivered, in order on each link.
 
     Attributes:
-        told: those that have taken the verdict.
-        knows: by rank, whom it knows to be dead.
+        told: Members that have received the decision.
+        knows: Ranks that each rank knows to be dead, by rank.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -71,7 +71,7 @@ class Members:
             )
 
     def possible(self) -> list[tuple[str, int, int]]:
-        """Return what may happen next: a message comes, also of a dead rank, or a rank hears of a death."""
+        """Return the possible next events: the delivery of a message, even of a dead rank, or the notice of a death."""
         found = [("comes", *link) for link, waiting in self.links.items() if waiting and link[1] not in self.dead]
         for rank, known in self.knows.items():
             if rank not in self.dead:
@@ -80,7 +80,7 @@ class Members:
 
 
 async def end(rng: random.Random) -> tuple[int, int]:
-    """Kill the leader as it tells the members, and more as they ask; return how many live, and how many were told."""
+    """Kill the leader while it notifies members, and others as they ask; return how many live and were notified."""
     ranks = rng.randint(3, 6)
     members = Members(ranks)
     for rank in rng.sample(range(1, ranks), rng.randint(0, ranks - 2)):
@@ -115,7 +115,7 @@ async def test_all_that_live_hear_the_verdict_or_none_ever_does() -> None:
 
 
 async def test_late_news_forwarded_by_a_dead_rank_does_not_count() -> None:
-    """The leader dies, and then the only one that has heard: its word to rank 2 is still on its way."""
+    """The leader dies, then the only notified member, whose message to rank 2 has not been delivered yet."""
     members = Members(4)
     asking = [asyncio.ensure_future(members.be_member(rank)) for rank in (2, 3)]
     members.links[0, 1] = deque([Verdict(members.key.text, agreed=7)])

@@ -63,7 +63,7 @@ def test_steps_that_some_ranks_lack_and_unequal_lengths_are_said() -> None:
 
 
 def test_equal_times_are_no_waiting() -> None:
-    """Regression: the mean of three times 0.1 is above 0.1; the table once had -0.0000."""
+    """Regression: the mean of three times 0.1 exceeds 0.1, so the table showed -0.0000."""
     (row,) = ad.report_load_imbalance([{"train": 0.1}] * 3).steps
     assert (row.waiting_s, row.imbalance) == (0.0, 0.0)
 

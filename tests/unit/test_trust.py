@@ -66,7 +66,7 @@ def test_no_representation_shows_a_secret() -> None:
 
 
 def test_what_an_outsider_writes_counts_as_absent(caplog: pytest.LogCaptureFixture) -> None:
-    """Regression: a flag or a garbage value of any process was believed."""
+    """Regression: a flag or a malformed value was accepted from any process."""
     inner = HashStore()
     store = SealedStore(inner, OURS).part("asyncdist")
     outsider = SealedStore(inner, OTHER).part("asyncdist")
@@ -107,7 +107,7 @@ def test_a_value_that_is_overwritten_and_restored_is_returned() -> None:
 
 
 def test_a_value_that_an_outsider_deletes_is_awaited_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: torch's own get waited for a minute, in which the rank saw no signal."""
+    """Regression: the wait blocked in torch's get for a minute, in which the rank handled no signal."""
     inner = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
     store = SealedStore(inner, OURS)
     store.set("key", "value")
@@ -141,7 +141,7 @@ def test_refused_values_are_reported_at_a_bounded_rate(caplog: pytest.LogCapture
 def test_a_rank_with_another_secret_than_rank_0_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Regression: rank 1 of a host waited without a word, and its error did not name the secret."""
+    """Regression: a rank with a different secret waited silently, and its error did not name the secret."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     served = serving.serve("127.0.0.1", 0)
     SealedStore(served, OTHER).set(rendezvous._PORT, "1")
@@ -155,7 +155,7 @@ def test_a_rank_with_another_secret_than_rank_0_says_so(
 
 
 def connect(first: SealedStore, second: SealedStore) -> list[Any]:
-    """Make gloo groups of two processes, which prove to each other who they are; return what becomes of each."""
+    """Make gloo groups of two processes that authenticate each other, and return the outcome of each."""
     ended: list[Any] = [None, None]
     timeout = timedelta(seconds=20)
 
@@ -181,7 +181,7 @@ def connect(first: SealedStore, second: SealedStore) -> list[Any]:
 def test_rank_0_says_that_other_hosts_do_not_reach_it(
     local_size: int | None, says: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: rank 0 of a launcher that gives it MASTER_ADDR=localhost was silent about the cause."""
+    """Regression: rank 0 did not report that its launcher's MASTER_ADDR=localhost keeps other hosts from connecting."""
     monkeypatch.setattr(environment, "local_size", lambda: local_size)
     monkeypatch.setattr(rendezvous._Place, "_find", lambda *_: HashStore())
     rendezvous._place_of.cache_clear()
@@ -232,7 +232,7 @@ def test_a_file_that_is_no_secret_is_refused_in_words(write: Callable[[Path], st
 
 
 def test_a_file_of_random_bytes_is_refused_in_words(tmp_path: Path) -> None:
-    """Regression: asyncdist run ended with a traceback: embedded null byte."""
+    """Regression: asyncdist run ended with the traceback of "embedded null byte"."""
     path = tmp_path / "secret"
     path.write_bytes(bytes(range(256)))
     path.chmod(0o600)
@@ -263,7 +263,7 @@ def test_a_named_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path) ->
     ],
 )
 def test_a_secret_is_known_to_its_reader_and_root_alone(mode: int, owner: int, reader: int, problem: str) -> None:
-    """Regression: the files of a Secret of Kubernetes were refused, since a group may read them."""
+    """Regression: the files of a Kubernetes Secret were refused, since a group may read them."""
     found = os.stat_result((stat.S_IFREG | mode, 0, 0, 1, owner, 0, 0, 0, 0, 0))
     assert secret_files.why_not_secret(found, reader) == problem
 
@@ -337,7 +337,7 @@ def test_ranks_of_one_host_share_the_secret_of_their_user(
 def test_a_variable_of_one_rank_alone_leaves_the_secret_equal(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: ranks of one host with a folder each, or one after ``su``, drew two secrets and never met."""
+    """Regression: a host's ranks with separate folders, or one after ``su``, made two secrets and did not connect."""
     session = f"/run/user/{os.getuid()}"
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # as that rank's TMPDIR says
     monkeypatch.setattr(os, "access", lambda *_: True)
@@ -348,14 +348,14 @@ def test_a_variable_of_one_rank_alone_leaves_the_secret_equal(
 
 
 def test_a_host_without_a_writable_folder_has_folders_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: in a container whose file system is read-only no rank could start: FileNotFoundError."""
+    """Regression: in a container with a read-only file system, ranks failed to start with FileNotFoundError."""
     monkeypatch.setattr(tempfile, "_get_default_tempdir", lambda: os.stat("/no/usable/temporary/directory"))
     monkeypatch.setattr(tempfile, "tempdir", None)
     assert environment.shared_directories({})[-1] == "/tmp"
 
 
 def test_secret_is_in_the_home_if_others_took_all_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: another user made the eight folders that are tried in /tmp, and jobs had no secret, silently."""
+    """Regression: jobs silently had no secret if another user had made all eight folders that are tried in /tmp."""
     shared, home = tmp_path / "tmp", tmp_path / "home"
     shared.mkdir()
     home.mkdir()
@@ -389,7 +389,7 @@ def test_a_user_without_an_entry_has_no_home(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_programs_own_process_group_says_where_its_store_is(
     store: Callable[[], Any], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: ranks of mp.spawn, which get rank and size as arguments, had no secret on one host."""
+    """Regression: ranks of mp.spawn, which receive rank and size as arguments, had no secret on one host."""
     assert rendezvous._address_of(store()) == address
     monkeypatch.setattr(environment, "secret_directories", lambda _: [str(tmp_path)])
     assert environment.secret_of_group(address, 2, {}).is_missing is (address == "")
@@ -408,7 +408,7 @@ def test_processes_that_draw_the_users_secret_at_once_agree(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("text, mode", [("", 0o600), ("short", 0o600), ("0123456789abcdef", 0o644)])
 def test_a_users_secret_that_cannot_be_used_is_replaced(text: str, mode: int, tmp_path: Path) -> None:
-    """Regression: an empty file, as after a loss of power, left all later jobs of that user without a secret."""
+    """Regression: an empty file, as after a power failure, left all later jobs of that user without a secret."""
     assert secret_files.shared([str(tmp_path)]) is not None
     (path,) = tmp_path.glob("*/secret")
     written(path, mode, text)
@@ -421,7 +421,7 @@ def test_a_users_secret_that_cannot_be_used_is_replaced(text: str, mode: int, tm
 def test_ranks_that_replace_the_users_secret_at_once_agree(
     moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: ranks that found an empty file replaced each other's, and did not meet."""
+    """Regression: ranks that found an empty file replaced each other's secrets, and did not connect."""
     bases, draw, drawn, other = [str(tmp_path)], job_secret.draw, itertools.count(1), list[str | None]()
     assert secret_files.shared(bases) is not None
     (path,) = tmp_path.glob("*/secret")
@@ -446,7 +446,7 @@ def test_the_secret_of_a_job_is_kept_and_removed(tmp_path: Path) -> None:
 
 
 def test_secrets_of_killed_launchers_are_removed_by_the_next(tmp_path: Path) -> None:
-    """Regression: each launcher of ``--places`` that was killed left its file for good."""
+    """Regression: each killed launcher with ``--places`` left its secret's file behind forever."""
     bases = [str(tmp_path)]
     assert secret_files.shared(bases)
     kept = [secret_files.keep(port, "0123456789abcdef", bases) for port in (1, 2)]
@@ -460,7 +460,7 @@ def test_secrets_of_killed_launchers_are_removed_by_the_next(tmp_path: Path) -> 
 
 
 def test_a_kept_secret_outlives_its_folder_until_removed(tmp_path: Path) -> None:
-    """Regression: no rank could join a job after the logout of its user, with which /run/user/UID is removed."""
+    """Regression: no rank could join a job after its user's logout, which removes /run/user/UID."""
     session, common, text = tmp_path / "session", tmp_path / "common", "0123456789abcdef"
     common.mkdir()
     session.mkdir()
@@ -513,7 +513,7 @@ sys.stdin.read() if sys.argv[2] == "lives" else os._exit(9)
 @pytest.mark.workers
 @pytest.mark.parametrize("lives", [True, False])
 def test_living_rank_is_found_but_not_a_child_that_outlives_it(lives: bool, tmp_path: Path) -> None:
-    """Regression: a process with the RANK of a living rank waited for its answer until the start was given up."""
+    """Regression: a second process with a living rank's RANK waited for an answer until the start timed out."""
     words = [sys.executable, "-c", HOLD, str(tmp_path), "lives" if lives else "ends"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
@@ -533,7 +533,7 @@ def test_living_rank_is_found_but_not_a_child_that_outlives_it(lives: bool, tmp_
 
 @pytest.mark.workers
 def test_the_files_of_killed_ranks_are_removed_later(tmp_path: Path) -> None:
-    """Regression: each rank that was killed left a file for good, in a folder that may be in memory."""
+    """Regression: each killed rank left a file behind forever, in a folder that may be in memory."""
     words = [sys.executable, "-c", HOLD, str(tmp_path), "lives"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None and holder.stdout.readline()

@@ -41,7 +41,7 @@ def test_links_of_others_in_folders_of_all(
 
 
 def test_no_file_is_written_through_a_planted_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: asyncdist report, run in /tmp, overwrote the file to which another user's link led."""
+    """Regression: asyncdist report, run in /tmp, overwrote the target of another user's symbolic link."""
     victim, link = tmp_path / "victim", tmp_path / "job.html"
     victim.write_text("precious")
     link.symlink_to(victim)

@@ -383,7 +383,7 @@ def read(frame: bytes) -> wire.FrameReader:
 
 
 def receive(codec: Codec, frame: bytes) -> Any:
-    """What a lane does with a frame."""
+    """Decode a frame as the receiving end of a channel does, or raise FrameError."""
     reader = read(frame)
     route = reader.route()
     if route.version != wire.VERSION or route.kind >= len(codec.decoders):
