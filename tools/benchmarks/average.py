@@ -1,16 +1,15 @@
-"""``average_models`` and ``average_gradients``, against one raw all-reduce of the same bytes and one per parameter.
+"""Measures ``average_models`` and ``average_gradients`` against one raw all-reduce, and against one per parameter.
 
-Two ranks, a model of 200 layers. Each figure is a median over repetitions, in which all contestants take turns; before
-each the ranks meet. Everything is warm: each contestant has run once.
+Two ranks average a model of 200 layers. Each figure is a median over repetitions. In each repetition all contestants
+run in turn, each after a barrier. Each contestant has run once before, to warm up.
 
-- Raw, once: MPI's Iallreduce of one float32 tensor of as many bytes into another one, tested until it is done. The
-  other way to call it, in place, is shown as well; the quicker of the two is what ours is measured against.
-- Per parameter, on a model whose layers are small, where the number of messages is what counts: of every parameter,
-  one after the other, ``asyncdist.all_reduce`` and a division, as is done by hand. As a harder rival, the same with
-  raw Iallreduce, tested until done.
+- Raw, once: MPI's Iallreduce of one float32 tensor of the same size into a second tensor, tested until it is done. The
+  in-place call is shown as well. asyncdist is compared with the faster of the two.
+- Per parameter: ``asyncdist.all_reduce`` of each parameter in turn and a division, as a user would write it. The model
+  has small layers, so the number of messages dominates. A harder rival does the same with raw Iallreduce.
 
-Ours does more than either: it finds the tensors, compares the models of all ranks, copies to flat memory and back, and
-divides.
+asyncdist does more than its rivals: it finds the tensors, compares the models of all ranks, copies to flat memory and
+back, and divides.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _LAYER_COUNT: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes of the two models, and how often each contestant runs."""
+    """Sizes of the two models, and the number of repetitions."""
 
     large_nbytes: int
     small_nbytes: int
@@ -49,7 +48,7 @@ Contestant = Callable[[], Awaitable[object]]
 
 
 async def measure(world: ad.World, settings: Settings) -> Results | None:
-    """Large model against one raw all-reduce, small model against one per parameter."""
+    """Measure a large model against one raw all-reduce, and a small model against one all-reduce per parameter."""
     large = await _race(_contestants(settings.large_nbytes, per_parameter=False), settings.repetition_count)
     small = await _race(_contestants(settings.small_nbytes, per_parameter=True), settings.repetition_count)
     if large is None or small is None:
@@ -109,7 +108,7 @@ def _contestants(nbytes: int, *, per_parameter: bool) -> dict[str, Contestant]:
 
 
 async def _race(contestants: dict[str, Contestant], repetition_count: int) -> dict[str, float] | None:
-    """On rank 0 each one's median over the repetitions, in seconds; of a repetition the slower rank counts."""
+    """Return each contestant's median seconds on rank 0, else None. In a repetition the slower rank's time counts."""
     from mpi4py import MPI
 
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -129,7 +128,7 @@ async def _race(contestants: dict[str, Contestant], repetition_count: int) -> di
 
 
 def rows(results: Results) -> list[Row]:
-    """The table."""
+    """Return the rows of the table."""
     large, small = results["large"], results["small"]
     size, in_place = f"{large['nbytes'] / MIB:g} MiB", large["raw in place s"]
     table = []

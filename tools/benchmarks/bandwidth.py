@@ -1,10 +1,10 @@
-"""Streams of large tensors, against one raw message with the same buffers.
+"""Measures the bandwidth of streams of large tensors, against one raw message with the same buffers.
 
-Timed, on the same two processes in alternation, with the same two tensors: rank 0 sends one, rank 1 sends the other
-back; the rate is twice the bytes over the time that rank 0 sees.
+asyncdist and the rival alternate in the same two processes, with the same two tensors. Rank 0 sends one tensor, and
+rank 1 sends the other back. The rate is twice the bytes divided by the time measured on rank 0.
 
-- Ours: ``await world.send_stream``, ``await world.receive_stream``; grants and chunks included.
-- Raw: one message each way by the transport's rival; see ``rivals.py``.
+- asyncdist: ``await world.send_stream`` and ``await world.receive_stream``, with their grants and chunks.
+- Raw: one message each way by the library under the transport; see ``rivals.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TARGET_FROM_MIB: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes, and about how many bytes each of them moves one way in all; one more round trip before warms up."""
+    """Sizes of the tensors, and the approximate total of bytes sent one way for each size, without the warm-up."""
 
     sizes_mib: tuple[int, ...]
     moved_mib: int
@@ -40,7 +40,7 @@ QUICK: Final = Settings(sizes_mib=(1, 4), moved_mib=8, trip_count_max=3)
 
 
 async def measure(world: ad.World, settings: Settings) -> Results | None:
-    """Each size in turn; in each, round trips of both in alternation."""
+    """Time alternating round trips of asyncdist and the rival, for each size in turn."""
     rival = rival_of(world)
     results: Results = {"transport": world.transport_name, "sizes": {}}
     for size_mib in settings.sizes_mib:
@@ -74,7 +74,7 @@ def _raw_trip(rival: Rival, outgoing: torch.Tensor, incoming: torch.Tensor) -> f
 
 
 def rows(results: Results) -> list[Row]:
-    """The table."""
+    """Return the rows of the table."""
     table = []
     target = TARGET_RATIO[results["transport"]]
     for size, figures in results["sizes"].items():

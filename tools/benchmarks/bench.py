@@ -1,12 +1,11 @@
-"""Runs benchmarks on real ranks and prints what they found beside what they must reach.
+"""Runs benchmarks on real ranks, and prints a table of the measured figures and their targets.
 
     ./tools/bench NAME [--transport mpi|torch] [--json PATH] [--chart PATH] [--quick] [--check]
 
-NAME is one of the scripts beside this one, or ``all``. Each says in its first lines what exactly it times. The JSON is
-``{"bench": NAME, "results": {...}}``; for ``all`` the results are those of each benchmark by name. ``--chart`` draws
-them, where a benchmark has a picture. ``--quick`` takes tiny settings, to see that everything works, and its figures
-mean nothing. The exit code is 0 whatever the figures are, 1 if a benchmark failed, and with ``--check`` also if a
-figure was missed.
+NAME is a script in this folder, or ``all``. The first lines of each script define what it times. The JSON file is
+``{"bench": NAME, "results": {...}}``; for ``all``, the results are keyed by benchmark. ``--chart`` draws the results of
+the benchmarks that have a chart. ``--quick`` uses tiny settings, which check that everything works; its figures mean
+nothing. The exit code is 1 if a benchmark fails or, with ``--check``, misses a target. Otherwise the exit code is 0.
 """
 
 from __future__ import annotations
@@ -50,18 +49,18 @@ NAMES: Final = (
     "goodput",
     "value",
 )
-#: Those that can draw what they have found.
+#: Benchmarks that can draw a chart of their results.
 CHARTS: Final = ("goodput", "scale", "value")
 _HERE: Final = Path(__file__).resolve().parent
-#: Makes hosts of namespaces; its exit code where it cannot.
+#: Program that makes hosts of namespaces, and its exit code if it cannot.
 HOSTS: Final = _HERE.parent / "namespaces" / "hosts.py"
 UNAVAILABLE: Final = 77
-#: Generous: most take a minute or less, scale ten.
+#: Generous limit in seconds: most benchmarks take a minute or less, ``scale`` takes ten.
 _TIMEOUT_S: Final = 3600.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line, or ``arguments`` in its place, names; the exit code."""
+    """Run the benchmarks that the command line (or ``arguments``) names, and return the exit code."""
     options = _options(arguments)
     found: dict[str, Results] = {}
     missed: list[str] = []
@@ -86,24 +85,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="tools/bench", description="Benchmarks, each beside its rival.")
+    parser = argparse.ArgumentParser(prog="tools/bench", description="Runs benchmarks, each against its rival.")
     parser.add_argument("name", choices=(*NAMES, "all"), metavar="NAME", help=", ".join((*NAMES, "all")))
     parser.add_argument("--transport", choices=("mpi", "torch"), default="mpi", help="under asyncdist run, or gloo")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here")
     parser.add_argument("--chart", type=Path, metavar="PATH", help=f"draw the results: {', '.join(CHARTS)}")
-    parser.add_argument("--quick", action="store_true", help="tiny settings: whether it works, not how fast")
+    parser.add_argument("--quick", action="store_true", help="use tiny settings: checks that everything works")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a figure is missed")
     options = parser.parse_args(arguments)
     if options.chart is not None and options.name not in CHARTS:
         parser.error(f"--chart: {options.name} has none; allowed: {', '.join(CHARTS)}")
     for option, path in (("--json", options.json), ("--chart", options.chart)):
-        if path is not None and not path.parent.is_dir():  # said now, not after an hour of measuring
+        if path is not None and not path.parent.is_dir():  # report it now, not after an hour of measuring
             parser.error(f"{option} {path}: there is no folder {path.parent}")
     return options
 
 
 def _measure(name: str, benchmark: Any, *, transport: str, quick: bool) -> Results | None:
-    """The results of all launches of a benchmark together; None when one of them failed."""
+    """Run all launches of a benchmark and return their merged results, or None if a launch fails."""
     launches = [functools.partial(start, rank_count=count, transport=transport) for count in benchmark.RANKS or (0,)]
     if hasattr(benchmark, "HOSTS"):
         launches.append(functools.partial(_start_on_hosts, hosts=benchmark.HOSTS, transport=transport))
@@ -122,13 +121,13 @@ def _measure(name: str, benchmark: Any, *, transport: str, quick: bool) -> Resul
 
 
 def start(program: Sequence[str], rank_count: int, transport: str) -> int:
-    """Run a script with its arguments on so many ranks, or alone where it simulates them (0); the exit code."""
+    """Run a script on ``rank_count`` ranks (0: as one process, which simulates ranks), and return its exit code."""
     launcher = _launcher(transport, "-n", str(rank_count)) if rank_count else []
     return subprocess.run([sys.executable, *launcher, *program], check=False, timeout=_TIMEOUT_S).returncode
 
 
 def _start_on_hosts(program: Sequence[str], *, hosts: tuple[int, int, int], transport: str) -> int:
-    """Run a script on hosts made of namespaces: their number, ranks of each, and Mbit/s; the exit code."""
+    """Run a script on namespace hosts (number of hosts, ranks per host, Mbit/s), and return its exit code."""
     count, rank_count, rate = hosts
     names = ",".join(f"host{number}:{rank_count}" for number in range(1, count + 1))
     made = [sys.executable, str(HOSTS), str(count), "--rate", str(rate)]
@@ -141,7 +140,7 @@ def _launcher(transport: str, *where: str) -> list[str]:
 
 
 def _module(name: str) -> str:
-    """The script's, without its ending."""
+    """Return the name of a benchmark's module."""
     return name.replace("-", "_")
 
 
@@ -162,7 +161,7 @@ def _mark(met: bool | None) -> str:
 
 
 def _console() -> Console:
-    """Tables keep their width where output is no terminal."""
+    """Return a console whose tables keep their width even if the output is not a terminal."""
     return Console() if sys.stdout.isatty() else Console(width=150)
 
 

@@ -1,11 +1,11 @@
-"""How long a small message takes beside a stream of 64 MiB between the same two ranks.
+"""Measures the latency of small messages while a stream of 64 MiB runs between the same two ranks.
 
-Timed, on the same two processes in alternation: rank 0 sends a small message every millisecond or so, rank 1 awaits
-them; from the sender's clock, read right before the send, to the receiver's, read right after. Both are
-CLOCK_MONOTONIC of one host, so they may be compared.
+Rank 0 sends a small message about every millisecond, and rank 1 awaits the messages. Each message is timed from right
+before the send to right after the receive. Both clocks are CLOCK_MONOTONIC of one host and therefore comparable. Two
+kinds of series alternate in the same processes:
 
-- Beside: those that were sent while rank 0 was in ``await world.send_stream``, and rank 1 in ``receive_stream``.
-- Alone: as many, with no stream under way. What the machine does to a message anyhow is in these too.
+- Beside: messages sent while rank 0 is in ``await world.send_stream`` and rank 1 is in ``receive_stream``.
+- Alone: the same number of messages without a stream. They show the machine's own delays.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PAUSE_S: Final = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """So many streams, each of ``stream_mib``; one more before warms up."""
+    """Number and size of the streams; one additional stream warms up."""
 
     stream_mib: int
     stream_count: int
@@ -41,14 +41,14 @@ QUICK: Final = Settings(stream_mib=4, stream_count=2)
 
 @dataclass(frozen=True, slots=True)
 class Knock:
-    """The small message; the last one of a series says so."""
+    """The small message, with a flag that marks the last message of a series."""
 
     sent_at: float
     is_last: bool
 
 
 async def measure(world: ad.World, settings: Settings) -> Results | None:
-    """Alternate series of messages, beside a stream and alone."""
+    """Send series of messages, alternately during a stream and without one."""
     channel = world.channel(Knock, tag=100)
     tensor = torch.zeros(settings.stream_mib * MIB, dtype=torch.uint8)
     beside_s: list[float] = []
@@ -74,7 +74,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
 
 
 async def _knock_beside(channel: ad.Channel[Knock], streaming: asyncio.Task[Any]) -> list[float]:
-    """As long as the stream is under way, but once at least. When each was sent."""
+    """Send messages until the stream has ended, but at least one; return the times at which they were sent."""
     sent_at: list[float] = []
     while not sent_at or not streaming.done():
         sent_at.append(time.monotonic())
@@ -93,7 +93,7 @@ async def _knock_alone(channel: ad.Channel[Knock], count: int) -> list[float]:
 
 
 async def _answer(channel: ad.Channel[Knock]) -> list[float]:
-    """How long each took."""
+    """Receive a series of messages, and return the latency of each."""
     took_s = []
     while not (knock := (await channel.receive()).message).is_last:
         took_s.append(time.monotonic() - knock.sent_at)
@@ -111,7 +111,7 @@ def _figures_ms(took_s: list[float]) -> dict[str, float]:
 
 
 def rows(results: Results) -> list[Row]:
-    """The table."""
+    """Return the rows of the table."""
     beside, alone = results["beside"], results["alone"]
     target_ms = TARGET_MS.get(results["transport"], 0.0)
     return [

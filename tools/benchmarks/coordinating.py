@@ -1,9 +1,9 @@
-"""What a coordinator of selective averaging takes for one round: its whole CPU time, and the bytes that it sends.
+"""Measures the CPU time of a coordinator of selective averaging in one round, and the bytes that it sends.
 
-The coordinator is the real one, with its channels, codecs and frames. Below them is no transport and no simulator: what
-members say lies in memory as frames, and frames that leave are counted. So this is what a coordinator's rank spends
-beside a transport's own work, in hearing reports, deciding, and telling all members of the round. What the stand-in for
-a transport takes is measured alone, and taken off.
+The coordinator is the real one, with its channels, codecs and frames, but without a transport or simulator. The
+members' messages are frames in memory, and outgoing frames are counted. The figure is therefore the time for receiving
+reports, deciding, and notifying all members, without the work of a transport. The CPU time of the stand-in for the
+transport is measured separately and subtracted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MODEL_NBYTES: Final = 132
 
 
 class _Arrivals:
-    """Stands for a persistent receive: copies what is to arrive into the buffer."""
+    """Stands in for a persistent receive: copies prepared frames into the buffer."""
 
     source = -1
 
@@ -58,7 +58,7 @@ class _Arrivals:
 
 
 class _Engine:
-    """Stands for the engine and the transport of the coordinator's rank."""
+    """Stands in for the engine and the transport of the coordinator's rank."""
 
     failure = None
     tells_sends = False
@@ -72,7 +72,7 @@ class _Engine:
         self.arrivals: _Arrivals
 
     def start_send(self, frame: bytearray, dest: int, tag: int) -> None:
-        """Take a frame, which has left at once."""
+        """Record an outgoing frame, whose send counts as complete."""
         self.sent.append((dest, frame))
 
     def prepare_send(self, nbytes: int, dest: int, tag: int) -> None:
@@ -103,7 +103,7 @@ class _Turn:
 
 
 class _Services:
-    """Stands for what a coordinator asks of its rank."""
+    """Stands in for the services that a coordinator uses on its rank: a clock, notices of lost ranks, and channels."""
 
     rank = incarnation = 0
     gone: frozenset[int] = frozenset()
@@ -119,7 +119,7 @@ class _Services:
         return self.now
 
     def on_gone(self, listener: Callable[[int], None]) -> None:
-        """Lose nobody."""
+        """Ignore the listener, since no rank is lost."""
 
     off_gone = on_gone
 
@@ -131,7 +131,7 @@ class _Services:
         return Channel(demultiplexer, wire.Codec(message_types), scope, **given)
 
     def hear(self, task: Any, tag: int, frames: list[tuple[int, bytes]]) -> float:
-        """Let frames arrive, and the coordinator do what follows; return its CPU time, without that of the stand-in."""
+        """Deliver frames and run the coordinator's task; return its CPU time in seconds, without the stand-in's."""
         receiver, arrivals = self.receivers[tag]
         self.now += 0.1
         took_s = 0.0
@@ -182,7 +182,7 @@ class _Members:
 
 
 def coordinator_costs(size: int, round_count: int, route: Route = "auto") -> dict[str, float]:
-    """Return what one round takes of each of so many members: CPU time, at best, and bytes and messages sent.
+    """Return the coordinator's best CPU time, bytes and messages of one round, per member, with ``size`` members.
 
     All members report, a quarter of them is replaced, all donors are ready and all replacers apply.
     """
@@ -195,7 +195,7 @@ def coordinator_costs(size: int, round_count: int, route: Route = "auto") -> dic
     task.send(None)
     sent = services.engine.sent
     gc.collect()
-    gc.freeze()  # or collections of what benchmarks and torch have made are counted
+    gc.freeze()  # keeps collections of other objects out of the figure
     best_s, nbytes, message_count = float("inf"), 0, 0
 
     for number in range(1, round_count + 1):
@@ -223,7 +223,7 @@ def coordinator_costs(size: int, round_count: int, route: Route = "auto") -> dic
 
 
 def _sending_s(sent: list[tuple[int, bytearray]]) -> float:
-    """Return what the stand-in takes to take these."""
+    """Return the seconds that the stand-in needs to record these frames."""
     engine = _Engine(0)
     began_s = time.process_time()
     for dest, frame in sent:

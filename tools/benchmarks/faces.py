@@ -1,4 +1,4 @@
-"""What a step costs without an event loop, and in each integration, above the coroutine's own.
+"""Measures the overhead of a step in the blocking interface and in each integration, compared with the coroutine.
 
 Timed, on both ranks at once: every single step in which nothing happens, with ``time.perf_counter_ns`` on both sides,
 in a training loop whose forward, backward and ``optimizer.step()`` take milliseconds, and leave no code in the caches.
@@ -11,7 +11,7 @@ All are measured in the same processes, in alternating blocks, on one model:
 - lightning, transformers: the callback that the ``Trainer`` calls, and the hook that sees the losses. What a trainer
   does to call any callback is its own.
 
-Beside each median is that of the part in which the coroutine itself ran: a trainer leaves colder caches to it, too.
+Each median is shown with the median time inside the coroutine, which also suffers from the trainer's colder caches.
 
 Each block has a world of its own, whose opening is not timed. The loss is a tensor in all of them.
 """
@@ -112,7 +112,7 @@ class Stopwatch:
         self._before_us = 0.0
 
     def __call__(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Time a step, together with what was called before it."""
+        """Time a step, and add the time of the calls made by ``before``."""
         self.times_us.append(self._before_us + _took_us(fn, *args, **kwargs))
         self._before_us = 0.0
 
@@ -291,7 +291,7 @@ async def _collected(_: ad.World, figures: Results) -> Results | None:
 
 
 def rows(results: Results) -> list[Row]:
-    """The table."""
+    """Return the rows of the table."""
     own = results["coroutine"]
     table = []
     for name, ranks in results.items():

@@ -1,23 +1,22 @@
 """Goodput under failures, simulated: useful steps over possible steps, where every rank dies now and then.
 
-Real policies, checkpoints and kills, in virtual time. A step computes for 1 s. Each rank's failures come at random, on
-average one in so many of its steps, and the process is killed in the middle of what it does. Three ways to train:
+Policies, checkpoints and kills are real; time is virtual. A step computes for 1 s. Each rank fails at random, with a
+given mean number of steps between failures, and its process is killed at an arbitrary point. Three ways to train:
 
-- selective: ``AsyncSelectiveAveragingPolicy``. The others go on, whichever rank was lost, and a new process joins them
-  in its place. Lost are the dead rank's steps since it last gave a snapshot that another rank took, or took an average
-  itself.
+- selective: ``AsyncSelectiveAveragingPolicy``. The other ranks continue, whichever rank is lost, and a new process
+  joins in its place. Only the dead rank's steps are lost, since its last snapshot that another rank applied or the last
+  average that it applied itself.
 - average-all: ``AverageAllPolicy`` with ``save_population``. A loss ends the job: all ranks start again, from the last
   population checkpoint by ``load_population``. Lost are the steps of all since then. A save takes as long as a step.
-- alone: no averaging. Each rank saves its own state, and a new process goes on from there.
+- alone: no averaging. Each rank saves its own state, and a new process resumes from it.
 
 Who saves does it in the interval that is best for its time between failures and the time of a save (Young, 1974: the
 square root of twice their product).
 
-What a recovery costs is stated, not measured (``DETECTION_S``, ``RELAUNCH_S``, ``RELOAD_S``), and is the same for all
-three. In "average-all" the simulation of the job ends with its ranks' errors, these seconds pass, and a new simulation
-loads the files. In the two others a new process of the rank begins after these seconds, in the simulation that goes on,
-and what it takes until it trains, with a donor's state or its own checkpoint, comes on top. No failure strikes during a
-recovery.
+The cost of a recovery is assumed, not measured (``DETECTION_S``, ``RELAUNCH_S``, ``RELOAD_S``), and is the same in all
+three. In "average-all", the simulation ends with its ranks' errors, these seconds pass, and a new simulation loads the
+files. In the other two, the rank's new process starts after these seconds while the simulation continues. The time
+that it then needs to load a donor's state or its own checkpoint is added. No failure occurs during a recovery.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ import asyncdist as ad
 from asyncdist.simulation import Compute, Fault, Kill, Network, Restart
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, AverageApplied, PolicyEvent, SnapshotTaken
 
-#: It needs no launcher.
+#: No ranks to launch: this benchmark simulates them.
 RANKS: Final = ()
 TARGET: Final = 0.9
 TARGET_AT: Final = ("1000", "64")
 
 STEP_S: Final = 1.0
-#: From a death until the others, or the launcher, know.
+#: Seconds from a rank's death until the other ranks, or the launcher, detect it.
 DETECTION_S: Final = 2.0
-#: From then until a new process runs: scheduler, interpreter, imports, device.
+#: Seconds from the detection until a new process runs: scheduler, interpreter, imports, device.
 RELAUNCH_S: Final = 20.0
-#: From then until it trains: model and optimizer from a donor or from a file.
+#: Seconds from the new process's start until it trains: model and optimizer from a donor or from a file.
 RELOAD_S: Final = 8.0
 RECOVERY_S: Final = DETECTION_S + RELAUNCH_S + RELOAD_S
 #: The simulator charges as much for ``world.compute`` as for a step.
@@ -67,14 +66,14 @@ KINDS: Final = ("selective", "average-all", "alone")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to look at.
+    """The populations to simulate.
 
     Attributes:
-        rank_counts: numbers of ranks.
-        step_counts: for how many steps of all ranks to look, by the steps between failures of a rank. A job that is
-            started again is looked at until as many failures have struck as come in so many steps, but at least two
+        rank_counts: Numbers of ranks.
+        step_counts: Number of steps of all ranks together to simulate, keyed by a rank's mean steps between failures.
+            A job that restarts is simulated up to the number of failures expected in these steps, but at least two
             and at most ``restart_count``.
-        steps_min: a population is looked at for at least so many steps of a rank.
+        steps_min: Least number of steps of each rank in a population.
     """
 
     rank_counts: tuple[int, ...]
@@ -92,11 +91,11 @@ class Tally:
     """Counts steps of all ranks together.
 
     Attributes:
-        useful: those that were made, and whose effect lives on.
-        possible: those that there would have been without failures.
-        died: those that were made, and were lost with a rank or a job.
-        empty: those that were not made since a rank, or the job, was gone, or was being recovered.
-        failures: ranks killed.
+        useful: Steps whose effect survives.
+        possible: Steps that would have been made without failures.
+        died: Steps that were made and then lost with a rank or a job.
+        empty: Steps not made because a rank or the job was dead or recovering.
+        failures: Number of ranks killed.
     """
 
     useful: float = 0.0
@@ -106,7 +105,7 @@ class Tally:
     failures: int = 0
 
     def results(self) -> Results:
-        """Return the goodput, and the shares of what is missing: the rest is waiting, and time to save."""
+        """Return the goodput and the shares of lost steps by cause; the rest is time for waiting and saving."""
         shares = {name: getattr(self, name) / self.possible for name in ("useful", "died", "empty")}
         return {
             "goodput": shares.pop("useful"),
@@ -119,12 +118,12 @@ class Tally:
 
 @dataclass(slots=True)
 class Work:
-    """What one process has done.
+    """The steps that one process has made.
 
     Attributes:
-        made: steps.
-        kept: those of them that are of use when it dies now.
-        given: its newest snapshot's round, and the step that it was taken at.
+        made: Number of steps.
+        kept: Number of steps whose effect would survive if the process died now.
+        given: Round of the process's newest snapshot, and the step at which it was taken.
     """
 
     made: int = 0
@@ -169,7 +168,7 @@ async def _train_selectively(world: ad.World, lives: Lives, ends_at_s: float, _:
     )
     try:
         async with policy:
-            first = policy.iteration  # a newcomer goes on with its donor's
+            first = policy.iteration  # a new process continues its donor's count
             if not world.incarnation:
                 await _until_start(world)
             while world.time() < ends_at_s - STEP_S / 2:
@@ -223,7 +222,7 @@ def _failures(rng: random.Random, rank: int, mtbf_s: float, horizon_s: float) ->
 
 
 def _count_lives(train: _Train, rank_count: int, mtbf_steps: int, step_count: int, steps_min: int) -> Tally:
-    """Simulate populations, whose ranks die and come back one by one."""
+    """Simulate populations whose ranks die and are replaced individually."""
     tally = Tally()
     horizon_s = STEP_S * max(steps_min, min(mtbf_steps, math.ceil(step_count / rank_count)))
     seeds = itertools.count()
@@ -245,7 +244,7 @@ def _count_lives(train: _Train, rank_count: int, mtbf_steps: int, step_count: in
                 compute=Compute(step_s=STEP_S),
                 faults=[fault for faults, _ in drawn for fault in faults],
             )
-        report.value()  # nobody who was not killed has failed
+        report.value()  # raises if a rank failed that was not killed
         report.check_faults()
         for works, (faults, empty_s) in zip(lives, drawn, strict=True):
             death_count = sum(isinstance(fault, Kill) for fault in faults)
@@ -342,7 +341,7 @@ def measure(settings: Settings) -> Results:
 
 
 def rows(results: Results) -> list[Row]:
-    """The table."""
+    """Return the rows of the table."""
     table = []
     for rank_count, by_mtbf in results["selective"].items():
         for mtbf_steps, figures in by_mtbf.items():
@@ -364,7 +363,7 @@ def rows(results: Results) -> list[Row]:
 
 
 def _longest_recovery_s(figures: Results) -> float:
-    """Return how long a recovery may take in place of RECOVERY_S before the target is missed."""
+    """Return the longest recovery in seconds, instead of RECOVERY_S, with which the target is still reached."""
     present = figures["steps"] * (1 - figures["empty"])
     allowed = figures["steps"] * figures["goodput"] / TARGET - present
     return float(allowed * STEP_S / figures["failures"])
@@ -415,7 +414,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     for name in ("asyncdist", "protocols"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # losses and unfinished checkpoints are what is asked for
+        logging.getLogger(name).setLevel(logging.ERROR)  # losses and unfinished checkpoints are expected here
     given.out.write_text(json.dumps(measure(QUICK if given.quick else FULL)))
 
 

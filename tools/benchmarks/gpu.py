@@ -1,10 +1,10 @@
-"""What a policy costs where models are on a GPU: the whole of a training loop, with and without it.
+"""Measures what a policy costs for models on a GPU: the time of a training loop with and without the policy.
 
-Timed: blocks of training steps (forward, backward, optimizer), each up to the end of its work on the GPU, with
-``time.perf_counter`` on each rank. Training alone alternates with training with a policy whose report is never due;
-then comes a policy with two reports in each block, after which one of the two ranks takes the weights of the other.
-Loss and metric stay on the GPU, so that no loop waits for it by itself. The two ranks share one GPU and start each
-block together. Where torch sees no GPU there is nothing to measure, and the table says so.
+Each rank times blocks of training steps (forward, backward, optimizer) with ``time.perf_counter``, up to the end of
+the block's work on the GPU. Training alone alternates with training under a policy whose report is never due. A policy
+with two reports per block follows; after each report one of the two ranks takes the other's weights. Loss and metric
+stay on the GPU, so that the loop itself never waits for the GPU. The two ranks share one GPU and start each block
+together. Without a GPU nothing is measured, and the table says so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from protocols import AsyncSelectiveAveragingPolicy
 
 RANKS: Final = (2,)
 _NEVER: Final = 10**9
-#: Of a step of training, above that of training alone.
+#: Allowed time of a training step with the policy, as a multiple of the time of training alone.
 TARGET_IDLE: Final = 1.02
 
 
@@ -105,7 +105,7 @@ class Training:
 
 
 async def _block(training: Training, step_count: int, policy: AsyncSelectiveAveragingPolicy | None) -> float:
-    """Return the milliseconds of a step."""
+    """Train for a block of steps, and return the milliseconds per step."""
     await ad.barrier()
     torch.cuda.synchronize()
     began_at = time.perf_counter()
@@ -118,7 +118,7 @@ async def _block(training: Training, step_count: int, policy: AsyncSelectiveAver
 
 
 def rows(results: Results) -> list[Row]:
-    """The table."""
+    """Return the rows of the table."""
     if not results:
         return [Row("nothing", "torch sees no GPU here")]
     table = []

@@ -1,4 +1,4 @@
-"""How long selective averaging should wait for late reports: windows beside each other, in the simulator.
+"""Compares how long selective averaging should wait for late reports (the window), in the simulator.
 
 Ranks train under the policy in virtual time, 50 ms a step, and report every 5 steps; in each population something is in
 the way: one rank in eight has steps 2, 10 or 100 times as long; each rank stands still for a second on average, every
@@ -40,7 +40,7 @@ from protocols.selective import coordinator, rounds, waiting
 from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.waiting import Pace, Patience
 
-#: It needs no launcher.
+#: No ranks to launch: this benchmark simulates them.
 RANKS: Final = ()
 TARGET_ROUNDS: Final = 0.8
 POPULATIONS: Final = ("equal", "x2", "x10", "x100", "stalls", "heavy tails")
@@ -57,7 +57,7 @@ _AVERAGE_EVERY: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Populations of these sizes, so many seeds of each, for this many virtual seconds."""
+    """Sizes of the populations, number of seeds for each, and virtual seconds of each run."""
 
     sizes: tuple[int, ...]
     seed_count: int
@@ -134,7 +134,7 @@ def _median_mad(stack: ExitStack, seen: Seen) -> type[Patience]:
 
 
 def _with_offsets(seen: Seen) -> type[RoundCoordinator]:
-    """Return a coordinator that notes how long after the first report of a decision each report came.
+    """Return a coordinator class that records each report's delay after the first report of its decision.
 
     A report that a decision did not wait for counts from the first one of that decision.
     """
@@ -197,7 +197,7 @@ def _draw_step_s(population: str, is_slow: bool, rng: random.Random) -> float:
 
 
 async def _train(world: ad.World, population: str, settings: Settings, seed: int, seen: Seen) -> int:
-    """Train until the time is up; the coordinator is no slow rank. The value is the count of rounds decided here."""
+    """Train until time is up, and return the number of rounds decided on this rank. The coordinator is never slow."""
     rng = random.Random(f"{population} {seed} {world.rank}")
     model = model_of(32)
     policy = AsyncSelectiveAveragingPolicy(model, optimizer_of(model), average_every=_AVERAGE_EVERY)
@@ -250,7 +250,7 @@ def markdown(results: Results) -> str:
 
 
 def rows(results: Results) -> list[Row]:
-    """The table."""
+    """Return the rows of the table."""
     found = []
     for population, by_window in results.items():
         size = population.split(",")[0]

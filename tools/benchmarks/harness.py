@@ -1,10 +1,10 @@
-"""What the benchmarks share: models, statistics, and the way from a script on several ranks to rows of a table.
+"""Shared code of the benchmarks: models, statistics, the main function of a rank, and rows of the table.
 
 A benchmark is one script, run by ``asyncdist run``. It has ``RANKS`` (one launch for each number), ``FULL`` and
 ``QUICK`` settings, the coroutine ``measure(world, settings)``, whose value on rank 0 is its results, and
-``rows(results)``, which sets them beside what they must reach. Rivals run in the same processes, in alternation.
+``rows(results)``, which compares them with their targets. Rivals run in the same processes, in alternation.
 
-Nothing here imports mpi4py at the top: ``bench.py`` imports the benchmarks to make tables, and is no rank.
+This module does not import mpi4py at the top, because ``bench.py``, which is not a rank, imports the benchmarks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 
 import asyncdist as ad
 
-#: What a benchmark leaves behind: JSON values by name.
+#: Results of a benchmark: JSON values by name.
 Results: TypeAlias = dict[str, Any]
 
 MIB: Final = 1 << 20
@@ -35,11 +35,11 @@ class Row:
     """One line of the table.
 
     Attributes:
-        figure: what was measured.
-        ours: the value, with its unit.
-        rival: what it is measured against, with its unit.
-        target: what it must reach.
-        met: whether it does; None where no figure is promised.
+        figure: Name of the measured quantity.
+        ours: Measured value of asyncdist, with its unit.
+        rival: Value of the rival, with its unit.
+        target: Value to reach.
+        met: Whether the target is met; None if no target is set.
     """
 
     figure: str
@@ -63,23 +63,23 @@ def main(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value that so many percent are not above (nearest rank)."""
+    """Return the smallest value that at least ``percent`` % of the values do not exceed (nearest rank)."""
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 def ratio_of_medians(ours: Sequence[float], rival: Sequence[float]) -> float:
-    """How many times the rival's median ours is."""
+    """Return the median of ``ours`` divided by the median of ``rival``."""
     return statistics.median(ours) / statistics.median(rival)
 
 
 def model_of(parameter_count: int, layer_count: int = 8) -> nn.Module:
-    """An MLP of square layers with about so many float32 parameters."""
+    """Return an MLP of square layers with about ``parameter_count`` float32 parameters."""
     width = round(math.sqrt(parameter_count / layer_count))
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layer_count)))
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Any optimizer of that model: nothing is trained here."""
+    """Return an arbitrary optimizer of the model, since the benchmarks do not train."""
     # At a process's first optimizer torch imports its compiler, to keep it away from this method: a second of work.
     method = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", torch.optim.Optimizer.add_param_group)
     vars(method).setdefault("__dynamo_disable", method)
@@ -87,7 +87,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 async def collect(value: object) -> list[Any] | None:
-    """Every rank's JSON value, in rank order, on rank 0; None elsewhere."""
+    """Gather a JSON value from every rank; return the list in rank order on rank 0, None on other ranks."""
     text = json.dumps(value).encode()
     longest = await ad.all_reduce(torch.tensor(len(text)), op="max")
     padded = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8)
@@ -96,15 +96,15 @@ async def collect(value: object) -> list[Any] | None:
 
 
 def elapsed_us(began_at_ns: int) -> float:
-    """Microseconds since a reading of ``time.perf_counter_ns``."""
+    """Return the microseconds since ``began_at_ns``, a reading of ``time.perf_counter_ns``."""
     return (time.perf_counter_ns() - began_at_ns) / 1e3
 
 
 def compute(seconds: float) -> None:
-    """What training is to the loop: time in which nothing else of this rank runs."""
+    """Block the event loop for some seconds, as a training step does."""
     time.sleep(seconds)
 
 
 def state_nbytes(model: nn.Module) -> int:
-    """Bytes of the model's state."""
+    """Return the size of the model's state in bytes."""
     return sum(tensor.nbytes for tensor in model.state_dict().values())

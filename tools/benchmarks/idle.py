@@ -1,4 +1,4 @@
-"""What waiting costs: the CPU share of a rank that awaits a message for seconds, and how fast it wakes.
+"""Measures the CPU share of a rank that awaits a message for seconds, and how fast the message wakes the rank.
 
 Timed on rank 1, in alternation with the rival. Rank 0 sleeps in ``time.sleep`` meanwhile, so the core is free.
 
@@ -48,14 +48,14 @@ QUICK: Final = Settings(wait_s=0.3, wait_count=1, wake_count=5)
 
 @dataclass(frozen=True, slots=True)
 class Knock:
-    """The message that is waited for."""
+    """The message that the waiting rank receives."""
 
     sent_at: float
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """How one wait went."""
+    """The CPU share and the wake-up time of one wait."""
 
     cpu_percent: float
     wake_us: float
@@ -114,7 +114,7 @@ def _figures(prefix: str, waits: Sequence[Wait], settings: Settings) -> dict[str
 
 
 def rows(results: Results) -> list[Row]:
-    """The table."""
+    """Return the rows of the table."""
     target, rival = TARGET_CPU_PERCENT[results["transport"]], _RIVALS[results["transport"]]
     return [
         Row(

@@ -1,11 +1,11 @@
-"""The one-way time of a small typed message through a channel, against a raw one with as many bytes.
+"""Measures the one-way latency of a small typed message on a channel, against a raw message of the same size.
 
-Timed, on the same two processes in alternating blocks: ping-pong, half a round trip, as rank 0 sees it.
+Both play ping-pong in alternating blocks in the same two processes. The latency is half a round trip, timed on rank 0.
 
-- Ours: ``await channel.send`` of a frozen dataclass, ``await channel.receive``, which makes a new one of what came.
-- Raw: the transport's rival sends and receives a buffer with the frame's length; see ``rivals.py``.
+- asyncdist: ``await channel.send`` of a frozen dataclass, and ``await channel.receive``, which decodes a new instance.
+- Raw: the library under the transport sends and receives a buffer of the frame's length; see ``rivals.py``.
 
-What is sent, message and buffer, has been made before.
+The message and the buffer are made before the clock starts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TARGET_RATIO: Final = {"mpi": 3.0, "torch": 2.5}
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """The message: what a protocol's small messages look like."""
+    """The message that is sent, typical of a protocol's small messages."""
 
     number: int
     value: float
@@ -67,7 +67,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
 
 
 def _raw_trips(rival: Rival, count: int, nbytes: int) -> float:
-    """Microseconds one way."""
+    """Make ``count`` raw round trips, and return the microseconds one way."""
     outgoing, incoming = (torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2))
     began_at = time.perf_counter_ns()
     rival.round_trips(outgoing, incoming, count)
@@ -75,7 +75,7 @@ def _raw_trips(rival: Rival, count: int, nbytes: int) -> float:
 
 
 def rows(results: Results) -> list[Row]:
-    """The table."""
+    """Return the rows of the table."""
     target = TARGET_RATIO[results["transport"]]
     return [
         Row(

@@ -28,13 +28,13 @@ from protocols import AsyncSelectiveAveragingPolicy
 
 RANKS: Final = (3, 7)
 _AVERAGE_EVERY: Final = 20
-#: What collectives and checks take for their scalars and texts: not counted as held, and allowed beside the promise.
+#: Bytes allowed for scalars and strings of collectives and checks; they do not count as held.
 _SMALL_NBYTES: Final = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A float32 model of so many MiB, and rounds until the counting ends."""
+    """Size of the float32 model in MiB, and the number of rounds to count."""
 
     model_mib: int
     round_count: int
@@ -109,7 +109,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
 async def _count(
     world: ad.World, stops: ad.Channel[Stop], model: nn.Module, replacer_count: int, round_count: int
 ) -> dict[str, Any]:
-    """Step until each replacer has applied its rounds; what this rank held on the way, beyond a few scalars."""
+    """Step until each replacer has applied its rounds; return the tensor memory that this rank held meanwhile."""
 
     async def all_stopped() -> None:
         for _ in range(replacer_count):
@@ -124,7 +124,7 @@ async def _count(
             optimizer_of(model),
             average_every=_AVERAGE_EVERY,
             replacement_ratio=replacer_count / world.size,
-            grace_s=3600.0,  # nobody is left behind: the roles are those that the metric gives
+            grace_s=3600.0,  # waits for every report, so that the metric alone decides the roles
             route="direct",  # a rank that reduces holds one more state
             start_timeout_s=600.0,  # a dispatch mode imports sympy first, long where many ranks share a core
         )
@@ -142,7 +142,7 @@ async def _count(
 
 
 def rows(results: Results) -> list[Row]:
-    """The table."""
+    """Return the rows of the table."""
     table = []
     for peers, roles in results.items():
         for role, figures in roles.items():

@@ -1,4 +1,4 @@
-"""What a recording costs a rank that trains in steps of a millisecond, and how many bytes it writes for each.
+"""Measures the time and the bytes that a recording adds to each training step of a millisecond.
 
 Worlds with a recording and without one are opened in turn, in the same processes. Between two calls of
 ``policy.step``, which alone are timed, torch computes for a millisecond: so caches are as cold as in training. Every
@@ -34,7 +34,7 @@ _WARM_UP_COUNT: Final = 50
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """So many worlds of each kind, with so many steps."""
+    """Number of worlds with a recording (and as many without), and the steps in each world."""
 
     world_count: int
     step_count: int
@@ -46,7 +46,7 @@ QUICK: Final = Settings(world_count=1, step_count=100)
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """How one world's steps went, in microseconds, and the bytes that its record has."""
+    """Step times of one world in microseconds, and the size of its recording in bytes."""
 
     rank: int
     median_us: float
@@ -103,7 +103,7 @@ async def measure(settings: Settings) -> Results | None:
 
 
 def rows(results: Results) -> list[Row]:
-    """The table."""
+    """Return the rows of the table."""
     target_us = 1e6 * STEP_S * TARGET_PERCENT / 100
     return [
         Row(

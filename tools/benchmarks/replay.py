@@ -1,4 +1,4 @@
-"""Items a second through one replay-buffer rank.
+"""Measures the items per second that one replay-buffer rank accepts.
 
 Timed, on the same four processes in alternating runs: three clients add one item of 64 float32 values at a time, 64
 adds of each under way; the rate is all items over the time of the slowest client, every add answered.
@@ -95,7 +95,7 @@ async def _our_adds(world: ad.World, count: int, score: Score | None = None) -> 
 
 
 async def _unaccounted(world: ad.World, count: int) -> int:
-    """Items that the server did not see exactly once."""
+    """Return the number of items that the server did not receive exactly once."""
     seen: dict[tuple[int, int], int] = {}
 
     def note(batch: Any) -> None:
@@ -110,7 +110,7 @@ async def _unaccounted(world: ad.World, count: int) -> int:
 
 
 def _raw_adds(comm: Any, count: int) -> float:
-    """As ``_our_adds``."""
+    """Add ``count`` items with raw MPI calls; return the seconds that they took, 0 on the server."""
     server = comm.size - 1
     item, answer = bytearray(_FRAME_NBYTES), bytearray(4)
     if comm.rank == server:
@@ -136,7 +136,7 @@ async def _slowest(seconds: float) -> float:
 
 
 def rows(results: Results) -> list[Row]:
-    """The table."""
+    """Return the rows of the table."""
     met = results["adds_per_s"] >= TARGET_PER_S and results["unaccounted_items"] == 0
     return [
         Row(

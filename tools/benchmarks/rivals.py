@@ -1,8 +1,8 @@
-"""The rivals: what a script would do without asyncdist, on the same ranks and beside it.
+"""The benchmarks' rivals: raw messages as a script without asyncdist would send them, between the same ranks.
 
-On MPI nonblocking calls of mpi4py, tested until they are done; on torch the blocking ``send`` and ``recv`` of a gloo
-group of their own. Neither packs, checks or decodes anything, and neither yields to the loop, so nothing of asyncdist
-polls meanwhile.
+On MPI, the rival makes nonblocking calls of mpi4py and tests them until they are done. On torch, it calls the blocking
+``send`` and ``recv`` on a gloo group of its own. Neither packs, checks or decodes anything. Neither yields to the event
+loop, so asyncdist does not poll during these calls.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ class Rival(Protocol):
         """Return on all ranks at nearly the same time, with nothing of asyncdist under way."""
 
     def send(self, tensor: torch.Tensor) -> None:
-        """To the other rank."""
+        """Send a tensor to the other rank."""
 
     def round_trip(self, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
         """Rank 0 sends first, rank 1 answers."""
 
     def round_trips(self, outgoing: torch.Tensor, incoming: torch.Tensor, count: int) -> None:
-        """So many, with nothing in the loop but the calls that move bytes."""
+        """Make ``count`` round trips in a loop that only makes the calls that move bytes."""
 
     def await_message(self, incoming: torch.Tensor) -> None:
         """Wait for it, for seconds maybe, without spinning."""
 
 
 def rival_of(world: ad.World) -> Rival:
-    """The one for the world's transport. Collective."""
+    """Return the rival for the world's transport. Collective."""
     return TorchRival(world) if world.transport_name == "torch" else MpiRival()
 
 

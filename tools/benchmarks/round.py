@@ -241,7 +241,7 @@ async def _one_round(world: ad.World, channel: ad.Channel[Stop], model: torch.nn
 
 
 def rows(results: Results) -> list[Row]:
-    """The table."""
+    """Return the rows of the table."""
     parts = ", ".join(f"{name} {value * 1e3:.1f}" for name, value in results["ideal_parts_s"].items())
     table = [
         Row(

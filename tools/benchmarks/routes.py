@@ -1,4 +1,4 @@
-"""A round of selective averaging on the sharded route against the direct one, on real ranks.
+"""Measures a round of selective averaging on the sharded route against the direct route, on real ranks.
 
 A quarter of the ranks, the last ones, take the average of the others again and again, in blocks on either route by
 turns, each with a policy of its own, whose first round warms its buffers up and is left out. All ranks train meanwhile,
@@ -24,7 +24,7 @@ import asyncdist as ad
 from protocols import AsyncSelectiveAveragingPolicy
 
 RANKS: Final = (8,)
-#: Hosts with so many ranks each, and what a network card carries, in Mbit/s.
+#: Number of hosts, ranks per host, and rate of each network card in Mbit/s.
 HOSTS: Final = (2, 2, 200)
 ROUTES: Final = ("direct", "sharded")
 TARGET_HERE: Final = 1.0
@@ -96,7 +96,7 @@ async def _rounds(
 
 
 def rows(results: Results) -> list[Row]:
-    """The table."""
+    """Return the rows of the table."""
     on_hosts, of_each, rate = HOSTS
     here = _row(f"{RANKS[0]} ranks of one host", results[str(RANKS[0])], TARGET_HERE)
     where = f"{on_hosts} hosts of {of_each} ranks at {rate} Mbit/s"

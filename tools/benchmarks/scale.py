@@ -1,17 +1,17 @@
-"""What a round of selective averaging moves, by the number of ranks and by route; in the simulator.
+"""Measures the bytes and the time of a round of selective averaging by number of ranks and route, in the simulator.
 
-One round of each population, with a quarter of the ranks replaced and a model of 1 MiB of float32. All bytes of the
-round are counted, messages and frames included: those of a run with the round, less those of the same run without.
-The busiest rank is the one that sends, or takes in, the most bytes in streams. All are told in models.
+Each population makes one round, which replaces a quarter of the ranks. The model has 1 MiB of float32. The bytes of a
+round, with messages and frames, are the bytes of a run with the round minus the bytes of the same run without it. The
+busiest rank is the rank that sends or receives the most bytes in streams. Bytes are reported in units of the model.
 
-On the direct route a round moves D x R models, and a replacer takes in D of them. On the sharded one it is to move no
-more than D + R models and 2 % for messages, and no rank more than 2.1.
+With D donors and R replacers, a round on the direct route moves D x R models, and each replacer receives D models. The
+sharded route may move at most D + R models and 2 % for messages, and each rank at most 2.1 models.
 
-The time of a round is told too, from the assignment to the last replacer's new weights. Each rank is on a host of its
-own, whose interface carries a model in the time that 10 Gbit/s take for 64 MiB (MODEL_S), in each direction; ranks
-train meanwhile, in steps of 10 ms.
+The time of a round is measured from the assignment to the last replacer's new weights. Each rank is on a host of its
+own, whose interface carries a model in the time that 10 Gbit/s take for 64 MiB (MODEL_S), in each direction. Ranks
+continue to train in steps of 10 ms.
 
-What the coordinator takes for a round of a thousand members is told without any simulator (:mod:`coordinating`).
+The coordinator's CPU time for a round of a thousand members is measured without the simulator (:mod:`coordinating`).
 
 Last, a large population trains a small model with the default options, all ranks in one process: its CPU time and peak
 memory, for five rounds or more.
@@ -43,13 +43,13 @@ from asyncdist.simulation import Compute, Link, LogNormal, Network
 from protocols import AsyncSelectiveAveragingPolicy
 from protocols.selective.rules import Route
 
-#: It needs no launcher.
+#: No ranks to launch: this benchmark simulates them.
 RANKS: Final = ()
 ROUTES: Final[tuple[Route, ...]] = ("direct", "sharded")
 RATIO: Final = 0.25
 TARGET_TOTAL: Final = 1.02
 TARGET_RANK: Final = 2.1
-#: How long one model takes through a host's interface, and a step of training.
+#: Seconds that a model needs through a host's interface, and seconds of a training step.
 MODEL_S: Final = 64 * 2**20 * 8 / 10e9
 STEP_S: Final = 0.01
 #: Beyond this many ranks the messages of the coordinator wait behind models for so long that others take over.
@@ -198,7 +198,7 @@ async def _train_small(world: ad.World) -> int:
 
 
 def _population(size: int) -> dict[str, float]:
-    """What a large population costs."""
+    """Simulate a large population; return its CPU time, peak memory, messages and rounds."""
     began_s = time.process_time()
     report = ad.simulate(_train_small, ranks=size, seed=size, strict=True)
     rounds = max(report.results)
@@ -228,7 +228,7 @@ async def _train_on_island(world: ad.World) -> tuple[int, int, int] | None:
 
 
 def _measure_islands(count: int) -> dict[str, float]:
-    """Messages of a rank for each round, and what it costs to simulate them, with so many islands."""
+    """Simulate ``count`` islands; return the messages per rank and round, and the CPU time of the simulation."""
     ranks, began_at = count * ISLAND_SIZE, time.process_time()
     report = ad.simulate(_train_on_island, ranks=ranks, seed=count, compute=Compute(step_s=STEP_S), strict=True)
     of_islands = [each for each in report.results if each is not None]
@@ -250,7 +250,7 @@ async def _nothing(world: ad.World) -> None:
 
 
 def _empty_main(size: int) -> dict[str, float]:
-    """What start and end of a world cost."""
+    """Simulate ``size`` ranks with an empty main; return the cost of starting and ending the world."""
     began_s = time.process_time()
     report = ad.simulate(_nothing, ranks=size, seed=size, strict=True)
     return {"ranks": size, "messages": report.message_count / size, "cpu_s": time.process_time() - began_s}
@@ -318,7 +318,7 @@ def _size_rows(results: Results) -> list[Row]:
 
 
 def rows(results: Results) -> list[Row]:
-    """The table."""
+    """Return the rows of the table."""
     found = _size_rows(results)
     large = results["population"]
     name = f"population of {large['ranks']}, small model, {large['rounds']} rounds"
@@ -437,7 +437,7 @@ def main() -> None:
         results[name] = function(*args)
         print(f"{name}: {time.perf_counter() - began_at:.0f} s", file=sys.stderr, flush=True)
 
-    measure("population", _population, settings.population)  # first: peak memory is that of the process so far
+    measure("population", _population, settings.population)  # runs first, since peak memory covers the whole process
     ways: tuple[Route, ...] = ("auto", *ROUTES)
     measure(
         "coordinator", lambda size: {way: coordinator_costs(size, _COORDINATOR_ROUNDS, way) for way in ways},

@@ -1,4 +1,4 @@
-"""What the simulator delivers: messages, ranks and seeds.
+"""Measures the simulator's speed: messages per second, time for ten thousand ranks, and seeds per second.
 
 - Messages: eight ranks pass messages to their right-hand neighbours through real channels: encoded, framed, checked,
   decoded, on a drawn network. Beside it, in alternation, the same traffic on a bare virtual-time loop: asyncio's own,
@@ -37,7 +37,7 @@ import asyncdist as ad
 from asyncdist.simulation import LogNormal
 from protocols import AsyncSelectiveAveragingPolicy
 
-#: It needs no launcher.
+#: No ranks to launch: this benchmark simulates them.
 RANKS: Final = ()
 TARGET_RATIO: Final = 0.4
 TARGET_S: Final = 90.0
@@ -104,7 +104,7 @@ class _NoSelector:
 
 
 class BareLoop(asyncio.BaseEventLoop):
-    """Asyncio's own loop in virtual time, and no more."""
+    """asyncio's own event loop in virtual time, without any part of asyncdist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def _apart(function: Callable[..., Results], *args: Any) -> Results:
 
 
 def rows(results: Results) -> list[Row]:
-    """The table."""
+    """Return the rows of the table."""
     messages, large, seeds = results["messages"], results["large"], results["seeds"]
     return [
         Row(

@@ -1,4 +1,4 @@
-"""What a step costs in which nothing happens.
+"""Measures an idle step: a call of ``policy.step()`` in which no report is due and no average arrives.
 
 Timed: every single ``await policy.step()`` of a tight loop, with ``time.perf_counter_ns`` on both sides, on both ranks
 at once. The policy runs in earnest: its receives are posted, on rank 0 its coordinator is there too; only no report is
@@ -107,7 +107,7 @@ def _figures(values_us: list[float]) -> dict[str, float]:
 
 
 def rows(results: Results, *, kind: str = "idle step") -> list[Row]:
-    """The table."""
+    """Return the rows of the table."""
     models = {name: ranks for name, ranks in results.items() if name != "yield"}
     table = []
     for rank, bare in results["yield"].items():

@@ -1,4 +1,4 @@
-"""What one slow rank costs the others: four ranks whose training step is a sleep, one of them five times longer.
+"""Measures what one slow rank costs the others: four ranks train by sleeping, and one sleeps five times as long.
 
 Timed: each rank's steps per second, on its own clock, in blocks of three kinds in alternation: no policy and no
 asyncdist call at all, ``AverageAllPolicy`` (the rival, which waits), ``AsyncSelectiveAveragingPolicy``. Model and
@@ -121,7 +121,7 @@ def _results(ranks: list[dict[str, Any]]) -> Results:
 
 
 def rows(results: Results) -> list[Row]:
-    """The table."""
+    """Return the rows of the table."""
     fast = results["fast_steps_per_s"]
     return [
         Row(

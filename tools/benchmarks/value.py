@@ -1,4 +1,4 @@
-"""What averaging buys: the quality of the models that a population has after equal virtual time, by policy.
+"""Measures the benefit of averaging: the quality of a population's models after equal virtual time, by policy.
 
 Four ranks train a small task, simulated. The training is real torch; the virtual time of a step follows from a stated
 model: 50 ms, log-normal, the same on each rank or ten times as long on rank 3. So the figures do not depend on the
@@ -9,8 +9,8 @@ machine's speed, and equal seeds give equal figures. Each policy is tried on eac
 - diverges: rank 3 has a learning rate a hundred times too high in the second quarter of its training.
 
 All policies average every ``AVERAGE_EVERY`` steps and have their default options, with a quarter of the ranks replaced
-in a round. Two qualities are kept for each run: that of the model which its users would take, the one whose rank has
-the best metric at the end, and that of the worst rank.
+in a round. Two qualities are recorded for each run: the quality of the model that users would take, whose rank has the
+best metric at the end, and the quality of the worst rank's model.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ async def _train(world: ad.World, run: Run) -> tuple[float, float, int]:
             learner.step()
             try:
                 info = await (policy.step() if policy else world.safe_point())
-            except ad.ClosedError:  # the time of another rank was over, so there is no average of all any more
+            except ad.ClosedError:  # another rank's time is over, so an average of all ranks is no longer possible
                 break
             step_count += 1
             if info:
