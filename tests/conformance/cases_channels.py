@@ -1,4 +1,4 @@
-"""Typed channels between ranks: order, bounds, cancellation, scopes."""
+"""Cases for typed channels between ranks: order, bounds, cancellation, scopes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def case_messages_arrive_in_order_from_each_rank(end: Endpoint) -> None:
 
 
 async def case_messages_move_at_safe_points(end: Endpoint) -> None:
-    """Nobody waits for a message, and no clock polls for one: it is there when a rank that trains comes by."""
+    """No task waits for the message and no timer polls for it: a training rank has it at its next safe point."""
     channel = end.world.channel(Number, tag=end.tag)
     count = 50
     received: list[tuple[int, int]] = []
@@ -144,7 +144,7 @@ async def case_a_channel_opened_late_gets_what_came_early(end: Endpoint) -> None
 
 
 async def case_scopes_apart_on_one_tag(end: Endpoint) -> None:
-    """Two channels of one name, one after the other and side by side, never hear each other."""
+    """Two channels with one name, in turn and at the same time, never receive each other's messages."""
     first = end.world.channel(Number, tag=end.tag, name="twin")
     second = end.world.channel(Number, tag=end.tag, name="twin")
     for i in range(20):

@@ -1,4 +1,4 @@
-"""Collectives and groups, against numpy and plain torch computed from every rank's known input."""
+"""Cases for collectives and groups, against numpy and plain torch on every rank's known input."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPED = (torch.uint8, torch.bfloat16, torch.float32, torch.complex128)
 
 
 def combinations(dtypes: Sequence[torch.dtype]) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """Pair each dtype with one shape, and each shape with some dtypes: what is sent depends on their width alone."""
+    """Pair each dtype with one shape and each shape with some dtypes, since only the dtype's width affects messages."""
     each_dtype = [(dtype, (3, 5)) for dtype in dtypes]
     each_shape = itertools.product((dtype for dtype in SHAPED if dtype in dtypes), SHAPES)
     return list(dict.fromkeys([*each_dtype, *each_shape]))
@@ -122,9 +122,9 @@ async def case_all_reduce_of_halves_sums_in_float32(end: Endpoint) -> None:
 
 
 async def case_all_reduce_of_nan_and_of_zeros_of_both_signs(end: Endpoint) -> None:
-    """Every rank gets the same: NaN wherever any rank has it, the other numbers as if it were not there, -0 below +0.
+    """All ranks get equal results: NaN if any rank has NaN, and -0 is less than +0.
 
-    MPI leaves it open what MPI_MIN and MPI_MAX do with NaN: with MPICH each rank got something else.
+    MPI does not define MPI_MIN and MPI_MAX for NaN: with MPICH the results differed between ranks.
     """
     cases = [(has_nan, 1) for has_nan in range(end.size)] + [(end.size - 1, 70_000)]
     for dtype, (has_nan, count) in itertools.product((*FLOATS[:4], FLOATS[5]), cases):
@@ -145,7 +145,7 @@ async def case_all_reduce_of_nan_and_of_zeros_of_both_signs(end: Endpoint) -> No
 
 
 async def case_integers_wrap(end: Endpoint) -> None:
-    """The first of them and those behind: Open MPI saturates sums where its vector instructions reach."""
+    """Sums of 1 and of 70 elements wrap around, although Open MPI's vector instructions saturate."""
     tops = {torch.uint8: 200, torch.int8: 100, torch.uint16: 60_000, torch.int16: 30_000, torch.int64: 2**62}
     for (dtype, top), count in itertools.product(tops.items(), (1, 70)):
         numbers = [-top if rank == 2 and dtype.is_signed else top for rank in range(end.size)]
@@ -331,7 +331,7 @@ async def case_overlapping_groups_at_the_same_time(end: Endpoint) -> None:
 
 
 async def case_a_cancelled_collective_leaves_the_group_usable(end: Endpoint) -> None:
-    """Also when the next one is small and overtakes it easily."""
+    """The group stays usable even if the next collective is small and overtakes the cancelled one."""
     for nbytes in (8, 400_000):
         for yields in (0, 1, 2, 4):
             for i in range(3):

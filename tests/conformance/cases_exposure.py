@@ -1,4 +1,4 @@
-"""Exposed state: `asyncdist/collectives/one_sided.py`, with one-sided reads or answered by the owner."""
+"""Cases for state that ranks expose, as one-sided memory or through the owner: `asyncdist/collectives/one_sided.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fails on one rank alone, while the others wait for it along an axis: all of them hear of it, and go on."""
+"""Cases in which one rank fails while the others wait for it along an axis: all are notified, and continue."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Inner = Callable[[torch.Tensor], Awaitable[torch.Tensor]]
 
 
 def failing_ranks(end: Endpoint) -> Iterable[int]:
-    """One that leads what the others agree on, and one that does not."""
+    """Return the rank that leads agreements, and one that does not."""
     return sorted({0, end.size - 1})
 
 

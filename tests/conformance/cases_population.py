@@ -1,4 +1,4 @@
-"""Operations on trees along named axes. What JAX answers to the same: ``data/jax_table.py``."""
+"""Cases for operations on trees along named axes; ``data/jax_table.py`` records JAX's results for the same."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def case_half_precision_is_rounded_where_jax_rounds_it(end: Endpoint) -> N
 
 
 async def case_every_kind_of_tree(end: Endpoint) -> None:
-    """The structure comes back, with each leaf in its own place, and the input is unchanged."""
+    """The result has the same structure with each leaf in its place, and the input is unchanged."""
     one = torch.ones(2, 2, requires_grad=True)
     tree: dict[str, Any] = {
         "list": [one, (one.detach().int(), None)],
@@ -208,7 +208,7 @@ async def case_an_axis_is_smaller_than_the_world(end: Endpoint) -> None:
 
 
 async def case_a_mesh_of_a_part_of_the_world(end: Endpoint) -> None:
-    """All but the last rank, backwards; that one meanwhile has a mesh of its own, and talks with rank 0."""
+    """All ranks except the last form a mesh in reverse order; the last has its own mesh and exchanges with rank 0."""
     if end.size == 1:
         return
     last, words = end.size - 1, [bytes([number]) * 100 for number in range(20)]
@@ -290,7 +290,7 @@ async def case_a_cancelled_operation_ends_in_the_background(end: Endpoint) -> No
 
 
 def variants(one: torch.Tensor) -> dict[str, tuple[Any, Any, str]]:
-    """What most ranks and the last one pass, and what everybody is told, by path."""
+    """Return the arguments of most ranks and of the last one, with the expected error, by path."""
     usual = "float32 of shape [3] on rank 0"
     return {
         "a key less": ({"a": one, "b": one}, {"a": one}, "tree['b'] exists on rank 0 and not on LAST"),
@@ -307,7 +307,7 @@ def variants(one: torch.Tensor) -> dict[str, tuple[Any, Any, str]]:
 
 
 async def case_trees_that_differ(end: Endpoint) -> None:
-    """Everybody is told the same, at the same operation, and the next one works."""
+    """All ranks get the same error in the same operation, and the next operation works."""
     mesh = await ad.new_mesh({"POP": end.size})
     is_last = end.rank == end.size - 1
     for name, (usual, other, told) in variants(torch.ones(3)).items():

@@ -1,4 +1,4 @@
-"""``send_stream`` and ``receive_stream``."""
+"""Cases for ``send_stream`` and ``receive_stream``."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def case_every_dtype(end: Endpoint) -> None:
 
 
 async def case_contiguous_tensors_of_odd_layouts(end: Endpoint) -> None:
-    """What is contiguous by torch's word goes; the rest is refused where it can be caught."""
+    """Tensors that torch calls contiguous are sent; others raise an error that can be caught."""
     for name, sent in odd_tensors().items():
         if sent.is_contiguous() and not sent.is_conj() and not sent.is_neg():
             room = odd_tensors()[name]
@@ -180,7 +180,7 @@ async def case_nothing_expected_but_something_sent(end: Endpoint) -> None:
 
 
 async def case_a_receiver_that_gives_up(end: Endpoint) -> None:
-    """The slot comes back after the answer, and the next stream is whole."""
+    """The slot is released after the answer, and the next stream is complete."""
     size = CHUNK_NBYTES * 7
     for yields in (0, 1, 2, 5, 9, 30):
         room = torch.zeros(size, dtype=torch.uint8)

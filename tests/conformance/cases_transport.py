@@ -1,4 +1,4 @@
-"""What the transport's contract promises: docs/architecture.md, section 3, `asyncdist/transports/base.py`."""
+"""Cases for the transports' contract: docs/architecture.md, section 3, and `asyncdist/transports/base.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 def payload(*key: int, nbytes: int) -> bytes:
-    """Bytes that differ for every key, and that start with the key where there is room."""
+    """Return bytes that differ for every key, and begin with the key if it fits."""
     head = b"".join(part.to_bytes(4, "little") for part in key)
     seed = zlib.crc32(head)
     return (head + seed.to_bytes(4, "little") * (nbytes // 4 + 1))[:nbytes]
@@ -292,7 +292,7 @@ async def case_messages_of_zero_bytes(end: Endpoint) -> None:
 
 
 async def case_an_empty_message_overtaken_by_cancellation(end: Endpoint) -> None:
-    """An abandoned receive, with or without room, whose empty message comes all the same."""
+    """The empty message of an abandoned receive arrives anyway, whether or not the receive has a buffer."""
     for i in range(60):
         room = i % 2
         await end.send(b"", end.right)

@@ -1,4 +1,4 @@
-"""What a conformance case is given: one rank, raw messages on tags of its own, and its world for everything above."""
+"""Provides each conformance case with one rank: raw messages on private tags, and a world."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Endpoint:
             await yield_to_loop()
 
     async def barrier(self) -> None:
-        """Made of messages, so that it owes nothing to what is tested."""
+        """Wait for all ranks with plain messages, so that the barrier does not depend on the code under test."""
         if self.rank == 0:
             for rank in range(1, self.size):
                 await self.engine.receive(bytearray(1), rank, _BARRIER_TAG)

@@ -1,4 +1,4 @@
-"""Every case in one process: local and simulated."""
+"""Runs every case in one process, on local and on simulated ranks."""
 
 from __future__ import annotations
 

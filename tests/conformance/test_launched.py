@@ -1,4 +1,4 @@
-"""Every case between processes, on MPI and torch: one job for each number of ranks."""
+"""Runs every case between processes, on MPI and torch, with one job for each number of ranks."""
 
 from __future__ import annotations
 

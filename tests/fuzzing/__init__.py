@@ -1,1 +1,1 @@
-"""Damaged frames, damaged texts and untrue messages for everything that reads what other processes say."""
+"""Passes damaged frames, damaged texts and false messages to all code that reads other processes' output."""

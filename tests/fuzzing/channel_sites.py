@@ -1,4 +1,4 @@
-"""Finds every channel that the runtime and the protocols open, in their source: a new one cannot be forgotten."""
+"""Finds every channel that the runtime and the protocols open in their source, so that none is forgotten."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class ChannelSite:
     """One call of ``Services.open_channel`` in the code.
 
     Attributes:
-        where: its module and line.
-        message_types: a dataclass, or a union of them.
-        tag: of its channels.
-        overflow: what happens when the mailbox is full.
-        has_handler, has_epochs, has_earlier_handler: whether the call names these.
+        where: Module and line.
+        message_types: A dataclass, or a union of dataclasses.
+        tag: Tag of the channels.
+        overflow: Behaviour when the mailbox is full.
+        has_handler, has_epochs, has_earlier_handler: Whether the call passes these arguments.
     """
 
     where: str

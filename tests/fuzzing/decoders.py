@@ -1,4 +1,4 @@
-"""Hands damaged bytes to everything else that reads what another process has written.
+"""Passes damaged bytes to all other code that reads another process's output.
 
 Each :class:`Decoder` has valid examples, and says which exceptions it may raise. Every other one is a fault.
 """
@@ -45,14 +45,14 @@ _DAMAGED_COUNT: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """One reader of outside bytes.
+    """A reader of bytes from outside the process.
 
     Attributes:
-        name: of it.
-        read: reads.
-        raises: what it may raise.
-        examples: bytes that it accepts.
-        share: how often it is called, beside the others.
+        name: Name of the reader.
+        read: Function that reads the bytes.
+        raises: Exceptions that it may raise.
+        examples: Valid inputs.
+        share: Relative frequency of calls.
     """
 
     name: str
@@ -63,11 +63,11 @@ class Decoder:
 
 
 class DecoderFailure(AssertionError):
-    """A decoder has raised what it may not.
+    """A decoder has raised an exception that it must not raise.
 
     Attributes:
-        decoder: its name.
-        data: what it was given.
+        decoder: Name of the decoder.
+        data: Bytes that it was given.
     """
 
     def __init__(self, decoder: str, data: bytes, error: BaseException) -> None:
@@ -262,10 +262,10 @@ def check(decoder: Decoder, data: bytes) -> bool:
 def fuzz(
     seed: int, count: int, *, on_failure: Callable[[DecoderFailure], object] | None = None
 ) -> dict[str, list[int]]:
-    """Hand out damaged bytes, about ``count`` in all; return how many each decoder has read, and how many accepted.
+    """Pass about ``count`` damaged inputs to the decoders; return how many each has read, and how many it accepted.
 
     Raises:
-        DecoderFailure: one raises what it may not, unless ``on_failure`` takes it.
+        DecoderFailure: A decoder raised a forbidden exception and ``on_failure`` does not handle it.
     """
     rng = random.Random(f"{seed} decoders")
     everything = decoders()

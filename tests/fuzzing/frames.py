@@ -85,11 +85,11 @@ USERS: Final = ChannelSite("a user", Everything | Nothing, USER_TAG, "stall", Fa
 
 
 class FrameFailure(AssertionError):
-    """A frame has done what none may do.
+    """A frame has done something that no frame may do.
 
     Attributes:
-        seed: of the fuzzer.
-        frame: its bytes.
+        seed: Seed of the fuzzer.
+        frame: Bytes of the frame.
     """
 
     def __init__(self, text: str, seed: int, frame: bytes, site: str) -> None:
@@ -416,7 +416,7 @@ def _no_counts() -> Counter[str]:
 
 
 async def fuzz(seed: int, count: int, *, on_pause: Callable[[FrameFuzzer], object] = lambda _: None) -> FrameFuzzer:
-    """Feed so many frames to a rank of its own; ``on_pause`` is called now and then. Raises FrameFailure."""
+    """Feed ``count`` frames to a new rank, calling ``on_pause`` now and then; FrameFailure is raised for a fault."""
     with _quiet():
         async with engines(SIZE) as (_, made):
             services = Services(made[0], asyncio.get_running_loop(), NONCE)

@@ -1,4 +1,4 @@
-"""Watches whether the memory of a long fuzz grows."""
+"""Checks whether memory grows during a long fuzz."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ GROWTH_BLOCKS_MAX: Final = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The memory of this process.
+    """A measurement of this process's memory.
 
     Attributes:
-        resident_nbytes: of the process; 0 where the system does not say.
-        blocks: that Python has given out.
+        resident_nbytes: Resident size of the process in bytes; 0 if the system does not report it.
+        blocks: Number of blocks that Python has allocated.
     """
 
     resident_nbytes: int
@@ -35,7 +35,7 @@ class Look:
 
 
 def look() -> Look:
-    """Look at the memory, without what only waits to be collected."""
+    """Measure the memory after a garbage collection."""
     gc.collect()
     try:
         resident_nbytes = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
@@ -45,7 +45,7 @@ def look() -> Look:
 
 
 def check_flat(before: Look, after: Look) -> None:
-    """Raise AssertionError where memory has grown."""
+    """Raise AssertionError if memory has grown."""
     assert after.resident_nbytes - before.resident_nbytes <= GROWTH_NBYTES_MAX, f"{before} became {after}"
     assert after.blocks - before.blocks <= GROWTH_BLOCKS_MAX, f"{before} became {after}"
 

@@ -101,12 +101,12 @@ LONGEST_NBYTES: Final = wire.PAYLOAD_NBYTES_MAX
 
 
 def mutate(data: bytes, bits: int, other: bytes) -> bytes:
-    """Return the bytes with one damage.
+    """Return the bytes with one random damage.
 
     Args:
-        data: a valid message, or one that was damaged before.
-        bits: 48 random ones, which say what happens.
-        other: another message, from which a part may be taken.
+        data: A valid or already damaged message.
+        bits: 48 random bits that select the damage.
+        other: A second message, from which a part may be taken.
     """
     return _MUTATIONS[bits >> 44 & 7](data, bits, other)[:LONGEST_NBYTES]
 

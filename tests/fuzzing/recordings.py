@@ -182,7 +182,7 @@ _EVERYTHING: Final = "(SELECT count(*) FROM applied, decided, told, over, measur
 
 
 def check(folder: Path, seed: int) -> Counter[str]:
-    """Run all commands; count what they did. Raises CommandFailure."""
+    """Run all commands on a recording and count the outcomes; CommandFailure is raised for a fault."""
     fates: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="fuzzed-") as place, contextlib.chdir(place):
         for number, (name, command) in enumerate(_commands(folder, with_page=seed % _PAGE_EVERY == 0)):

@@ -1,4 +1,4 @@
-"""Tells the state machines of the protocols drawn sequences of events, true and untrue ones.
+"""Feeds random event sequences, valid and invalid ones, to the state machines of the protocols.
 
 Each machine has a function that tells a new one some twenty events and sees that its promises hold: it raises nothing,
 what it asks for fits what it has asked for before, and what it keeps is bounded. The number of a sequence says which
@@ -104,7 +104,7 @@ _EVENTS: Final = (
 
 
 def coordinator(rng: random.Random) -> None:
-    """Tell a coordinator what members say, strangers too."""
+    """Feed a coordinator with messages of members and of other ranks."""
     size = rng.randrange(1, 6)
     options = SelectiveRules(
         replacement_ratio=rng.choice((0.0, 0.25, 0.5, 1.0)),
@@ -234,7 +234,7 @@ def _carry_out(
 
 
 def succession(rng: random.Random) -> None:
-    """Tell a rank about coordinators that come and go."""
+    """Notify a rank of coordinators that start and end."""
     size = rng.randrange(1, 7)
     order = list(range(size))
     rng.shuffle(order)

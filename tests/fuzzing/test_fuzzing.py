@@ -1,4 +1,4 @@
-"""A short form of the fuzz that ./tools/soak runs for long, and what it has found."""
+"""Runs a short form of the fuzz that ./tools/soak runs for long, and regressions that it has found."""
 
 from __future__ import annotations
 

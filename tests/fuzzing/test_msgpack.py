@@ -1,4 +1,4 @@
-"""What travels is msgpack: the package of that name reads each message, and packs the same bytes again."""
+"""Tests that messages are valid MessagePack: the msgpack package reads each and packs the same bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMITS: dict[str, Any] = dict.fromkeys(
 
 
 def as_msgpack(value: Any) -> Any:
-    """What a field is in msgpack: a dataclass is a map, a tuple an array."""
+    """Return a field's MessagePack form: a map for a dataclass, an array for a tuple."""
     if dataclasses.is_dataclass(value):
         return {field.name: as_msgpack(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return [as_msgpack(each) for each in value] if isinstance(value, tuple) else value

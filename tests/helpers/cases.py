@@ -1,4 +1,4 @@
-"""All of them, by name."""
+"""Collects the cases of all modules by name."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def all_cases() -> dict[str, Case]:
 
 
 async def run_case(world: ad.World, name: str) -> str:
-    """Returns the name, when the case has come to its end."""
+    """Run a case and return its name."""
     await all_cases()[name](world)
     return name

@@ -1,4 +1,4 @@
-"""``compute_and_broadcast`` and its relatives, with values of every type that travels, and exceptions everywhere."""
+"""Cases for ``compute_and_broadcast`` and its relatives, with values of every type and exceptions on every rank."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ async def case_cancelling_the_computing_rank_frees_the_others(world: ad.World) -
 
 
 async def case_giving_up_while_waiting_keeps_everybody_in_step(world: ad.World) -> None:
-    """A rank that stops waiting has still taken part; what it does next in the group comes after that."""
+    """A rank that is cancelled still takes part in the collective; its next call in the group follows afterwards."""
     if world.rank == 0:
         await asyncio.sleep(0.02)
     task = asyncio.ensure_future(ad.reduce_and_broadcast(lambda: bytes(100_000), lambda values: sum(map(len, values))))
@@ -311,7 +311,7 @@ async def case_who_am_i(world: ad.World) -> None:
 
 
 async def case_two_groups_at_once_and_nobody_else(world: ad.World) -> None:
-    """Even and odd ranks, at their own pace and different things; rank numbers are those of the world."""
+    """Even and odd ranks run different calls at their own pace; rank numbers are those of the world."""
     parity = world.rank % 2
     ranks = list(range(parity, world.size, 2))
     group = await ad.new_group(ranks)

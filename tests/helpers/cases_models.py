@@ -1,4 +1,4 @@
-"""Averages of models and gradients and ragged gathering, against numpy."""
+"""Cases for averages of models and gradients, and for gathering of ragged tensors, against numpy."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ async def case_giving_up_leaves_the_weights_alone(world: ad.World) -> None:
 
 
 async def case_giving_up_in_the_middle_puts_the_weights_back(world: ad.World) -> None:
-    """Several times: wherever the others are, what was written already is undone, and they get their mean."""
+    """A cancelled rank's weights are restored at whatever stage the others are, and the others get their mean."""
     expected = float(np.mean(range(world.size)))
     for yields in range(1, 60, 12):
         model = nn.Linear(1500, 1500)
@@ -362,7 +362,7 @@ async def case_large_ragged_tensors_in_any_memory_layout(world: ad.World) -> Non
 
 
 async def case_ragged_tensors_of_any_layout(world: ad.World) -> None:
-    """The last rank has one row of a column, say, where the others have none: it depends on the data."""
+    """Only the last rank's tensor has rows, in each of several memory layouts."""
     for name, full in ODD.items():
         own = full if world.rank == world.size - 1 else full[:0]
         found = await ad.gather_distributed_data(own)

@@ -1,4 +1,4 @@
-"""``initialize_distributed_compute``: who gets which role, and groups that work."""
+"""Cases for ``initialize_distributed_compute``: each rank's role, and working groups."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ async def case_plans_that_do_not_fit(world: ad.World) -> None:
 
 
 async def case_a_plan_that_does_not_fit_on_one_rank(world: ad.World) -> None:
-    """All others are told at once what is wrong there, with any leader of the agreement, and the next plan is made."""
+    """All other ranks are notified of the fault at once, whichever rank leads, and the next plan works."""
     size = world.size
     for failing in sorted({0, size - 1}):
         for options, kind, facts in (

@@ -1,4 +1,4 @@
-"""The program that mpirun starts: every case in turn, and each rank's outcome of each as JSON."""
+"""Runs every case on the ranks that mpirun starts, and reports each rank's outcomes as JSON."""
 
 from __future__ import annotations
 

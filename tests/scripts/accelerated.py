@@ -1,4 +1,4 @@
-"""Two ranks train with Accelerate: its data loaders, its backward and its collectives, beside a policy of ours."""
+"""Trains two ranks with Accelerate's data loaders, backward and collectives, alongside a policy of asyncdist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DDP trains one model in the ranks' group while a policy averages another one beside it, in the same objects.
+"""Trains one model with DDP in the ranks' group, while a policy averages a second model in the same program.
 
 DDP's model must be that of training alone, the other one that of local SGD: both are computed with plain torch on every
 rank. The policy refuses DDP's model, and the module inside it, which DDP keeps equal on all ranks.

@@ -1,4 +1,4 @@
-"""Rank 1 is cancelled when the leader has said go and rank 1 has not seen it, since something blocked its loop.
+"""Cancels rank 1 after the leader's decision to start, which rank 1's blocked loop has not received yet.
 
 Each case is a start behind an agreement. What came of it on each rank is reported, by the case's name.
 """
@@ -70,7 +70,7 @@ CASES = (group, mesh, parallel_groups, roles, selective, one_sided)
 async def cancelled_unseen(
     world: ad.World, channel: ad.Channel[Come], start: Callable[[], Coroutine[Any, Any, Any]], name: str
 ) -> str:
-    """On rank 1 cancel ``start`` when rank 0 has decided; on rank 0 take part. Returns what it came to."""
+    """Cancel ``start`` on rank 1 after rank 0's decision, take part on rank 0, and return the outcome."""
     if world.rank == 0:
         await channel.receive()
         return type(await start()).__name__

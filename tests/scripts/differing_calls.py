@@ -1,4 +1,4 @@
-"""Rank 1 calls something else than the others, who all hear of it and go on. One file for four worlds."""
+"""Rank 1 calls a different function than the others: all are notified and continue. Runs in four worlds."""
 
 from __future__ import annotations
 

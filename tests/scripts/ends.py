@@ -54,7 +54,7 @@ async def all_ready(world: ad.World) -> None:
 
 
 async def all_past_any_await(world: ad.World) -> None:
-    """Return where no rank awaits anything any more, so that none can hear of another's failure before its own."""
+    """Return when no rank awaits anything, so that none is notified of another's failure before its own."""
     await all_ready(world)
     block_until_all_are_ready(world.size)
 
@@ -72,7 +72,7 @@ def make_policy(model: nn.Module, **options: Any) -> AsyncSelectiveAveragingPoli
 
 
 async def train(world: ad.World, at: Callable[[int], Coroutine[Any, Any, None]], *, width: int = 8) -> None:
-    """Train for ever; ``at(step)`` is where something happens."""
+    """Train forever, and call ``at(step)`` in each step."""
     model = nn.Linear(width, width)
     async with make_policy(model) as policy:
         step = 0
@@ -192,7 +192,7 @@ async def steps(world: ad.World) -> None:
 
 
 async def streams(world: ad.World) -> None:
-    """32 MiB round and round, for ever."""
+    """Stream 32 MiB back and forth between two ranks forever."""
     tensor = torch.zeros(8 << 20)
     other = 1 - world.rank
     count = 0
@@ -328,7 +328,7 @@ def before_run() -> None:
 
 
 def alone_in_the_handshake() -> None:
-    """Rank 0 never comes."""
+    """Rank 0 never arrives."""
     ready(LAUNCHED_AS)
     if LAUNCHED_AS == 0:
         time.sleep(FOR_EVER_S)
@@ -336,7 +336,7 @@ def alone_in_the_handshake() -> None:
 
 
 def late_to_the_handshake() -> None:
-    """Rank 0 comes when it is told to."""
+    """Rank 0 arrives when the test says so."""
     ready(LAUNCHED_AS)
     while LAUNCHED_AS == 0 and not (FOLDER / "go").exists():
         time.sleep(0.05)

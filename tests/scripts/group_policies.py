@@ -1,4 +1,4 @@
-"""Policies inside agent groups, and beside a rank that buffers: each group for itself. One file for four worlds."""
+"""Runs policies inside agent groups, one with a buffer rank; each group averages for itself. Runs in four worlds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def until_all_have(goal: float, policy: SpawnPolicy, world: ad.World, grou
 
 
 async def main(world: ad.World) -> dict[str, float]:
-    """What the weights of this rank are after one average of each policy."""
+    """Return this rank's weights after one average of each policy."""
     context = await ad.initialize_distributed_compute(num_remote_buffers=1, num_agent_groups=2)
     group = context.agent_group
     if group is None:

@@ -1,4 +1,4 @@
-"""Jobs of three ranks that hang, each for another reason: ``hangs.py NAME``. ``test_hangs.py`` reads what they tell.
+"""Jobs of three ranks that hang for different reasons: ``hangs.py NAME``. ``test_hangs.py`` reads their reports.
 
 Lines that are to be named end with a comment, ``# NAME RANK``.
 """

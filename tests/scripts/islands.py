@@ -1,4 +1,4 @@
-"""Four ranks in two islands of two: the best rank of one gives to the other. One file for several worlds."""
+"""Four ranks in two islands of two: each island's best rank sends to the other island. Runs in several worlds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def main(world: ad.World) -> dict[str, Any]:
 
 
 def check(results: Any) -> None:
-    """Weights of 9 come from rank 3, by rank 2 or 3, to the other island."""
+    """Check that weights of 9 start on rank 3 and reach the other island through rank 2 or 3."""
     for rank in range(RANKS):
         found = results[rank]
         assert (found["value"], found["island"]) == (9.0, rank // 2), found

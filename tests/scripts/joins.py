@@ -1,4 +1,4 @@
-"""Ranks train until a file says that it is enough; some come later than others.
+"""Ranks train until a file appears; some join later than others.
 
     python joins.py FOLDER
 

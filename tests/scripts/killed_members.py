@@ -1,4 +1,4 @@
-"""Ranks of a population on MPI are killed at random moments; those that live train and average on.
+"""Kills ranks of a population on MPI at random moments; the survivors continue to train and average.
 
     python killed_members.py JOBS SEED
 
@@ -71,7 +71,7 @@ def run(seed: int) -> tuple[Kills, Result]:
 
 
 def check(kills: Kills, result: Result) -> dict[str, float]:
-    """Fail unless all others went on; return the longest times, in seconds."""
+    """Fail unless all other ranks continued; return the longest times, in seconds."""
     result.check()  # the exit code is 0
     live = sorted(set(range(RANKS)) - set(kills.at))
     assert sorted(result.reports) == live, result.output()
@@ -104,7 +104,7 @@ def ready_count(folder: str | Path) -> int:
 
 
 async def train(world: Any, folder: str) -> None:
-    """What a rank does: small steps, an average every fifth, and a note of all that lasts."""
+    """Train in small steps with an average in every fifth, and record all durations."""
     import torch
     from torch import nn
 
@@ -142,7 +142,7 @@ async def train(world: Any, folder: str) -> None:
 
 
 def hunt(seeds: Iterable[int]) -> None:
-    """Run jobs, one after the other, until one fails, and print what was drawn and what was seen."""
+    """Run jobs in turn until one fails, and print its random choices and its observations."""
     job_count = kill_count = 0
     worst: dict[str, float] = {}
     for seed in seeds:

@@ -1,4 +1,4 @@
-"""Kills a process that saves again and again, in the midst of a save; each time what is left can be loaded.
+"""Kills a process again and again while it saves, and loads each time the checkpoint that is left.
 
     python killed_saves.py TIMES SEED
 

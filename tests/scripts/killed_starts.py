@@ -1,4 +1,4 @@
-"""A rank of a job with ``--survive`` is killed at a random moment of its start; the others go on, or all end.
+"""Kills a rank of a job with ``--survive`` at a random moment of its start: the others continue, or all end.
 
     python killed_starts.py JOBS SEED [opening | handshake]
 
@@ -146,7 +146,7 @@ def until_it_has_ended(folder: str, rank: int, launcher: subprocess.Popen[bytes]
 
 
 def run(seed: int, since: str) -> dict[str, Any]:
-    """Run one job; returns what was seen."""
+    """Run one job and return its observations."""
     rank, moment = plan(seed, since)
     with tempfile.TemporaryDirectory(prefix="asyncdist-starts-") as folder, open(f"{folder}/said", "wb") as said:
         command = [sys.executable, "-m", "asyncdist", "run", "--survive", "-n", str(RANKS), __file__]

@@ -1,4 +1,4 @@
-"""A consumer returns while its producers send: none waits for it, and all are told. One file for the four worlds.
+"""A consumer returns while its producers send: none hangs, and each gets an error. Runs in four worlds.
 
 Rank 0 receives a single message and returns with a full mailbox. Rank 1 sends to it in every way, also on a tag that
 rank 0 has never opened. Rank 2 returns first, with messages under way. ``test_left_members.py`` starts it.
@@ -27,7 +27,7 @@ class Blob:
 
 
 async def produce(world: ad.World, tag: int) -> str:
-    """Send until the consumer has left; what the sender is told."""
+    """Send until the consumer has left, and return the sender's error."""
     channel = world.channel(Blob, tag=tag, capacity=CAPACITY)
     blob = Blob(bytes(60_000 if tag == NEVER_OPENED else 8_000))
     try:
@@ -44,7 +44,7 @@ async def produce(world: ad.World, tag: int) -> str:
 
 
 async def consume(world: ad.World) -> None:
-    """Receive one message of each producer, and no more."""
+    """Receive a single message from each producer."""
     channels = [world.channel(Blob, tag=tag, capacity=CAPACITY) for tag in (AWAITED, NOT_AWAITED)]
     for channel in channels:
         await channel.receive()
@@ -53,7 +53,7 @@ async def consume(world: ad.World) -> None:
 
 
 async def main(world: ad.World) -> list[str]:
-    """What each producer of this rank was told."""
+    """Return the errors that this rank's producers got."""
     if world.rank == CONSUMER:
         await consume(world)
     elif world.rank == 1:

@@ -1,4 +1,4 @@
-"""A member returns, and the others call collectives that need it: ClosedError that names it, each time, everywhere.
+"""A member returns, and the others call collectives that need it: each call raises ClosedError that names it.
 
 One file for the four worlds; ``test_left_members.py`` starts it. Given ``waiting``, the others are in the collective
 before the leaver goes; given ``cancelled``, they have given each up by then, and nothing of it is left over at the end.
@@ -52,7 +52,7 @@ async def cancel(calls: dict[str, Callable[[], Awaitable[Any]]]) -> None:
 
 
 async def main(world: ad.World, way: str) -> dict[str, str]:
-    """What each call came to."""
+    """Return the outcome of each call."""
     found: dict[str, str] = {}
     names = list(calls(world, world.group))
     groups = {name: await ad.new_group(range(world.size)) for name in names}

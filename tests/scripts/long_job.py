@@ -1,4 +1,4 @@
-"""A population of four real ranks trains for long, while ranks are stalled, killed and started again.
+"""Trains a population of four real ranks for minutes, while ranks are stalled, killed and restarted.
 
     python long_job.py MINUTES SEED
 
@@ -45,14 +45,14 @@ GROWTH_MAX_NBYTES: Final = 8 << 20
 
 @dataclass
 class Job:
-    """What is done to the ranks, and what they say of themselves.
+    """Disturbs the ranks of a job, and reads their reports.
 
     Attributes:
-        folder: each process writes a line of JSON to ``RANK.INCARNATION`` now and then, the first when it is admitted.
-        draws: decides what happens when, and to whom.
-        spared: the rank that is never killed.
-        counts: of what was done.
-        killed: processes that were.
+        folder: Folder in which each process appends JSON lines to ``RANK.INCARNATION``, the first at its admission.
+        draws: Random numbers that decide each event, its time and its ranks.
+        spared: Rank that is never killed.
+        counts: Number of events of each kind.
+        killed: Processes that were killed.
     """
 
     folder: Path
@@ -201,7 +201,7 @@ def _range(notes: list[dict[str, Any]], name: str) -> str:
 
 
 async def train(world: Any, folder: Path) -> None:
-    """What a rank does: small steps, an average every fifth."""
+    """Train in small steps with an average in every fifth."""
     import torch
     from torch import nn
 

@@ -1,4 +1,4 @@
-"""Ranks 0 and 1 are killed, one after the other, while they coordinate; the others go on averaging.
+"""Ranks 0 and 1 are killed in turn while they coordinate; the others continue to average.
 
 Each rank reports who coordinated when it ended, the rounds in which it took an average, and its longest step.
 """

@@ -1,4 +1,4 @@
-"""Rank 0 is killed; what the others begin with it afterwards, or wait in, ends with RankLostError that names it.
+"""Rank 0 is killed: the others' calls and waits that need it raise RankLostError that names it.
 
 Selective averaging on all ranks starts without it, as the groups of those who live do.
 """

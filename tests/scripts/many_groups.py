@@ -1,4 +1,4 @@
-"""Groups and policies that are freed one after the other: more than there is room for at a time, on any transport.
+"""Makes and frees groups and policies in turn, more than can exist at a time, on any transport.
 
 python many_groups.py COUNT
 """

@@ -1,4 +1,4 @@
-"""A policy, helpers and a replay buffer on four ranks of several hosts, one after the other in one job.
+"""Runs a policy, helpers and a replay buffer in turn, on four ranks of several hosts.
 
     on_hosts.py [CASE...]
 

@@ -1,4 +1,4 @@
-"""What the tests of the one-sided policy share: a record of what was published and applied, and the check of it.
+"""Shared by the tests of the one-sided policy: a record of published and applied snapshots, and its check.
 
 Used on the local transport, in simulations and, from what ranks report, under mpirun. Averages are recomputed with
 numpy from the snapshots that the donors told ``on_event``, each found by its donor and its version.
@@ -18,7 +18,7 @@ from protocols import AverageApplied, PolicyEvent, SnapshotTaken
 
 @dataclass(slots=True)
 class Applied:
-    """One replacement: who, what it was told, what it was before and what it has become."""
+    """One replacement: the rank, its event, and its state before and after."""
 
     rank: int
     event: AverageApplied

@@ -265,7 +265,7 @@ async def group(world: ad.World) -> dict[str, Any]:
 
 
 async def leaver(world: ad.World) -> dict[str, Any]:
-    """The last rank leaves, and returns from main; its memory is there as long as somebody may read it."""
+    """The last rank leaves and returns from main; its memory stays as long as another rank may read it."""
     model = Mixed(float(world.rank))
     seen: list[tuple[int, ...]] = []
     async with OneSidedSelectiveAveragingPolicy(

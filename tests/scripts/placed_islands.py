@@ -1,4 +1,4 @@
-"""Ranks of two hosts in islands of two: each reports its host, and who is in its island."""
+"""Ranks of two hosts in islands of two: each reports its host and the ranks of its island."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ async def straggler(world: ad.World) -> Report:
 
 
 async def leaver(world: ad.World) -> Report:
-    """The last rank leaves after one step, the others go on."""
+    """The last rank leaves after one step, and the others continue."""
     return await tell(
         world,
         "leaver",
@@ -211,7 +211,7 @@ async def leaver(world: ad.World) -> Report:
 
 
 async def headless(world: ad.World) -> Report:
-    """The coordinator's rank leaves after one step, the others go on."""
+    """The coordinator's rank leaves after one step, and the others continue."""
     return await tell(
         world,
         "headless",

@@ -1,4 +1,4 @@
-"""What the tests of policies share: a model with every kind of entry, and a record of what a population did.
+"""Shared by the tests of policies: a model with every kind of entry, and a record of a population's events.
 
 Used by tests in this process and by programs under mpirun. It checks with numpy, by its own arithmetic.
 """

@@ -1,4 +1,4 @@
-"""A population whose recordings are replayed: rank 2 is slow; options let ranks be late, stopped, killed and more.
+"""A training whose recording is replayed: rank 2 is slow; options delay, stop or kill ranks, among others.
 
 The same options go to the replay, in which nobody kills, stops or sleeps for real.
 """

@@ -1,4 +1,4 @@
-"""Rank 2 starts processes that claim to be its next one, though it lives; the others wait, and are not disturbed.
+"""Rank 2 starts processes that claim to be its next incarnation; they are refused, and no rank is disturbed.
 
 Rank 2 reports what each process has said, the others a sum over all ranks.
 """

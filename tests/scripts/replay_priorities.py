@@ -1,4 +1,4 @@
-"""Three clients and a prioritised replay buffer on real ranks: scores come back, priorities change, nobody is flooded.
+"""Three clients and a prioritised replay buffer on real ranks: scores and priorities change, with few messages.
 
 Each client checks what it gets with numpy, and counts its own messages on their way.
 """

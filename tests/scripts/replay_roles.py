@@ -1,4 +1,4 @@
-"""Three ranks train, two buffer: what is added reaches the own buffer rank, once, and comes back from there alone."""
+"""Three ranks train and two buffer: each item reaches the trainer's own buffer rank once, and returns from it only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real jobs that are recorded and happen again in the simulator, one after the other; started by ``tools/soak``.
+"""Records real jobs in turn and replays each in the simulator; started by ``tools/soak``.
 
 Each job is drawn from its seed: its transport, its policy, how many steps it makes, and what happens to its ranks. Rank
 2 is a straggler in all of them; others start late, stop for a while, compute for long, or are killed.
@@ -40,7 +40,7 @@ class Job:
 
     @property
     def kinds(self) -> list[str]:
-        """What is special about it, in words."""
+        """Return the special properties of the job as text."""
         named = [word.lstrip("-") for word in (*self.options, *self.arguments) if word.startswith("--")]
         return [self.options[1], *(word for word in named if word not in ("transport", "coordinator"))]
 
@@ -94,7 +94,7 @@ def _output(command: list[str], environ: dict[str, str]) -> subprocess.Completed
 
 
 def hunt(seeds: Iterable[int]) -> None:
-    """Record and replay jobs until one differs, and keep that one's recording."""
+    """Record and replay jobs until one replay differs, and keep its recording."""
     kinds: Counter[str] = Counter()
     count = same_count = 0
     for seed in seeds:

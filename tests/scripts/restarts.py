@@ -1,4 +1,4 @@
-"""Four ranks are killed at different moments, and started again by the launcher.
+"""Four ranks are killed at different moments, and the launcher restarts them.
 
     python restarts.py FILE
 

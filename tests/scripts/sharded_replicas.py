@@ -1,4 +1,4 @@
-"""Four ranks as two replicas of two under ``fully_shard``, which average; each average is made by plain torch, too.
+"""Averages two replicas of two ranks under ``fully_shard``, and computes each average with plain torch too.
 
 Before that, what must be refused: parameters sharded over all four ranks, and replicas that are sharded differently.
 What is reported of each rank: what it was refused for, its whole model after each iteration as a digest, what the

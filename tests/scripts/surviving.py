@@ -32,7 +32,7 @@ async def told(call: Awaitable[Any]) -> str:
 
 
 async def dies_in_a_stream(world: ad.World, victim: int) -> None:
-    """Rank 0 sends to rank 1 until ``victim`` is killed; both ends hear of it, and go on with rank 2."""
+    """Rank 0 streams to rank 1 until ``victim`` is killed; the survivors are notified and continue with rank 2."""
     tensor = torch.zeros(NBYTES, dtype=torch.uint8)
     if world.rank == victim:
         world.spawn(kill_soon(world))
@@ -108,7 +108,7 @@ async def interrupted(world: ad.World) -> None:
 
 
 async def ends_well(world: ad.World) -> None:
-    """Nobody dies, and the ranks end one after the other."""
+    """No rank dies, and the ranks end in turn."""
     await world.sleep(0.1 * world.rank)
 
 

@@ -1,4 +1,4 @@
-"""Two tasks of each rank train a model each, in groups that one member leads here and another one there."""
+"""Two tasks of each rank train one model each, in two groups with different leaders."""
 
 from __future__ import annotations
 

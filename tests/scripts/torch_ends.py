@@ -101,7 +101,7 @@ async def lost(world: ad.World) -> None:
 
 
 async def lost_at_rest(world: ad.World) -> None:
-    """The victim dies while nobody waits for it; the others leave later."""
+    """The victim dies while no rank waits for it; the others leave later."""
     engine = world.services.engine
     await ad.barrier()
     if world.rank == VICTIM:
@@ -116,7 +116,7 @@ async def lost_at_rest(world: ad.World) -> None:
 
 
 async def lost_in_an_average(world: ad.World) -> None:
-    """The victim is killed in the midst of 16 MiB, and the others go on without it."""
+    """The victim is killed while it averages 16 MiB, and the others continue without it."""
     model = torch.nn.Linear(2048, 2048)
     await ad.average_models(model)
     if world.rank == VICTIM:
@@ -147,7 +147,7 @@ async def raises_in_words_of_its_own(world: ad.World) -> None:
 
 
 async def raises_beside_a_blocked_peer(world: ad.World) -> None:
-    """Rank 0 sits in a long call and cannot hear that rank 1 has failed."""
+    """Rank 0 is blocked in a long call and cannot be notified that rank 1 has failed."""
     await ad.barrier()
     if world.rank == 0:
         time.sleep(FOR_EVER_S)  # noqa: ASYNC251 that is the point
@@ -162,7 +162,7 @@ async def exits(world: ad.World) -> None:
 
 
 async def leaves_all_kinds_of_work(world: ad.World) -> None:
-    """Main returns with messages under way that nobody will ever receive."""
+    """Main returns while messages are under way that no rank will receive."""
     leaving._FLUSH_S = 0.2  # type: ignore[misc]
     for peer in range(world.size):
         if peer != world.rank:

@@ -1,4 +1,4 @@
-"""The network of rank 2's host is taken away; the other ranks train on, hear that it is lost, and make a group.
+"""Disconnects the network of rank 2's host; the other ranks continue, are notified, and make a group.
 
     python unplugged.py INTERFACE
 

@@ -1,4 +1,4 @@
-"""What ``worlds.py`` does, without an event loop: a script from the first line to the last, started in each world."""
+"""Does the same as ``worlds.py`` without an event loop, as a plain script for each world."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What several test modules share. ``tests/conftest.py`` puts this package on the path."""
+"""Code shared by several test modules; ``tests/conftest.py`` makes this package importable."""

@@ -1,4 +1,4 @@
-"""Channels on two local ranks, and messages for them."""
+"""Opens channels on two local ranks, and defines messages for them."""
 
 from __future__ import annotations
 

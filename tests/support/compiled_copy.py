@@ -1,4 +1,4 @@
-"""A copy of ``asyncdist/compiled.py`` with the modules that it names, for tests that compile or pretend to."""
+"""Copies ``asyncdist/compiled.py`` and the modules that it lists, for tests that compile or pretend to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOP = Path(__file__).resolve().parents[2]
 
 
 def copied(folder: Path, modules: Sequence[str] = compiled.MODULES) -> ModuleType:
-    """Copy the modules with these names, beside a copy of asyncdist/compiled.py that names them, and import that."""
+    """Copy the named modules, with a copy of asyncdist/compiled.py that lists them, and import that copy."""
     for module in modules:
         for source in (compiled.source_of(module), compiled.source_of(module).with_suffix(".pxd")):
             target = folder / source.relative_to(TOP / "asyncdist")

@@ -18,16 +18,16 @@ _FLOATS: Final = (0.0, -0.0, 1.0, -1.0, 1e-300, 1e300, float("inf"), float("-inf
 
 
 def draw(annotation: Any, rng: random.Random, known: Sequence[Any] = (), texts: Sequence[str] = ("", "x")) -> Any:
-    """Return a value of a field's type.
+    """Return a random value of a field's type.
 
     Args:
-        annotation: of a field of a message.
-        rng: draws.
-        known: values that were met before; half of what is drawn is one of them, if there is one of that type.
-        texts: strings that were met before.
+        annotation: Type of a message's field.
+        rng: Random numbers.
+        known: Earlier values, from which half of the results are taken if one has the right type.
+        texts: Earlier strings.
 
     Raises:
-        ValueError: a dataclass in it refuses its values.
+        ValueError: A drawn dataclass refuses its values.
     """
     same = [value for value in known if type(value) is annotation] if known else []
     if same and rng.random() < 0.5:

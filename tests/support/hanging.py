@@ -1,4 +1,4 @@
-"""Start jobs that hang, and read what they tell of it."""
+"""Starts jobs that hang, and reads their reports."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def line_of(script: str, mark: str) -> str:
 
 
 def story_of(told: str) -> str:
-    """The story, without what else was printed."""
+    """Return the story alone, without the other printed lines."""
     assert told.count(STANDSTILL) == 1, told or "nothing was told"
     lines = told[told.index(STANDSTILL) :].splitlines()
     return "\n".join([lines[0], *(line for line in lines[1:] if line.startswith("  "))])

@@ -1,4 +1,4 @@
-"""Runs a command on the login node of some hosts that ``tools/hosts`` makes; the reports of ranks come back.
+"""Runs a command on the login node of hosts made by ``tools/hosts``, and returns the ranks' reports.
 
     result = run(2, ["asyncdist", "run", "--hosts", "host1:2,host2:2", "train.py"]).check()
 
@@ -21,7 +21,7 @@ UNAVAILABLE = 77
 
 
 def command(count: int, words: Sequence[object], *, rate: int | None = None) -> list[str]:
-    """Return the command line that runs ``words`` on the login node of so many hosts."""
+    """Return the command line that runs ``words`` on the login node of ``count`` hosts."""
     rates = [] if rate is None else ["--rate", str(rate)]
     return [sys.executable, str(PROGRAM), str(count), *rates, *map(str, words)]
 
@@ -29,14 +29,14 @@ def command(count: int, words: Sequence[object], *, rate: int | None = None) -> 
 def run(
     count: int, words: Sequence[object], *, rate: int | None = None, timeout_s: float = 100.0, **env: str
 ) -> torchrun.Result:
-    """Run ``words`` on the login node of so many hosts until that has ended; nothing of it lives on.
+    """Run ``words`` on the login node of ``count`` hosts until it ends, and end all of its processes.
 
     Args:
-        count: how many hosts.
-        words: a command.
-        rate: Mbit/s of each host's card; None for no limit.
-        timeout_s: of wall-clock time, for everything.
-        env: added to the environment of the tests.
+        count: Number of hosts.
+        words: Command and arguments.
+        rate: Network rate of each host in Mbit/s; None for no limit.
+        timeout_s: Wall-clock seconds for everything.
+        env: Variables to add to the tests' environment.
     """
     result = torchrun.run_jobs([(command(count, words, rate=rate), env)], timeout_s)
     if result.returncodes == (UNAVAILABLE,):
@@ -45,5 +45,5 @@ def run(
 
 
 def script(name: str, *args: object) -> list[str]:
-    """Return what to start as one of the tests' scripts with its arguments: it starts warm."""
+    """Return the command that starts one of the tests' scripts warm, with its arguments."""
     return warm.command(ROOT / "tests" / "scripts" / name, args, base_environment(), {})

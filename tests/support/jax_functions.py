@@ -16,7 +16,7 @@ def scaled_error(params: Any, x: Any, y: Any) -> Any:
 
 
 def score(member: Any, scale: Any) -> Any:
-    """Of one member of a population: a tree from a tree."""
+    """Score one member of a population: return a tree for a tree."""
     return {"score": member["x"] * scale, "twice": member["n"] + member["n"]}
 
 

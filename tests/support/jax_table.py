@@ -1,4 +1,4 @@
-"""What JAX answered, read from ``data/jax_table.json``, and checks of what asyncdist answers to the same.
+"""Reads JAX's results from ``data/jax_table.json`` and compares asyncdist's results with them.
 
 ``data/jax_table.py`` says how it was recorded, on four devices, reductions on one and three as well; ``model`` is what
 these come to, for any number of ranks.
@@ -46,7 +46,7 @@ def tree(recorded: Any) -> Any:
 
 
 def assert_equal(found: Any, expected: Any, *, ulps: int = 0) -> None:
-    """The same structure, dtypes and shapes, and values to the bit, or so many units in the last place away."""
+    """Assert equal structure, dtypes and shapes, and values within the given units in the last place."""
     assert optree.tree_structure(found) == optree.tree_structure(expected)
     pairs = zip(optree.tree_leaves(found), optree.tree_leaves(expected), strict=True)
     for mine, theirs in pairs:
@@ -64,7 +64,7 @@ def assert_equal(found: Any, expected: Any, *, ulps: int = 0) -> None:
 
 
 def _numbers(leaf: torch.Tensor) -> Any:
-    """As numpy has them: bfloat16 in float32, complex numbers as pairs."""
+    """Convert to numpy: bfloat16 to float32, complex numbers to pairs."""
     real = torch.view_as_real(leaf) if leaf.is_complex() else leaf
     return (real.float() if real.dtype == torch.bfloat16 else real).numpy()
 
@@ -127,7 +127,7 @@ async def check_reductions(world: ad.World) -> None:
 
 
 async def check_gathers(world: ad.World) -> None:
-    """At any number of ranks what the first ones of the table hold; at four the table's own."""
+    """Compare with the table's first ranks for any number of ranks, and with the whole table for four."""
     with await ad.new_mesh({"POP": world.size}):
         for case in table()["gathers"]:
             parts = [tree(part) for part in case["inputs"]][: world.size]

@@ -1,4 +1,4 @@
-"""The variables of launchers by which one rank, the third of four, is recognised."""
+"""Variables by which each launcher identifies a rank, here the third of four."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks in one process: strict runs, and ranks on the test's own loop without ``run``, for tests that look inside."""
+"""Runs ranks in one process: strictly with ``run``, or on the test's own loop for tests of internals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NONCE = 0xC0FFEE
 
 
 def run(main: Callable[..., Coroutine[Any, Any, Any]], ranks: int) -> list[Any]:
-    """What ``main`` returns on each rank; it must leave nothing behind."""
+    """Run ``main`` on local ranks and return the result of each; anything left over is an error."""
     return run_local(main, ranks=ranks, strict=True)
 
 
@@ -38,7 +38,7 @@ async def engines(size: int) -> AsyncIterator[tuple[LocalHub, list[Engine]]]:
 
 @asynccontextmanager
 async def worlds(size: int) -> AsyncIterator[list[World]]:
-    """``size`` worlds. Nothing is agreed, and nobody leaves: closing them is the test's business."""
+    """Open ``size`` worlds without an agreement; the test closes them."""
     async with engines(size) as (_, made):
         ranks, loop = tuple(range(size)), asyncio.get_running_loop()
         yield [
@@ -56,7 +56,7 @@ async def yields(count: int) -> None:
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    """Wait for what needs no more than a few iterations of the loop and a millisecond timer."""
+    """Wait for a condition that needs only a few iterations of the loop and a millisecond timer."""
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 conditions of all kinds, and most ring no bell
             await asyncio.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Receives that are posted to a matcher."""
+"""Posts receives to a matcher."""
 
 from __future__ import annotations
 

@@ -48,14 +48,14 @@ REPORTS = "ASYNCDIST_TEST_REPORTS"
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How the job ended.
+    """The outcome of a job under mpirun.
 
     Attributes:
-        returncode: mpirun's.
-        stdout: of all ranks, mixed.
-        stderr: of all ranks and of mpirun.
-        seconds: wall-clock time.
-        reports: what the ranks gave to ``report``, by rank.
+        returncode: Exit code of mpirun.
+        stdout: Output of all ranks, mixed.
+        stderr: Errors of all ranks and of mpirun.
+        seconds: Wall-clock time.
+        reports: Values that the ranks passed to ``report``, by rank.
     """
 
     returncode: int
@@ -85,16 +85,16 @@ def run_ranks(
     interrupt_when: str | None = None,
     survive: bool = False,
 ) -> Result:
-    """Run a Python script on ``ranks`` ranks; see the module's text.
+    """Run a Python script on ``ranks`` ranks under mpirun.
 
     Args:
-        ranks: how many processes.
-        script: a path.
-        args: the script's arguments.
-        timeout_s: of wall-clock time, for everything.
-        env: added to this process's environment.
-        interrupt_when: send SIGINT to mpirun as soon as this text is in the job's stdout.
-        survive: whether the job goes on when ranks die; the calling test is skipped on an MPI that cannot.
+        ranks: Number of processes.
+        script: Path of the script.
+        args: Arguments of the script.
+        timeout_s: Wall-clock seconds for everything.
+        env: Variables to add to this process's environment.
+        interrupt_when: Text in the job's stdout upon which SIGINT is sent to mpirun.
+        survive: Whether the job continues when ranks die; on an MPI that cannot, the calling test is skipped.
     """
     require_mpi()
     if survive:
@@ -138,7 +138,7 @@ def report(rank: int, value: Any) -> None:
 
 
 def require_mpi() -> None:
-    """Skip the calling test where no MPI is installed."""
+    """Skip the calling test if MPI is not installed."""
     import pytest  # which no rank needs
 
     reason = _why_no_mpi()
@@ -156,7 +156,7 @@ def require_survival() -> None:
 
 @functools.cache
 def flavour() -> str:
-    """``"openmpi"`` or ``"mpich"``: what the jobs run on; empty where there is none."""
+    """Return the MPI that runs the jobs, ``"openmpi"`` or ``"mpich"``; empty if there is none."""
     return mpirun.find_installation(os.environ).library or ""
 
 
@@ -178,7 +178,7 @@ def base_environment() -> dict[str, str]:
 
 
 def _await_end(process: subprocess.Popen[bytes], deadline: float, interrupt_when: str | None, stdout: Path) -> bool:
-    """Whether it ended by itself; nothing of it lives on either way."""
+    """Return whether the job ended on its own; its processes are killed otherwise."""
     finished = True
     try:
         while process.poll() is None:

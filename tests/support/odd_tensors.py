@@ -1,4 +1,4 @@
-"""Dense tensors whose memory is not what one would think, and what "the same" means for them."""
+"""Dense tensors with unusual memory layouts, and their comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs pytest on small test files with the plugin, and reads what it says of simulations."""
+"""Runs pytest with the plugin on small test files, and reads its reports on simulations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from asyncdist.simulation import Compute, Interrupt, Kill, Link, Network, Stall
 
 
 def run_tests(pytester: pytest.Pytester, source: str, *options: str, ini: str = "") -> pytest.RunResult:
-    """Run these tests; the module has what HEAD imports."""
+    """Run test code with the plugin; the module begins with the imports in HEAD."""
     pytester.makeini(f"[pytest]\naddopts = --strict-markers\nasyncio_default_fixture_loop_scope = function\n{ini}")
     pytester.makepyfile(test_it=HEAD + textwrap.dedent(source))
     # Bytecode is taken for that of a source of the same second and the same size: the next test's, for example.

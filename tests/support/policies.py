@@ -1,4 +1,4 @@
-"""Ranks of one process that train under selective averaging, in step, with weights that tell who wrote them."""
+"""Trains ranks of one process in lockstep under selective averaging, with weights that identify their rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Lockstep:
 
 @dataclass
 class Member:
-    """What one rank of :func:`train` saw."""
+    """The observations of one rank of :func:`train`."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -65,7 +65,7 @@ def train(
     value: Callable[[int], float] = float,
     **options: Any,
 ) -> list[Member]:
-    """Ranks whose weights are constant and equal to their rank, metrics too, unless told otherwise."""
+    """Train ranks whose weights are constant; weights and metrics equal the rank by default."""
     lockstep = Lockstep(ranks)
 
     async def main(world: ad.World) -> Member:

@@ -1,4 +1,4 @@
-"""Whether processes run, and waiting for them."""
+"""Checks whether processes run, and waits for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie that nobody has reaped does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"

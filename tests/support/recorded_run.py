@@ -1,4 +1,4 @@
-"""A short run of selective averaging that tests record, and the counts of its events."""
+"""Makes a short recording of selective averaging, and counts its events."""
 
 from __future__ import annotations
 

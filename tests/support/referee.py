@@ -1,4 +1,4 @@
-"""Watches a coordinator of selective averaging: every promise that it gives, after every event."""
+"""Checks every promise of a selective averaging's coordinator after every event."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Referee:
         self.check(sends)
 
     def drain(self) -> None:
-        """Let time pass until nothing is due any more."""
+        """Advance the time until no deadline is due."""
         for _ in range(6):
             deadline = self.coordinator.next_deadline()
             if deadline is None:

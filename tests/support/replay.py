@@ -1,4 +1,4 @@
-"""Jobs in which the last rank serves a replay buffer, and the other ranks are its clients."""
+"""Runs jobs whose last rank serves a replay buffer for the other ranks."""
 
 from __future__ import annotations
 

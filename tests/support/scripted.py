@@ -1,4 +1,4 @@
-"""A transport, its requests and a receiver that do what a test says, for an engine alone."""
+"""A transport, requests and a receiver that a test controls, for an engine without ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.local import yields
 
 
 class ScriptedRequest:
-    """Done when told so; counts its tests."""
+    """A request that completes when the test says so, and counts its polls."""
 
     def __init__(self, *, done: bool = False, error: BaseException | None = None) -> None:
         self.done = done
@@ -61,7 +61,7 @@ class ScriptedTransport:
 
 
 class CountingInlet(Pollable):
-    """Delivers what it is given, one message a poll."""
+    """Delivers the given messages, one for each poll."""
 
     def __init__(self) -> None:
         self.waiting = 0

@@ -1,4 +1,4 @@
-"""Seeds of tests that draw what they do: all of them for ``./tools/test``, and the first ones for CI."""
+"""Seeds of randomised tests: all of them for ``./tools/test``, the first ones for CI."""
 
 from __future__ import annotations
 

@@ -15,14 +15,14 @@ def rules(**options: Any) -> SelectiveRules:
 
 
 class OpenedCoordinator(RoundCoordinator):
-    """A coordinator whose packed messages come unpacked, as their receivers do it."""
+    """A coordinator whose packed messages are unpacked as by their receivers."""
 
     def _advance(self, now: float, *, timers: bool = False) -> tuple[Send, ...]:
         return tuple(map(opened, super()._advance(now, timers=timers)))
 
 
 def opened(send: Send) -> Any:
-    """Return a send with what its receiver makes of a packed message."""
+    """Return a send with its packed message decoded as by its receiver."""
     match send.message:
         case PackedAssign() as packed:
             assign = packed.opened(send.dest)

@@ -48,7 +48,7 @@ START_S = 30.0
 
 
 def run(count: int, words: Sequence[object], *, timeout_s: float = 100.0) -> torchrun.Result:
-    """Run ``words`` on the login node of a Slurm with so many nodes of two cores, until that has ended."""
+    """Run ``words`` on the login node of a Slurm with ``count`` nodes of two cores, until it ends."""
     import pytest  # which the program on the login node does not need
 
     from support import hosts

@@ -1,4 +1,4 @@
-"""One replacer and five donors of a state of many dtypes, all ranks of this process: the exchange from the inside."""
+"""Runs the snapshot exchange of one replacer and five donors in one process, for a state of many dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulations in which every duration is exact, so that what a fault adds can be read off the clock."""
+"""Simulations with exact durations, so that a fault's delay can be read from the clock."""
 
 from __future__ import annotations
 

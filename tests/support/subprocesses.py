@@ -1,4 +1,4 @@
-"""Starts ranks with ``launch_subprocesses``; what they report comes back through files in a folder."""
+"""Starts ranks with ``launch_subprocesses``, which report through files in a folder."""
 
 from __future__ import annotations
 

@@ -35,14 +35,14 @@ from support.mpi import REPORTS, ROOT, base_environment
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How the job ended.
+    """The outcome of a job of torch.distributed.
 
     Attributes:
-        returncodes: of each process that was started: the ranks in order, or torchrun alone.
-        stdout: of all of them, one after the other.
-        stderr: the same.
-        seconds: wall-clock time.
-        reports: what the ranks gave to ``report``, by rank.
+        returncodes: Exit codes of the started processes: the ranks in order, or torchrun alone.
+        stdout: Output of all ranks in turn.
+        stderr: Errors of all ranks in turn.
+        seconds: Wall-clock time.
+        reports: Values that the ranks passed to ``report``, by rank.
     """
 
     returncodes: tuple[int, ...]
@@ -64,7 +64,7 @@ class Result:
 
 
 def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun tells a rank, without an agent."""
+    """Return the variables that torchrun sets for a rank, without an agent."""
     names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in names.items()}}
 
@@ -138,8 +138,8 @@ def run_jobs(jobs: Sequence[tuple[list[str], Mapping[str, str]]], timeout_s: flo
     """Run commands at the same time until all have ended.
 
     Args:
-        jobs: each command, and what is added to this process's environment for it.
-        timeout_s: of wall-clock time, for everything.
+        jobs: Each command, with the variables to add to this process's environment.
+        timeout_s: Wall-clock seconds for everything.
     """
     with tempfile.TemporaryDirectory(prefix="asyncdist-test-") as folder, contextlib.ExitStack() as stack:
         reports = Path(folder, "reports")

@@ -61,13 +61,13 @@ HASHES = {"PYTHONHASHSEED": "0"}
 def command(
     script: str | os.PathLike[str], args: Sequence[object], base: Mapping[str, str], env: Mapping[str, str]
 ) -> list[str]:
-    """What to start in the place of ``script args``.
+    """Return the command that starts ``script args`` warm.
 
     Args:
-        script: a path.
-        args: its arguments.
-        base: the environment that all jobs share.
-        env: what is added to it for this one.
+        script: Path of the script.
+        args: Arguments of the script.
+        base: Environment that all jobs share.
+        env: Variables to add for this job.
     """
     cold = [str(script), *map(str, args)]
     if not hasattr(os, "pidfd_open") or any(name.startswith(COLD_PREFIXES) for name in env):
@@ -76,12 +76,12 @@ def command(
 
 
 def environment(base: Mapping[str, str], *libraries: str, simulates: bool = False) -> dict[str, str]:
-    """The variables with which ranks start warm, whoever starts them.
+    """Return the variables with which ranks start warm, whichever process starts them.
 
     Args:
-        base: the environment that the processes would have.
-        libraries: what they find imported besides torch.
-        simulates: whether ``asyncdist sim`` starts warm too, from a server with the hashes of a simulation.
+        base: Environment that the processes would have.
+        libraries: Modules to import in addition to torch.
+        simulates: Whether ``asyncdist sim`` starts warm too, from a server with a simulation's hash seed.
     """
     if not hasattr(os, "pidfd_open"):
         return dict(base)
@@ -127,7 +127,7 @@ def _server(asked: frozenset[tuple[str, str]], libraries: tuple[str, ...] = ()) 
 
 
 def be_warm() -> None:
-    """Be a child of a server where this process is a rank, or a simulation, and has a server's variables."""
+    """Become a child of the server if this process is a rank or a simulation with a server's variables."""
     asked = _asked(os.environ)
     paths = [path for path, variables in json.loads(os.environ[VARIABLE]) if variables == asked]
     program, *arguments = sys.orig_argv[1:] or [""]
@@ -169,7 +169,7 @@ def be_rank(path: str, arguments: list[str]) -> NoReturn:
 
 
 def end_as(status: int) -> NoReturn:
-    """End as a child did that had this status; what there was to say, that one has said."""
+    """End with a child's status, without printing, since the child has printed everything."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
@@ -256,7 +256,7 @@ def _serve(listener: socket.socket, ready: selectors.BaseSelector) -> dict[str, 
 
 
 def _receive_job(client: socket.socket) -> dict[str, Any] | None:
-    """None of somebody who was killed while asking."""
+    """Receive a request; return None if the sender was killed while it asked."""
     received: list[int] = []
     try:
         length, received, _, _ = socket.recv_fds(client, LENGTH_NBYTES, SPARE_FD)
@@ -308,7 +308,7 @@ def become(job: dict[str, Any], server: int) -> None:
 
 
 def _enter(namespaces: Sequence[int]) -> bool:
-    """Enter the namespaces that are not those of this process; return whether there were such."""
+    """Enter the namespaces that differ from this process's own; return whether there were any."""
     own = [os.stat(f"/proc/self/ns/{name}").st_ino for name in NAMESPACES]
     others = [fd for fd, number in zip(namespaces, own, strict=True) if os.fstat(fd).st_ino != number]
     libc = ctypes.CDLL(None, use_errno=True)

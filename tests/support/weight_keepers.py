@@ -1,4 +1,4 @@
-"""Optimizers that keep weights of their own, each as some library does."""
+"""Optimizers that keep weights of their own, each like one from a known library."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class FlatMaster(torch.optim.Optimizer):
 
 
 class Hidden(torch.optim.Optimizer):
-    """Keeps masters where nothing finds them."""
+    """Keeps master weights in a place that a search does not find."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
