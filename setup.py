@@ -36,7 +36,7 @@ def extensions(scratch: str) -> list[Extension]:
     if not compiled.is_wanted() or {"egg_info", "dist_info"} & set(sys.argv):
         return []
     if "editable_wheel" in sys.argv and compiled.reason_against() is None:
-        return []  # for another environment of this checkout it has been done
+        return []  # already compiled for another environment of this checkout
     try:
         from Cython.Build import cythonize
         from Cython.Compiler.Errors import CompileError
@@ -44,7 +44,7 @@ def extensions(scratch: str) -> list[Extension]:
         print("asyncdist: no Cython, so nothing is compiled", file=sys.stderr)
         return []
     sources = {name: str(compiled.source_of(name).relative_to(TOP)) for name in compiled.MODULES}
-    # A multiplication and an addition fused into one would round otherwise than Python does, where the machine has it.
+    # On some machines, a fused multiply-add would round differently than Python does.
     arguments = ["-O2", "-g0", "-ffp-contract=off"]
     wanted = [
         Extension(f"asyncdist.{name}", [source], extra_compile_args=arguments) for name, source in sources.items()
@@ -54,7 +54,7 @@ def extensions(scratch: str) -> list[Extension]:
             wanted,
             build_dir=scratch,
             language_level=3,
-            compiler_directives={"annotation_typing": False},  # the .pxd files say what is a C type
+            compiler_directives={"annotation_typing": False},  # the .pxd files declare the C types
             quiet=True,
         )
     except CompileError as error:
@@ -63,7 +63,7 @@ def extensions(scratch: str) -> list[Extension]:
         (place / compiled.FAILED).touch()  # tools/setup need not try again
         made = []
     for extension in made:
-        extension.optional = True  # Cython would forget it if it were said before
+        extension.optional = True  # Cython loses the attribute if it is set earlier
         name = extension.name.removeprefix("asyncdist.")
         extension.name = f"asyncdist._compiled.{place.name}.{name}"
     return made
@@ -92,7 +92,7 @@ class BuildExtensions(build_ext):
         modules = load_compiled()
         place = modules.folder()
         if is_editable:
-            for module in modules.MODULES:  # nothing makes folders there
+            for module in modules.MODULES:  # no other code makes these folders
                 place.joinpath(*module.split(".")).parent.mkdir(parents=True, exist_ok=True)
         self.parallel = True  # as many compilers at once as there are cores
         super().run()
@@ -127,7 +127,7 @@ def long_description(readme: str) -> str:
 
 if __name__ == "__main__":
     Path("build").mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir="build") as scratch:  # setuptools takes relative paths alone
+    with tempfile.TemporaryDirectory(dir="build") as scratch:  # setuptools accepts only relative paths
         setup(
             ext_modules=extensions(scratch),
             cmdclass={"bdist_wheel": Wheel, "build": Build, "build_ext": BuildExtensions},

@@ -1,8 +1,8 @@
-"""Replay buffers on ranks of their own: what training ranks send to theirs and learn from it, and what it writes down.
+"""Replay buffers of the demo: the client on a training rank, and the main function of a buffer rank.
 
-A buffer holds the states that trajectories ended in, and draws them in proportion to their rewards. A rank that gets
-some back walks from them to the start with the backward policy, and learns from these trajectories as from its own:
-trajectory balance holds for those of any policy.
+A buffer stores the final states of trajectories, and samples them in proportion to their rewards. A training rank that
+receives a sample walks from its states back to the start with the backward policy. It learns from these trajectories
+as from its own, since trajectory balance holds for trajectories of any policy.
 """
 
 import time
@@ -27,7 +27,7 @@ from protocols.replay_buffer.store import Batch
 
 CAPACITY = 10_000
 REPLAY_EVERY = 4
-"""A rank draws a batch after so many of its own."""
+"""A training rank draws one batch from the buffer per this many batches of its own."""
 
 
 # -- on a training rank -----------------------------------------------------------------------------------------------
@@ -35,11 +35,11 @@ REPLAY_EVERY = 4
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Something to learn from; its losses say little about a rank, so they are no part of its metric.
+    """Trajectories drawn from the buffer. Their losses say little about a rank and do not count in its metric.
 
     Attributes:
-        trajectories: One to each state drawn.
-        log_rewards: Float32, one for each, as they came from the buffer.
+        trajectories: One trajectory to each drawn state.
+        log_rewards: Log reward of each drawn state, float32, as the buffer sent it.
     """
 
     trajectories: Trajectories
@@ -47,7 +47,7 @@ class Replayed:
 
 
 class Replay:
-    """A training rank's way to its buffer; a context manager."""
+    """Connects a training rank to its buffer; a context manager."""
 
     def __init__(self, env: HyperGrid, model: TBGFlowNet, server: int) -> None:
         self._env, self._model = env, model
@@ -66,7 +66,7 @@ class Replay:
         await self._buffer.__aexit__(kind, error, trace)
 
     async def exchange(self, trajectories: Trajectories) -> Replayed | None:
-        """Add where these trajectories ended; every few times return others to learn from."""
+        """Add these trajectories' final states to the buffer; in every few calls, return a sample to learn from."""
         states, log_rewards = trajectories.terminating_states.tensor, trajectories.log_rewards
         rewards = log_rewards.exp()
         started = time.perf_counter()
@@ -78,13 +78,13 @@ class Replay:
         self._wait_s += time.perf_counter() - started
         if sample is None:
             return None
-        assert isinstance(sample.batch, Mapping)  # as it was added
+        assert isinstance(sample.batch, Mapping)  # batches were added as mappings
         drawn = sample.batch["log_reward"]
         self._drawn_rewards.append(drawn.exp().mean().item())
         return Replayed(walk_back(self._env, self._model, sample.batch["state"]), drawn)
 
     def summary(self) -> dict[str, Any]:
-        """What was got of it, as JSON values: rewards are means over states."""
+        """Return statistics of the samples drawn from the buffer, as JSON values; rewards are means over states."""
         return {
             "batches": len(self._drawn_rewards),
             "mean_reward_added": fmean(self._added_rewards) if self._added_rewards else None,
@@ -95,7 +95,7 @@ class Replay:
 
 @torch.no_grad()
 def walk_back(env: HyperGrid, model: TBGFlowNet, states: torch.Tensor) -> Trajectories:
-    """Draw a trajectory to each of `states` with the backward policy, and turn it round."""
+    """Sample a trajectory to each of `states` with the backward policy; return them in forward order."""
     backward = Sampler(model.pb).sample_trajectories(env, states=env.states_from_tensor(states))
     return backward.reverse_backward_trajectories()
 
@@ -104,11 +104,11 @@ def walk_back(env: HyperGrid, model: TBGFlowNet, states: torch.Tensor) -> Trajec
 
 
 class Contents:
-    """What a buffer holds, followed from what is added to it: the newest `CAPACITY` items.
+    """Tracks the contents of a buffer, its newest `CAPACITY` items, by observing each batch that is added.
 
     Args:
-        env: Tells what is a mode.
-        record: Is told now and then.
+        env: The grid, which defines the modes.
+        record: Recorder to which the contents are written at intervals.
     """
 
     def __init__(self, env: HyperGrid, record: BufferRecorder) -> None:
@@ -118,7 +118,7 @@ class Contents:
         self._modes: deque[int] = deque(maxlen=CAPACITY)
 
     def note(self, batch: Batch) -> None:
-        """The buffer's scoring hook: called with every batch that is added."""
+        """Record a batch that is added; this is the buffer's scoring hook."""
         assert isinstance(batch, Mapping)
         states = self._env.states_from_tensor(batch["state"])
         indices = self._env.get_states_indices(states)
@@ -128,14 +128,14 @@ class Contents:
             self._record.held(**self.summary())
 
     def summary(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return statistics of the contents, as JSON values."""
         size = len(self._rewards)
         modes = sorted(set(self._modes) - {-1})
         return {"size": size, "mean_reward": fmean(self._rewards) if size else None, "modes": modes}
 
 
 async def serve(world: ad.World, context: ad.DistributedContext, env: HyperGrid, log_dir: Path | None) -> None:
-    """Be a buffer until the last of the training ranks that are assigned to this one has left."""
+    """Serve a buffer until all training ranks that are assigned to it have left."""
     clients = context.assigned_training_ranks
     assert clients is not None, "this rank is a buffer"
     record = BufferRecorder(log_dir, world.rank)

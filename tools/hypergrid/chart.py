@@ -1,4 +1,4 @@
-"""The picture of a run: how each rank's loss falls, and when which rank took an average."""
+"""Draws the chart of a run: each rank's loss over time, and the moments at which ranks applied an average."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +20,9 @@ def draw(path: Path, histories: Sequence[RankHistory], *, title: str) -> None:
     """Write the chart as a PNG.
 
     Args:
-        path: Where to.
-        histories: Of every rank.
-        title: One line above the picture.
+        path: File to write.
+        histories: Histories of all ranks.
+        title: Title above the chart.
     """
     zero = first_time(histories) or 0.0
     figure, axes = plt.subplots(figsize=(10, 5.2), dpi=150)

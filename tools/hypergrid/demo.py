@@ -33,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 TOP = HERE.parent.parent
 POLL_PERIOD_S = 0.25
 STOP_SIGNALS = ((signal.SIGINT, 20.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
-"""What a job that must end is sent, and the seconds it then gets."""
+"""Signals sent to a job that must end, and the seconds to wait after each."""
 RANKS_MAX = 64
 ITERATIONS, AVERAGE_EVERY, SECONDS = 2000, 50, 120.0
 RECORDING = "recording"
@@ -42,14 +42,14 @@ QUICK_ITERATIONS, QUICK_AVERAGE_EVERY, QUICK_SECONDS = 300, 20, 18.0
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the message is for the user."""
+    """Raised if the demo cannot continue; the message is for the user."""
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
-    """Wrong input is one line on standard error and exit code 2."""
+    """Reports wrong input in one line on standard error and exits with code 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"demo: {message}\n")
@@ -67,7 +67,7 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 
 
 def slow_rank(text: str) -> tuple[int, float]:
-    """Read `R:FACTOR`; whether there is such a rank is checked later."""
+    """Parse `R:FACTOR`; the rank's existence is checked later."""
     match = re.fullmatch(r"([0-9]{1,9}):([0-9]+(?:\.[0-9]+)?)", text)
     if match is None or not 1.0 <= float(match[2]) <= 1000.0:
         raise argparse.ArgumentTypeError(f"{text!r} is not R:FACTOR, a rank and a number from 1 to 1000 (1:5, say)")
@@ -75,7 +75,7 @@ def slow_rank(text: str) -> tuple[int, float]:
 
 
 def kill(text: str) -> tuple[int, float]:
-    """Read `R@SECONDS`; whether there is such a rank is checked later."""
+    """Parse `R@SECONDS`; the rank's existence is checked later."""
     match = re.fullmatch(r"([0-9]{1,9})@([0-9]{1,6}(?:\.[0-9]+)?)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not R@SECONDS, a rank and the time since training began (0@20)")
@@ -83,7 +83,7 @@ def kill(text: str) -> tuple[int, float]:
 
 
 def output_file(*suffixes: str) -> Callable[[str], Path]:
-    """Make an argument type for files to write, so that a wrong name is not found out after the training."""
+    """Make an argument type for output files. It rejects a bad path before the training, not after it."""
 
     def parse(text: str) -> Path:
         path = Path(text).expanduser()
@@ -101,7 +101,7 @@ def output_file(*suffixes: str) -> Callable[[str], Path]:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read and check the command line; leaves with exit code 2 if something is wrong."""
+    """Parse and check the command line; exit with code 2 if an argument is wrong."""
     parser = Parser(prog="./tools/demo", description=__doc__, allow_abbrev=False)
     parser.add_argument("--ranks", type=whole_number(1, RANKS_MAX), default=4, metavar="N", help="that train (4)")
     parser.add_argument(
@@ -124,7 +124,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument(
         "--kill", type=kill, action="append", default=[], metavar="R@SECONDS",
-        help="kill -9 rank R so long after training began; may be given again. The others go on",
+        help="kill -9 rank R that many seconds after training began; repeatable. The others continue",
     )  # fmt: skip
     parser.add_argument(
         "--quick", action="store_true", help=f"{QUICK_ITERATIONS} iterations, in {QUICK_SECONDS:g} s at most"
@@ -160,7 +160,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def check_kills(parser: Parser, options: argparse.Namespace) -> None:
-    """Refuse kills that the job would not survive, or whose results nobody could judge."""
+    """Reject kills that the job would not survive, or that would make its results meaningless."""
     killed = [rank for rank, _ in options.kill]
     for rank in killed:
         if rank >= options.ranks:
@@ -182,7 +182,7 @@ def check_kills(parser: Parser, options: argparse.Namespace) -> None:
 
 
 def training_command(options: argparse.Namespace, directory: Path) -> list[str]:
-    """The command that starts all ranks."""
+    """Return the command that starts all ranks."""
     size = options.ranks + options.buffer_ranks
     command = [sys.executable, "-m", "asyncdist", "run", "--transport", options.transport, "-n", str(size)]
     command += ["--hosts", options.hosts] * bool(options.hosts)
@@ -207,10 +207,10 @@ class Job:
     The job has a session of its own, so that Ctrl-C reaches this process alone, which then stops the job once.
 
     Args:
-        command: The launcher's.
-        histories: Of the ranks on this host. Those elsewhere are the launcher's alone: what has their number here is
-            another process.
-        output: The file for what is printed.
+        command: Command line of the launcher.
+        histories: Histories of the ranks on this host. Only the launcher ends ranks on other hosts, since their process
+            ids name different processes here.
+        output: File for the job's output.
     """
 
     def __init__(self, command: Sequence[str], histories: Sequence[RankHistory], output: Path) -> None:
@@ -231,7 +231,7 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Another Ctrl-C meanwhile would leave the work half done; it ends soon enough.
+        # A second Ctrl-C would leave processes behind; stopping the job takes only a moment.
         handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._end()
@@ -255,17 +255,17 @@ class Job:
 
     @property
     def exit_code(self) -> int | None:
-        """The launcher's, None while it runs."""
+        """The launcher's exit code, or None while it runs."""
         return self._process.poll()
 
     def explain_failure(self) -> str:
-        """What the ranks said before the job failed: the first traceback, or else the last lines."""
+        """Return an error message with the first traceback in the ranks' output, or the output's last lines."""
         text = self._output.read_text(errors="replace")
         return f"the training failed with exit code {self.exit_code}.\n{first_traceback(text) or last_lines(text)}"
 
 
 def end_process(pid: int, patience_s: float = 5.0) -> None:
-    """Wait for a process that ought to be gone, and kill it if it is not."""
+    """Wait for a process to end, and kill it if it still runs after `patience_s` seconds."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         try:
@@ -277,7 +277,7 @@ def end_process(pid: int, patience_s: float = 5.0) -> None:
 
 
 def first_traceback(text: str) -> str:
-    """The first `asyncdist: rank N failed:` in the output with its traceback, up to what others say; or ''."""
+    """Return the first `asyncdist: rank N failed:` in the output with its traceback, or ''."""
     match = re.search(
         r"^asyncdist: rank \d+ failed:\n.*?(?=^asyncdist(?: run)?: |^-{40,}|^\[[^\]\n]+\] |\Z)", text, re.M | re.S
     )
@@ -285,7 +285,7 @@ def first_traceback(text: str) -> str:
 
 
 def last_lines(text: str, count: int = 40) -> str:
-    """The end of the output."""
+    """Return the last lines of the output."""
     return "\n".join(text.rstrip().splitlines()[-count:])
 
 
@@ -293,11 +293,11 @@ def last_lines(text: str, count: int = 40) -> str:
 
 
 class Killer:
-    """Kills ranks when their time has come.
+    """Kills ranks at the times that `--kill` gives.
 
     Args:
-        histories: Of the ranks that train.
-        kills: Rank and time of each, in seconds since training began.
+        histories: Histories of the ranks that train.
+        kills: Rank and time of each kill, in seconds since training began.
     """
 
     def __init__(self, histories: Sequence[RankHistory], kills: Sequence[tuple[int, float]]) -> None:
@@ -305,7 +305,7 @@ class Killer:
         self._due = sorted(kills, key=lambda kill: kill[1])
 
     def poll(self) -> None:
-        """Kill those whose time has come, unless they have ended."""
+        """Kill the ranks whose kill is due, unless they have ended."""
         zero = first_time(self._histories)
         while zero is not None and self._due and time.time() - zero >= self._due[0][1]:
             history = self._histories[self._due.pop(0)[0]]
@@ -386,7 +386,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 
 def write_report(folder: Path, path: Path) -> str:
-    """Draw the job's recording; where that is, or why there is none: of ranks elsewhere, for example."""
+    """Draw the job's recording; return the report's path, or a string that says why there is none."""
     try:
         path.write_text(render(read_recording(folder)), encoding="utf-8")
     except (RecordingError, OSError) as error:
@@ -395,7 +395,7 @@ def write_report(folder: Path, path: Path) -> str:
 
 
 def closing_line(result: dict[str, Any], verify: bool) -> str:
-    """The results in words."""
+    """Return the results as sentences."""
     best, count = result["best_rank"], sum(result["replacements"])
     killed = [f"rank {one['rank']} at {one['at_s']:.1f} s" for one in result["killed"]]
     overhead_us = result["step_overhead_us"]
@@ -418,7 +418,7 @@ def closing_line(result: dict[str, Any], verify: bool) -> str:
 
 
 def replay_line(replay: Sequence[dict[str, Any]]) -> str:
-    """What the ranks got of their buffers, in words; all of them make about as many steps."""
+    """Return a sentence about the samples that the ranks drew from replay buffers."""
     batch_count = sum(one["batches"] for one in replay)
     wait_s = sum(one["wait_s"] for one in replay)
     added = statistics.fmean(one["mean_reward_added"] for one in replay)
@@ -428,7 +428,7 @@ def replay_line(replay: Sequence[dict[str, Any]]) -> str:
 
 
 def chart_title(result: dict[str, Any]) -> str:
-    """What the picture shows: a line, two where there are buffers, as one would be too long."""
+    """Return the chart's title: one line, or two if there are replay buffers."""
     ranks, count = result["ranks"] + len(result["killed"]), sum(result["replacements"])
     buffers = len(result["buffers"])
     who = f"{'1 rank trains' if ranks == 1 else f'{ranks} ranks train'} a GFlowNet on an 8 x 8 x 8 x 8 grid"

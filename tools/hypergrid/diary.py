@@ -1,4 +1,4 @@
-"""A rank's diary: one JSON object per line in `rankN.jsonl`, or lines on the terminal when it has no directory.
+"""Writes a rank's diary, its log for the demo: a JSON object per line in `rankN.jsonl`, or lines on the terminal.
 
 Kinds of lines: `start`, `progress` (every quarter of a second), `replaced` (new weights were applied), `end`; a replay
 buffer's are `start`, `held` (every quarter of a second in which something is added) and `end`. Each has `time`, seconds
@@ -18,7 +18,7 @@ PRINT_PERIOD_S = 2.0
 
 
 class Diary:
-    """Writes lines.
+    """Writes the lines of a rank's diary.
 
     Args:
         directory: Where `rankN.jsonl` goes; None prints instead.
@@ -33,7 +33,7 @@ class Diary:
         self.period_s = PRINT_PERIOD_S if self._file is None else PROGRESS_PERIOD_S
 
     def write(self, kind: str, **fields: Any) -> None:
-        """One line."""
+        """Write one line."""
         if self._file is not None:
             self._file.write(json.dumps({"kind": kind, "time": time.time(), **fields}, default=str) + "\n")
             return
@@ -44,7 +44,7 @@ class Diary:
         print(f"rank {self._rank}: {kind}: {text}", flush=True)
 
     def close(self) -> None:
-        """After the last line."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
@@ -65,11 +65,11 @@ class Recorder:
         self._stall_s = 0.0
 
     def seconds(self) -> float:
-        """Since the training began."""
+        """Return the seconds since training began."""
         return time.perf_counter() - self._started
 
     def start(self, *, transport: str, ranks: int, mode_count: int, parameter_count: int) -> None:
-        """The clock starts here."""
+        """Write the first line, and start the clock."""
         self._diary.write(
             "start",
             pid=os.getpid(),
@@ -81,7 +81,7 @@ class Recorder:
         self._started = self._last = time.perf_counter()
 
     def step(self, iteration: int, metric: float, step_s: float, info: Any) -> None:
-        """After each `policy.step`: how long it took and what it returned."""
+        """Record the duration and the result of a `policy.step`."""
         self._stall_s += step_s
         if info:
             self._diary.write(
@@ -112,7 +112,7 @@ class Recorder:
         statistics: Any,
         replay: Mapping[str, Any] | None = None,
     ) -> None:
-        """Last line: what came out. `statistics` are a selective policy's, `replay` what was got of a buffer."""
+        """Write the last line, with the results, the selective policy's statistics, and the statistics of replay."""
         seconds = self.seconds()
         self._diary.write(
             "end",
@@ -143,19 +143,19 @@ class BufferRecorder:
         self._last = time.perf_counter()
 
     def start(self, **fields: Any) -> None:
-        """The first line: over which transport, for whom."""
+        """Write the first line, with the transport and the clients."""
         self._diary.write("start", pid=os.getpid(), **fields)
 
     def is_due(self) -> bool:
-        """Whether it is time for another line."""
+        """Return whether the next line is due."""
         return time.perf_counter() - self._last >= self._diary.period_s
 
     def held(self, **contents: Any) -> None:
-        """What the buffer holds now."""
+        """Write a line with the buffer's current contents."""
         self._last = time.perf_counter()
         self._diary.write("held", **contents)
 
     def end(self, **fields: Any) -> None:
-        """Last line: what it holds and has done."""
+        """Write the last line, with the buffer's contents and counters."""
         self._diary.write("end", **fields)
         self._diary.close()

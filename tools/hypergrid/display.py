@@ -1,4 +1,4 @@
-"""What the demo shows while it runs, on a terminal or in a log, and the table at the end."""
+"""Shows the demo's progress on a terminal or in a log, and the table of results at the end."""
 
 import math
 import time
@@ -17,15 +17,15 @@ SPARK_COUNT = 24
 
 
 class Display:
-    """A live table where there is a terminal; elsewhere a line every few seconds and one for each replacement.
+    """Shows a live table on a terminal; otherwise prints a line every few seconds and one for each replacement.
 
     A context manager.
 
     Args:
-        console: Where to show it.
-        histories: Of the ranks that train.
-        iterations: How many they are to make.
-        buffers: Of the ranks that are replay buffers.
+        console: Console to write to.
+        histories: Histories of the ranks that train.
+        iterations: Training steps after which the first rank ends the training.
+        buffers: Histories of the ranks that are replay buffers.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Display:
             self._live.__exit__(None, None, None)
 
     def update(self, verified_count: int | None) -> None:
-        """Show what the histories say now."""
+        """Show the current state of the histories."""
         zero = first_time(self._histories)
         if self._live is not None:
             table = live_table(self._histories, self._iterations, zero, verified_count)
@@ -93,7 +93,7 @@ class Display:
 def live_table(
     histories: Sequence[RankHistory], iterations: int, zero: float | None, verified_count: int | None
 ) -> Table:
-    """One row per rank, as things stand."""
+    """Return the live table, with one row per rank."""
     if zero is None:
         title = "starting the ranks (torch and torchgfn take some seconds to import)"
     else:
@@ -123,7 +123,7 @@ def live_table(
 
 
 def buffer_line(history: RankHistory) -> str:
-    """What a replay buffer holds, as things stand."""
+    """Return a line that describes a replay buffer's current contents."""
     if not history.held:
         return f"rank {history.rank} is a replay buffer and holds nothing yet"
     held = history.held[-1]
@@ -134,7 +134,7 @@ def buffer_line(history: RankHistory) -> str:
 
 
 def spark_line(values: Sequence[float], width: int = SPARK_COUNT) -> str:
-    """The values as little bars, from their lowest to their highest; NaN is a gap."""
+    """Return the values as a string of small bars, scaled from lowest to highest value; NaN is a gap."""
     if not values:
         return ""
     count = min(width, len(values))
@@ -146,7 +146,7 @@ def spark_line(values: Sequence[float], width: int = SPARK_COUNT) -> str:
 
 
 def result_table(result: dict[str, Any]) -> Table:
-    """One row per rank, at the end."""
+    """Return the table of results, with one row per rank."""
     ranks = f"{result['ranks']} rank{'' if result['ranks'] == 1 else 's'}"
     title = f"{ranks} over {result['transport']}, policy {result['policy']}"
     table = Table(title=title, title_justify="left")
@@ -172,7 +172,7 @@ def result_table(result: dict[str, Any]) -> Table:
 
 
 def buffer_table(result: dict[str, Any]) -> Table:
-    """One row per replay buffer, at the end; counts are of states."""
+    """Return the table of replay buffers, with one row per buffer; counts are numbers of states."""
     table = Table(title="replay buffers", title_justify="left")
     names = "rank|serves ranks|added|drawn|evicted|held|modes held|mean reward held"
     for name in names.split("|"):

@@ -1,8 +1,8 @@
-"""How good a sampler on the grid is, exactly: no sampling noise, no worker processes.
+"""Computes exactly how well a model samples the grid, without sampling noise or worker processes.
 
-The grid is small enough to walk: a state's chance of being reached is known once those of its parents are.
-torchgfn's own `env.validate` counts samples, so its figure has a floor, and it enumerates the states with a process
-pool, which a rank of an MPI job must not start.
+The grid is small enough to compute each state's probability from the probabilities of its parents. torchgfn's own
+`env.validate` estimates it from samples, which limits its precision, and enumerates the states with a process pool,
+which a rank of an MPI job must not start.
 """
 
 import torch
@@ -11,18 +11,18 @@ from gfn.gym import HyperGrid
 
 
 def all_states(env: HyperGrid) -> torch.Tensor:
-    """Every state of the grid, one per row, in the order of `env.get_states_indices`."""
+    """Return all states of the grid, one per row, in the order of `env.get_states_indices`."""
     return torch.cartesian_prod(*[torch.arange(env.height)] * env.ndim)
 
 
 def mode_count(env: HyperGrid) -> int:
-    """How many states are modes: those with the highest reward there is."""
+    """Return the number of modes, which are the states with the highest reward."""
     return int(env.mode_mask(env.states_from_tensor(all_states(env))).sum())
 
 
 @torch.no_grad()
 def terminal_probabilities(env: HyperGrid, model: TBGFlowNet) -> torch.Tensor:
-    """The chance of each state to be the one where a trajectory of the model ends; float64."""
+    """Return for each state the probability that a trajectory of the model ends there; float64."""
     states = all_states(env)
     batch = env.states_from_tensor(states)
     actions = model.pf.to_probability_distribution(batch, model.pf(batch)).probs.double()
@@ -40,6 +40,6 @@ def terminal_probabilities(env: HyperGrid, model: TBGFlowNet) -> torch.Tensor:
 
 
 def l1_distance(env: HyperGrid, model: TBGFlowNet) -> float:
-    """Sum over all states of |chance of ending there - chance that the rewards ask for|: 0 is perfect, 2 the worst."""
+    """Return the sum over all states of |probability of ending there - target probability|, from 0 (perfect) to 2."""
     rewards = env.reward_fn(all_states(env)).double()
     return float((terminal_probabilities(env, model) - rewards / rewards.sum()).abs().sum())

@@ -1,4 +1,4 @@
-"""The driver's view of a run: reads the ranks' diaries while they are written, and sums them up in the end."""
+"""Reads the ranks' diaries while they are written, and summarises them at the end, for the demo's process."""
 
 import json
 import math
@@ -11,16 +11,16 @@ Line = dict[str, Any]
 
 
 class RankHistory:
-    """One rank's diary, as far as it has been read.
+    """The lines of one rank's diary that have been read so far.
 
     Attributes:
         rank: The rank.
-        start: Its first line, None until there is one.
-        progress: The lines that say how it does, in order.
-        replaced: The lines that say that new weights were applied, in order.
-        held: The lines that say what a replay buffer holds, in order; none where the rank trains.
-        end: Its last line, None until there is one.
-        killed_at: When the demo has killed it, seconds since the epoch; None where it has not.
+        start: First line, or None before it is written.
+        progress: Lines of kind `progress`, in order.
+        replaced: Lines of kind `replaced` (new weights were applied), in order.
+        held: Lines of kind `held` (contents of a replay buffer), in order; empty for a rank that trains.
+        end: Last line, or None before it is written.
+        killed_at: Seconds since the epoch when the demo killed the rank, or None.
     """
 
     def __init__(self, rank: int, directory: Path) -> None:
@@ -35,7 +35,7 @@ class RankHistory:
         self._offset = 0
 
     def poll(self) -> None:
-        """Read what is new; a line that is not finished waits for the next time."""
+        """Read the new lines; an incomplete line is left for the next call."""
         if not self._path.exists():
             return
         with open(self._path, "rb") as file:
@@ -58,13 +58,13 @@ class RankHistory:
 
     @property
     def latest(self) -> Line:
-        """The newest line that has `iteration` and `metric`, or zeros."""
+        """The newest line with `iteration` and `metric`, or iteration 0 and metric NaN."""
         lines = [line for line in (*self.progress[-1:], *self.replaced[-1:], self.end) if line is not None]
         return max(lines, key=lambda line: float(line["time"]), default={"iteration": 0, "metric": math.nan})
 
     @property
     def rate(self) -> float:
-        """Iterations per second: over the whole training once it has ended, else lately."""
+        """Iterations per second, over the whole training if it has ended, otherwise over the last few seconds."""
         if self.end is not None:
             return float(self.end["rate"])
         recent = [float(line["rate"]) for line in self.progress[-8:]]
@@ -72,7 +72,7 @@ class RankHistory:
 
 
 def first_time(histories: Sequence[RankHistory]) -> float | None:
-    """When the first rank began to train; None while none has."""
+    """Return the time at which the first rank began to train, or None if none has."""
     return min((float(history.start["time"]) for history in histories if history.start), default=None)
 
 
@@ -84,19 +84,19 @@ def summarise(
     verified_count: int | None,
     buffers: Sequence[RankHistory] = (),
 ) -> dict[str, Any]:
-    """Sum a finished run up, as JSON values.
+    """Summarise a finished run as JSON values.
 
-    `modes_found` counts the modes that trajectories of any rank ended in. `l1_distance` is that of the rank with the
-    best final metric, the one whose model a user would keep: the sum over all states of |chance that the model ends
-    there - chance that the rewards ask for|, exact, from 0 to 2. `rounds` is how often an average was decided on.
-    Lists have an entry for each rank of `rank_numbers`, those that were not killed.
+    `modes_found` counts the modes in which a trajectory of any rank ended. `l1_distance` describes the model that a
+    user would keep, on the rank with the best final metric: the exact sum over all states of |probability that the
+    model ends there - target probability|, from 0 to 2. `rounds` is the number of decisions to average. Lists have an
+    entry for each rank in `rank_numbers`, which are the ranks that were not killed.
 
     Args:
-        histories: Of every rank, each with its `end`, or killed.
-        policy: As given to `--policy`.
-        seed: As given to `--seed`.
-        verified_count: Averages checked, None when it was not asked for.
-        buffers: Of every rank that is a replay buffer, each with its `end`.
+        histories: Histories of all training ranks, which have ended or were killed.
+        policy: Value of `--policy`.
+        seed: Value of `--seed`.
+        verified_count: Number of averages verified, or None without `--verify`.
+        buffers: Histories of all replay buffers, which have ended.
     """
     zero = first_time(histories) or 0.0
     killed = [
@@ -142,14 +142,14 @@ def summarise(
 
 
 def _buffer_summary(history: RankHistory) -> Line:
-    """What a buffer held in the end and has done: items, and how many of each client's."""
+    """Return a buffer's final contents and counters."""
     assert history.end is not None
     names = "clients, capacity, size, added, drawn, evicted_count, mean_reward, modes"
     return {"rank": history.rank, **{name: history.end[name] for name in names.split(", ")}}
 
 
 def _round_count(history: RankHistory) -> int:
-    """Rounds that a rank knows of: the coordinator's knows all; where everybody averages, each application is one."""
+    """Return the number of rounds that a rank has counted; with `average-all`, each average applied is a round."""
     coordinator = history.end["statistics"].get("coordinator") if history.end else None
     return int(coordinator["rounds_decided"]) if coordinator else len(history.replaced)
 

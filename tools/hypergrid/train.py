@@ -5,8 +5,8 @@
     asyncdist run -n 5 tools/hypergrid/train.py --buffer-ranks 1      and a fifth that is a replay buffer
 
 All ranks start from the same weights and draw their own trajectories. Each rank judges itself by minus the running mean
-of its loss: cheap, steady, and soon forgotten. With `--buffer-ranks` the last ranks do not train: they keep what the
-others have found, and give some of it back to them to learn from. `demo.py` shows all this while it runs.
+of its loss, which is cheap and steady. With `--buffer-ranks` the last ranks do not train. They are replay buffers,
+which store the final states of the other ranks' trajectories and return samples. `demo.py` shows the run live.
 """
 
 import argparse
@@ -37,7 +37,7 @@ LOSSES_IN_METRIC = 20
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Says that the sender has stopped training. The first such message stops all ranks: none waits for a slow one."""
+    """Notice that the sender has stopped training. The first notice stops all ranks, so none waits for a slow rank."""
 
 
 def build_env() -> HyperGrid:
@@ -73,7 +73,7 @@ def build_policy(
 
 
 def train_step(env: HyperGrid, model: TBGFlowNet, optimizer: torch.optim.Optimizer) -> tuple[float, Trajectories]:
-    """Plain, blocking torch; returns the loss and the trajectories that it was computed from."""
+    """Train for one step in plain, blocking torch; return the loss and the trajectories it was computed from."""
     trajectories = model.sample_trajectories(env, n=BATCH_SIZE, save_estimator_outputs=True)
     loss = model.loss(env, trajectories, recalculate_all_logprobs=False)
     learn(loss, optimizer)
@@ -81,20 +81,20 @@ def train_step(env: HyperGrid, model: TBGFlowNet, optimizer: torch.optim.Optimiz
 
 
 def learn(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """One step down the gradient."""
+    """Make one optimizer step on the loss."""
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
 
 
 def slowed(factor: float, started: float) -> None:
-    """Make what began at `started` take `factor` times as long, as slow hardware would."""
+    """Sleep until `factor` times the time since `started` has passed, to imitate slow hardware."""
     if factor > 1:
         time.sleep((factor - 1) * (time.perf_counter() - started))
 
 
 async def main(world: ad.World, args: argparse.Namespace) -> float | None:
-    """What every rank runs: give out the roles, then train, or be a buffer."""
+    """Run one rank: assign the roles, then train or serve a replay buffer."""
     torch.set_num_threads(1)
     context = await ad.initialize_distributed_compute(args.buffer_ranks)
     if context.is_buffer_rank():
@@ -143,7 +143,7 @@ async def train(world: ad.World, context: ad.DistributedContext, args: argparse.
             started = time.perf_counter()
             try:
                 info = await (policy.step(-mean_loss) if policy else world.safe_point())
-            except ad.ClosedError:  # average-all: a rank has left the policy, so there is no average of all any more
+            except ad.ClosedError:  # average-all: a rank has left the policy, so no average of all is possible
                 break
             record.step(iteration, -mean_loss, time.perf_counter() - started, info)
             if info:
@@ -169,7 +169,7 @@ async def train(world: ad.World, context: ad.DistributedContext, args: argparse.
 
 
 async def hear_all(finished: ad.Channel[Finished], trainers: ad.Group) -> None:
-    """Receive what the other ranks say at their end, so that nothing is left over; lost ranks say nothing."""
+    """Receive the other ranks' notices of their end, so that no message is left over; lost ranks send none."""
     async with await ad.surviving_group(trainers):  # which all enter, having said it
         await ad.current_world().progress()
         while finished.receive_nowait() is not None:
@@ -181,12 +181,18 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", choices=("none", "average-all", "selective"), default="selective")
     parser.add_argument("--average-every", type=int, default=50, help="steps between two reports of the metric")
-    parser.add_argument("--iterations", type=int, default=2000, help="the first rank to make so many ends the training")
+    parser.add_argument(
+        "--iterations", type=int, default=2000, help="training steps; the first rank to make them ends the training"
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="or that long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--slow-rank", type=int, default=-1, help="this rank is slow on purpose")
-    parser.add_argument("--slow-factor", type=float, default=1.0, help="its training step takes so many times as long")
-    parser.add_argument("--buffer-ranks", type=int, default=0, help="the last so many ranks are replay buffers")
+    parser.add_argument(
+        "--slow-factor", type=float, default=1.0, help="factor by which the slow rank's training step is longer"
+    )
+    parser.add_argument(
+        "--buffer-ranks", type=int, default=0, help="number of ranks, the last ones, that are replay buffers"
+    )
     parser.add_argument("--log-dir", type=Path, help="write rankN.jsonl there instead of printing")
     parser.add_argument("--verify", action="store_true", help="also write there what each average was made from")
     args = parser.parse_args()

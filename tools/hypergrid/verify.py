@@ -1,7 +1,7 @@
-"""Checks that applied averages are what they claim to be, from raw bytes, with numpy and nothing of asyncdist's.
+"""Verifies applied averages bit for bit, by recomputing them with numpy and without asyncdist.
 
-On the ranks an `EventWriter` stores what each donor gave and what each replacer got. It reads the model itself, so an
-average that was computed but never reached the model is caught, as is a snapshot that is not what the model held.
+On the ranks, an `EventWriter` stores each donor's snapshot and each replacer's new weights. It also reads the model,
+and so detects an average that never reached the model, or a snapshot that differs from the model.
 In the driver a `Verifier` recomputes each average as it appears: the sum over the donors in rank order, in float32 or
 wider, of snapshot times weight (weight 1 multiplies nothing), divided by the sum of the weights (a sum of 1 divides
 nothing), rounded once to the stored dtype; integers and bools as the best donor has them. A sum of finite values that
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     import torch
 
 ROUNDS_KEPT = 2
-"""Snapshots of so many rounds stay, since a replacer may apply after its donors have gone on to the next round."""
+"""Number of rounds whose snapshots are kept: a replacer may apply after its donors have begun the next round."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 State = dict[str, Array]
-"""Dtype name to a 1-D array: a model's whole state."""
+"""A model's whole state: a 1-D array for each dtype, keyed by the dtype's name."""
 
 
 class VerificationError(Exception):
-    """An applied average is not the average of its donors' snapshots."""
+    """Raised if an applied average is not the average of its donors' snapshots."""
 
 
 # -- on the ranks -----------------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class EventWriter:
     """An `on_event` callback that stores snapshots given and averages applied.
 
     Args:
-        directory: Where the files go: `round000012-donor3.npz`, `round000012-replacer0.npz`.
+        directory: Folder of the files: `round000012-donor3.npz`, `round000012-replacer0.npz`.
         rank: This rank.
         model: The model that the policy averages.
     """
@@ -64,7 +64,7 @@ class EventWriter:
         self._directory, self._rank, self._model = directory, rank, model
 
     def __call__(self, event: Any) -> None:
-        """Store a `SnapshotTaken` or `AverageApplied`; anything else is not of interest."""
+        """Store a `SnapshotTaken` or `AverageApplied` event, and ignore other events."""
         kind = {"SnapshotTaken": "donor", "AverageApplied": "replacer"}.get(type(event).__name__)
         if kind is None:
             return
@@ -77,7 +77,7 @@ class EventWriter:
 
 
 def save(path: Path, header: Mapping[str, Any], state: State) -> None:
-    """Write a file that appears whole or not at all."""
+    """Write a file atomically."""
     unfinished = path.with_suffix(".part")
     with open(unfinished, "wb") as file:
         np.savez(file, header=np.frombuffer(json.dumps(header).encode(), dtype=np.uint8), **state)
@@ -85,7 +85,7 @@ def save(path: Path, header: Mapping[str, Any], state: State) -> None:
 
 
 def load(path: Path) -> tuple[dict[str, Any], State]:
-    """Read what `save` wrote."""
+    """Read a file that `save` wrote."""
     with np.load(path, allow_pickle=False) as file:
         state = {name: file[name] for name in file.files}
     return json.loads(state.pop("header").tobytes()), state
@@ -95,14 +95,14 @@ def load(path: Path) -> tuple[dict[str, Any], State]:
 
 
 def equal_bytes(one: State, other: State) -> bool:
-    """Tell whether two states are the same to the bit (NaN equals itself, 0.0 is not -0.0)."""
+    """Return whether two states are equal bit for bit (NaN equals itself, 0.0 is not -0.0)."""
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and one[name].tobytes() == other[name].tobytes() for name in one
     )
 
 
 def average(arrays: Sequence[Array], weights: Sequence[float]) -> Array:
-    """Return the weighted mean of floating arrays of one dtype, as the module's text defines it."""
+    """Return the weighted mean of floating arrays of one dtype, as the module's docstring defines it."""
     stored = arrays[0].dtype
     if len(arrays) == 1:
         return arrays[0].copy()
@@ -132,7 +132,7 @@ def _quotient(arrays: Sequence[Array], weights: Sequence[float]) -> Array:
 
 
 def check_average(applied: State, donors: Mapping[int, State], weights: Mapping[int, float], best: int) -> None:
-    """Compare an applied state with what its donors' snapshots give.
+    """Check that an applied state equals the average of its donors' snapshots.
 
     Args:
         applied: The replacer's state right after it applied.
@@ -141,7 +141,7 @@ def check_average(applied: State, donors: Mapping[int, State], weights: Mapping[
         best: The donor whose integers and bools are taken.
 
     Raises:
-        VerificationError: They differ; says where first.
+        VerificationError: They differ; the message names the first difference.
     """
     ranks = sorted(donors)
     for name, got in applied.items():
@@ -172,7 +172,7 @@ class Verifier:
     """Checks the averages in a directory as they appear.
 
     Attributes:
-        verified_count: How many were checked and found right.
+        verified_count: Number of averages found correct.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -180,7 +180,7 @@ class Verifier:
         self.verified_count = 0
 
     def poll(self) -> None:
-        """Check what is new, then delete it, and the snapshots of rounds long past.
+        """Check the new averages, then delete their files and the snapshots of old rounds.
 
         Raises:
             VerificationError: An average is wrong; names round and rank.
