@@ -379,7 +379,7 @@ async def case_a_group_that_some_do_not_join_names_them(end: Endpoint) -> None:
         assert caught.value.missing == (absent,)
         assert f"rank {absent}" in str(caught.value)
     await end.barrier()
-    # The absent one has a count of its own now; a list that nobody has tried yet works.
+    # The absent rank counts this list's starts differently now; a list that no rank has used works.
     group = await ad.new_group(list(reversed(ranks)))
     assert len(await ad.all_gather(torch.zeros(1), group=group)) == end.size
     if end.rank == absent:  # it is told that it is late, and counts like the others from then on

@@ -14,7 +14,7 @@ from asyncdist.errors import ClosedError, LocalProtocolError, RemoteProtocolErro
 from asyncdist.messaging.streams import WINDOW_COUNT, StreamAborted
 from conformance.endpoint import Endpoint
 
-#: Of the streams here: what is true of chunks of 16 MiB is true of these, at less cost.
+#: Chunk size of these streams, which behave like those with 16 MiB and cost less.
 CHUNK_NBYTES = 1 << 20
 DTYPES = (
     torch.float32,

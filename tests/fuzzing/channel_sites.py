@@ -14,7 +14,7 @@ from typing import Any, Final
 from asyncdist.messaging.channels import Overflow
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
-#: The one call that passes on what a user has asked for.
+#: The only call that forwards a user's arguments.
 _USERS: Final = "asyncdist.messaging.services"
 
 

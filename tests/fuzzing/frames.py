@@ -386,7 +386,7 @@ class FrameFuzzer:
         dropped = sum((each.dropped for each in self._demultiplexers.values()), start=_no_counts())
         waiting = sum(len(each.early) for each in self._demultiplexers.values())
         known = self.received_count + dropped.total() + waiting + self._made_room_count
-        # What comes for an earlier epoch is counted as dropped, and may be answered, or be dropped again.
+        # A frame of an earlier epoch is counted as dropped, and may be answered or dropped again.
         twice = dropped["earlier epoch"] + dropped["closed scope"]
         assert self.fed_count - self._slack <= known <= self.fed_count + twice, (
             f"{self.fed_count} frames, of which {known} are accounted for: {dict(dropped)}, {waiting} wait, "

@@ -326,7 +326,7 @@ async def case_giving_up_in_the_middle_puts_the_weights_back(world: ad.World) ->
             task.cancel()
             await asyncio.wait([task])
             assert is_filled(model.weight, expected if was_done else world.rank)
-            model.weight.data.fill_(1000.0)  # it trains on, while the others wait for what it had
+            model.weight.data.fill_(1000.0)  # this rank trains on while the others wait for its old weights
         else:
             await task
             assert is_filled(model.weight, expected)

@@ -21,7 +21,7 @@ async def main(world: ad.World, names: list[str]) -> None:
         except BaseException as error:
             outcomes[name] = "".join(traceback.format_exception(error))
             report(world.rank, outcomes)
-            raise  # what it left under way would disturb the next case
+            raise  # requests left over by this case would disturb the next one
         report(world.rank, outcomes)
 
 

@@ -65,7 +65,7 @@ def test_save_has_the_state_at_the_call_and_delays_no_step(tmp_path: Path) -> No
             assert not save.done()
             for parameter in model.parameters():
                 nn.init.constant_(parameter, 1.0 + world.rank)
-            await policy.step()  # it refuses to step beside world.compute
+            await policy.step()  # a step during world.compute is refused
             await policy.step()
             assert model.weight.mean() == 1.5
             count, longest_s = 0, 0.0

@@ -553,7 +553,7 @@ def test_a_world_inside_a_world_is_refused() -> None:
         async with ad.open_world() as first:
             with pytest.raises(ad.LocalProtocolError, match="<World rank 0 of 1, local>"):
                 await inner(first)
-        async with ad.open_world() as second:  # one after the other is fine
+        async with ad.open_world() as second:  # a second world after the first is allowed
             return second.size
 
     said = r"a world is already open, <World rank 0 of 2, local>: use it through asyncdist.current_world\(\)"

@@ -190,7 +190,7 @@ def test_a_call_whose_loop_runs_yields_at_its_safe_points(turns: list[int]) -> N
     """There are reasons for a turn that no look at the loop shows: it is to stop, or a cancellation waits."""
 
     async def cancels_itself(world: ad.World) -> None:
-        await asyncio.sleep(0.001)  # it goes on in the loop
+        await asyncio.sleep(0.001)  # the call continues in the loop
         task = asyncio.current_task()
         assert task is not None
         task.cancel()

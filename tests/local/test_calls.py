@@ -46,7 +46,7 @@ def test_calls_that_differ_are_both_named_with_their_lines(one: str, other: str,
     error = next(result for result in report.results if isinstance(result, ad.DisagreementError))
     said = str(error)
     assert 1 in error.ranks
-    place = r"\((?!_)\w+ at tests/local/test_calls\.py:\d+\)"  # with the public name of what was called
+    place = r"\((?!_)\w+ at tests/local/test_calls\.py:\d+\)"  # with the public name of the called function
     assert re.search(rf"rank 1 (calls )?{re.escape(other)} {place}", said), said
     assert re.search(rf"rank [02] (calls )?{re.escape(one)} {place}", said), said
     assert "as collective number 3 of one group" in said

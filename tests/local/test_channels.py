@@ -318,7 +318,7 @@ async def test_all_that_is_here_is_received_at_once(pair: list[World]) -> None:
     assert b.receive_all() == []
     for i in range(5):
         a.send_nowait(Number(i), 1)
-    for numbers in ([0, 1, 2], [3, 4]):  # the tag stalls when the mailbox is full, and goes on when it is empty
+    for numbers in ([0, 1, 2], [3, 4]):  # the tag stalls when the mailbox is full, and resumes when it is empty
         pair[1].services.engine.poll()
         assert [envelope.message.value for envelope in b.receive_all()] == numbers
     assert (b.receive_all(), b.statistics().received_count) == ([], 5)

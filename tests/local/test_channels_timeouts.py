@@ -23,7 +23,7 @@ async def test_a_receive_that_fails_does_not_keep_what_came_meanwhile(pair: list
     request: Any = demultiplexer.receiver.request
     request._matcher.withdraw(request)  # matched: nothing else goes into it
     sender.send_nowait(Number(1), 1)
-    await yields(5)  # its bell has been heard
+    await yields(5)  # its wake-up has been processed
     request.error = RankLostError("rank 3 is gone", rank=3)
     assert demultiplexer.receiver.poll() == 0
     await yields(5)
@@ -112,7 +112,7 @@ async def test_timeout_counts_from_the_call_while_others_are_served(pair: list[W
     await yields(2)
     began_at = loop.time()
     while not waiting.done():
-        for waiter in list(b.inbox.waiters):  # as if a message had come, and another task had taken it
+        for waiter in list(b.inbox.waiters):  # as if a message had arrived and a different task had received it
             if not waiter.done():
                 waiter.set_result(None)
         b.inbox.waiters.clear()

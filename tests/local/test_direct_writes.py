@@ -148,7 +148,7 @@ async def test_one_pass_writes_one_piece_of_one_stream(writes: list[int]) -> Non
         for _ in range(3):
             tasks.append(asyncio.ensure_future(sender.send_stream(numbers(4 * PIECE), 1)))
             tasks.append(asyncio.ensure_future(receiver.receive_stream(torch.zeros(4 * PIECE, dtype=torch.uint8), 0)))
-        await yields(1)  # all have been granted, and nobody has looked
+        await yields(1)  # all writes are granted, and no rank has polled
         assert not writes
         assert sender.services.engine.poll() == 3, "the grants"
         assert writes == [PIECE]

@@ -142,7 +142,7 @@ def test_reserved_coordinator_and_missing_group_name_both_lists(size: int) -> No
             model = narrow(world.rank)
             async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1, coordinator=0):
                 raise AssertionError("it started")
-        await ad.barrier()  # where one is told first and leaves, others hear of that
+        await ad.barrier()  # a rank that gets the error first must not leave before the others have it
 
     for seed in range(10):
         report = ad.simulate(main, ranks=size, seed=seed)

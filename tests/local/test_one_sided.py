@@ -100,7 +100,7 @@ def test_only_the_worst_rank_becomes_the_mean_of_its_donors() -> None:
     assert len(worst.replacements) >= 5
     assert all(info.donors == (1, 2, 3) for info in worst.replacements)
     assert values(worst.model, floating=True) == {2.0}
-    assert values(worst.model, floating=False) == {3.0, 1.0}  # those of the best, and bools are 1
+    assert values(worst.model, floating=False) == {3.0, 1.0}  # the best rank's values, and 1 for bools
     assert isinstance(worst.model, Mixed) and worst.model.head.weight is worst.model.embed.weight
     for member in members[1:]:
         assert not member.replacements and equal_states(clone_state(member.model), member.start)

@@ -150,7 +150,7 @@ async def test_a_ring_and_an_accumulator_serve_round_after_round() -> None:
         accumulator = party.state.new_buffers(accumulate=True)
         for _ in range(3):
             for tensor in (*accumulator.tensors.values(), *map(ring.page, range(WINDOW_COUNT))):
-                tensor.fill_(1)  # what is left of an earlier round does not count
+                tensor.fill_(1)  # bytes left over from an earlier round do not count
             intake, _ = party.intake(ring, accumulator)
             await intake.run(WEIGHTS, deadline=party.deadline())
             party.check(accumulator)

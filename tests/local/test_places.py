@@ -27,7 +27,7 @@ from asyncdist.transports.torch_distributed.meeting.newcomers import Entrance, R
 from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
 from asyncdist.trust.job_secret import JobSecret
 
-#: Generous: what takes longer hangs.
+#: A generous limit in seconds: a longer wait is a hang.
 TIMEOUT_S = 60.0
 VERSION = "1.2"
 
@@ -156,7 +156,7 @@ def test_store_that_closes_during_the_call_means_the_job_is_over(
 ) -> None:
     """Regression: the error said that the address is not a store's."""
     monkeypatch.setattr("torch.distributed.TCPStore", kind)
-    place_claims.main("127.0.0.1", 1, 1, VERSION)  # where nobody listens
+    place_claims.main("127.0.0.1", 1, 1, VERSION)  # no process listens at this address
     assert json.loads(capsys.readouterr().out) == {"error": "the job has ended"}
 
 
@@ -345,7 +345,7 @@ def test_lone_rank_starts_a_world_that_newcomers_find(store: SealedStore) -> Non
 def test_second_process_with_a_living_rank_is_refused_at_once(store: SealedStore) -> None:
     """Regression: the second process waited until the start timed out, though the others had begun long before."""
     begun = Process(place(0))
-    newcomers._entered.clear()  # those of this process: the second one is another process
+    newcomers._entered.clear()  # this process's entries are cleared, since the second one stands for a new process
     with pytest.raises(TransportError, match=r"already has a rank 0 .* with which its world began"):
         Entrance(place(0), TIMEOUT_S)
     begun.mesh.close()
@@ -373,7 +373,7 @@ def test_process_at_an_empty_place_waits_for_the_next_world(store: SealedStore) 
     [("ended/0", "rank 2 joins the others, and other ranks have ended"), ("over", "rank 2 joins the others, and the")],
 )
 def test_a_process_that_comes_when_the_job_is_over_ends_well(store: SealedStore, key: str, says: str) -> None:
-    store.set("ended/1", "")  # a rank that had come later has ended: the world may begin without it
+    store.set("ended/1", "")  # a later process of that rank has ended, so the world may begin without it
     thread, made = in_thread(lambda: Entrance(place(2, 1), TIMEOUT_S))
     thread.join(0.3)
     assert thread.is_alive()

@@ -97,7 +97,7 @@ def test_a_policy_on_a_sub_group() -> None:
 
     async def main(world: ad.World) -> set[float]:
         model = Mixed(float(world.rank))
-        if world.rank % 2 == 0:  # 1 and 3 take no part and go on by themselves
+        if world.rank % 2 == 0:  # ranks 1 and 3 take no part and continue on their own
             return values(model, floating=True)
         group = await ad.new_group([1, 3, 5])
         async with AsyncSelectiveAveragingPolicy(
@@ -483,7 +483,7 @@ def test_a_donor_lost_before_the_freeze_is_left_out(caplog: pytest.LogCaptureFix
                     lost.append(policy.statistics().snapshot_count)
                     raise Died
                 info = await policy.step(float(world.rank))
-                if world.rank == 3:  # named by a message that came between two steps
+                if world.rank == 3:  # named by a message that arrived between two steps
                     while not policy.statistics().last_round and policy.iteration > 2:
                         await world.safe_point()
                 if info:
@@ -527,7 +527,7 @@ def test_replacer_keeps_its_weights_if_a_donor_is_lost_midstream(monkeypatch: py
                     states.append(values(model, floating=True))
                 while world.rank == 3 and policy._opened.channels.server._offers and not is_streaming(policy):
                     await world.safe_point()
-            while world.rank == 0 and not abandoned:  # the coordinator may hear of it later
+            while world.rank == 0 and not abandoned:  # the coordinator may be notified of it later
                 await world.safe_point()
                 coordinator = policy.statistics().coordinator
                 assert coordinator is not None

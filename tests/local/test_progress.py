@@ -404,13 +404,13 @@ async def test_lost_rank_fails_only_the_requests_that_involve_it() -> None:
                 assert not task.done(), pair
         assert not wildcard.done(), "somebody else may still send"
         assert made[0].transport.lost_ranks() == {2}
-        # New ones fail too; what it had sent before it died is there.
+        # New requests fail too, but messages that the rank sent before it died are received.
         for operation in (made[0].send(b"x", 2, 5), made[1].receive(bytearray(1), 2, 5)):
             assert isinstance(await outcome(asyncio.ensure_future(operation)), RankLostError)
         buffer = bytearray(11)
         assert await made[0].receive(buffer, 2, 4) == (2, 11)
         assert buffer == b"sent before"
-        # The living finish what they began.
+        # The living ranks finish their requests.
         for at, source in ((0, 1), (1, 0), (0, 0), (1, 1)):
             await made[source].send(b"alive", at, 1)
             assert await receives[at, source] == (source, 5)

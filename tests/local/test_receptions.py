@@ -19,7 +19,7 @@ from asyncdist.transports.torch_distributed.meeting.newcomers import Reception
 from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
 from asyncdist.trust.job_secret import JobSecret
 
-#: Generous: what takes longer hangs.
+#: A generous limit in seconds: a longer wait is a hang.
 TIMEOUT_S = 60.0
 #: Names the world in the store.
 RUNNING = '{"world": "world"}'

@@ -55,7 +55,7 @@ def walk(seed: int) -> Iterator[Any]:
             stacks[-1].enter_context(MODES[draw.choice(modes)]())
         if not stacks and step % 3 == 0:
             with torch.no_grad():
-                weight += 1  # what autocast has kept of it is old now
+                weight += 1  # autocast's cached copy of the weight is outdated now
     while stacks:
         stacks.pop().close()
     yield modes_now()

@@ -27,7 +27,7 @@ async def grant_that_has_come(sender: World, receiver: World) -> tuple[asyncio.T
     sending = asyncio.ensure_future(sender.send_stream(VALUES, 1))
     await yields(3)
     receiving = asyncio.ensure_future(receiver.receive_stream(torch.zeros(COUNT, dtype=torch.uint8), 0))
-    await asyncio.sleep(0)  # it has granted; nobody has looked
+    await asyncio.sleep(0)  # the receiver has granted the stream, and the sender has not polled yet
     assert not sender.services.slots.sent_nbytes and not sender._streams._under_way
     sender.services.engine.poll()
     assert sender._streams._under_way, "started in the pass that brought the grant"

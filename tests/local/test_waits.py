@@ -379,7 +379,7 @@ def test_a_wait_for_tasks_goes_on_to_what_these_wait_for(
             watch.end()
         await world.sleep(99)
 
-    with contextlib.suppress(ad.DeadlockError):  # what it waits for never comes
+    with contextlib.suppress(ad.DeadlockError):  # the awaited event never happens
         ad.simulate(main, ranks=2, seed=3, strict=False)
     (said,) = [text for text in warnings(caplog) if "has waited for" in text]
     said = re.sub(r" \([^ ]*test_waits.py:\d+\)", "", re.sub(r"task \d+", "task N", said))

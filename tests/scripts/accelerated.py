@@ -32,7 +32,7 @@ async def main(world: ad.World) -> None:
     accelerator.wait_for_everyone()
     accelerator.end_training()  # destroys the default process group
     assert not torch.distributed.is_initialized()
-    await ad.average_models(inner)  # ours go on when theirs have gone
+    await ad.average_models(inner)  # asyncdist's groups still work after Accelerate's have ended
     weights = await ad.gather_from_all_ranks(lambda: inner.weight.detach())
     same = weights is None or torch.equal(*weights)
     report(world.rank, {"processes": accelerator.num_processes, "rank": accelerator.process_index, "same": same})

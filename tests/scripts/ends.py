@@ -39,7 +39,7 @@ LAUNCHED_AS = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_
 
 
 def ready(rank: int) -> None:
-    maps = Path("/proc/self/maps")  # what MPI shares with the other ranks lies there
+    maps = Path("/proc/self/maps")  # shows the memory that MPI shares with other ranks
     lines = maps.read_text().splitlines() if maps.exists() else []
     names = {line.split(maxsplit=5)[5] for line in lines if " /dev/shm/" in line and "(deleted)" not in line}
     (FOLDER / f"memory.{rank}").write_text("\n".join(sorted(names)))
@@ -369,7 +369,7 @@ async def quiet_main(world: ad.World) -> None:
 
 
 def main() -> None:
-    signal.alarm(round(FOR_EVER_S))  # who trains for ever outlives a test that was killed, but not for long
+    signal.alarm(round(FOR_EVER_S))  # a rank that trains forever outlives a killed test, but not for long
     way = sys.argv[2]
     if way in STARTS:
         globals()[way]()

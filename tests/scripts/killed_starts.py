@@ -26,7 +26,7 @@ RANKS: Final = 4
 #: Seconds to the kill.
 KILLS_S: Final = {"launch": (0.0, 8.0), "opening": (0.0, 1.0), "handshake": (1e-6, 0.03)}
 TRAINING_S: Final = 2.0
-#: A job that has not ended so long after the kill hangs.
+#: Seconds after the kill: a job that runs longer hangs.
 HANGS_S: Final = 60.0
 FOLDER_VARIABLE: Final = "ASYNCDIST_TEST_FOLDER"
 #: Which rank ends itself in the handshake, and after how many seconds.

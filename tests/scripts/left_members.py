@@ -79,7 +79,7 @@ async def main(world: ad.World, way: str) -> dict[str, str]:
             found[name] = f"ClosedError {error.rank}"
         except Exception as error:
             found[name] = repr(error)
-    await ad.barrier(group=others)  # the others go on among themselves
+    await ad.barrier(group=others)  # the other ranks continue without the leaver
     assert flag == 7.0
     return found
 

@@ -94,7 +94,7 @@ class Job:
             return
         admitted = self.notes().keys()
         victims = [rank for rank in sorted(pids) if rank != self.spared]
-        if len(admitted) < 3:  # two members go on at all times: rounds are to be seen
+        if len(admitted) < 3:  # at least two members always run, so that rounds take place
             victims = [rank for rank in victims if rank not in admitted and self.draws.random() < 0.3]
         count = min(len(victims), 2 if len(admitted) == RANKS and self.draws.random() < 0.3 else 1)
         for rank in self.draws.sample(victims, count):

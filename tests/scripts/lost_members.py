@@ -88,7 +88,7 @@ async def main(world: ad.World, die: Callable[[], None]) -> dict[str, str]:
         found[name] = await told(call())
     survivors = await ad.surviving_group()
     assert survivors.ranks == tuple(range(1, world.size))
-    await ad.barrier(group=survivors)  # the others go on among themselves
+    await ad.barrier(group=survivors)  # the survivors continue without the lost rank
     await average(world)
     return found
 

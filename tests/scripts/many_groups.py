@@ -36,7 +36,7 @@ async def main(world: ad.World) -> dict[str, Any]:
             found["tags"].add(group.tag)
     found["sums"] = sorted(found["sums"])
     found["tag count"] = len(found.pop("tags"))
-    # One that frees a group waits for nobody.
+    # A rank that frees a group does not wait for the others.
     group = await ad.new_group(everybody)
     await ad.barrier(group=group)
     began_at = time.perf_counter()
@@ -48,7 +48,7 @@ async def main(world: ad.World) -> dict[str, Any]:
         await ad.barrier(group=group)
     except ad.ClosedError as error:
         found["after it"] = str(error.message)
-    # What a policy keeps of a model that goes on living goes with the policy.
+    # A policy's buffers for a model are freed with the policy, even if the model lives on.
     models = [nn.Linear(256, 256) for _ in range(MODEL_COUNT)]
     counts = []
     for model in models:

@@ -18,7 +18,7 @@ import asyncdist as ad
 
 async def main(world: ad.World, names: list[str]) -> None:
     policy = await policies.exactness(world)
-    await replay.main(world)  # which raises where an item is not as it was sent
+    await replay.main(world)  # raises if an item differs from the one that was sent
     cases = all_cases()
     for name in names or list(cases):
         await cases[name](world)

@@ -97,7 +97,7 @@ async def tell(
             if info and world.rank in about and len(infos) == count:
                 await goes_on.stop()
         if leaves_at_once is None:
-            await ad.barrier()  # where some left earlier, the rest would go on to judge each other
+            await ad.barrier()  # otherwise the ranks that leave last would continue to judge each other
     while goes_on():
         await world.safe_point()
     statistics = policy.statistics()

@@ -21,7 +21,7 @@ def copied(folder: Path, modules: Sequence[str] = compiled.MODULES) -> ModuleTyp
         for source in (compiled.source_of(module), compiled.source_of(module).with_suffix(".pxd")):
             target = folder / source.relative_to(TOP / "asyncdist")
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.with_name("__init__.py").touch()  # what Cython knows a package by
+            target.with_name("__init__.py").touch()  # Cython recognises a package by this file
             shutil.copy(source, target)
     text, count = re.subn(
         r"(?<=\nMODULES: Final = )\([^()]*\)", repr(tuple(modules)), Path(compiled.__file__).read_text()

@@ -69,7 +69,7 @@ def main(folder: Path, count: int, words: Sequence[str]) -> None:
     key.chmod(0o400)
     (folder / "state").mkdir()
     (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, count=count))
-    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # those of this machine are not ours
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # not those of this machine
     # The plugin for PMIx makes a folder that only one host may make.
     (folder / "mpi.conf").write_text("PMIxCliTmpDirBase=/dev/shm\n")
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")

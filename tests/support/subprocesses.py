@@ -13,7 +13,7 @@ import torch.distributed as dist
 import asyncdist as ad
 from asyncdist.launch.config import MultiprocessConfig
 
-#: Generous: what hangs is a failure, what is slow is not.
+#: A generous limit in seconds: a slow job passes, a hanging one fails.
 TIMEOUT_S = 100.0
 
 METHODS = ("forkserver", "spawn")

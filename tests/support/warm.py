@@ -46,7 +46,7 @@ COLD_PREFIXES = ("PYTHON", "OMP_", "MKL_", "TORCH", "PYTORCH")
 #: Above every number that a launcher gives to the files of a rank.
 SPARE_FD = 200
 LENGTH_NBYTES = 8
-#: Entered in this order: that of files comes last, since /proc is one of them.
+#: In the order of entry: the mount namespace is last, since the others are found in its /proc.
 NAMESPACES = ("ipc", "uts", "net", "pid", "mnt")
 #: Tells processes below a test where the server listens, and with which variables it started.
 VARIABLE = "ASYNCDIST_TEST_WARM"
@@ -200,7 +200,7 @@ def serve(path: str, libraries: Sequence[str]) -> dict[str, Any]:
     import protocols  # noqa: F401
     from asyncdist.runtime.process import spare_collections
 
-    assert len({ad.run, ad.barrier}) == 2  # imports what a rank needs
+    assert len({ad.run, ad.barrier}) == 2  # imports all modules that a rank needs
     assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
     # Without this each rank that collects garbage writes to all imported objects, and so copies them. As in a rank that
     # starts cold, all is collected at the end if nanobind looks for leaks: the GPU builds of torch 2.15 import Triton.

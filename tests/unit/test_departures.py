@@ -55,13 +55,13 @@ class Story:
     rng: random.Random
     spoiled: float = 0.0
     lost: set[int] = field(default_factory=set)
-    gone: set[int] = field(default_factory=set)  # they have come to their end, and hear nothing any more
+    gone: set[int] = field(default_factory=set)  # ranks that have ended and receive nothing
     sent: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.ranks = [Departures(self.size, rank) for rank in range(self.size)]
         self.under_way: list[tuple[int, int, Departed | EndHeard]] = []
-        self.untold: list[tuple[int, int]] = []  # a rank, and a lost one of which it will hear
+        self.untold: list[tuple[int, int]] = []  # pairs: a rank, and a lost rank of which it will be notified
         self.known: list[dict[int, int]] = [{} for _ in range(self.size)]
 
     @property

@@ -18,7 +18,7 @@ from asyncdist.transports.matching import CallbackQueue, Matcher
 from asyncdist.transports.torch_distributed.gloo_streams import Passage
 
 TAG = 8001
-#: For what takes no time: how long a loaded machine may take all the same.
+#: Seconds that a loaded machine may need for an operation that takes no time.
 LIMIT_S = 60.0
 
 

@@ -141,7 +141,7 @@ def test_a_job_that_goes_on_is_started_otherwise() -> None:
     )
     assert " --with-ft ulfm " in f" {' '.join(survives)} " and "--with-ft" not in plain
     variable = rank_program.STARTED_VARIABLE
-    around = {variable: "7"}  # what a job around this one has set
+    around = {variable: "7"}  # a variable that a surrounding job has set
     environment = mpirun.build_environment("openmpi", around, ranks=2, threads=None, cores=2, survives=True)
     assert environment[variable] != "7"
 

@@ -169,7 +169,7 @@ def test_a_choice_keeps_the_rules(
     assert choice.donors == tuple(sorted(set(choice.donors))) and set(choice.donors) <= able
     assert choice.best in choice.donors
     weights = [choice.weight(metrics[donor]) for donor in choice.donors]
-    assert all(0.0 <= weight <= 2.0**20 for weight in weights)  # 0 beside a gain that is 2^1074 times as large
+    assert all(0.0 <= weight <= 2.0**20 for weight in weights)  # 0 next to a gain 2^1074 times as large
     assert choice.weight(metrics[choice.best]) > 0.0
     expected = 1 if rules.averaging_strategy == "best_only" else min(donor_limit(12, rules), len(able))
     if rules.averaging_strategy == "weighted_mean":

@@ -297,7 +297,7 @@ def test_a_reset_reaches_wrapped_optimizers() -> None:
     reset_optimizer_state(optimizer)
     assert list(inner.state.values()) == [{"count": 3}]
     assert all("slow_params" in state and not state["slow_momentum"].any() for state in optimizer.state.values())
-    train(model, optimizer)  # it needs what its constructor made
+    train(model, optimizer)  # the step needs the entries that the constructor made
 
 
 def test_a_reset_keeps_the_masks_of_a_constructor() -> None:

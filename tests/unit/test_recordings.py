@@ -84,14 +84,14 @@ def test_safe_points_are_written_in_order_with_the_next_event(tmp_path: Path) ->
     to.open(header(size=2))
     to.begin_safe_point(7)
     to.end_safe_point(2)
-    to.note("step", 0, 0, 0.5)  # nothing happened in that one: its beginning and its end are one event
+    to.note("step", 0, 0, 0.5)  # this step contains no events, so its beginning and end are one event
     to.begin_safe_point(8)
     to.note("received", 1, 7000, 24)
     to.end_safe_point(3)
     to.begin_safe_point(9)  # no event between two of them
     to.note("sent", 1, 7000, 24)
     assert not list(read_recording(tmp_path).ranks[0].events())
-    to.end_safe_point(4)  # what was sent is known now, even if this rank is killed
+    to.end_safe_point(4)  # the sends are recorded now, even if this rank is killed
     expected = [
         ("safe_point", (True, 2, 7)),
         ("step", (0, 0, 0.5)),
@@ -169,7 +169,7 @@ def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     to = RecordWriter(RecordOptions(tmp_path), clock, 0)
     to.open(header())
     to.note("step", 0, 0, 0.5)
-    monkeypatch.setattr(os, "getpid", lambda: 1)  # as in the child, which has a copy of what is not written down yet
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # as in a forked child, which has a copy of the unwritten events
     clock.now += 2
     to.note("clock", 1.0, 7)
     to.close()

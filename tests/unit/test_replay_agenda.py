@@ -26,7 +26,7 @@ def agenda_of(*entries: Entry, woken_count: int = 0) -> Agenda:
 @pytest.mark.parametrize(
     ("woken_count", "woken_before_point", "is_seen"),
     [
-        (0, 0, True),  # main has slept, and come to its safe point before the task that waits for the message
+        (0, 0, True),  # main has slept, and reached its safe point before the task that waits for the message
         (2, 2, True),
         (0, 1, False),  # that task, or main, has gone on before
         (1, 2, False),

@@ -137,7 +137,7 @@ def test_defect_07_a_round_does_not_wait_for_all_ranks() -> None:
 def test_defect_07_incomplete_rounds_do_not_leak() -> None:
     coordinator = started()
     for number in range(1, 20):
-        deadline = coordinator.next_deadline() or 0.0  # nobody ever answers
+        deadline = coordinator.next_deadline() or 0.0  # no rank ever answers
         sends = coordinator.on_time(deadline)
         assert brief(sends) == [(rank, number, "End") for rank in range(4)]
         assert coordinator.next_deadline() is None

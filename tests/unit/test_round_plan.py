@@ -104,11 +104,11 @@ def test_plans_that_do_not_fit_together_are_refused() -> None:
     assert PackedAssign(join(*parts)) == PackedAssign(good.packed())
     for place, bad in (
         (0, b""),  # no head
-        (1, b""),  # nobody is named
+        (1, b""),  # no rank is named
         (1, pack_ranks((1, 2))),  # two are named, with three iterations
         (2, pack_ranks((3,))),  # of three that are named the fourth one is replaced
         (3, pack_numbers((1, 2))),
-        (4, pack_ranks((1,))),  # started again, nobody knows how often
+        (4, pack_ranks((1,))),  # restarted an unknown number of times
         (6, b"x"),
     ):
         with pytest.raises(ValueError):

@@ -241,7 +241,7 @@ def test_law_decisions_are_sound(metrics: dict[int, float], options: SelectiveRu
 @LAWS
 @given(st.lists(values, min_size=1, max_size=9, unique=True), st.data(), all_rules)
 def test_law_permuting_ranks_permutes_the_decision(listed: list[float], data: Any, options: SelectiveRules) -> None:
-    finite = [value for value in listed if math.isfinite(value)]  # what is not finite is tied
+    finite = [value for value in listed if math.isfinite(value)]  # non-finite values are tied
     renamed = data.draw(st.permutations(range(len(finite))))
     one = decide(dict(enumerate(finite)), options)
     other = decide({renamed[rank]: value for rank, value in enumerate(finite)}, options)
@@ -344,10 +344,10 @@ def test_auto_rotates_few_reducers_for_a_small_model(nbytes: int, count: int) ->
 @pytest.mark.parametrize(
     ("listed", "nbytes", "is_sharded"),
     [
-        ([7, 7, 9, 9], 65 * MIB, True),  # two models in place of one each way
+        ([7, 7, 9, 9], 65 * MIB, True),  # two models instead of one each way
         ([7, 7, 9, 9], 63 * MIB, False),
         ([7, 7, 7, 7], 1000 * MIB, False),
-        ([1, 2, 3, 4], 33 * MIB, True),  # three in place of one
+        ([1, 2, 3, 4], 33 * MIB, True),  # three models instead of one
         ([1, 2, 3, 4], 31 * MIB, False),
     ],
 )

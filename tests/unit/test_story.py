@@ -75,7 +75,7 @@ class TestWhoWaitsForWhom:
             story(1, state="computes"),
             story(1, state="blocks"),
             story(1, Wait("main", "sleep", ends_by_itself=True)),
-            story(1, Wait("main", "Event.wait")),  # of its own: nobody knows who sets it
+            story(1, Wait("main", "Event.wait")),  # an event without an owner: no rank can tell who sets it
             story(1),
         ],
     )
@@ -255,7 +255,7 @@ class TestSockets:
         def answer(listener: socket.socket, data: bytes) -> None:
             listener.setblocking(True)
             question = b""
-            while question != sockets.STORY:  # others look whether somebody listens
+            while question != sockets.STORY:  # other connections only check that the socket is open
                 client, _ = listener.accept()
                 with client:
                     question = client.recv(16)

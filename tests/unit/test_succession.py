@@ -178,7 +178,7 @@ class Population:
     def kill(self, rank: int) -> None:
         self.dead.add(rank)
         for other in range(self.size):
-            self.send(rank, other, "loss", rank)  # behind what it has sent, as a connection ends
+            self.send(rank, other, "loss", rank)  # after all earlier messages, like the end of a connection
 
     def deliver_one(self) -> bool:
         links = sorted(link for link, waiting in self.links.items() if waiting)

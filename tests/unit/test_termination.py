@@ -94,7 +94,7 @@ async def end(rng: random.Random) -> tuple[int, int]:
             victim = rng.choice([rank for rank in tasks if rank not in members.dead])
             members.dead.add(victim)
             tasks[victim].cancel()
-            if victim in members.told and rng.random() < 0.5:  # what it has said last is lost with it
+            if victim in members.told and rng.random() < 0.5:  # its last messages are lost with it
                 members.links = {link: each for link, each in members.links.items() if link[0] != victim}
         elif possible:
             what, first, second = rng.choice(possible)
@@ -103,7 +103,7 @@ async def end(rng: random.Random) -> tuple[int, int]:
             await asyncio.sleep(0)
     await asyncio.wait(tasks.values())
     while links := [link for link, each in members.links.items() if each and link[1] not in members.dead]:
-        members.deliver(*rng.choice(links))  # what comes when all has been decided
+        members.deliver(*rng.choice(links))  # messages that arrive after the decision
     living = tasks.keys() - members.dead
     return len(living), len(living & members.told)
 
