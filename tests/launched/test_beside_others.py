@@ -1,4 +1,4 @@
-"""What other frameworks initialise works beside a world, and may end before it."""
+"""Tests that MPI or torch, initialised by other frameworks, works alongside a world and may end before it."""
 
 from __future__ import annotations
 

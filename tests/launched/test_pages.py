@@ -1,4 +1,4 @@
-"""What README.md and the pages in ``docs`` show of commands is what they print."""
+"""Tests that the output of commands shown in README.md and ``docs`` is what the commands print."""
 
 from __future__ import annotations
 

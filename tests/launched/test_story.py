@@ -1,4 +1,4 @@
-"""What ranks tell when they are asked: by SIGUSR1, wherever they stand, and by ``asyncdist story``."""
+"""Tests the reports that ranks write on SIGUSR1, in any state, and for ``asyncdist story``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks between processes say of their waits."""
+"""Tests how ranks in separate processes report their pending waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recording of one short run, as other tests of recordings read it."""
+"""Provides a recording of one short run to the tests that read recordings."""
 
 from __future__ import annotations
 

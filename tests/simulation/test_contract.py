@@ -1,4 +1,4 @@
-"""What a simulation may do and what it may not: docs/architecture.md, section 10.
+"""Tests the rules for simulated code that docs/architecture.md, section 10, lists.
 
 Each freedom is shown to be used over some seeds; each prohibition has a test of its own, over many.
 """

@@ -1,4 +1,4 @@
-"""What ranks of a simulated population count."""
+"""Tests the counters (metrics) of ranks in a simulated population."""
 
 from __future__ import annotations
 

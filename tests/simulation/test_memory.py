@@ -1,4 +1,4 @@
-"""The memory of simulations of many ranks."""
+"""Tests the memory use of simulations of many ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulated population, and a real one, writes down."""
+"""Tests the recordings that a simulated population and a real population write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routes of selective averaging: the same bits, what each rank moves, and what happens when a reducer fails."""
+"""Tests the routes of selective averaging: equal results, bytes moved by each rank, and failures of a reducer."""
 
 from __future__ import annotations
 
