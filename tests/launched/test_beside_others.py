@@ -1,4 +1,4 @@
-"""Tests that MPI or torch, initialised by other frameworks, works alongside a world and may end before it."""
+"""Tests that process groups initialised by other frameworks work alongside a world and may end before it."""
 
 from __future__ import annotations
 
