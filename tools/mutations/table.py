@@ -296,7 +296,7 @@ MUTANTS: Final = (
         "network",
         "messages of one source and tag overtake each other on their way",
         "asyncdist/simulation/fabric.py",
-        "        if arrival <= last:  # never overtake within one (source, tag)\n"
+        "        if arrival <= last:  # messages of one (source, tag) never overtake each other\n"
         "            arrival = math.nextafter(last, math.inf)\n",
         "",
         TROUBLE,
