@@ -91,7 +91,7 @@ def is_settled() -> bool:
 
 
 def describe() -> str:
-    """Return one line that says whether processes with this Python run the compiled modules, and if not, why."""
+    """Return one line that says whether this Python runs the compiled modules, or why it does not."""
     if not is_wanted():
         return f"no, since {PURE_VARIABLE}={os.environ[PURE_VARIABLE]}"
     reason = reason_against()

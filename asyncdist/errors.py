@@ -92,8 +92,11 @@ class DeadlockError(AsyncdistError):
 class TimeLimitError(AsyncdistError, TimeoutError):
     """A simulation has reached its limit ``until_s`` of virtual time before all ranks ended.
 
-    The message shows where each remaining rank is waiting. Carries ``seed``, and as ``report`` the SimReport up to that
-    time, which is not pickled.
+    The message shows where each remaining rank is waiting.
+
+    Attributes:
+        seed: Seed of the simulation.
+        report: SimReport up to the limit; it is not pickled with the error.
     """
 
     seed: int

@@ -44,7 +44,7 @@ class OwnState:
         self._known = KnownInfinities(self._flat)
 
     def may_be_given(self, snapshot: FlatBuffers) -> bool:
-        """Return whether a snapshot has no unexpected NaN or infinity; if it has, warn once and name the entry."""
+        """Return whether a snapshot is free of unexpected NaNs and infinities; if not, warn once, naming the entry."""
         self._weights.look()
         name = self._infinities.unsound_entry(snapshot)
         if name is not None and not self._has_warned:

@@ -229,7 +229,7 @@ async def _check_equal(
         difference = first_difference(fingerprint, Fingerprint.from_text(reference.decode()))
         found = f"the models of rank {first} and rank {other} must be alike, but {difference}".encode()
     _, sentence = await share(collectives, group, LocalResult(payload=found), other)
-    raise DisagreementError(f"{sentence.decode()} (here: rank {other})", ranks=(first, other))
+    raise DisagreementError(f"{sentence.decode()} (in this group: rank {other})", ranks=(first, other))
 
 
 class _Gradients:

@@ -214,7 +214,7 @@ class EventSchema:
             name: (*KINDS[name], *fields[len(KINDS[name]) :]) if name not in self.unknown else tuple(fields)
             for name, fields in kinds.items()
         }
-        #: Names of the kinds, by their index in the file; None for an ignored kind.
+        #: Names of the kinds of events, by their index in the file; None for an ignored kind.
         self._names = tuple(None if name in self.unknown else name for name in kinds)
         types = _types_of_fields(size)
         structs = [self._struct_of(place, name, kinds[name], types) for place, name in enumerate(kinds)]

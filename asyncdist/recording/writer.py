@@ -224,7 +224,7 @@ class RecordWriter:
         self._is_at_safe_point, self._woken_count = True, woken_count
 
     def end_safe_point(self, turn_count: int) -> None:
-        """Record that a safe point has ended, together with the next event, or now if the rank has sent messages."""
+        """Record the end of a safe point: now if the rank has sent messages, otherwise together with the next event."""
         if self._is_over:
             return
         self._turn_count = turn_count

@@ -139,7 +139,7 @@ class GroupCreation:
                 if transport.capabilities.native_collectives:
                     await assemble(self._agreements, members, "new communicator")
                     native = transport.new_group(members, tag)
-                # The serial number is unique among all groups of these ranks, whatever their subject.
+                # The serial number is unique among all groups of these ranks, whatever each group is used for.
                 qualified = start.meeting.key.subject
                 serial = agreed.time if qualified == _SUBJECT else wire.scope_of(members, qualified, agreed.time)
                 group = self.ledger.open(members, services.rank, tag, serial, native, made_after=loss_count)

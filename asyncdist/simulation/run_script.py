@@ -53,7 +53,7 @@ from asyncdist.simulation.simulate import STOPPED, simulate
 #: Maximum number of lines that print the results of all ranks.
 _RESULT_LINE_COUNT: Final = 10
 _PROGRESS_LINE_EVERY_S: Final = 5.0
-#: Maximum delay of a file's time of modification compared to the clock, in nanoseconds.
+#: Maximum lag of a file's modification time behind the clock, in nanoseconds.
 _FILE_CLOCK_NS: Final = 20_000_000
 #: tqdm's format of a progress bar, but always with seeds per second instead of seconds per seed.
 _BAR: Final = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"

@@ -75,7 +75,7 @@ def is_foreign(kind: Kind) -> bool:
 
 
 def path_in(name: str, path: str) -> str:
-    """Return a path of an :class:`Outline` that begins with ``name`` instead of "tree"."""
+    """Return ``path``, a path of an :class:`Outline`, with its leading "tree" replaced by ``name``."""
     return name + path.removeprefix("tree")
 
 

@@ -229,7 +229,7 @@ def _unpack_scalar(content: list[Any]) -> Any:
 def _numpy_dtype(name: str) -> np.dtype[Any]:
     dtype = np.dtype(name)
     if dtype.kind not in _NUMPY_KINDS:
-        raise ValueError(f"a numpy array or scalar must have a dtype of numbers, got {name!r}")
+        raise ValueError(f"a numpy array or scalar must have a numeric dtype, got {name!r}")
     return dtype
 
 

@@ -309,7 +309,7 @@ class ReplayStore:
         too_large = priorities[powers > np.finfo(np.float64).max / (2 * self.capacity)]
         if len(too_large):
             raise ValueError(
-                f"each priority must be so small that the sum of {self.capacity} priorities raised to "
+                f"each priority must be small enough that the sum of {self.capacity} priorities raised to "
                 f"alpha={self.alpha} is finite, got {float(too_large[0])!r}"
             )
         return np.asarray(powers, np.float64)

@@ -181,7 +181,7 @@ def test_no_world_begins_without_a_rank_that_is_not_restarted(tmp_path: Path) ->
     script = tmp_path / "script.py"
     script.write_text(ONE_IS_GONE)
     result = torchrun.run_jobs([(command(3, 1, script), {})], TIMEOUT_S).check(128 + signal.SIGKILL)
-    said = "TransportError: rank 1 was killed and is not restarted, so no world can begin without it"
+    said = "TransportError: rank 1 was killed and will not be restarted; a new world cannot begin without it"
     assert said in result.stderr and result.stderr.count("restarting it (1 of 1)") == 3, result.output()
     assert result.seconds < newcomers._WELCOME_S
 

@@ -59,8 +59,8 @@ async def take(engine: Engine, view: memoryview, source: int, tag: int) -> None:
 
     Raises:
         RankLostError: The source is lost, or has sent a notice that another member is lost.
-        LocalProtocolError, TruncationError: The source, or another member according to its notice, passes a different
-            number of bytes.
+        LocalProtocolError, TruncationError: The source passes a different number of bytes, or reports that another
+            member does.
     """
     _, nbytes = await engine.receive(view, source, tag)
     if nbytes == len(view):

@@ -35,7 +35,7 @@ class ReplayedJob:
     Attributes:
         decision_count: Number of recorded decisions.
         left_count: Number of recorded decisions that the replay has not reached; final when the simulation is over.
-        cut_ranks: Ranks whose record ends before their main.
+        cut_ranks: Ranks whose record ends before their main returns.
     """
 
     def __init__(self, recording: Recording, on_open: Callable[[World], object] | None) -> None:

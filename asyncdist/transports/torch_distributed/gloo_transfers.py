@@ -1,6 +1,6 @@
 """Transfers large messages over gloo: the data, followed by eight bytes called the *trailer*.
 
-Threads wait for the trailer, since a wait for data in transit does not end if the peer dies.
+Threads wait for the trailer instead of the data: if the peer dies, a wait for data in transit never ends.
 """
 
 from __future__ import annotations

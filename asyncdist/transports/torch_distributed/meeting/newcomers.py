@@ -203,7 +203,7 @@ class Entrance:
         if self._rendezvous.admits_restarted and self.common.check([_GONE]):
             gone = int(_text(self.common, _GONE))
             raise TransportError(
-                f"rank {gone} was killed and is not restarted, so no world can begin without it", rank=gone
+                f"rank {gone} was killed and will not be restarted; a new world cannot begin without it", rank=gone
             )
         if self._rendezvous.incarnation:
             if any(self.common.check([f"ended/{other}"]) for other in range(self._first_count)):
