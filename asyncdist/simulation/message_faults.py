@@ -95,9 +95,9 @@ class MessageFaults:
             if now < fault.until_s and (pair[0] in fault.ranks) != (pair[1] in fault.ranks)
         ]
         for index, fault in sorted(between, key=lambda entry: entry[1].at_s):
-            if arrival > fault.at_s:
+            if fault.at_s < arrival < fault.until_s:
                 self._on_fired(index)
-                arrival = max(arrival, fault.until_s)
+                arrival = fault.until_s
         return arrival
 
 

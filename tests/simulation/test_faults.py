@@ -122,6 +122,13 @@ def test_a_partition_lets_nothing_through_and_heals(ranks: tuple[int, ...]) -> N
         assert report.results[rank] == pytest.approx(expected, abs=CLOSE_S), f"rank {rank}"
 
 
+def test_a_partition_that_delays_no_message_is_not_counted() -> None:
+    """Regression: messages sent during a partition counted even if they would arrive after its end."""
+    report = simulate(arrivals, ranks=2, network=STEADY, faults=[Partition((0,), at_s=0.2, until_s=0.5)])
+    assert report.results[1] == pytest.approx([1, 2, 3, 4, 5, 6], abs=CLOSE_S)
+    assert report.faults_fired == (0,)
+
+
 def test_a_partition_stops_a_transfer_announced_before_it() -> None:
     async def main(world: ad.World) -> float:
         if world.rank == 0:
