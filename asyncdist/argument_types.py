@@ -1,4 +1,4 @@
-"""Converts values of command-line options, as ``type=`` functions for argparse."""
+"""Functions for argparse's ``type=`` that convert the values of command-line options."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 
 
 def count(text: str) -> int:
-    """Return an integer of 1 or more."""
+    """Convert a string to an integer of 1 or more."""
     if not (text.isascii() and text.isdecimal() and len(text) <= 12 and int(text) >= 1):
         raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
     return int(text)
 
 
 def whole(text: str) -> int:
-    """Return an integer, which may be negative."""
+    """Convert a string to an integer, which may be negative."""
     try:
         return int(text)
     except ValueError:
@@ -22,7 +22,7 @@ def whole(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Return a finite duration of at least 0 seconds."""
+    """Convert a string to a finite, non-negative number of seconds."""
     try:
         number = float(text)
     except ValueError:

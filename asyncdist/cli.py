@@ -30,7 +30,7 @@ _RUN_OPTIONS: Final = (
     *("-n", "--ranks", "--hosts", "--ssh", "--transport", "--mpi", "--threads-per-rank", "--stall-s", "--record"),
     *("--metrics", "--restarts", "--places", "--join", "-m"),
 )
-#: Options for ranks that join a running world.
+#: Options for ranks that join a running job.
 _NEWCOMER_OPTIONS: Final = ("restarts", "places", "join")
 _SIM_OPTIONS: Final = ("-n", "--ranks", "--seed", "--faults", "--explore", "--processes", "--until-s", "--record")
 _REPLAY_OPTIONS: Final = ("--job", "--rank", "--to-test")
@@ -298,8 +298,8 @@ def _split(
         arguments: Words of the command line.
         valued: Options of the command that take a value.
         flags: Options of the command without a value.
-        names: Number of positional words, of which the script's name is the last. In the result they are first, because
-            argparse accepts an optional positional word only directly after the previous one.
+        names: Number of positional words; the last is the script's name. They come first in the result, because
+            argparse accepts an optional positional argument only directly after the previous one.
     """
     own: list[str] = []
     named: list[str] = []
@@ -321,7 +321,7 @@ def _split(
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line; never returns. ``arguments`` lacks the program's name; None means those of this process."""
+    """Run the command line; never returns. ``arguments`` excludes the program's name; None means ``sys.argv[1:]``."""
     local_host.open_standard_files()
     words = list(sys.argv[1:] if arguments is None else arguments)
     own: list[str] = []
@@ -337,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         words = ["replay", *own]
     _check_names(words)
     options, unknown = _parser().parse_known_args(words)
-    if unknown:  # argparse's own error would not name the subcommand
+    if unknown:  # argparse's own error does not name the subcommand
         _Parser(prog=f"asyncdist {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command in ("sim", "replay") and arguments is None:  # this process may be restarted
         environment.fix_hash_seed()
@@ -478,7 +478,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _metrics(named: str) -> str:
-    """Return the destinations of counters with absolute paths. Raise ValueError if one is unusable."""
+    """Return the export destinations of counters, with absolute paths. Raise ValueError if one is unusable."""
     texts = []
     for each in destinations(named, "--metrics"):
         lacking = missing(each)
@@ -510,7 +510,7 @@ def _script(options: argparse.Namespace) -> str:
 
 
 def _hosts(options: argparse.Namespace) -> tuple[list[remote_hosts.Host], list[str]]:
-    """Return the hosts with the number of ranks on each ([] for this host only), and the words of ``--ssh``."""
+    """Return the hosts, each with its number of ranks ([] for this host only), and the words of ``--ssh``."""
     if options.hosts is None:
         if options.ssh is not None:
             raise local_host.LaunchError("--ssh needs --hosts, the list of hosts to which it connects")
@@ -523,7 +523,7 @@ def _hosts(options: argparse.Namespace) -> tuple[list[remote_hosts.Host], list[s
 
 
 def _check_newcomers(transport: str, options: argparse.Namespace) -> None:
-    """Raise LaunchError if options for joining ranks are given but the transport allows no joining."""
+    """Raise LaunchError if options for joining ranks are given but the transport does not allow joining."""
     for name in _NEWCOMER_OPTIONS:
         if getattr(options, name) is None:
             continue

@@ -1,10 +1,9 @@
 """Lists the modules that are compiled if a C compiler is available, and checks whether they are compiled.
 
-These modules handle every small message or dominate the time of simulations. They are ordinary Python; ``.pxd`` files
-next to them declare C types. ``setup.py`` compiles them with Cython into a folder named after a checksum of their
-sources, and their packages search that folder first. Compiled code therefore always matches the current source. After
-an edit, on another Python version, without a compiler or with ``ASYNCDIST_PURE=1``, the source itself runs, only
-slower.
+These modules handle every small message or dominate simulation time. They are ordinary Python; ``.pxd`` files next to
+them declare C types. ``setup.py`` compiles them with Cython into a folder named after a checksum of their sources, and
+their packages search that folder first. Compiled code therefore always matches the current source. The source itself
+runs, only more slowly, after an edit, on another Python version, without a compiler, or with ``ASYNCDIST_PURE=1``.
 
 Packages import this module first, and ``setup.py`` and ``tools/setup`` run it by its path, so it imports nothing else
 of asyncdist. It reads environment variables itself, because :mod:`asyncdist.environment` is imported later.
@@ -19,7 +18,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Final
 
-#: Names of the modules to compile, relative to asyncdist. Either all of them are compiled or none is.
+#: Names of the modules to compile, relative to asyncdist. Either all of them are compiled or none are.
 MODULES: Final = (
     "messaging._crc32",
     "messaging.wire",
@@ -38,7 +37,7 @@ MODULES: Final = (
     "simulation.transport",
 )
 PURE_VARIABLE: Final = "ASYNCDIST_PURE"
-#: File in the folder of compiled modules which records that an attempt to compile all modules has failed.
+#: File in the folder of compiled modules that records a failed attempt to compile them.
 FAILED: Final = "failed"
 
 _PACKAGE: Final = Path(__file__).resolve().parent
@@ -64,14 +63,14 @@ def is_wanted() -> bool:
 
 
 def search_path(package: str = "") -> list[str]:
-    """Return the folder, if any, that ``package`` (relative to asyncdist, or "") searches before its own."""
+    """Return a list with the folder, if any, that ``package`` searches before its own ("" stands for asyncdist)."""
     if not is_wanted() or reason_against() is not None:
         return []
     return [str(folder() / package)]
 
 
 def reason_against() -> str | None:
-    """Return why the wanted compiled modules are missing, and the remedy; None if they exist."""
+    """Return the reason why compiled modules are missing, with the remedy; None if all exist."""
     place = folder()
     if all(place.joinpath(*module.split(".")).with_suffix(EXTENSION_SUFFIXES[0]).is_file() for module in MODULES):
         return None
@@ -86,7 +85,7 @@ def reason_against() -> str | None:
 
 
 def is_settled() -> bool:
-    """Return whether compilation has succeeded or failed, without being interrupted, or is not wanted."""
+    """Return whether compilation is not wanted or has run to completion, successfully or not."""
     return not is_wanted() or reason_against() is None or (folder() / FAILED).is_file()
 
 

@@ -1,8 +1,8 @@
 """Reads and sets environment variables: detects the launcher of this process, and sets variables for ranks.
 
-:func:`detect` chooses the transport for ``transport="auto"``. Only :mod:`asyncdist.compiled` and
-:mod:`asyncdist.rank_program` also read environment variables, because they run before this module is imported. This
-module imports only the standard library, so that starting ranks does not import torch.
+:func:`detect` chooses the transport for ``transport="auto"``. The only other modules that read environment variables
+are :mod:`asyncdist.compiled` and :mod:`asyncdist.rank_program`, which run before this module is imported. This module
+imports only the standard library, so that starting ranks does not import torch.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ TRANSPORT_VARIABLE: Final = "ASYNCDIST_TRANSPORT"
 _TRANSPORTS: Final = ("auto", "local", "mpi", "torch")
 #: Source of a :class:`Launch` if the program itself has created a process group.
 GROUP_SOURCE: Final = "torch.distributed.init_process_group"
-#: Variables with the size, rank, local size and local rank, for each kind of MPI launcher.
+#: For each kind of MPI launcher, the variables with the size, rank, local size and local rank.
 _MPI_FAMILIES: Final = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
 )
-#: Prefixes of variables that launchers set for their ranks; users' settings such as OMPI_MCA_* are not included.
+#: Prefixes of variables that launchers set for their ranks; user settings such as OMPI_MCA_* are not included.
 _MPI_PREFIXES: Final = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_WORLD_", "PMIX_", "PMI_", "HYDI_", "MPI_LOCAL")
-#: Prefix of users' settings, which overlaps with a prefix of launchers' variables.
+#: Prefix of user settings that also begin with the launchers' prefix PMIX_.
 _MPI_SETTINGS: Final = "PMIX_MCA_"
 _TORCH_PREFIXES: Final = ("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
 _LOCAL_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE")
-#: Variable that selects the backend of new process groups of torch.distributed, if the program names none.
+#: Variable that selects the torch.distributed backend for new process groups, if the program does not.
 _BACKEND_VARIABLE: Final = "ASYNCDIST_BACKEND"
-#: Variable with the seconds that main may wait before a warning, if the program does not set them.
+#: Variable with the seconds that main may wait before a warning is logged; the program's own ``stall_s`` overrides it.
 STALL_VARIABLE: Final = "ASYNCDIST_STALL_S"
 RECORD_VARIABLE: Final = "ASYNCDIST_RECORD"
 #: Variable with the destinations to which ranks export their counters.
@@ -63,12 +63,12 @@ LAST_COUNTERS_VARIABLE: Final = "ASYNCDIST_LAST_COUNTERS"
 INCARNATION_VARIABLE: Final = "ASYNCDIST_INCARNATION"
 #: Variable with the number of ranks (the highest ones) that may join the job after its start.
 EMPTY_VARIABLE: Final = "ASYNCDIST_EMPTY_PLACES"
-#: Variables with the secret by which the ranks of a job authenticate each other, or with the path of a secret file.
+#: Variables with the secret by which a job's ranks authenticate each other, or with the path of the secret's file.
 SECRET_VARIABLE: Final = "ASYNCDIST_JOB_SECRET"
 SECRET_FILE_VARIABLE: Final = "ASYNCDIST_JOB_SECRET_FILE"
 #: Variable that is 1 if all ranks of the job are on one host, and 0 if ranks on other hosts may join.
 LOOPBACK_VARIABLE: Final = "ASYNCDIST_LOOPBACK"
-#: Variable that passes an MPI rank's pid and its launcher's variables to the rank's child processes.
+#: Variable that passes an MPI rank's pid and launcher variables to the rank's child processes.
 _RANK_VARIABLE: Final = "ASYNCDIST_RANK"
 
 
@@ -86,9 +86,9 @@ def check_transport(name: str, *, what: str = "transport", allowed: Sequence[str
 
 
 def choose_transport(named: str | None, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """Return the transport for which ``asyncdist run`` starts ranks, and the environment of the ranks.
+    """Return the transport for which ``asyncdist run`` starts ranks, and the ranks' environment.
 
-    The value of ``--transport``, ``named``, overrides ASYNCDIST_TRANSPORT. The ranks' environment has no
+    ``named``, the value of ``--transport``, overrides ASYNCDIST_TRANSPORT. The ranks' environment does not include
     ASYNCDIST_TRANSPORT, because ranks detect their launcher by its variables. Raises ValueError unless the transport is
     ``"mpi"`` or ``"torch"``.
     """
@@ -181,7 +181,7 @@ def _detect_torch(variables: Variables, source: str) -> Launch | None:
 
 
 def check_alone(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise TransportError if MPI has a single rank, but variables of torchrun or another launcher show several."""
+    """Raise TransportError if MPI has a single rank, but another launcher's variables, as torchrun's, show several."""
     variables = Variables(environ)
     found = _detect_any(variables, None)
     size = found.expected_size or 1
@@ -241,13 +241,13 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
 
 
 def names_lost_ranks(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this rank's launcher reports killed ranks to the user. Slurm and Kubernetes do not."""
+    """Return whether this rank's launcher reports killed ranks to the user, unlike Slurm and Kubernetes."""
     name = "TORCHELASTIC_RUN_ID"
     return bool(environ.get(name)) or name in _hidden or multiprocessing.parent_process() is not None
 
 
 def _detect_slurm(variables: Variables) -> Launch | None:
-    """Detect a step of several tasks started by srun. The transport is MPI, which the caller may replace."""
+    """Detect a Slurm step with several tasks. The transport is MPI, but the caller may replace it."""
     step = slurm.find_step(variables)
     rank = variables.number("PMIX_RANK")
     if rank is not None:
@@ -280,8 +280,8 @@ def local_rank(environ: Mapping[str, str] | None = None) -> int | None:
 def threads_per_rank(environ: Mapping[str, str] = os.environ, cores: int | None = None) -> int | None:
     """Return a fair share of this host's cores for one rank; None to leave the number of threads alone.
 
-    The result is None if OMP_NUM_THREADS is set, or if only this rank is known to be on the host. ``cores`` defaults to
-    the cores that this process may use.
+    The result is None if OMP_NUM_THREADS is set, or if no other rank is known to be on the host. ``cores`` defaults to
+    the number of cores that this process may use.
     """
     if environ.get("OMP_NUM_THREADS"):
         return None
@@ -290,26 +290,26 @@ def threads_per_rank(environ: Mapping[str, str] = os.environ, cores: int | None 
 
 
 def record(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the folder for recordings that the user has set for this job, or None."""
+    """Return the recording folder that the user has set for this job, or None."""
     return environ.get(RECORD_VARIABLE) or None
 
 
 def metrics(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the destinations of counters that the user has set for this job, or None."""
+    """Return the export destinations for counters that the user has set for this job, or None."""
     return environ.get(METRICS_VARIABLE) or None
 
 
 def last_counters(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the folder to which ranks of this job write their last counters, or None."""
+    """Return the folder to which this job's ranks write their last counters, or None."""
     return environ.get(LAST_COUNTERS_VARIABLE) or None
 
 
 def shared_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the folders in which processes of this user on this host find each other, the preferred folder first.
+    """Return the folders in which this user's processes on this host find each other, in order of preference.
 
-    Folders that do not depend on variables are first, because the ranks of a job may have different variables:
-    schedulers set a TMPDIR for each rank, shells of one user differ in XDG_RUNTIME_DIR, and ``su`` keeps the caller's.
-    The list does not depend on whether a folder is writable.
+    Folders that do not depend on variables come first, because the ranks of a job may have different variables:
+    schedulers set a TMPDIR for each rank, one user's shells may differ in XDG_RUNTIME_DIR, and ``su`` keeps its
+    caller's. The list does not depend on whether a folder is writable.
     """
     session, named = f"/run/user/{os.getuid()}", environ.get("XDG_RUNTIME_DIR", "")
     usable = [path for path in (session, named) if os.path.isdir(path) and os.access(path, os.W_OK)]
@@ -318,10 +318,10 @@ def shared_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def secret_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the folders in which processes of this user on this host find secrets, the preferred folder first.
+    """Return the folders in which this user's processes on this host find secrets, in order of preference.
 
-    The last folder is the user's home, because another user can occupy all file names in a shared folder. Unlike the
-    folders of :func:`shared_directories`, the home may be shared with other hosts.
+    The last folder is the user's home directory, because another user can occupy all file names in a shared folder.
+    Unlike the folders of :func:`shared_directories`, the home directory may be shared with other hosts.
     """
     own = home(environ)
     return [*shared_directories(environ), *([own] if os.path.isabs(own) else [])]
@@ -330,16 +330,16 @@ def secret_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
 def program_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the absolute directories in PATH.
 
-    Relative ones, such as ``.``, are left out: the working directory may be a folder of all users, who may have put
-    programs there that asyncdist would run without being asked to.
+    Relative directories, such as ``.``, are left out: the working directory may be writable by other users, and
+    asyncdist must not run their programs.
     """
     return list(filter(os.path.isabs, environ.get("PATH", os.defpath).split(os.pathsep)))
 
 
 def home(environ: Mapping[str, str] = os.environ) -> str:
-    """Return this user's home; "" if neither HOME nor the system's user database has one."""
+    """Return this user's home directory; "" if neither HOME nor the system's user database specifies one."""
     if not environ.get("HOME"):
-        with contextlib.suppress(KeyError):  # the user of a container may have no entry in the database
+        with contextlib.suppress(KeyError):  # a container's user may have no entry in the database
             return pwd.getpwuid(os.getuid()).pw_dir
     return environ.get("HOME", "")
 
@@ -351,7 +351,7 @@ def hide_secret() -> None:
 
 
 def given_secret(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the secret set for this job, or None, and hide it. Raise ValueError if it is too short or not private."""
+    """Hide and return the secret set for this job, or None. Raise ValueError if it is too short or not private."""
     known = environ
     if known is None:
         hide_secret()
@@ -363,7 +363,7 @@ def given_secret(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def _secret_of_job(environ: Mapping[str, str], address: str, size: int) -> JobSecret:
-    """Return the secret of a job whose ranks meet at this address; on a single host, by default the user's own."""
+    """Return the secret of a job whose ranks meet at ``address``; on a single host, the default is the user's own."""
     text = given_secret(None if environ is os.environ else environ)
     is_on_one_host = local_host.is_loopback(address) or local_size(environ) == size
     if text is None and is_on_one_host and size > 1:
@@ -372,7 +372,7 @@ def _secret_of_job(environ: Mapping[str, str], address: str, size: int) -> JobSe
 
 
 def secret_of_group(address: str, size: int, environ: Mapping[str, str] = os.environ) -> JobSecret:
-    """Return the secret of a job whose program has created its process group, with a store at ``address`` (or "")."""
+    """Return the secret of a job that has created its own process group, whose store is at ``address`` (or "")."""
     return _secret_of_job(environ, address, size)
 
 
@@ -420,9 +420,9 @@ def replace(environ: Mapping[str, str]) -> None:
 
 
 HASH_SEED_VARIABLE: Final = "PYTHONHASHSEED"
-#: Variable that removes the script's folder and the working directory from Python's search path for modules.
+#: Variable that removes the script's folder and the working directory from Python's module search path.
 SAFE_PATH_VARIABLE: Final = "PYTHONSAFEPATH"
-#: Hash seed at the interpreter's start. Setting the variable later, as torchgfn's set_seed does, has no effect.
+#: Hash seed at interpreter startup. Setting the variable later, as torchgfn's set_seed does, has no effect.
 _HASH_SEED_AT_START: Final = os.environ.get(HASH_SEED_VARIABLE, "")
 
 
@@ -460,7 +460,7 @@ def variable_set(name: str, text: str) -> Iterator[None]:
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     """Return ``environ`` for a new job: without launcher variables if this process is a rank of another job.
 
-    MASTER_ADDR and similar variables are removed only if this is a rank of torch, because users set them for libraries.
+    MASTER_ADDR and similar variables are removed only from a torch rank, because users set them for libraries.
     """
     is_torch_rank = any(environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
     own = (_RANK_VARIABLE, INCARNATION_VARIABLE, EMPTY_VARIABLE, LOOPBACK_VARIABLE, SECRET_VARIABLE)
@@ -470,7 +470,7 @@ def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-#: Prefixes of variables from which a training library concludes that it may use the ranks for its own training.
+#: Prefixes of variables from which a training library concludes that it may use all ranks for its own training.
 _RANKS_OF_LAUNCHERS: Final = (
     *("OMPI_COMM_WORLD_", "PMI_SIZE", "PMI_RANK", "MPI_LOCAL", "PALS_", "MV2_COMM_WORLD_"),
     *("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_TASKS_PER_NODE"),
@@ -481,7 +481,7 @@ _hidden: dict[str, str] = {}
 
 
 def hide_ranks() -> None:
-    """Remove variables by which a training library would train with the ranks. :func:`ranks_shown` restores them."""
+    """Remove the variables that would make a training library use all ranks. :func:`ranks_shown` restores them."""
     is_torch_rank = any(os.environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
     names = _RANKS_OF_LAUNCHERS + (_RANKS_OF_TORCH if is_torch_rank else ())
     for name in [name for name in os.environ if name.startswith(names)]:
@@ -501,12 +501,12 @@ def ranks_shown() -> Iterator[None]:
 
 
 def show_as_ranks(variables: Mapping[str, str]) -> None:
-    """Set launcher variables for a training library, instead of the hidden ones."""
+    """Set launcher variables for a training library, replacing the hidden ones."""
     os.environ.update(variables)
 
 
 def is_started_by_trainer() -> bool:
-    """Return whether a trainer has started this process, as Lightning does for each device but the first."""
+    """Return whether a trainer has started this process, as Lightning does for each device except the first."""
     own = any(os.environ.get(name) or name in _hidden for name in ("RANK", "TORCHELASTIC_RUN_ID"))
     return (
         os.environ.get("LOCAL_RANK", "0") != "0"
@@ -521,10 +521,10 @@ def is_started_by_accelerate() -> bool:
 
 
 def become_rank() -> None:
-    """Hide the variables by which MPI would mistake child processes for this rank.
+    """Hide the variables that would make MPI mistake child processes for this rank.
 
-    ``os.environ`` keeps these variables for libraries in this process, but children do not inherit them. A data
-    loader's worker that imports mpi4py.MPI, and thereby starts MPI, is then a world of one rank.
+    ``os.environ`` keeps these variables for libraries in this process, but children do not inherit them. A data loader
+    worker that imports mpi4py.MPI, which initializes MPI, is then a world of one rank.
     """
     os.environ[_RANK_VARIABLE] = f"{os.getpid()} {' '.join(_place(os.environ))}"
     for name in os.environ:
@@ -539,7 +539,7 @@ def rank_above(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def _place(environ: Mapping[str, str]) -> set[str]:
-    """Return the variables that distinguish an MPI rank from all others, including ranks of a job that it starts."""
+    """Return the variables that distinguish an MPI rank from all other ranks, including those of a job it starts."""
     names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_SIZE", "PMI_RANK", "SLURM_STEP_ID", "SLURM_PROCID")
     return {f"{name}={environ[name]}" for name in names if environ.get(name)}
 
@@ -550,10 +550,10 @@ def set_variables(variables: Mapping[str, str]) -> None:
 
 
 def backend_name(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the backend chosen for process groups of torch.distributed; None if none was chosen."""
+    """Return the backend chosen for torch.distributed process groups, or None."""
     return environ.get(_BACKEND_VARIABLE) or None
 
 
 def set_backend_name(name: str) -> None:
-    """Choose the backend of process groups for this process and for processes that it starts later."""
+    """Choose the backend for process groups of this process and of processes that it starts later."""
     os.environ[_BACKEND_VARIABLE] = name

@@ -1,8 +1,8 @@
-"""Defines every error that asyncdist raises on purpose, as one tree of classes named by cause.
+"""Defines every error that asyncdist raises on purpose, as one class hierarchy, named by cause.
 
-Each error carries its facts as attributes (peer, tag, round, state), so that a handler need not parse the message, and
-can be pickled, so that a launcher can pass it between processes. The transport translates errors of its underlying
-library with ``raise ... from``.
+Each error carries its facts as attributes (peer, tag, round, state), so that a handler need not parse the message.
+Errors can be pickled, so that a launcher can pass them between processes. The transport translates errors of its
+underlying library with ``raise ... from``.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ class BusyError(AsyncdistError):
 
 
 class DeadlockError(AsyncdistError):
-    """A simulation has no events left, but some tasks still wait.
+    """A simulation has no events left, but some tasks are still waiting.
 
-    The message lists every waiting task, and the messages for channels that their receiver has not opened. Carries
-    ``seed``, and as ``report`` the SimReport up to the deadlock, which is not pickled.
+    The error's text lists every waiting task, and the messages for channels that their receiver has not opened. Carries
+    ``seed``, and the SimReport up to the deadlock as ``report``, which is not pickled.
     """
 
     seed: int
@@ -117,7 +117,7 @@ class LocalProtocolError(AsyncdistError):
 
 
 class RemoteProtocolError(AsyncdistError):
-    """A peer broke a rule: its frames cannot be decoded, exceed a protocol's limit, or arrive out of order."""
+    """A peer broke a rule of the runtime: its frames cannot be decoded, exceed a limit, or arrive out of order."""
 
 
 class RemoteError(AsyncdistError):
@@ -143,7 +143,7 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def has_cause_here(error: BaseException) -> bool:
-    """Return whether ``error`` contains a mistake of this rank, not only of another rank or a cancellation."""
+    """Return whether ``error`` includes a failure of this rank, not only another rank's failure or a cancellation."""
     if isinstance(error, BaseExceptionGroup):
         return any(map(has_cause_here, error.exceptions))
     if not isinstance(error, Exception):
@@ -164,17 +164,17 @@ def remote_error(rank: int, kind: str, text: str) -> RemoteError:
 
 
 class DisagreementError(AsyncdistError):
-    """Ranks that must agree differ in class, options or model, or are missing. The message lists ranks and values."""
+    """Ranks that must agree differ in class, options or model, or are missing. The message lists the differences."""
 
 
 class StartTimeoutError(DisagreementError, TimeoutError):
     """Some of the ranks that must start together did not arrive in time.
 
-    Carries ``missing``, the missing ranks, and ``difference``, the first value in which the other ranks differ, if any.
+    Carries ``missing``, the missing ranks, and ``difference``, the first value on which the others disagree, if any.
     """
 
     missing: tuple[int, ...]
 
 
 class TransportError(AsyncdistError):
-    """The communication library failed without naming a peer, or cannot be used in a process started in this way."""
+    """The communication library failed without naming a peer, or cannot be used with this process's launcher."""

@@ -20,19 +20,19 @@ from typing import Final
 
 from asyncdist import rank_program
 
-#: Memory in bytes that one rank and its guardian processes use and do not share with other processes.
+#: Private memory in bytes of one rank and its guardian processes.
 _RANK_NBYTES: Final = 16 << 20
-#: File with Linux's range of ephemeral ports.
+#: File with Linux's ephemeral port range.
 _PORT_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 #: First ephemeral port according to RFC 6335.
 _RFC_6335_FIRST: Final = 49152
-#: Minimum number of ports below the ephemeral range; with fewer, most of them may be reserved for services.
+#: Minimum number of ports below the ephemeral range: if there are fewer, most may be reserved for services.
 _PORT_COUNT_MIN: Final = 16384
-#: Length of the queue of connections that wait to be accepted, as in torch's store; the kernel may lower it.
+#: Listen backlog, the same as that of torch's store; the kernel may lower it.
 _BACKLOG: Final = 4096
 #: Number of random ports to try before giving up.
 _DRAW_COUNT: Final = 64
-#: Signals that end the job: ranks that still run some seconds after such a signal are killed.
+#: Signals that end the job: ranks still running some seconds after such a signal are killed.
 ENDING_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
 #: Signal that asks each rank to report its state.
 STORY_SIGNAL: Final = signal.SIGUSR1
@@ -72,7 +72,7 @@ def check_script(script: str) -> None:
 
 @contextlib.contextmanager
 def told_variables() -> Iterator[dict[str, str]]:
-    """Yield the variables by which ranks on this host share a record of printed errors, to print each error once."""
+    """Yield the variables through which ranks on this host share a record of printed errors, to print each once."""
     if not hasattr(os, "memfd_create"):
         yield {}
         return
@@ -84,7 +84,7 @@ def told_variables() -> Iterator[dict[str, str]]:
 
 
 def check_ranks(ranks: int) -> None:
-    """Raise ``LaunchError`` if starting this many ranks would exhaust the memory of the host."""
+    """Raise ``LaunchError`` if starting ``ranks`` ranks would exhaust the host's memory."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     most = memory // _RANK_NBYTES
     if ranks > most:
@@ -109,7 +109,7 @@ def check_loopback() -> None:
 
 
 def find_free_port() -> int:
-    """Return a TCP port at which no process listens, below the range from which the kernel assigns ports."""
+    """Return a TCP port on which no process listens, below the kernel's ephemeral port range."""
     lowest = _lowest_ephemeral_port()
     for _ in range(_DRAW_COUNT if lowest >= _PORT_COUNT_MIN else 0):
         port = lowest - 1 - secrets.randbelow(lowest // 2)
@@ -122,7 +122,7 @@ def find_free_port() -> int:
 
 
 def _lowest_ephemeral_port() -> int:
-    """Return the kernel's first ephemeral port, or RFC 6335's if the kernel's is unknown."""
+    """Return the kernel's lowest ephemeral port; if that is unknown, the lowest according to RFC 6335."""
     try:
         return int(_PORT_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -130,12 +130,12 @@ def _lowest_ephemeral_port() -> int:
 
 
 def probe_port(port: int) -> None:
-    """Raise OSError unless a store of torch.distributed can listen at this port of this host."""
+    """Raise OSError unless a torch.distributed store can listen on this port of this host."""
     has_both = socket.has_dualstack_ipv6()
     with socket.socket(socket.AF_INET6 if has_both else socket.AF_INET) as probe:
         if has_both:
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # do not fail because of closed connections
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections in TIME_WAIT do not count
         probe.bind(("", port))
 
 
@@ -143,7 +143,7 @@ def probe_port(port: int) -> None:
 def heeding_children() -> Iterator[None]:
     """Let this process read its children's exit codes, even if it was started with SIGCHLD ignored.
 
-    Raises RuntimeError outside the main thread, which alone can change how SIGCHLD is handled.
+    Raises RuntimeError outside the main thread, since only that thread can change how SIGCHLD is handled.
     """
     if signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
         yield
@@ -205,15 +205,15 @@ def signals_received(put: Callable[[int, bool], object]) -> Iterator[None]:
 def has_reached_foreground(came: signal.struct_siginfo) -> bool:
     """Return whether a signal that this process has received went to all foreground processes of its terminal.
 
-    Keys of a terminal send such signals. When the terminal closes, the kernel signals only the session's leader, which
-    is this process if no shell started it, as with ``ssh -t HOST asyncdist run``.
+    Keys such as Ctrl-C send such signals. When the terminal closes, in contrast, the kernel signals only the session
+    leader. This process is the session leader if no shell started it, as with ``ssh -t HOST asyncdist run``.
     """
     is_from_kernel = came.si_code > 0
     return is_from_kernel and not (came.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid())
 
 
 def stop_with_ranks(number: int) -> None:
-    """If the signal is SIGTSTP, which has stopped the ranks, stop this process too, so that its shell notices."""
+    """If ``number`` is SIGTSTP, which has stopped the ranks, also stop this process, so that its shell notices."""
     if number == signal.SIGTSTP:
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -227,7 +227,7 @@ def signal_name(number: int) -> str:
 
 
 def open_standard_files() -> None:
-    """Open /dev/null for each closed standard file; otherwise the next opened file would replace it."""
+    """Open /dev/null for each closed standard file, since the next opened file would otherwise take its place."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -238,7 +238,7 @@ def open_standard_files() -> None:
 
 
 def check_address(name: str, address: str) -> None:
-    """Raise ValueError unless ``address``, the value of ``name``, resolves to a host."""
+    """Raise ValueError unless ``address``, the value of the setting ``name``, resolves to a host."""
     try:
         socket.getaddrinfo(address, None)
     except (OSError, UnicodeError) as error:
@@ -258,7 +258,7 @@ def is_loopback(address: str) -> bool:
 
 
 def listen_at(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens only at this address, or None if it is a name or belongs to another host."""
+    """Return a socket that listens only on this address, or None if it is a name or belongs to another host."""
     host = "127.0.0.1" if address == "localhost" else address
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET

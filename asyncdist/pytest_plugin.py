@@ -7,11 +7,12 @@
         numbers = await ad.all_gather(torch.tensor(world.rank))
         assert [int(number) for number in numbers] == list(range(world.size))
 
-``ranks`` is a number, or a list with a number for each separate test. ``seeds`` is a count (default 20) or a list of
-seeds. The other options are those of :func:`asyncdist.simulate`: ``network``, ``compute``, ``faults``, ``strict``
-(default true) and ``until_s``. Options of a test's mark override those of its class and module. A test may have the
-parameters ``world``, the rank's :class:`asyncdist.World`, and ``sim_seed``. A failure prints its seed, the end of the
-trace and a command that repeats it. ``pytest --sim-seed N`` runs only seed N; ``--sim-seeds N`` runs seeds 0 to N-1.
+``ranks`` is a number, or a list of numbers, each of which makes a separate test. ``seeds`` is a count (default 20) or a
+list of seeds. The other options are those of :func:`asyncdist.simulate`: ``network``, ``compute``, ``faults``,
+``strict`` (default true) and ``until_s``. Options of a test's mark override those of its class and module. A test may
+have the parameters ``world``, the rank's :class:`asyncdist.World`, and ``sim_seed``. A failed test prints its seed, the
+end of the trace and a command that reproduces the failure. ``pytest --sim-seed N`` runs only seed N; ``--sim-seeds N``
+runs seeds 0 to N-1.
 
 pytest loads this plugin in every session, so the plugin imports torch and the runtime only when the first simulated
 test runs. pytest sees a marked test as a plain function, so that plugins for coroutine tests ignore it. ``world`` and
@@ -85,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The options of ``@pytest.mark.sim`` for one test, after all its marks are merged."""
+    """The ``@pytest.mark.sim`` options of one test, merged from all its marks."""
 
     ranks: tuple[int, ...]
     is_parametrized: bool
@@ -116,7 +117,7 @@ def _plan(item: pytest.Item) -> _Plan | None:
 
 
 def _seeds(item: pytest.Item, asked: Any) -> Sequence[int]:
-    """Return the seeds to run: those of the mark, unless an option of the command line replaces them."""
+    """Return the seeds to run: the mark's seeds, unless a command-line option replaces them."""
     if _is_list(asked):
         seeds: Sequence[int] = asked if isinstance(asked, range) else validation.whole_numbers(asked)
     else:
@@ -129,7 +130,7 @@ def _seeds(item: pytest.Item, asked: Any) -> Sequence[int]:
 
 
 def _is_list(value: Any) -> bool:
-    """Return whether a value can be iterated more than once. A mark is read again for every item."""
+    """Return whether a value can be iterated repeatedly, since a mark is read again for every item."""
     return isinstance(value, Iterable) and not isinstance(value, Iterator)
 
 
@@ -175,7 +176,7 @@ def _is_marked(collector: pytest.Collector, function: FunctionType) -> bool:
 
 
 def _make_plain(item: pytest.Function, injected: Sequence[str]) -> None:
-    """Replace the item's coroutine function by a plain function that runs simulations."""
+    """Replace the item's coroutine function with a plain function that runs simulations."""
     test = item.obj
     plan = _plan(item)
     assert plan is not None
@@ -202,7 +203,7 @@ def _make_plain(item: pytest.Function, injected: Sequence[str]) -> None:
 
     item.obj = simulate_all
     item.stash[_RECORD] = None
-    # Under a module's mark of pytest-asyncio, that plugin would warn that this test is no longer a coroutine.
+    # If the module has a pytest-asyncio mark, that plugin would warn that this test is no longer a coroutine.
     if item.get_closest_marker("asyncio") is not None:
         item.add_marker(pytest.mark.filterwarnings("ignore:The test .* is marked with '@pytest.mark.asyncio'"))
 
@@ -226,7 +227,7 @@ class _Record:
         report: Report of the simulation, even if it ended in a deadlock.
         waiting: Description of each task's wait after a deadlock or a time limit.
         earlier_seeds: Seeds that the test ran before with the same fixtures.
-        raised: For each rank whose main raised, the exception and its virtual time, in order of time.
+        raised: For each rank whose main raised, the exception and its virtual time, in chronological order.
     """
 
     ranks: int
@@ -245,7 +246,7 @@ class _Record:
         self.faults, self.trace = faults, trace
 
     def errors(self) -> dict[int, BaseException]:
-        """Return the error that ended each rank, in order of time; for the loss of another rank, the simulation's."""
+        """Return the error that ended each rank, in order of time; if it lost another rank, the simulation's error."""
         results = self.report.results if self.report is not None else ()
         errors = {}
         for rank in dict.fromkeys([*self.raised, *range(len(results))]):
@@ -258,9 +259,9 @@ class _Record:
     def failures(self) -> dict[int, BaseException]:
         """Return the errors that fail the test, with losses of other ranks last.
 
-        After a killed rank, the others cannot end normally, since the last barrier lacks that rank and the first rank
-        to notice ends the job. The loss of a killed rank is therefore a failure only on ranks whose main raised it. A
-        rank that exits because of a simulated signal, and its loss on the others, are not failures.
+        After a rank is killed, the others cannot end normally: the final barrier lacks that rank, and the first rank to
+        notice ends the job. The loss of a killed rank is therefore a failure only on ranks whose main raised it. A rank
+        that exits because of a simulated signal, and its loss on the others, are not failures.
         """
         from asyncdist.simulation import Kill
 
@@ -311,7 +312,7 @@ def _simulate(record: _Record, main: Any, args: tuple[Any, ...], settings: dict[
 
 
 def _watch(main: Callable[..., Coroutine[Any, Any, Any]], record: _Record) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """Wrap ``main`` to record how it ended. The simulation's report only shows how the whole rank ended."""
+    """Wrap ``main`` to record how it ended, since the simulation's report only shows how the whole rank ended."""
 
     @functools.wraps(main)
     async def watched(world: World, *args: Any) -> Any:
@@ -351,7 +352,7 @@ def _codes(trace: TracebackType | None) -> Iterator[CodeType]:
 
 @pytest.fixture
 def sim_seed(request: pytest.FixtureRequest) -> int:
-    """Return the seed from ``--sim-seed``, or 0. A test with ``@pytest.mark.sim`` gets the seed of each of its runs."""
+    """Return the seed from ``--sim-seed``, or 0. A ``@pytest.mark.sim`` test gets the seed of the current run."""
     item = request.node
     if item.get_closest_marker("sim") is not None:
         _refuse(
@@ -390,7 +391,7 @@ def simulate(request: pytest.FixtureRequest, sim_seed: int) -> Callable[..., Sim
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """If a test module cannot import from ``protocols``, report the other module that hides this package."""
+    """If a test module cannot import from ``protocols``, report the other module that shadows this package."""
     report = yield
     if report.failed and isinstance(collector, pytest.Module) and "protocols" in str(report.longrepr):
         note = rank_program.find_shadowing()
@@ -401,7 +402,7 @@ def pytest_make_collect_report(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """If a test cannot import from ``protocols``, report the other module that hides this package."""
+    """If a test cannot import from ``protocols``, report the other module that shadows this package."""
     del item
     try:
         yield
@@ -425,11 +426,11 @@ def pytest_runtest_makereport(
     if report.failed:
         text = "\n".join(_lines(item, record))
         add = getattr(report.longrepr, "addsection", None)
-        if add is not None:  # the section is then shown for any --show-capture
+        if add is not None:  # the section is then shown whatever --show-capture says
             add("simulation", text)
         else:
             report.sections.append(("simulation", text))
-    item.stash[_RECORD] = None  # frees megabytes of trace, since items live as long as the session
+    item.stash[_RECORD] = None  # frees megabytes of trace; items live as long as the session
     return report
 
 
@@ -491,7 +492,7 @@ def _story(record: _Record, events: tuple[TraceEvent, ...]) -> tuple[str, tuple[
 
 
 def _repeat_lines(item: pytest.Item, record: _Record) -> Iterator[str]:
-    """Yield the command that repeats the failure. It includes earlier seeds that used the same fixtures."""
+    """Yield the command that reproduces the failure, including earlier seeds that used the same fixtures."""
     scopes = _fixture_scopes(item)
     shared = [f"{name} (scope: {scope})" for name, scope in scopes.items() if scope != "function"]
     if shared:
@@ -518,7 +519,7 @@ def _fixture_scopes(item: pytest.Item) -> dict[str, str]:
 
 
 def _command(item: pytest.Item, options: str) -> str:
-    """Return the command that runs this test, relative to the folder in which pytest was started."""
+    """Return the command that runs this test, with a path relative to the folder in which pytest was started."""
     path = os.path.relpath(item.path, item.config.invocation_params.dir)
     name = shlex.quote(f"{path}::{item.nodeid.partition('::')[2]}")
     from asyncdist.simulation.exploration.repro_command import hash_seed_prefix

@@ -1,7 +1,7 @@
 """Runs the user's script in a rank of ``asyncdist run``: every rank is a process that runs this file.
 
-The file runs as a program, outside any package, so it imports only the standard library. It therefore reads PMI_FD, and
-the variables of jobs that continue when ranks die, directly from the environment.
+The file runs as a program, outside any package, so it imports only the standard library. It therefore reads environment
+variables itself: PMI_FD, and the variables of jobs that continue when ranks die.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-#: Path of this file. Run as a program, it runs the script named by its first argument.
+#: Path of this file, which runs the script named by its first argument.
 PROGRAM: Final = os.path.abspath(__file__)
-#: Path of the package ``protocols`` of this distribution.
+#: Path of this distribution's package ``protocols``.
 PROTOCOLS: Final = Path(__file__).resolve().parents[1] / "protocols" / "__init__.py"
-#: Variable with the descriptor on which a rank reports its state to its guardian, if the job continues after deaths.
+#: Variable with the file descriptor on which a rank reports its state to its guardian, if the job survives lost ranks.
 STARTED_VARIABLE: Final = "ASYNCDIST_STARTED_FD"
 # States that a rank reports to its guardian:
 #: The rank is opening a world, and the other ranks wait for it.
@@ -42,19 +42,19 @@ LEFT_WORLD: Final = b"2"
 ENDS_JOB: Final = b"3"
 #: Variable with the name of the module that ranks run (``-m``) instead of a script.
 MODULE_VARIABLE: Final = "ASYNCDIST_MODULE"
-#: Variable that is 1 if each line that a rank prints must begin with its rank.
+#: Variable that is 1 if each line of a rank's output must be prefixed with the rank.
 PREFIX_VARIABLE: Final = "ASYNCDIST_PREFIX"
-#: Variable with the launcher's pid, for ranks whose mpirun passes no output on while it stops them.
+#: Variable with the launcher's pid, for ranks whose mpirun does not forward output while it stops them.
 LAUNCHER_VARIABLE: Final = "ASYNCDIST_LAUNCHER"
 #: Variable with the path of rank 0's standard input, or :data:`INHERITED` if rank 0 inherits the launcher's.
 STDIN_VARIABLE: Final = "ASYNCDIST_STDIN"
 INHERITED: Final = "inherited"
-#: Path of the terminal as standard input. Digits after a blank are further descriptors to connect to the terminal.
+#: Value for a terminal as standard input. Digits after a blank are other descriptors to connect to the terminal.
 TERMINAL: Final = "/dev/tty"
 _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-#: Variable with the launcher's pid and its descriptor of the file in which ranks record errors they have printed.
+#: Variable with the launcher's pid and its descriptor for the file in which ranks record errors that they printed.
 TOLD_VARIABLE: Final = "ASYNCDIST_TOLD"
-#: Note that is added to a debugger's error if the rank has no input.
+#: Note added to a debugger's error if the rank has no input.
 _NO_INPUT: Final = (
     "This rank has an empty standard input, so a debugger cannot be used. In a job on one host, rank 0 shares the "
     "standard input of asyncdist run: if world.rank == 0: breakpoint(). To debug any rank of a recorded job, use "
@@ -63,7 +63,7 @@ _NO_INPUT: Final = (
 _guardian: int | None = None
 #: Variable that is 1 if the job continues when ranks die; Open MPI's ``mpirun --with-ft ulfm`` sets it.
 SURVIVAL_VARIABLE: Final = "OMPI_MCA_mpi_ft_enable"
-#: Seconds that a rank waits before it aborts a job, since MPICH's mpirun then stops reading output.
+#: Seconds that a rank waits before it aborts the job, since MPICH's mpirun stops reading output on an abort.
 _LAST_WORDS_S: Final = 0.2
 #: Maximum seconds to wait for the launcher to read this rank's output before the job is ended.
 _READERS_S: Final = 2.0
@@ -72,8 +72,8 @@ _READERS_S: Final = 2.0
 def rank_command(script: str, arguments: Sequence[str]) -> list[str]:
     """Return the command line of a rank that runs ``script`` through this file.
 
-    Every mpirun takes an argument ``:`` as the start of another program's command line, so arguments that consist of
-    colons get one more colon. The rank removes it again.
+    Every mpirun interprets an argument ``:`` as the start of another program's command line, so an argument that
+    consists of colons gets one more colon, which the rank removes.
     """
     escaped = [word + ":" if set(word) == {":"} else word for word in (script, *arguments)]
     return [sys.executable, PROGRAM, *escaped]
@@ -101,10 +101,10 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     """Run this process like ``python script arguments``, with a rank's standard files and error handling.
 
     - Standard input is the launcher's on rank 0 of a job on one host, and empty on other ranks. It does not pass
-      through mpirun, because some mpiruns never close the input they forward, and a read would hang.
-    - Output is line-buffered. Output to mpirun's pipe would otherwise be delayed, and unbuffered output would mix words
-      of several ranks in a line.
-    - A failure ends the job. If several ranks fail in the same way, one prints the traceback.
+      through mpirun, because some mpiruns never close the input they forward, so that a read would hang.
+    - Output is line-buffered. With block buffering, output to mpirun's pipe would be delayed; unbuffered output would
+      mix words from several ranks in a line.
+    - A failure ends the job. If several ranks fail in the same way, only one prints the traceback.
     """
     _open_input()
     if hasattr(sys.stdout, "reconfigure"):
@@ -132,14 +132,14 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         if code is not None and not isinstance(code, int):  # sys.exit was called with a message
             print(code, file=sys.stderr)
         code = ending.code = exit_code(code)
-        if code and os.getpid() == process_id:  # a forked child of the script must not end the job
+        if code and os.getpid() == process_id:  # a child forked by the script must not end the job
             _leave_world(error)
             _end_job(code)
         sys.exit(code)
     except BaseException as error:
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # drops the frame of run_script
         told = _leave_world(error) if os.getpid() == process_id else error
-        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C may interrupt the report, if it ended a peer first
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C may interrupt the report if it has ended a peer first
             _tell_error(told)
         code = ending.code = 130 if isinstance(error, KeyboardInterrupt) else 1
         if os.getpid() == process_id:
@@ -148,7 +148,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def _open_input() -> None:
-    """Open this rank's standard input, and also its output if the input is a terminal, to show prompts at once."""
+    """Open this rank's standard input; if it is a terminal, also the output, so that prompts appear immediately."""
     source = os.environ.pop(STDIN_VARIABLE, "")  # child processes must not inherit this variable
     if source == INHERITED:
         return
@@ -166,9 +166,9 @@ def _open_input() -> None:
 class _ToldOnce:
     """Hook for :data:`sys.excepthook` that prints the same traceback once for all ranks of this host.
 
-    Ranks often fail in the same way before they open a world, for example in an import. The first prints the traceback,
-    and each other rank prints one line. They record printed tracebacks in a shared file, whose lock also keeps these
-    lines below the traceback. After a world is open, the ranks report their errors to each other instead.
+    Ranks often fail in the same way before they open a world, for example in an import. The first rank to fail prints
+    the traceback, and each other rank prints one line. They record printed tracebacks in a shared file, whose lock also
+    keeps these lines below the traceback. Once a world is open, the ranks report their errors to each other instead.
     """
 
     def __init__(self, told: str) -> None:
@@ -237,8 +237,8 @@ def _leave_world(error: BaseException) -> BaseException:
 def heed_story_requests() -> None:
     """Handle SIGUSR1, which requests a report, so that it does not end a rank that is importing or has left its world.
 
-    In a Slurm job the signal stays unhandled, because Lightning uses it to save and requeue unless another handler is
-    set. The launcher starts ranks with the signal blocked, so an early request stays pending until this call.
+    In a Slurm job the signal stays unhandled, because Lightning uses it to save and requeue if no other handler is set.
+    The launcher starts ranks with the signal blocked, so an early request stays pending until this call.
     """
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and "SLURM_JOB_ID" not in os.environ:
         signal.signal(signal.SIGUSR1, tell_no_world)
@@ -247,13 +247,13 @@ def heed_story_requests() -> None:
 
 
 def _heed_no_more() -> None:
-    """Ignore SIGUSR1 from now on, since the exiting interpreter restores its default action, which ends the process."""
+    """Ignore SIGUSR1 from now on; the exiting interpreter would restore its default action, which ends the process."""
     if callable(signal.getsignal(signal.SIGUSR1)):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def tell_no_world(_number: int, frame: types.FrameType | None) -> None:
-    """Handle SIGUSR1 while no world is open: report this, and the current line of the program."""
+    """Handle SIGUSR1 while no world is open: report that, with the line that the program is executing."""
     while frame is not None and frame.f_back is not None and _is_passed_over(frame):
         frame = frame.f_back
     has_begun = frame is not None and frame.f_code.co_filename != __file__
@@ -268,7 +268,7 @@ def _is_passed_over(frame: types.FrameType) -> bool:
 
 
 def _prefix_output() -> None:
-    """Prefix each line that this rank prints with its rank, if that was requested."""
+    """Prefix each line of this rank's output with the rank, if requested."""
     if os.environ.get(PREFIX_VARIABLE) == "1":
         rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "?")
         sys.stdout, sys.stderr = (_Prefixed(stream, f"[{rank}] ") for stream in (sys.stdout, sys.stderr))
@@ -283,7 +283,7 @@ class _Prefixed(io.TextIOBase):
         self._is_in_line = False
 
     def write(self, text: str) -> int:
-        """Write text, which may be a part of a line."""
+        """Write text, which may end within a line."""
         for line in text.splitlines(keepends=True):
             self._stream.write(line if self._is_in_line else self._prefix + line)
             self._is_in_line = not line.endswith(("\n", "\r"))
@@ -311,10 +311,10 @@ class _Prefixed(io.TextIOBase):
 
 
 class _Ending:
-    """Ends the process without MPI_Finalize, which may hang after a rank's death, in jobs that continue after deaths.
+    """Ends the process without MPI_Finalize, which may hang after a rank's death, in jobs that survive lost ranks.
 
-    It is registered with :mod:`atexit` before the script runs. It is therefore called last, after all threads have
-    ended. A program that imports mpi4py itself may still call MPI_Finalize earlier.
+    It is registered with :mod:`atexit` before the script runs, and is therefore called last, after all threads have
+    ended. In a program that imports mpi4py itself, MPI_Finalize may still be called earlier.
     """
 
     def __init__(self) -> None:
@@ -324,13 +324,13 @@ class _Ending:
 
     def _end(self) -> None:
         for file in filter(None, (sys.stdout, sys.stderr)):
-            with contextlib.suppress(OSError, ValueError):  # no process reads the output any longer
+            with contextlib.suppress(OSError, ValueError):  # no process reads the output anymore
                 file.flush()
         os._exit(self.code)
 
 
 def write_past_mpirun() -> None:
-    """Redirect this rank's output to the launcher's files, if they are on this host, since mpirun may not read it."""
+    """Redirect this rank's output to the launcher's files, if on this host, since mpirun may no longer read it."""
     launcher = os.environ.get(LAUNCHER_VARIABLE, "")
     if not launcher.isdecimal() or int(launcher) not in ancestors():
         return
@@ -349,7 +349,7 @@ def ancestors() -> list[int]:
     found = [os.getppid()]
     with contextlib.suppress(OSError, ValueError):
         while found[-1] > 1:
-            # The program's name, before the last ")", may contain any characters.
+            # The program name, which ends at the last ")", may contain any character.
             _, _, behind_name = Path(f"/proc/{found[-1]}/stat").read_bytes().rpartition(b")")
             found.append(int(behind_name.split()[1]))
     return found
@@ -378,9 +378,9 @@ def exit_code(code: object) -> int:
 def _end_job(code: int) -> None:
     """End the whole job after this rank has failed, unless mpirun or ``asyncdist.run`` does so.
 
-    A bare script that fails after MPI_Init would wait in MPI_Finalize for the other ranks forever, so it aborts. Under
-    ``asyncdist.run`` the supervisor has already acted. Before MPI_Init, Open MPI's mpirun ends the job at the first
-    non-zero exit code, but MPICH's needs a request over PMI-1 (command abort).
+    A script without ``asyncdist.run`` that fails after MPI_Init would wait in MPI_Finalize for the other ranks forever,
+    so it aborts. Under ``asyncdist.run``, the supervisor has already ended the job. Before MPI_Init, Open MPI's mpirun
+    ends the job at the first non-zero exit code, but MPICH's needs an abort command over PMI-1.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     is_mpi_up = mpi is not None and mpi.Is_initialized()
@@ -397,7 +397,7 @@ def _end_job(code: int) -> None:
 def abort_over_pmi(code: int) -> None:
     """Ask MPICH's mpirun to end the job. Does nothing under other launchers.
 
-    Without this request, mpirun sometimes (2 of 430 times) misses the end of a rank that exits without MPI_Finalize.
+    Without this request, mpirun sometimes (2 of 430 times) overlooks the exit of a rank without MPI_Finalize.
     """
     descriptor = os.environ.get("PMI_FD", "")
     if descriptor.isdecimal():
@@ -421,7 +421,7 @@ def _await_readers() -> None:
 
 
 def explain_shadowing() -> None:
-    """Make an ImportError of ``protocols`` report the module that hides or has overwritten this package."""
+    """Make an ImportError for ``protocols`` report the module that shadows or has overwritten this package."""
     if find_shadowing() is None:
         return
     previous = sys.excepthook
@@ -434,7 +434,7 @@ def explain_shadowing() -> None:
 
 
 def explain_import(error: BaseException) -> None:
-    """Add a note to an ImportError of ``protocols`` that names the module that hides or has overwritten it."""
+    """Add a note to an ImportError for ``protocols`` that names the module that shadows or has overwritten it."""
     if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "protocols":
         note = find_shadowing()
         if note is not None and note not in _notes_of(error):
@@ -454,7 +454,7 @@ def _notes_of(error: BaseException) -> list[str]:
 
 
 def find_shadowing() -> str | None:
-    """Return a message on how the package ``protocols`` is hidden or overwritten, with the remedy, or None."""
+    """Return a message on how the package ``protocols`` is shadowed or overwritten, with the remedy, or None."""
     found = sys.modules.get("protocols")
     if found is not None and found is sys.modules.get("asyncdist.protocols"):
         return None

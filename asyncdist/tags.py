@@ -1,6 +1,6 @@
 """Defines the reserved message tags and the registry of tags in use on this rank.
 
-The runtime has one namespace for tags. A second claim of a tag fails before any message can be misrouted. The MPI
+The runtime has a single tag namespace. A second claim to a tag fails before any message can be misrouted. The MPI
 standard guarantees tags only up to 32767 (MPI-4.1 section 9.1.2), so this is the limit for every transport.
 """
 

@@ -1,7 +1,7 @@
 """Checks values of options; all errors have the form ``NAME must be ALLOWED, got VALUE``.
 
-Numbers of numpy, and of other types registered as numbers, are accepted and converted to Python's own. A bool is not
-accepted as a number, since it is probably a misplaced flag. The error for a misspelled name suggests the nearest
+NumPy numbers, and numbers of other registered numeric types, are accepted and converted to Python's own types. A bool
+is not accepted as a number, since it is probably a misplaced flag. The error for a misspelled name suggests the nearest
 allowed name.
 
 :func:`printable` makes foreign strings safe to print. :func:`optional_imports` reports how to install a missing
@@ -24,7 +24,7 @@ from typing import Any, Final, NoReturn, ParamSpec
 
 P = ParamSpec("P")
 
-#: Oldest supported torch. Earlier stores of torch.distributed cannot be cloned, as ranks that join later require.
+#: Oldest supported torch. Ranks that join later clone the torch.distributed store, which older versions do not support.
 TORCH_MIN: Final = (2, 8)
 #: Smallest float above zero.
 SMALLEST: Final = math.ulp(0.0)
@@ -46,9 +46,9 @@ def one_of(values: Iterable[Any]) -> str:
 def printable(text: str, *, keep: str = "") -> str:
     r"""Return a foreign string as one line for a terminal or a log, with escapes like ``\x1b`` for control characters.
 
-    Control characters can steer a terminal, and those of Unicode can reorder text (Boucher and Anderson, Trojan Source,
-    USENIX Security 2023). Use this for every name received from a file, a peer or another process. The characters of
-    ``keep``, for example the newline, stay unchanged.
+    Control characters can control a terminal, and Unicode's can reorder text (Boucher and Anderson, Trojan Source,
+    USENIX Security 2023). Use this for every name received from a file, a peer or another process. The characters in
+    ``keep``, for example the newline, are not escaped.
     """
     if text.isprintable():
         return text
@@ -58,7 +58,7 @@ def printable(text: str, *, keep: str = "") -> str:
 
 
 def meant(name: str, allowed: Collection[str], otherwise: str | None = None) -> str:
-    """Return ``did you mean NAME?`` with the nearest allowed name; without one, ``otherwise`` or the allowed names."""
+    """Return ``did you mean NAME?`` with the nearest allowed name; if none is near, ``otherwise`` or all of them."""
     near = difflib.get_close_matches(name, allowed, n=1)
     if near:
         return f"did you mean {near[0]}?"
@@ -70,7 +70,7 @@ def names_options(*, refused: Mapping[str, str] | None = None) -> Callable[[Call
 
     Before Python 3.13, Python's own error for a misspelled keyword has no suggestion. The known options are the
     constructor's parameters and the keys of the TypedDict that annotates its ``**options``. ``refused`` maps options
-    that similar constructors have, but this one lacks, to the reason.
+    that only similar constructors have to the reason why this one lacks them.
     """
 
     def decorate(init: Callable[P, None]) -> Callable[P, None]:
@@ -111,7 +111,7 @@ def option_names(init: Callable[..., None]) -> tuple[str, ...]:
 
 
 def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
-    """Return ``value`` as an int >= ``least``. Raise ValueError, with further allowed values ``besides``, otherwise."""
+    """Return ``value`` as an int >= ``least``, or raise ValueError; its message also allows ``besides``."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -122,7 +122,7 @@ def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
 
 
 def whole(name: str, value: Any) -> int:
-    """Return ``value`` as an int. Integers of other types are converted. Raise TypeError for any other value."""
+    """Return ``value``, an integer of any type, as an int. Raise TypeError for any other value."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -152,7 +152,7 @@ def ranks(name: str, values: Any) -> tuple[int, ...]:
 
 
 def real(name: str, value: Any, allowed: str, *, low: float, high: float = LARGEST) -> float:
-    """Return ``value`` as a float from ``low`` to ``high``. Raise ValueError, with ``allowed``, otherwise."""
+    """Return ``value`` as a float from ``low`` to ``high``, or raise ValueError; ``allowed`` describes the range."""
     is_real = isinstance(value, Real) and not isinstance(value, bool)
     if not is_real or not low <= value <= high:
         refuse(name, value, allowed)
@@ -163,19 +163,19 @@ def real(name: str, value: Any, allowed: str, *, low: float, high: float = LARGE
 
 
 def fraction(name: str, value: Any) -> float:
-    """Return ``value`` as a float from 0 to 1. Raise ValueError otherwise."""
+    """Return ``value`` as a float from 0 to 1, or raise ValueError."""
     return real(name, value, "a number from 0 to 1", low=0.0, high=1.0)
 
 
 def seconds(name: str, value: Any, *, finite: bool = True) -> float:
-    """Return ``value`` as a positive number of seconds. Raise ValueError otherwise."""
+    """Return ``value`` as a positive number of seconds, or raise ValueError."""
     if not finite:
         return real(name, value, "> 0 seconds", low=SMALLEST, high=math.inf)
     return real(name, value, "> 0 seconds and finite", low=SMALLEST)
 
 
 def missing_library(what: str, library: str, extra: str) -> str:
-    """Return an error message that names the extra of asyncdist which installs a missing library."""
+    """Return an error message that names the asyncdist extra that installs a missing library."""
     return f"{what} needs {library}: pip install 'asyncdist[{extra}]'"
 
 
@@ -183,8 +183,8 @@ def missing_library(what: str, library: str, extra: str) -> str:
 def optional_imports(what: str, libraries: Collection[str], extra: str) -> Iterator[None]:
     """Report how to install a library whose import fails in the body of the ``with`` statement.
 
-    The error is a ModuleNotFoundError, which names the feature ``what`` and the extra of asyncdist that installs the
-    library. If any module other than ``libraries`` is missing, Python's own error is raised unchanged.
+    The error is a ModuleNotFoundError that names the feature ``what`` and the asyncdist extra that installs the
+    library. If a module that is not in ``libraries`` is missing, Python's own error is raised unchanged.
     """
     try:
         yield
@@ -202,7 +202,7 @@ def main_function(main: Any, args: Sequence[Any]) -> None:
         raise TypeError(f"main must be a coroutine function (async def), got {what}")
     try:
         signature = inspect.signature(main)
-    except ValueError:  # main has no readable signature: the call itself will raise
+    except ValueError:  # main has no signature that can be inspected: the call itself will raise
         return
     try:
         signature.bind(None, *args)
@@ -230,7 +230,7 @@ def _place_of(function: Any) -> str:
 
 
 def torch_problem(version: str) -> str | None:
-    """Return an error and its remedy if this version of torch is too old, otherwise None."""
+    """Return an error message with a remedy if this version of torch is too old, otherwise None."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or (int(found[1]), int(found[2])) >= TORCH_MIN:
         return None

@@ -1,8 +1,8 @@
-"""Identifies everything that a task of a rank can wait for, and contains the messages that describe waits.
+"""Identifies everything that a rank's task can wait for, and defines the messages that describe waits.
 
-Recordings and replays find timers, deadlines and measured numbers by their :class:`WaitId`. Its description is made
-from the template of its :class:`WaitKind`. Templates may change without affecting replays, but the value of a kind and
-the fields used with it must not change.
+Recordings and replays find timers, deadlines and measured numbers by their :class:`WaitId`, which is described by the
+template of its :class:`WaitKind`. Templates may change without affecting replays, but a kind's value and the fields
+used with it must not change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Self
 
 @enum.unique
 class WaitKind(enum.StrEnum):
-    """Lists the kinds of waits: for each, its key in recordings and the format string of its description."""
+    """Lists the kinds of waits, each with its key in recordings and the format string for its description."""
 
     template: str
 
@@ -116,15 +116,15 @@ class WaitKind(enum.StrEnum):
 
 
 class WaitId(NamedTuple):
-    """Identifies a wait, a timer or a measured number of one rank.
+    """Identifies a wait, a timer or a measured number on one rank.
 
     A replay does not distinguish waits with equal fields. A recording stores the fields as an array.
 
     Attributes:
-        kind: Member of :class:`WaitKind`, or an unknown string if another version has made the recording.
+        kind: Member of :class:`WaitKind`, or an unknown string if another version of asyncdist made the recording.
         tag: Tag of the awaited message, if any.
-        peer: The only rank that can end the wait, if known.
-        number: Number that distinguishes waits of one kind: a round, a slot or a count.
+        peer: Only rank that can end the wait, if known.
+        number: Number that distinguishes waits of the same kind: a round, a slot or a count.
         name: Name of a channel, a policy or an agreement, chosen by the user or a protocol.
     """
 

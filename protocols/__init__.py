@@ -26,7 +26,7 @@ from asyncdist.protocols.step_info import (
     StepInfo,
 )
 
-#: Aliases with torchgfn's names, for code that was ported from torchgfn.
+#: Aliases with torchgfn's names, for code ported from torchgfn.
 AverageAllPolicympi4py = AverageAllPolicy
 AsyncSelectiveAveragingPolicympi4pyFast = OneSidedSelectiveAveragingPolicy
 AsyncSelectiveAveragingPolicympi4pyGeneral = OneSidedSelectiveAveragingPolicy

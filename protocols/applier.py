@@ -1,4 +1,4 @@
-"""Replaces a rank's weights by an average or by fresh weights, inside a step, and reports the replacement."""
+"""Replaces a rank's weights with an average or with fresh weights, inside a step, and reports the replacement."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NewWeights:
         best: Donor of the integer and bool entries; -1 for fresh weights.
         versions: For published snapshots, the version of each donor's snapshot; otherwise empty.
         average: Mean of the donors' states; None for fresh weights.
-        began_at: Time at which the rank was assigned, or decided, to be replaced.
+        began_at: Time at which the rank was assigned as a replacer, or decided to replace its weights.
         route: Route of the donors' weights, ``"direct"`` or ``"sharded"``; "" if the policy has no routes.
     """
 
@@ -53,7 +53,7 @@ class Applier:
         """Change the weights in place, and return the result of the step.
 
         Args:
-            trouble: Description of this rank's non-finite state, "" if there is none; None to check the state now.
+            trouble: Description of this rank's non-finite state, or "" if all is finite; None to check the state now.
         """
         if new.donors:
             assert new.average is not None, f"round {new.round} is complete without an average"
@@ -76,7 +76,7 @@ class Applier:
         )
 
     def announce(self, new: NewWeights, iteration: int) -> None:
-        """Call the user's ``on_event`` callback, if there is one, with this rank's state after :meth:`apply`."""
+        """Call the user's ``on_event`` callback, if any, with this rank's state after :meth:`apply`."""
         if not self._events.are_wanted:
             return
         state = self._snapshots.acquire()

@@ -40,7 +40,7 @@ class AverageAllStatistics:
         iteration: Number of steps.
         average_count: Number of averages.
         seconds: Seconds spent on averages, including the time spent waiting for the slowest member.
-        nbytes: Total size in bytes of the weights in all averages.
+        nbytes: Total size in bytes of the weights averaged so far.
         title: Name of the policy and of this rank.
     """
 
@@ -63,7 +63,7 @@ class AverageAllStatistics:
 
 @with_options(AverageAllOptions, CommonOptions, AveragingOptions)
 class AverageAllPolicy(Ported):
-    """Replaces every member's weights by the mean over the group, every ``average_every`` steps.
+    """Replaces every member's weights with the mean over the group, every ``average_every`` steps.
 
     Floating and complex entries are averaged; integer and bool entries are copied from the first member. A metric
     passed to ``step`` is ignored. No member is left out: a value that is NaN or infinite on one member becomes NaN or
@@ -71,7 +71,7 @@ class AverageAllPolicy(Ported):
 
     Args:
         model: Model that this rank trains; see :class:`SpawnPolicy`.
-        optimizer: Optimizer of the model.
+        optimizer: Optimizer for the model.
         average_every, options: The options below.
 
     Raises:
@@ -142,11 +142,11 @@ class AverageAllPolicy(Ported):
         except (
             asyncio.CancelledError,
             ValueError,
-        ) as error:  # counts this meeting as missed, so that the next one has the same number everywhere
+        ) as error:  # counts this meeting as missed, so that the next one has the same number on all ranks
             why = error if isinstance(error, ValueError) else None
             world.agreements.stay_away(world.agreements.next_meeting(members, self._subject), why)
             raise
-        # After the agreement, no member may stop before the average is complete, since the others would wait for it.
+        # After the agreement, no member may stop before the average is complete: the others would wait for it forever.
         name = "average of all"
         return await start_together(
             world.services,
@@ -196,5 +196,5 @@ class AverageAllPolicy(Ported):
 
 
 async def _keep(info: StepInfo) -> None:
-    """Do nothing, since the average was applied although the caller was cancelled."""
+    """Keep an average that was applied although the caller was cancelled: do nothing."""
     del info

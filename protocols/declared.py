@@ -1,7 +1,7 @@
-"""Declares the options of policies in one place: default, check, documentation, and whether all members must agree.
+"""Declares each policy option once: its default, check and documentation, and whether all members must agree on it.
 
 A frozen subclass of :class:`Options` declares each option as a field, and its instances contain checked values. The
-``TypedDict`` classes of :mod:`protocols.options` repeat names and types for editors and type checkers.
+``TypedDict`` classes of :mod:`protocols.options` repeat the options' names and types for editors and type checkers.
 :func:`with_options` derives a policy's signature and the list of options in its docstring from the declarations.
 """
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 #: Function that checks an option's name and value: it returns the value to store, or raises TypeError or ValueError.
 Check: TypeAlias = Callable[[str, Any], Any]
 _KEY: Final = "option"
-#: Headings of the groups of options, in the order of the documentation.
+#: Headings of the option groups, in documentation order.
 GROUPS: Final = ("start here", "donors", "stragglers and rounds", "members and timeouts", "islands", "coordinator")
 
 
@@ -34,7 +34,7 @@ class Option:
 
 
 def option(doc: str, check: Check, *, default: Any = MISSING, group: str = GROUPS[0], is_agreed: bool = False) -> Any:
-    """Declare an option, as a field of a subclass of :class:`Options`.
+    """Declare an option as a field of an :class:`Options` subclass.
 
     Args:
         check: Function that checks a value and returns the value to keep.
@@ -46,14 +46,14 @@ def option(doc: str, check: Check, *, default: Any = MISSING, group: str = GROUP
 
 
 def like(kind: type[Options], name: str) -> Any:
-    """Declare a field that repeats the option ``name`` of another class of options."""
+    """Declare a field that repeats the option ``name`` of another options class."""
     found = kind.__dataclass_fields__[name]
     return field(default=found.default, metadata=found.metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Base class of classes that declare options; its instances contain checked values."""
+    """Base class for declaring options; its instances contain checked values."""
 
     def __post_init__(self) -> None:
         """Check each value; raise TypeError or ValueError if a value is not allowed."""
@@ -62,7 +62,7 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Return an instance with the given options that this class declares; ignore all others."""
+        """Return an instance built from those given options that this class declares; ignore all others."""
         return cls(**{each.name: given[each.name] for each in declared(cls) if each.name in given})
 
     def agreed(self) -> dict[str, Any]:
@@ -71,12 +71,12 @@ class Options:
 
 
 def among(options: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """Return the options whose names occur in a TypedDict."""
+    """Return the options whose names are keys of the TypedDict ``kind``."""
     return {name: options[name] for name in kind.__annotations__ if name in options}
 
 
 def declared(kind: type[Options]) -> list[Field[Any]]:
-    """Return the fields that declare options in a class."""
+    """Return the fields of a class that declare options."""
     return [each for each in fields(kind) if _KEY in each.metadata]
 
 
@@ -103,7 +103,7 @@ def _parameter(each: Field[Any]) -> inspect.Parameter:
 
 
 def by_group(options: list[Field[Any]]) -> dict[str, list[Field[Any]]]:
-    """Return the options of each group, in the order of the groups."""
+    """Return the options by group heading, in the order of the groups."""
     found = {group: [each for each in options if each.metadata[_KEY].group == group] for group in GROUPS}
     return {group: members for group, members in found.items() if members}
 
@@ -134,7 +134,7 @@ def in_markdown(options: list[Field[Any]]) -> str:
 
 
 def one_of(literal: Any, kind: type[Exception] = ValueError) -> Check:
-    """Return a check for the values of a Literal type."""
+    """Return a check that accepts the values of a Literal type."""
     allowed = get_args(literal)
 
     def check(name: str, value: Any) -> Any:
@@ -146,12 +146,12 @@ def one_of(literal: Any, kind: type[Exception] = ValueError) -> Check:
 
 
 def number(allowed: str, low: float, high: float = validation.LARGEST) -> Check:
-    """Return a check for a real number from ``low`` to ``high``; ``allowed`` describes this range in the error."""
+    """Return a check for a real number from ``low`` to ``high``; the error describes this range as ``allowed``."""
     return lambda name, value: validation.real(name, value, allowed, low=low, high=high)
 
 
 def whole(least: int, besides: str = "") -> Check:
-    """Return a check for a whole number >= ``least``; ``besides`` names further allowed values in the error."""
+    """Return a check for an integer >= ``least``; ``besides`` names further allowed values in the error."""
     return lambda name, value: validation.count(name, value, least=least, besides=besides)
 
 

@@ -1,4 +1,4 @@
-"""Records the actions of a policy on this rank as events and counters, and formats tables of counts."""
+"""Records a policy's actions on this rank as events and counters, and formats tables of counts."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def checksum_of(model: nn.Module) -> int | None:
 
 
 def format_table(title: str, rows: Sequence[tuple[str, object]]) -> str:
-    """Return a table of two columns, preceded by its title unless that is ""."""
+    """Return a two-column table, preceded by ``title`` unless that is empty."""
     return "\n".join([*([title] if title else []), *([aligned(rows)] if rows else [])])
 
 
 class Journal:
-    """Records the actions of one policy on this rank as events and counters.
+    """Records one policy's actions on this rank as events and counters.
 
     Attributes:
         metric: Latest metric; None before the first.
@@ -59,15 +59,15 @@ class Journal:
         self._events: EventLog | None = None
         self._part: Journal | None = None
         self._whole: Journal | None = None  # journal of the policy that contains this one
-        self._is_numbered = False  # whether the contained policy, which begins first, has set the number
+        self._is_numbered = False  # whether a contained policy, which begins first, has set this policy's number
 
     def include(self, part: Journal) -> None:
-        """Report the actions of a contained policy as this policy's own, instead of listing that policy separately."""
+        """Report a contained policy's actions as this policy's own, instead of listing that policy separately."""
         self._part, part._whole = part, self
 
     @property
     def is_direction_certain(self) -> bool:
-        """True if the direction of this rank's metrics is certain, because ``step`` is called with a loss or score."""
+        """True if the direction of this rank's metrics is certain, since ``step`` is called with a loss or a score."""
         return (self._whole or self).is_direction_named
 
     def begin(self, services: Services, class_name: str, average_every: int, nbytes: int, ranks: Sequence[int]) -> None:
@@ -86,16 +86,16 @@ class Journal:
         services.progress_probes.append(self.progress)
 
     def begin_reserved(self, services: Services) -> None:
-        """Begin to record the decisions of a reserved coordinator."""
+        """Start recording the decisions of a reserved coordinator."""
         self._events, self._rank = services.events, services.rank
         self._number = services.events.number_policy()
 
     def note_joined(self, round: int, iteration: int, donor: int) -> None:
-        """Record that this restarted rank has received the state of a member, before :meth:`begin`."""
+        """Record that this restarted rank has received a member's state; called before :meth:`begin`."""
         self._joined = round, iteration, donor
 
     def end(self, services: Services, model: nn.Module) -> None:
-        """Record the end of the policy, with a checksum of its weights."""
+        """Record the end of the policy, with a checksum of the model's weights."""
         if self._whole is not None:
             return
         if services.events.sink is not None:

@@ -1,7 +1,7 @@
 """Detects a metric with the wrong direction, or a population without any finite metric, so that the user is warned.
 
-Training improves its objective. If a loss is reported as a metric whose larger values are better, the best rank's
-metric therefore becomes worse.
+Training improves its objective. A best metric that becomes worse therefore suggests that the direction is wrong: for
+example, that a loss is reported although larger metrics are taken to be better.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _BLOCK_COUNT: Final = 16
 #: Number of values at the first comparison of the blocks; the number doubles until ``_COUNT_MAX``, the last comparison.
 _COUNT_MIN: Final = _BLOCK_COUNT
 _COUNT_MAX: Final = 128 * _BLOCK_COUNT
-#: Smallest ratio of a decline to the later values' spread that causes a warning. Of 2,000 random walks, 10 reach it.
+#: Smallest ratio of the decline to the later values' spread that causes a warning. 10 of 2,000 random walks reach it.
 _GAP_FACTOR: Final = 6.0
 
 
 class MetricTrend:
-    """Detects that the best metric of the decisions becomes worse during training.
+    """Detects that the best metric becomes worse from decision to decision.
 
     The trend is wrong if each block of values is worse than the previous one, or if the metric has settled at a value
-    much worse than the first values. Noise, walks that return, and an improvement followed by a smaller decline (as
-    with overfitting) are not wrong trends.
+    much worse than the first values. Noise, random walks that return, and an improvement followed by a smaller decline
+    (as with overfitting) are not wrong trends.
     """
 
     def __init__(self, metric_mode: str) -> None:
@@ -60,7 +60,7 @@ class MetricTrend:
 
 
 class BlankMetrics:
-    """Detects that no rank has had a finite metric in several consecutive decisions, so that no rank can be judged."""
+    """Detects several consecutive decisions in which no rank has a finite metric, so that none can be judged."""
 
     def __init__(self) -> None:
         self._count: int | None = 0  # consecutive decisions without a finite metric; None after the warning
@@ -90,7 +90,7 @@ def blank_warning(policy: str, whose: str) -> str:
 
 
 def trend_warning(policy: str, metric_mode: str, wrong: tuple[float, float]) -> str:
-    """Return the warning that the best metric has become worse; ``wrong`` is from :meth:`MetricTrend.take_wrong`."""
+    """Return the warning that the best metric has become worse; ``wrong`` is the result of ``take_wrong``."""
     first, last = wrong
     meaning, word = ("larger", "loss") if metric_mode == "max" else ("smaller", "score")
     return (

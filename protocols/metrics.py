@@ -12,7 +12,7 @@ import torch
 Metric: TypeAlias = float | int | torch.Tensor
 MetricSource: TypeAlias = Metric | Callable[[], Metric] | None
 
-#: Returned by a callable metric if there is no new measurement. Nothing is reported in this case.
+#: Returned by a callable metric if there is no new measurement; nothing is then reported.
 NOT_MEASURED: Final[Any] = object()
 
 
@@ -44,7 +44,7 @@ def due_metric(source: MetricSource, iteration: int) -> float:
 
     Raises:
         TypeError: The metric is not a number.
-        ValueError: No metric was passed, or the metric is a tensor of several numbers or a complex tensor.
+        ValueError: No metric was passed, or the metric is a complex tensor or a tensor of several numbers.
     """
     if source is None:
         raise ValueError(

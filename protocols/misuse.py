@@ -21,9 +21,9 @@ logger = logging.getLogger("protocols.misuse")
 
 #: Words in variable names, and whether a larger value of such a variable is better.
 _DIRECTIONS: Final = {"loss": False, "losses": False, "acc": True, "accuracy": True, "reward": True, "rewards": True}
-#: Words in the names of variables whose sign was changed.
+#: Words in the names of variables that contain a negated value.
 _SIGNS: Final = frozenset({"neg", "negative", "negated", "minus", "inverse", "inverted"})
-#: Names of methods, and words in variable names, that change neither the meaning of a value nor its sign.
+#: Method names, and words in variable names, that change neither a value's meaning nor its sign.
 _CONVERSIONS: Final = frozenset({"avg", "cpu", "detach", "double", "float", "item", "mean", "sum", "value"})
 #: Folders whose stack frames may lie between the user's call of ``step`` and the policy.
 _BETWEEN: Final = tuple(str(Path(file).parent) for file in (asyncdist.__file__, __file__, asyncio.__file__))
@@ -43,13 +43,13 @@ class NoPlainContext:
 
 
 def line_of_caller() -> tuple[str, int]:
-    """Return the file and line from which the caller of this function was called."""
+    """Return the file and line from which this function's caller was called."""
     frame = sys._getframe(2)
     return frame.f_code.co_filename, frame.f_lineno
 
 
 def warn_of_no_step(first_call: tuple[str, int]) -> None:
-    """Warn that ``step`` was called, first in the line ``first_call``, but never awaited."""
+    """Warn that ``step`` was never awaited; ``first_call`` is the file and line of its first call."""
     text = "no step() of this policy was awaited, so nothing was averaged: write await policy.step(...)"
     warnings.warn_explicit(text, RuntimeWarning, *first_call)
 
@@ -57,9 +57,9 @@ def warn_of_no_step(first_call: tuple[str, int]) -> None:
 class UnawaitedStep(Coroutine[Any, Any, StepInfo]):
     """Wraps the coroutine of a step, so that using it as the step's result without ``await`` raises TypeError.
 
-    A plain coroutine is true, so ``if policy.step(x):`` would look as if weights changed in each step. A policy returns
-    this wrapper for its first step and after a step that was not awaited. All other steps are plain coroutines, which
-    are faster.
+    A plain coroutine is truthy, so ``if policy.step(x):`` would look as if weights changed in each step. A policy
+    returns this wrapper for its first step and after a step that was not awaited. All other steps are plain coroutines,
+    which are faster.
     """
 
     def __init__(self, step: Coroutine[Any, Any, StepInfo]) -> None:
@@ -82,7 +82,7 @@ class UnawaitedStep(Coroutine[Any, Any, StepInfo]):
 
     def __bool__(self) -> bool:
         if sys._getframe(1).f_code.co_filename.startswith(_BETWEEN):
-            return True  # the repr of an asyncio task tests the truth of its coroutine, since Python 3.12
+            return True  # since Python 3.12, the repr of an asyncio task tests its coroutine's truth value
         raise self._refusal()
 
     def __getattr__(self, name: str) -> Any:
@@ -96,7 +96,7 @@ class UnawaitedStep(Coroutine[Any, Any, StepInfo]):
 
 
 def warn_of_first_weights(marks: Sequence[int]) -> None:
-    """Warn that members begin with different weights, if ``marks`` has more than one checksum of initial weights."""
+    """Warn that members begin with different weights, if there is more than one distinct checksum in ``marks``."""
     if len(marks) > 1:
         logger.warning(
             "the ranks of a policy begin with different weights, and the mean of such models is usually meaningless: "
@@ -109,8 +109,8 @@ def warn_of_first_weights(marks: Sequence[int]) -> None:
 def warn_of_opposite_metric(metric_mode: str) -> None:
     """Warn if the user's call of ``step`` passes a loss although larger metrics are better, or the reverse.
 
-    The direction is derived from the name of the variable that is passed, such as ``loss`` or ``accuracy``, and from a
-    minus sign. If the name contains no such word, there is no warning.
+    The direction is inferred from words in the name of the variable that is passed, such as ``loss`` or ``accuracy``,
+    and from a minus sign. If the name contains no known word, there is no warning.
     """
     frame = _frame_of_user()
     call = None if frame is None else _call_in(frame)
@@ -132,7 +132,7 @@ def warn_of_opposite_metric(metric_mode: str) -> None:
 
 
 def _frame_of_user() -> FrameType | None:
-    """Return the frame of the user's code that has called ``step``; frames of asyncdist and asyncio are skipped."""
+    """Return the frame of the user code that called ``step``; frames of asyncdist and asyncio are skipped."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back
@@ -161,7 +161,7 @@ def _call_in(frame: FrameType) -> ast.Call | None:
 
 
 def _metric_in(call: ast.Call) -> tuple[str, ast.expr | None]:
-    """Return the metric in a call of a policy or of its ``step``, preceded by its keyword ("loss", "score" or "")."""
+    """Return the keyword ("loss", "score" or "") and the metric in a call of a policy or of its ``step``."""
     for given in call.keywords:
         if given.arg in ("loss", "score"):
             return given.arg, given.value
@@ -173,7 +173,7 @@ def _metric_in(call: ast.Call) -> tuple[str, ast.expr | None]:
 
 
 def _direction_of(metric: ast.expr | None) -> bool | None:
-    """Return whether a larger value of an expression is better, judging by its names; None if that is unknown."""
+    """Return whether a larger value of an expression is better, judging by its names; None if they do not show it."""
     match metric:
         case ast.UnaryOp(ast.USub(), operand):
             direction = _direction_of(operand)

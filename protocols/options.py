@@ -23,13 +23,13 @@ from asyncdist.protocols.selective.islands.layout import MigrationRoute as Migra
 from asyncdist.protocols.selective.rules import Route as Route
 from asyncdist.protocols.step_info import PolicyEvent
 
-#: Parameters that are averaged: all, or the parameters that require a gradient when the policy is created.
+#: Parameters to average: all, or only those that require a gradient when the policy is created.
 Parameters: TypeAlias = Literal["all", "trainable"]
-#: Function for ``"reset_weights"`` that returns a model of the same layout, or the pair (model, optimizer).
+#: Function for ``"reset_weights"`` that returns a model with the same layout, or a pair (model, optimizer).
 ModelBuilder: TypeAlias = Callable[[], nn.Module | tuple[nn.Module, torch.optim.Optimizer]]
-#: Whether an optimizer's state is kept or reset when weights are replaced.
+#: Whether the optimizer's state is kept or reset when weights are replaced.
 OptimizerState: TypeAlias = Literal["keep", "reset"]
-#: Largest number of characters in a policy's name, since one message carries all values that members agree on.
+#: Maximum length of a policy's name; limited because one message carries all values that members agree on.
 _NAME_LENGTH_MAX: Final = 200
 
 _MEMBERS: Final = "members and timeouts"
@@ -65,7 +65,7 @@ class AverageAllOptions(MemberOptions, total=False):
 
 
 class ReplacementOptions(TypedDict, total=False):
-    """Options for the choice of replaced ranks and of their new weights, shared with torchgfn's policy."""
+    """Options for choosing the replaced ranks and their new weights, shared with torchgfn's policy."""
 
     replacement_ratio: float
     averaging_strategy: AveragingStrategy
@@ -200,7 +200,7 @@ class CommonOptions(Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragingOptions(Options):
-    """Options for replacing a rank's weights, and for the events and durations that are reported.
+    """Options for replacing a rank's weights, and for reporting events and durations.
 
     Raises:
         TypeError, ValueError: An option has the wrong type or is out of range.
@@ -266,7 +266,7 @@ class AveragingOptions(Options):
         return self.optimizer_state == "reset" or self.makes_fresh_weights
 
     def takes_means(self, donor_count: int) -> bool:
-        """Return whether new weights combine several models, for at most ``donor_count`` donors."""
+        """Return whether new weights combine several models if there are at most ``donor_count`` donors."""
         is_mean = self.averaging_strategy in ("mean", "weighted_mean")
         return is_mean and (donor_count > 1 or (donor_count == 1 and self.momentum > 0))
 
@@ -277,7 +277,7 @@ class AveragingOptions(Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorOptions(Options):
-    """Options for the choice of the coordinator."""
+    """Options for choosing the coordinator."""
 
     coordinator: int | None = option(
         "Rank outside the group that coordinates with `await protocols.coordinate(members)` instead of training; by "
@@ -298,11 +298,11 @@ class CoordinatorOptions(Options):
 
 @dataclass(slots=True)
 class Timing:
-    """Collects durations in the user's ``timing`` dict: a list of seconds for each name."""
+    """Collects durations in the user's ``timing`` dict, which maps each name to a list of seconds."""
 
     seconds: dict[str, list[float]] | None = field(default=None)
 
     def add(self, name: str, duration_s: float) -> None:
-        """Append a duration in seconds to the list of ``name``, if the user has passed a dict."""
+        """Append a duration in seconds to the list for ``name``, if the user has passed a dict."""
         if self.seconds is not None:
             self.seconds.setdefault(name, []).append(duration_s)

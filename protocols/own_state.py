@@ -1,7 +1,7 @@
-"""Checks whether a rank's state may be sent to other ranks, and replaces that state by an average.
+"""Checks whether a rank's state may be sent to other ranks, and replaces that state with an average.
 
 When an average is applied, the rank keeps a share of its own weights (``momentum``) and its optimizer's state, but only
-if they are finite. Moments of Adam that are NaN would make the new weights NaN in the next step.
+if they are finite. NaN moments in Adam, for example, would make the new weights NaN in the next step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class OwnState:
     """Checks and replaces the state of one rank's model and optimizer.
 
     Raises:
-        ValueError: ``model_builder`` returns a model of a different layout; the message names the first difference.
+        ValueError: ``model_builder`` returns a model with a different layout; the message names the first difference.
     """
 
     def __init__(self, flat: FlatState, weights: OptimizerWeights, options: AveragingOptions) -> None:
@@ -40,7 +40,7 @@ class OwnState:
                 self._build(self._model_builder)
 
     def begin(self) -> None:
-        """Record, at the policy's start, which infinite values belong to the model (such as masks)."""
+        """Record at the policy's start which infinite values belong to the model, such as those in masks."""
         self._known = KnownInfinities(self._flat)
 
     def may_be_given(self, snapshot: FlatBuffers) -> bool:
@@ -57,7 +57,7 @@ class OwnState:
         return name is None
 
     def unsound_entry(self, mean: FlatBuffers) -> str | None:
-        """Return the name of an entry of ``mean`` with an unexpected NaN or infinity; None if there is none."""
+        """Return the name of an entry of ``mean`` that has an unexpected NaN or infinity, or None."""
         return self._infinities.unsound_entry(mean)
 
     def trouble(self) -> str:
@@ -70,15 +70,15 @@ class OwnState:
         return ""
 
     def take(self, average: FlatBuffers, trouble: str | None = None) -> str:
-        """Replace the weights by an average.
+        """Replace the weights with an average.
 
         Args:
-            trouble: Description of the non-finite state of this rank or of another shard of its model, from
-                :meth:`trouble`; None to check this rank's state now.
+            trouble: Result of :meth:`trouble` on this rank, or on a rank with another shard of its model; None to check
+                this rank's state now.
 
         Returns:
-            Description of the non-finite state; "" if all was finite. If it is not "", momentum was ignored and the
-            optimizer's state was reset.
+            Description of the non-finite state, in which case momentum was ignored and the optimizer's state was reset;
+            "" if all was finite.
         """
         trouble = self.trouble() if trouble is None else trouble
         self.load(average, momentum=0.0 if trouble else self._momentum)
@@ -92,7 +92,7 @@ class OwnState:
             self._flat.load(buffers, momentum=momentum)
 
     def take_fresh(self) -> None:
-        """Replace the weights by a new model's from ``model_builder``, and clear the optimizer's state."""
+        """Replace the weights with those of a new model from ``model_builder``, and clear the optimizer's state."""
         assert self._model_builder is not None, "reset_weights without model_builder was refused at the start"
         fresh = self._build(self._model_builder)
         buffers = fresh.new_buffers()

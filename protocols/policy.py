@@ -1,4 +1,4 @@
-"""Base class of all policies: an async context manager around a training loop, whose ``step`` may change weights.
+"""Base class of all policies: an async context manager around a training loop, whose ``step`` may change the weights.
 
 :class:`SpawnPolicy` implements the checks before each step, the iteration count, and the joint start, in which the
 members check that they start the same policy. Subclasses implement the step.
@@ -61,7 +61,7 @@ from asyncdist.tensors.trained_models import TrainedModels
 
 _Stage: TypeAlias = Literal["new", "starting", "open", "closed"]
 
-#: Subject of the agreement between the members, and a reserved coordinator, when a policy starts.
+#: Name of the agreement that the members, and a reserved coordinator, make when a policy starts.
 START: Final = "the start of a policy"
 #: Version of the format of :meth:`SpawnPolicy.state_dict`.
 _STATE_VERSION: Final = 1
@@ -73,14 +73,14 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
     Args:
         model: Model that this rank trains. Its parameters and persistent buffers are the policy's state.
-        optimizer: Optimizer of the model or of some of its parameters.
-        resets_optimizer: Whether the optimizer's state is cleared at each average. Otherwise copies of weights in the
-            optimizer are updated: see :mod:`asyncdist.tensors.optimizers.weights`.
+        optimizer: Optimizer for the model or for some of its parameters.
+        resets_optimizer: Whether the optimizer's state is cleared at each average. Otherwise, only the copies of
+            weights in that state are updated: see :mod:`asyncdist.tensors.optimizers.weights`.
         average_every, options: The options below.
 
     Attributes:
         optimizer: The current optimizer. Assign a different optimizer to train the model with it from now on.
-        is_alone: Whether this rank is the only participant, known after the start. The policy then only checks its
+        is_alone: Whether this rank is the only participant; set by the start. If it is, the policy only checks its
             arguments.
         begins_again: Whether this rank starts the policy because it ran out of memory in an earlier policy. Set it
             before the start; the start fails if the value differs between members.
@@ -90,7 +90,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     """
 
     takes_metric: ClassVar[bool] = True
-    #: Whether a restarted rank may join the running policy, and a policy on all ranks may start without lost ranks.
+    #: Whether a restarted rank may join the running policy, and whether a policy on all ranks may start without the
+    #: lost ranks.
     admits_restarted: ClassVar[bool] = False
     #: Whether several ranks train one replica of the model, as under DDP. The model may then be wrapped or sharded.
     keeps_replicas: ClassVar[bool] = False
@@ -111,7 +112,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self.name = own.name
         self.iteration = 0
         self._call_count = 0  # calls of step in this process; `iteration` also counts the steps before a restart
-        self._is_due_here: bool | None = None  # whether the current step is due, if its caller decides that
+        self._is_due_here: bool | None = None  # whether the current step is due; None unless its caller decides that
         self._is_unawaited = True  # whether the last call of step was not awaited, or there was none
         self._first_call: tuple[str, int] | None = None
         self._journal = Journal(own.name, type(self).__name__)
@@ -135,7 +136,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._world: World
         self._services: Services
         self._group: Group
-        self._members: tuple[int, ...]  # ranks of the group with which this rank starts and agrees
+        self._members: tuple[int, ...]  # ranks of the group that start and agree together, including this rank
         self._joint_start: Start[None]
         self.is_alone: bool
 
@@ -260,14 +261,14 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._stage = "open"
 
     async def _end(self, _: None) -> None:
-        """Leave a policy whose start was cancelled on this rank after all ranks had joined it."""
+        """Leave a policy whose start was cancelled on this rank after all ranks had joined."""
         self._stage = "closed"
         await self._stop(asyncio.CancelledError())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        # The call is ignored at the wrong stage, and when a suspended generator is deleted.
+        # The call has no effect at the wrong stage, or when a suspended generator is deleted.
         if self._stage != "open" or kind is GeneratorExit:
             return
         end_forked_child(self._services.process_id, error)
@@ -296,7 +297,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             local_metric: This rank's metric, if ``metric_mode`` defines which values are better.
 
         Returns:
-            The result of the step, which is true if weights have changed.
+            The result of the step, which is truthy if the weights have changed.
 
         Raises:
             BusyError: Another task is in ``step``, or this rank's ``world.compute`` or a save of the model is in
@@ -317,7 +318,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return self._guarded_step(local_metric)
 
     def note_direction(self) -> None:
-        """Record that ``metric_mode`` is certainly the direction of the metrics, so that no warning is needed."""
+        """Record that the metrics' direction certainly is ``metric_mode``, so that no warning is needed."""
         self._journal.is_direction_named = True
 
     def note_call(self, line: tuple[str, int]) -> None:
@@ -375,9 +376,9 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     _guarded_step.__qualname__ = "SpawnPolicy.step"  # shown in Python's warning about a coroutine that is not awaited
 
     def step_at(self, iteration: int, local_metric: MetricSource, *, is_due: bool) -> Coroutine[Any, Any, StepInfo]:
-        """Return the coroutine of the step of ``iteration``, for a caller that decides itself which steps are due.
+        """Return the coroutine of step ``iteration``, for a caller that decides itself which steps are due.
 
-        The caller must call :meth:`check_can_step` first, and must await the coroutine at once.
+        The caller must call :meth:`check_can_step` first, and must await the coroutine immediately.
         """
         self.iteration, self._is_due_here = iteration, is_due
         return self._guarded_step(local_metric)
@@ -388,17 +389,17 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             self._refuse()
 
     def is_own_group(self, group: object) -> bool:
-        """Return whether ``group`` is the policy's group or the communicator of that group."""
+        """Return whether ``group`` is the policy's group or that group's communicator."""
         return group is self._group or group is self._group.communicator
 
     # -- continuing later -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the policy's own state, with which a later run can continue after :meth:`load_state_dict`.
+        """Return the policy's own state, from which a later run can continue after :meth:`load_state_dict`.
 
-        The state consists of numbers, strings, None and tuples of these. It does not include the weights and the
-        optimizer's state, which :func:`asyncdist.save_population` also saves, nor rounds in progress and a
-        coordinator's cooldown.
+        The state consists of numbers, strings, None and tuples of these. It does not include the weights or the
+        optimizer's state, which :func:`asyncdist.save_population` saves as well. Rounds in progress and a coordinator's
+        cooldown are not saved.
         """
         return {
             "policy": type(self).__name__,
@@ -435,7 +436,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._restore(state)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Load a state that was checked or was received from another member."""
+        """Load a state that has been checked, or was received from another member."""
         self.iteration = validation.count("iteration", state["iteration"], least=0)
         self._journal.metric = state["metric"]
         self._load_own_state(state)
@@ -459,7 +460,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         """Open the channels and agree with the other members (:meth:`_agree`); not called if this rank is alone."""
 
     async def _join(self) -> None:
-        """Join the policy that runs on the other ranks, if this rank was restarted."""
+        """Join the policy that the other ranks are running, after this rank was restarted."""
         raise LocalProtocolError(
             f"{type(self).__name__} does not admit a restarted rank to a running policy; make a new group after the "
             "restart, and start a new policy on all its members"
@@ -478,10 +479,10 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._weights.change(optimizer)
 
     def take_model_of(self, other: SpawnPolicy) -> bool:
-        """Use the model and optimizer of ``other``, a policy that was not entered, from now on.
+        """From now on, use the model and optimizer of ``other``, a policy that was not entered.
 
         Returns:
-            Whether that model has this policy's layout. If it does not, nothing has changed.
+            Whether that model has the layout of this policy's model. If not, this policy is unchanged.
         """
         if self.keeps_replicas or other._flat.fingerprint != self._flat.fingerprint:
             return False
@@ -491,7 +492,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return True
 
     def _choose_members(self) -> tuple[int, ...]:
-        """Return the ranks, including this rank, that start the policy together: all ranks of the group."""
+        """Return the ranks that start the policy together, including this rank: by default, all ranks of the group."""
         return self._group.ranks
 
     def _has_company(self) -> bool:
@@ -503,7 +504,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return (self.iteration + 1) % self.average_every == 0
 
     def _read_metric(self, given: MetricSource) -> float:
-        # A float is the most frequent metric, and needs no conversion.
+        # A float is the most common metric, and needs no conversion.
         number = given if type(given) is float else due_metric(self._metric if given is None else given, self.iteration)
         self._journal.note_metric(self.iteration, number)
         return number
@@ -543,7 +544,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return dataclasses.replace(agreed, values=values)
 
     def _mark_of_first_weights(self) -> int | None:
-        """Return a checksum of the initial weights; None if they were trained before or no means are computed."""
+        """Return a checksum of the initial weights; None if they were already trained, or if no means are computed."""
         was_trained = self.model in self._services.shared(TrainedModels).models or has_stepped(self.optimizer)
         is_first = self.iteration == 0 and not was_trained
         return self._flat.sample_checksum() if is_first and self._takes_means() else None
@@ -555,7 +556,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     def _refuse(self) -> None:
         """Raise the error for a step that is not possible now.
 
-        The error is equal on all ranks, so that the job reports it only once.
+        The error is the same on all ranks, so that the job reports it only once.
         """
         if self._stage == "new":
             raise ClosedError(

@@ -1,4 +1,4 @@
-"""Lets code that was ported from torchgfn call a policy with torchgfn's arguments.
+"""Lets code ported from torchgfn call a policy with torchgfn's arguments.
 
 :mod:`asyncdist.integrations.torchgfn.calls` implements the calls.
 """
@@ -39,22 +39,22 @@ class Ported(SpawnPolicy):
         """Do a :meth:`step` with torchgfn's arguments and the caller's own iteration number.
 
         Args:
-            iteration: A whole number (int, numpy integer or 0-d tensor) that decides which calls are due. The numbers
-                may restart at each epoch. A call that skips a due number is due, so calls at every 100th iteration are
-                enough for ``average_every=100``. If epochs are shorter than ``average_every``, their iterations are
-                added up.
+            iteration: An integer (int, numpy integer or 0-d tensor) that decides which calls are due. It may restart at
+                each epoch. A call is also due if a due number was skipped since the previous call, so calls at every
+                100th iteration are enough for ``average_every=100``. If epochs are shorter than ``average_every``,
+                their iterations are added up.
             model: The policy's model.
             optimizer: The policy's optimizer.
             local_metric: This rank's metric, as in :meth:`step`.
-            group: None, the group that was passed to the policy's constructor, or the communicator of that group.
-            expose_params: None or True, without effect: snapshots are published every ``average_every`` steps.
+            group: None, the group that was passed to the policy's constructor, or that group's communicator.
+            expose_params: None or True; has no effect, since snapshots are published every ``average_every`` steps.
 
         Returns:
             The same model and optimizer, and the fields of :class:`StepInfo` as a dict.
 
         Raises:
-            ValueError: The model, the optimizer or the group is not the policy's, or ``iteration`` is not a whole
-                number of 0 or more.
+            ValueError: The model, the optimizer or the group is not the policy's, or ``iteration`` is not a
+                non-negative integer.
         """
         if self._calls is None:
             from asyncdist.integrations.torchgfn.calls import (
@@ -68,7 +68,7 @@ class Ported(SpawnPolicy):
 
 
 class PortedOneSided(Ported):
-    """Base class of one-sided policies, which can also print statistics like torchgfn's policies."""
+    """Base class of one-sided policies that can also print statistics as torchgfn's policies do."""
 
     @abc.abstractmethod
     def statistics(self) -> OneSidedStatistics:

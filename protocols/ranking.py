@@ -9,10 +9,10 @@ from typing import Final, Literal, TypeAlias, get_args
 from asyncdist import validation
 from asyncdist.protocols.declared import Options, one_of, option
 
-#: How new weights are made: from an average of donors, from the best donor, or anew.
+#: Source of new weights: an average of the donors, the best donor, or a newly built model.
 AveragingStrategy: TypeAlias = Literal["mean", "weighted_mean", "best_only", "reset_weights"]
 STRATEGIES: Final[tuple[AveragingStrategy, ...]] = get_args(AveragingStrategy)
-#: Whether a larger metric is better, or a smaller one.
+#: Whether larger or smaller metrics are better.
 MetricMode: TypeAlias = Literal["max", "min"]
 
 #: Weights outside 2^-20..2^20 are rescaled, so that weight * value does not overflow float32.
@@ -45,10 +45,10 @@ class JudgingRules(Options):
 
 
 def replacer_count(participant_count: int, replacement_ratio: float) -> int:
-    """Return the number of participants to replace: the product, rounded half up, from 1 to ``participant_count - 1``.
+    """Return the number of participants to replace: count times ratio, rounded half up, at least 1 and below the count.
 
-    The result is 0 if the ratio is 0 or there are fewer than two participants. The ratio is used as the decimal number
-    that the user wrote: 0.29 * 50 is exactly 14.5 and gives 15, whereas the product of floats is below 14.5.
+    The result is 0 if the ratio is 0 or there are fewer than two participants. The ratio is treated as the decimal
+    number that the user wrote: 0.29 * 50 is exactly 14.5 and gives 15, whereas the float product is below 14.5.
     """
     if participant_count < 2 or replacement_ratio == 0:
         return 0
@@ -59,8 +59,8 @@ def replacer_count(participant_count: int, replacement_ratio: float) -> int:
 def order_worst_first(metrics: Mapping[int, float], metric_mode: str = "max") -> tuple[int, ...]:
     """Return the ranks, sorted from the worst metric to the best.
 
-    NaN and both infinities are equally bad, and worse than any finite number. If metrics are equal, the lower rank is
-    the worse one, so that all ranks compute the same order.
+    NaN and both infinities are equally bad, and worse than any finite number. Of two ranks with equal metrics, the
+    lower rank counts as worse, so that all ranks compute the same order.
     """
     finite = sorted([rank for rank, metric in metrics.items() if math.isfinite(metric)])
     finite.sort(key=metrics.__getitem__, reverse=metric_mode != "max")  # equal metrics remain in rank order
@@ -70,7 +70,7 @@ def order_worst_first(metrics: Mapping[int, float], metric_mode: str = "max") ->
 
 
 def best_of(metrics: Mapping[int, float], metric_mode: str = "max") -> int:
-    """Return the best rank, the last one of :func:`order_worst_first`; `metrics` must not be empty."""
+    """Return the last rank of :func:`order_worst_first`; `metrics` must not be empty."""
     finite = [rank for rank, metric in metrics.items() if math.isfinite(metric)]
     if not finite:
         return max(metrics)
@@ -79,7 +79,7 @@ def best_of(metrics: Mapping[int, float], metric_mode: str = "max") -> int:
 
 
 def is_worse(metric: float, threshold: float, metric_mode: str) -> bool:
-    """Return whether a metric is strictly worse than the threshold; NaN and infinities always are."""
+    """Return whether a metric is strictly worse than the threshold; NaN and infinite metrics always are."""
     if not math.isfinite(metric):
         return True
     return metric < threshold if metric_mode == "max" else metric > threshold

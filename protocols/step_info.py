@@ -1,4 +1,4 @@
-"""Defines what a policy reports to its user: the result of each step, and the events that ``on_event`` receives.
+"""Defines a policy's reports to its user: the result of each step, and the events that ``on_event`` receives.
 
 ``on_event`` is called inside ``step``, on the same thread, in the order of the events.
 """
@@ -15,20 +15,20 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """Result of one ``step``; true if the weights have changed.
+    """Result of one ``step``; truthy if the weights have changed.
 
     Attributes:
         averaged_this_iteration: Whether the weights have changed.
-        round: Number of the round that has changed the weights or was abandoned; 0 for none.
+        round: Number of the round that changed the weights or was abandoned; 0 if there was none.
         donors: Ranks whose weights were averaged, ascending.
         weights: Weights of the donors, with sum 1.
         staleness_steps: Age of the oldest snapshot in steps: this rank's iteration minus the donor's, at least 0.
-        seconds: Seconds from the moment when this rank was assigned to be replaced until the new weights are in place.
-        nbytes: Number of bytes received for the average, without the bytes received as a reducer.
+        seconds: Seconds from this rank's assignment as a replacer until its new weights were in place.
+        nbytes: Number of bytes received for the average, not counting bytes received as a reducer.
         abandoned: Reason why this rank's replacement was abandoned; "" if it was not.
-        recovered: Description of this rank's non-finite state, if there was one: momentum was then ignored and the
-            optimizer's state reset. "" otherwise.
-        coordinator: Rank that coordinated the round; -1 without a coordinator.
+        recovered: Description of this rank's non-finite state, because of which momentum was ignored and the
+            optimizer's state was reset; "" if all was finite.
+        coordinator: Rank that coordinated the round; -1 if there was no coordinator.
         route: Route of the donors' weights, ``"direct"`` or ``"sharded"``; "" if the policy has no routes.
         island: Number of this rank's island, from 0; -1 if the policy has no islands.
         migrants: Ranks in ``donors`` that are in another island.
@@ -71,7 +71,7 @@ NOTHING = StepInfo()
 
 
 def fields_of(info: StepInfo) -> dict[str, Any]:
-    """Return the fields of a step's result by name, in a new dict."""
+    """Return the fields of a step's result as a new dict."""
     return dict(_NOTHING) if info is NOTHING else {name: getattr(info, name) for name in _NAMES}
 
 
@@ -87,7 +87,7 @@ class SnapshotTaken:
         round: Round that needs the snapshot; for a snapshot published to all members, its version.
         iteration: Iteration of the donor, from 0.
         state: Flat 1-D tensors by dtype name (``"float32"``), valid only during the call; do not change them.
-        island: Number of the island that needs the snapshot; -1 for this rank's own island or without islands.
+        island: Number of the island that needs the snapshot; -1 for this rank's own island, or if there are no islands.
     """
 
     round: int
@@ -104,7 +104,7 @@ class AverageApplied:
         round: Number of the round.
         donors: Ranks of the donors, ascending.
         weights: Weights of the donors, in the same order, not normalised.
-        best: Donor of the integer and bool entries; -1 without donors.
+        best: Donor of the integer and bool entries; -1 if there are no donors.
         iteration: Iteration of the replacer, from 0.
         state: New state of this rank, as flat 1-D tensors by dtype name; valid only during the call.
         versions: For published snapshots, the version of each donor's snapshot, in the same order; otherwise empty.
@@ -177,7 +177,7 @@ class CoordinatorChanged:
 
     Attributes:
         rank: Rank of the new coordinator.
-        epoch: Number that grows with each new coordinator.
+        epoch: Number that increases with each new coordinator.
     """
 
     rank: int
@@ -190,7 +190,7 @@ PolicyEvent: TypeAlias = (
 
 
 class UserEvents:
-    """Passes this rank's events to the user's ``on_event`` callback, at once or inside the next step.
+    """Passes this rank's events to the user's ``on_event`` callback, immediately or inside the next step.
 
     Attributes:
         are_wanted: Whether there is a callback.
@@ -207,11 +207,11 @@ class UserEvents:
             self._pending.append(event)
 
     def tell(self) -> None:
-        """Call ``on_event`` for all stored events. If it raises, the next step continues with the following event."""
+        """Call ``on_event`` for all stored events. If it raises, the next step continues with the next event."""
         while self._pending:
             self.tell_now(self._pending.popleft())
 
     def tell_now(self, event: PolicyEvent) -> None:
-        """Call ``on_event`` at once, if there is a callback."""
+        """Call ``on_event`` immediately, if there is a callback."""
         if self._on_event is not None:
             self._on_event(event)

@@ -1,8 +1,8 @@
 """Finds DDP and FSDP wrappers around a model, since they conflict with most policies.
 
-DDP assumes equal weights on all ranks, and FSDP stores a part of each weight on each rank. A policy that changes the
-weights of one rank would break both without an error. Only a policy whose members are replicas of several ranks can use
-such a model, if the wrapper spans exactly the ranks of one replica.
+DDP assumes equal weights on all ranks, and FSDP stores a part of each weight on each rank. A policy that changed one
+rank's weights would break both without an error. Such a model can only be used if the policy's members are replicas of
+several ranks and the wrapper spans exactly the ranks of one replica.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import nn
 
 from asyncdist import LocalProtocolError, World
 
-#: Modules of torch that define such wrappers. Classes that `fully_shard` creates have bases in these modules, too.
+#: Modules of torch that define DDP and FSDP wrappers, and the base classes of classes that `fully_shard` creates.
 _WRAPPERS: Final = ("torch.nn.parallel.distributed", "torch.distributed.fsdp", "torch.distributed._composable")
-#: Module of torch with the base class of modules sharded by `fully_shard`, whose parameters are DTensors between steps.
+#: Module of torch that defines the base class of modules sharded by `fully_shard`.
 _SHARDED: Final = "torch.distributed.fsdp._fully_shard"
 _WHY: Final = "whose ranks always have equal weights, while a policy gives each rank its own. Pass a model without it"
 
 
 def check_not_wrapped(model: nn.Module, *, takes_shards: bool = False) -> None:
-    """Raise ValueError if the model is, or contains, a DDP or FSDP wrapper; ``takes_shards`` allows `fully_shard`."""
+    """Raise ValueError if the model is or contains a DDP or FSDP wrapper; ``takes_shards`` allows `fully_shard`."""
     kinds = [type(each) for each in model.modules() if not (takes_shards and _is_divided(type(each)))]
     found = next((name for kind in kinds if (name := _wrapper_name(kind))), None)
     if found is not None:
@@ -34,7 +34,7 @@ def check_not_wrapped(model: nn.Module, *, takes_shards: bool = False) -> None:
 def reshard(model: nn.Module) -> None:
     """Free the parameters that `fully_shard` has gathered, so that each rank has only its own shards again.
 
-    After a forward pass without a backward pass, the outermost parameters remain gathered. They would keep their old
+    After a forward pass without a backward pass, the root module's parameters remain gathered, and would keep their old
     values when the shards are changed. The call needs no communication.
     """
     for module in model.modules():
@@ -46,18 +46,19 @@ def reshard(model: nn.Module) -> None:
 def check_not_inside(model: nn.Module) -> None:
     """Raise LocalProtocolError if other code, such as transformers' Trainer, has wrapped the model in DDP or FSDP.
 
-    The model does not refer to its wrapper, so all objects of this process are searched if torch.distributed was
-    started, which both wrappers need. Wrappers in unreachable reference cycles, as of a deleted trainer, are ignored.
+    The model has no reference to its wrapper, so all objects of this process are searched. There is no search unless
+    torch.distributed is initialized, which both wrappers require. Wrappers in unreachable reference cycles, such as a
+    deleted trainer's, are ignored.
     """
     for wrapper in _wrappers_around(model):
         raise LocalProtocolError(f"model must not be inside {_wrapper_name(type(wrapper))}, {_WHY}")
 
 
 def check_replica_group(model: nn.Module, ranks: Sequence[int], world: World) -> None:
-    """Raise ValueError if DDP around the model synchronises ranks other than ``ranks``, this rank's replica.
+    """Raise ValueError if DDP around the model synchronises ranks other than ``ranks``, those of this rank's replica.
 
-    If torch.distributed numbers ranks differently than the world, as in a job with one process group for each replica,
-    only the number of ranks is compared.
+    If torch.distributed numbers ranks differently from the world, as in a job with one process group per replica, only
+    the number of ranks is compared.
     """
     for wrapper in _wrappers_around(model):
         if isinstance(wrapper, nn.parallel.DistributedDataParallel):
@@ -65,7 +66,7 @@ def check_replica_group(model: nn.Module, ranks: Sequence[int], world: World) ->
 
 
 def _check_group(group: Any, ranks: list[int], world: World) -> None:
-    if group is None:  # the constructor of the wrapper has not run
+    if group is None:  # the wrapper's constructor has not run
         return
     found = sorted(torch.distributed.get_process_group_ranks(group))
     if (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (world.rank, world.size):
@@ -96,7 +97,7 @@ def _wrappers_around(model: nn.Module) -> list[nn.Module]:
 
 def _search(own: set[int]) -> Iterator[nn.Module]:
     """Yield the DDP and FSDP wrappers that contain a module with one of these ids."""
-    # Among five million objects, this search by references to the class takes 0.10 s, a check of each object 0.69 s.
+    # With five million objects, this search by references to the class takes 0.10 s; checking each object takes 0.69 s.
     kinds = [kind for kind in _subclasses(nn.Module) if _wrapper_name(kind)]
     for thing in gc.get_referrers(*kinds):
         if _wrapper_name(type(thing)) and any(id(module) in own for module in _modules_of(thing)):
@@ -111,7 +112,7 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 
 def _modules_of(outer: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and its submodules; unlike ``outer.modules()``, also if a constructor has not run yet."""
+    """Yield a module and its submodules, even (unlike ``outer.modules()``) if a constructor has not run yet."""
     seen: set[int] = set()
     waiting = [outer]
     while waiting:
@@ -127,7 +128,7 @@ def _is_divided(kind: type) -> bool:
 
 
 def _wrapper_name(kind: type) -> str:
-    """Return the name of the DDP or FSDP class that ``kind`` is derived from; "" if there is none."""
+    """Return the name of the DDP or FSDP class from which ``kind`` is derived, or ""."""
     if not issubclass(kind, nn.Module):
         return ""
     return next((base.__name__ for base in kind.__mro__ if base.__module__.startswith(_WRAPPERS)), "")
