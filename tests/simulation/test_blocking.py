@@ -155,7 +155,7 @@ def test_code_that_sleeps_or_reads_a_clock_for_ever_is_named(clock: str) -> None
     assert "rank 1 slept or read clocks 300000 times without an await" in str(error)
     first = main.__code__.co_firstlineno
     line = first + (6 if clock == "time.sleep" else 9)
-    assert f"line {line} of {__file__} loops" in str(error)
+    assert f"line {line} of {__file__}" in str(error)
     assert isinstance(report.results[0], ad.RankLostError)
 
 
