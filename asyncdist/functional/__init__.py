@@ -1,1 +1,1 @@
-"""Awaitable functions for training code: collectives, averaging, checkpoints, requests and roles of ranks."""
+"""Awaitable functions for training code: collectives, averaging, checkpoints, requests and rank roles."""

@@ -1,14 +1,14 @@
 """Averages gradients or weights over a group once, synchronously, without a policy.
 
-All tensors of one dtype go through one collective. Sums are computed in float32 or wider, in rank order, and divided by
-the group's size, so all transports give the same bits. Equal values stay unchanged, and the mean of finite values is
-finite, even if their sum is not (:mod:`asyncdist.tensors.means`). Before data is sent, the members compare their
-models. If they differ, all members raise an error that names the first difference.
+All tensors of one dtype are averaged in one collective. Sums are computed in float32 or wider, in rank order, and
+divided by the group's size, so results are bitwise identical on all transports. Equal values stay unchanged, and the
+mean of finite values is finite, even if their sum is not (:mod:`asyncdist.tensors.means`). Before data is sent, the
+members compare their models. If they differ, all members raise an error that names the first difference.
 
-Tensors are read and written in pieces, so no other task may use the model before the call has ended. From 64 KiB on,
-processes of one host, on MPI or torch, read each other's memory instead of sending
-(:mod:`asyncdist.collectives.algorithms.shared_memory_reduce`). If that is not possible, messages are used, with the
-same result.
+Tensors are read and written in pieces, so no other task may use the model during the call. For 64 KiB or more,
+processes on one host, with MPI or torch, read each other's memory instead of sending messages
+(:mod:`asyncdist.collectives.algorithms.shared_memory_reduce`). If that is not possible, they send messages; the result
+is the same.
 
 **Cancellation**: the collectives end in the background, and this rank's tensors keep their values.
 """
@@ -50,15 +50,15 @@ _DIGEST_LENGTH: Final = 64
 
 
 async def average_models(model: nn.Module, training_group: Group | None = None, *, world: World | None = None) -> None:
-    """Replace the model's state on every member by the mean over the group, in place.
+    """Replace the model's state on every member with the mean over the group, in place.
 
     Floating and complex parameters and persistent buffers become the sum divided by the group's size, rounded once to
-    their dtype. Integer and bool entries (BatchNorm's counter) become those of the first member. Tied weights count
-    once. With one member nothing changes. One flat copy of the state is kept for the next call, as long as the model
-    lives.
+    their dtype. Integer and bool entries (BatchNorm's counter) are copied from the first member. Tied weights count
+    once. In a group of one, nothing changes. One flat copy of the state is kept for the next call, as long as the model
+    exists.
 
     Args:
-        model: Model with equal names, shapes, dtypes and sharing on all members; on any device.
+        model: Model with the same names, shapes, dtypes and tied weights on all members; on any device.
         training_group: Ranks that average; by default all.
         world: World of the call; by default the current one.
 
@@ -74,10 +74,10 @@ async def average_models(model: nn.Module, training_group: Group | None = None, 
 async def average_state(
     model: nn.Module, state: FlatState | None, training_group: Group | None = None, *, world: World | None = None
 ) -> None:
-    """Average ``state``, a part of a model's state and possibly of optimizer state, over the group, in place.
+    """Average ``state``, a part of the model's and possibly of the optimizer's state, over the group, in place.
 
-    If ``state`` is None, the whole model is averaged. A given state is kept for the next call, until the world's
-    scratch memory drops the model. Means are computed and errors raised as by :func:`average_models`.
+    If ``state`` is None, the whole model is averaged. Otherwise, ``state`` is kept for the next call until the world's
+    scratch memory drops the model. Means and errors are those of :func:`average_models`.
     """
     world, group = place(world, training_group)
     outcome = await attempt(lambda: _Models(model, world, state), lambda models: models.summary)
@@ -98,14 +98,14 @@ async def average_state(
 
 
 async def average_gradients(model: nn.Module, group: Group | None = None, *, world: World | None = None) -> None:
-    """Replace every gradient on every member by the mean over the group, in place.
+    """Replace every gradient on every member with the mean over the group, in place.
 
-    A parameter without a gradient on this rank counts as zero, and gets the mean, if another member has a gradient. A
-    parameter without a gradient on all members stays without. One flat copy of the gradients is kept for the next call,
-    as long as the model lives.
+    If only some members have a gradient for a parameter, a missing gradient counts as zero, and is then set to the
+    mean. If no member has one, the gradient remains None. One flat copy of the gradients is kept for the next call, as
+    long as the model exists.
 
     Args:
-        model: Model with equal parameters on all members. Its gradients are dense, of any dtype and device.
+        model: Model with the same parameters on all members. Gradients must be dense, of any dtype, on any device.
         group: Ranks that average; by default all.
         world: World of the call; by default the current one.
 
@@ -151,7 +151,7 @@ async def _settle_or_restore(
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A model's layout, and memory with wide dtypes for its state, kept for the next call."""
+    """A model's layout, and buffers in wide dtypes for its state, kept for the next call."""
 
     state: FlatState
     is_whole: bool
@@ -191,14 +191,14 @@ class _Models:
                 view.copy_(tensor)
 
     def finish(self) -> None:
-        """Write integers and booleans into the model, and keep the memory for the next call."""
+        """Write integers and booleans into the model, and keep the buffers for the next call."""
         with torch.no_grad():
             for tensor, view in self._exact_pairs:
                 tensor.copy_(view)
         self._scratch.give_back(self._model, "state", self._kept)
 
     def _find(self, state: FlatState | None) -> tuple[_Kept, list[tuple[Tensor, Tensor]]]:
-        """Return the model's tensors with their memory, which is reused if the layout has not changed."""
+        """Return the model's tensors with their buffers, which are reused if the layout has not changed."""
         kept: _Kept | None = self._scratch.take(self._model, "state")
         if kept is not None and (kept.state is state if state is not None else kept.is_whole):
             with contextlib.suppress(ValueError):  # layers or dtypes have changed since the last call
@@ -235,8 +235,8 @@ async def _check_equal(
 class _Gradients:
     """The gradients of a model, as one flat tensor per accumulation dtype. Raises an error for an invalid model.
 
-    ``present`` has 1 for each parameter with a gradient, otherwise 0. ``summary`` has digests of it and of the
-    ``fingerprint`` of all parameters. ``spreads`` are the gradients that are present on any member.
+    ``present`` contains 1 for each parameter with a gradient and 0 for each other one. ``summary`` contains digests of
+    ``present`` and of the ``fingerprint`` of all parameters. ``spreads`` are the gradients present on any member.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -274,9 +274,9 @@ class _Gradients:
         self._missing: list[tuple[nn.Parameter, Tensor]] = []
         self.lay_out()
 
-    @torch.inference_mode(False)  # the memory must be usable outside the caller's inference mode
+    @torch.inference_mode(False)  # the flat tensors must be usable outside the caller's inference mode
     def lay_out(self) -> None:
-        """Collect the gradients that are present on any member, with zeros for those that this rank lacks."""
+        """Collect the gradients that are present on any member, with zeros for any that this rank lacks."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter, is_present in zip(self._parameters, self.present.tolist(), strict=True):
             if is_present:
@@ -294,7 +294,7 @@ class _Gradients:
         ]
 
     def finish(self) -> None:
-        """Set gradients of parameters that had none, and keep the memory for the next call."""
+        """Set the gradients of parameters that had none, and keep the flat tensors for the next call."""
         for parameter, gradient in self._missing:
             parameter.grad = gradient
         kept = self._flats, self.fingerprint, self._digest, self._views, self._commons

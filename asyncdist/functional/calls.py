@@ -26,7 +26,7 @@ _WORDS_NBYTES_MAX = 1000
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """Reports the exception of the answering function, instead of an answer."""
+    """Reports the answering function's exception, instead of an answer."""
 
     kind: str
     words: str
@@ -38,7 +38,7 @@ class _Left:
 
 
 class Calls(Generic[AskT, AnswerT]):
-    """Lets ranks ask each other questions. A context manager on all ranks that take part.
+    """Lets ranks ask each other questions. All ranks that take part enter it as an async context manager.
 
     ::
 
@@ -50,17 +50,17 @@ class Calls(Generic[AskT, AnswerT]):
     function, several questions are answered concurrently.
 
     Args:
-        ask_type: Frozen dataclass of questions.
-        answer_type: Another frozen dataclass, of answers.
+        ask_type: Frozen dataclass for questions.
+        answer_type: Frozen dataclass for answers; must differ from ``ask_type``.
         tag: Tag of the messages, as for :meth:`asyncdist.World.channel`.
         answer: Function or coroutine function that takes a question and the asking rank, and returns the answer.
-            Without it this rank only asks.
+            If None, this rank only asks.
         group: Ranks that take part; by default all.
         world: World of the calls; by default the current one.
 
     Raises:
         TypeError: The types are equal, or have fields that cannot be sent.
-        LocalProtocolError: The tag is not free; raised by ``__aenter__``.
+        LocalProtocolError: The tag is in use or reserved; raised by ``__aenter__``.
     """
 
     def __init__(

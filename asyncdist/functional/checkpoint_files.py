@@ -1,7 +1,7 @@
-"""Writes and reads the files of a checkpoint.
+"""Writes and reads checkpoint files.
 
-Each file is written under a temporary name and then renamed, the manifest last. The docstring of
-:mod:`asyncdist.functional.population_checkpoint` shows the folder. All functions block on the disk.
+Each file is written under a temporary name and then renamed; the manifest is last. The docstring of
+:mod:`asyncdist.functional.population_checkpoint` shows the folder's structure. All functions block on disk I/O.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asyncdist.functional import checkpoint_state, safetensors_model
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
 
-#: File format of the models' weights.
+#: File format for models' weights.
 ModelFormat: TypeAlias = Literal["torch", "safetensors"]
 
 _FORMAT: Final = "population checkpoint of asyncdist"
@@ -37,7 +37,7 @@ _VERSION: Final = 1
 _MANIFEST: Final = "manifest.json"
 _PREFIX: Final = "checkpoint-"
 _PIECE_NBYTES: Final = 1 << 22
-#: Maximum size of a manifest in bytes. The entry of a rank takes about 150 bytes.
+#: Maximum size of a manifest in bytes. A rank's entry takes about 150 bytes.
 _MANIFEST_NBYTES_MAX: Final = 1 << 26
 
 
@@ -47,7 +47,7 @@ class _FileEntry(msgspec.Struct, frozen=True):
 
 
 class _RankEntry(_FileEntry, frozen=True):
-    """A manifest's entry for a rank: its file, its metric, and a separate file of weights, if any."""
+    """A rank's entry in the manifest: its file, its metric, and a separate weights file, if any."""
 
     metric: float | None
     metric_mode: Literal["min", "max"]
@@ -58,7 +58,7 @@ _RankEntries: TypeAlias = Annotated[list[_RankEntry], msgspec.Meta(min_length=1,
 
 
 def check_format(format: ModelFormat) -> None:
-    """Raise ValueError for an unknown format, and ModuleNotFoundError if its package is missing."""
+    """Raise ValueError if the format is unknown, and ModuleNotFoundError if its package is missing."""
     if format not in get_args(ModelFormat):
         validation.refuse("format", format, validation.one_of(get_args(ModelFormat)))
     if format == "safetensors":
@@ -66,7 +66,7 @@ def check_format(format: ModelFormat) -> None:
 
 
 def new_folder(place: Path) -> str:
-    """Create the folder of the next checkpoint below ``place``, and return its name."""
+    """Create the next checkpoint's folder in ``place``, and return the folder's name."""
     place.mkdir(parents=True, exist_ok=True)
     folder = place / _name(max(_numbers(place), default=0) + 1)
     folder.mkdir()
@@ -114,7 +114,7 @@ def read_rank(folder: Path, index: int, entry: Mapping[str, Any]) -> dict[str, A
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn the many types of errors about a file's content into ValueError with the file's name."""
+    """Convert any error about the file's content, whatever its type, to a ValueError that names the file."""
     try:
         yield
     except (OSError, ImportError, MemoryError):
@@ -133,7 +133,7 @@ def _save(state: Mapping[str, Any], path: Path) -> None:
 
 
 def _write_aside(path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
-    """Write a file under a temporary name, rename it, and return size and checksum. Delete it if writing fails."""
+    """Write a file under a temporary name, rename it, and return its size and checksum. Delete it if writing fails."""
     beside = path.with_name(f"{path.name}.part")
     try:
         write(beside)
@@ -151,7 +151,7 @@ def _write_aside(path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
 
 
 def _cause_of(error: BaseException | None) -> OSError | None:
-    """Return the OSError behind ``error``, or None. torch raises a different error while it closes the file."""
+    """Return the OSError that caused ``error``, or None. torch may raise a different error when it closes the file."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error
@@ -178,7 +178,7 @@ def _crc_of(path: Path) -> int:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, have been written to the disk."""
+    """Wait until a file, or a folder's entries, have been written to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -209,7 +209,7 @@ def _delete_old(newest: Path, keep: int) -> None:
 
 
 def find_newest(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the newest complete checkpoint in a folder with its manifest. Raise FileNotFoundError if there is none."""
+    """Return the newest complete checkpoint in a folder, and its manifest. Raise FileNotFoundError if there is none."""
     if (path / _MANIFEST).is_file():
         return path, _read_manifest(path)
     folders = [path / _name(number) for number in reversed(_numbers(path))] if path.is_dir() else []
@@ -244,7 +244,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def plan(files: Sequence[Mapping[str, Any]], size: int) -> list[int]:
-    """Return the saved rank whose file each of ``size`` ranks loads. The best are chosen, or copied if they are few."""
+    """Return, for each of ``size`` ranks, the saved rank whose file it loads: the best ranks, repeated if too few."""
     if size == len(files):
         return list(range(size))
 

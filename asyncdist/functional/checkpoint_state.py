@@ -1,4 +1,4 @@
-"""Collects the state of one rank for a checkpoint, and compares a loaded state with the current one."""
+"""Collects one rank's state for a checkpoint, and compares a loaded state with the current one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Stateful(Protocol):
         """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Replace the state by a saved one."""
+        """Replace the state with a saved one."""
 
 
 def state_of(
@@ -36,7 +36,7 @@ def state_of(
     extra: Any,
     metric: float | None,
 ) -> dict[str, Any]:
-    """Return this rank's state, and as "entry" its manifest entry. Raise TypeError for values that cannot be loaded."""
+    """Return this rank's state, with its manifest entry as "entry". Raise TypeError if a value could not be loaded."""
     state = {
         "model": model.state_dict(),
         "optimizer": None if optimizer is None else _map_leaves(_plain_number, optimizer.state_dict()),
@@ -51,7 +51,7 @@ def state_of(
 
 
 def copy_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy in CPU memory. Tensors that share memory also share it in the copy."""
+    """Return a copy in CPU memory. Tensors that share memory also do so in the copy."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def copied(value: Any) -> Any:
@@ -73,7 +73,7 @@ def copy_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """Apply ``change`` to all leaves and keys of dictionaries, lists and tuples, and return the result."""
+    """Return ``value`` with ``change`` applied to all leaves and keys of nested dicts, lists and tuples."""
     if type(value) in (dict, OrderedDict):
         changed = type(value)((change(key), _map_leaves(change, each)) for key, each in value.items())
         if type(value) is OrderedDict:
@@ -85,12 +85,12 @@ def _map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _plain_number(value: Any) -> Any:
-    """Convert a numpy scalar, such as a learning rate, to a Python number, since torch could not load it."""
+    """Convert a NumPy scalar, such as a learning rate, to a Python number, since torch could not load the scalar."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 def _check_loadable(name: str, part: Any) -> None:
-    """Raise TypeError for values that could be saved but not loaded."""
+    """Raise TypeError if a value could be saved but not loaded."""
 
     def without_contents(value: Any) -> Any:
         return torch.empty(0, device="cpu") if type(value) is torch.Tensor and not value.__dict__ else value
@@ -117,7 +117,7 @@ def _metric_entry(metric: float | None, policy: Any) -> dict[str, Any]:
 
 
 def policy_state(state: dict[str, Any], *, is_copy: bool) -> dict[str, Any]:
-    """Return the state for a policy. A copy has no random state, so that it does not repeat the original's numbers."""
+    """Return the state for a policy. A copy gets no random states, so that it does not repeat the original's numbers."""
     return {**state, "draws": None} if is_copy and "draws" in state else state
 
 
@@ -168,7 +168,7 @@ def check_parts(state: Any) -> None:
 
 
 def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: Mapping[str, Any]) -> None:
-    """Raise ValueError that names the first difference between the current state and the saved one."""
+    """Raise a ValueError that names the first difference, if any, between the current state and the saved one."""
     here, saved = model.state_dict(), loaded["model"]
     for name, value in here.items():
         if name not in saved:
@@ -193,7 +193,7 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: M
     if loaded["optimizer"] is None:
         raise ValueError("the checkpoint must have an optimizer's state, but it was saved without an optimizer")
     kind, other = type(optimizer).__qualname__, loaded.get("optimizer_class")
-    if other not in (kind, None):  # early files lack the optimizer's name
+    if other not in (kind, None):  # old files lack the optimizer's class name
         raise ValueError(f"the checkpoint must be of an optimizer of the class {kind}, got {printable(str(other))}")
     counts, others = (
         [len(group["params"]) for group in state["param_groups"]]

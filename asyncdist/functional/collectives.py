@@ -22,12 +22,12 @@ from asyncdist.transports.base import ReduceOp
 T = TypeVar("T")
 
 _NO_AXIS: Final[Any] = object()
-#: Largest group in which a barrier detects that a member makes a different call: all members then send to all.
+#: Largest group in which a barrier detects a member that makes a different call, by sending from all members to all.
 _COMPARED_SIZE_MAX: Final = 64
 
 
 def place(world: World | None, group: Group | None) -> tuple[World, Group]:
-    """Return the world and group of a collective call, after filling in defaults. Raise if this rank cannot call it."""
+    """Return a collective call's world and group, after filling in defaults. Raise if this rank must not call it."""
     world = world or current_world()
     world.check()
     if group is None:
@@ -68,8 +68,8 @@ async def barrier(*, group: Group | None = None, world: World | None = None) -> 
     """Wait until every member of the group has called this function.
 
     Raises:
-        DisagreementError: A member has called a different function instead; raised on every member of a group of up to
-            64 ranks. Larger groups do not detect this, since the check would be slow.
+        DisagreementError: A member has called a different function instead. Raised on every member; groups of more than
+            64 ranks do not detect this, since the check would be slow.
         ClosedError: A member has left.
     """
     world, group = place(world, group)
@@ -134,7 +134,7 @@ def all_gather(
     """Return, as an awaitable, every member's tensor: a list for a group, or one tensor along a mesh axis.
 
     Without an axis name, the members are those of ``group``, and the list is in the group's order. With an axis name,
-    the ranks along that mesh axis are members, and each leaf of the tree is stacked or concatenated over them
+    the members are the ranks along that mesh axis, and each leaf of the tree is stacked or concatenated over them
     (:func:`asyncdist.spmd.tree_collectives.all_gather`).
 
     Args:
@@ -147,7 +147,7 @@ def all_gather(
         world: By default the current one; only without an axis name.
 
     Raises:
-        TypeError: Options of both kinds were passed.
+        TypeError: Arguments for a group and for a mesh axis were both passed.
         Exception: With an axis name, an error of :func:`asyncdist.psum`.
     """
     if axis_name is _NO_AXIS:
@@ -175,10 +175,10 @@ async def all_reduce(
     """Reduce ``tensor`` elementwise over all members, in place, and return it.
 
     Args:
-        tensor: Tensor of equal shape and dtype on all members, on any device. Integers wrap. For booleans, "sum" and
-            "max" are "or", "prod" and "min" are "and". A minimum or maximum is NaN if any member has NaN. Dtypes
-            narrower than float32 are reduced in float32 and rounded once.
-        op: ``"sum"``, ``"min"``, ``"max"`` or ``"prod"``; complex numbers allow only ``"sum"`` and ``"prod"``.
+        tensor: Tensor of equal shape and dtype on all members, on any device. Integer overflow wraps around. For
+            booleans, "sum" and "max" mean "or"; "prod" and "min" mean "and". A minimum or maximum is NaN if any member
+            has NaN. Dtypes narrower than float32 are reduced in float32 and rounded once.
+        op: ``"sum"``, ``"min"``, ``"max"`` or ``"prod"``; for complex tensors, only ``"sum"`` or ``"prod"``.
     """
     world, group = place(world, group)
     return await world.collectives.all_reduce(tensor, group, op)
@@ -204,7 +204,7 @@ async def all_to_all(
     Args:
         tensors: One tensor per member, all of equal shape and dtype; or a single tensor, of equal shape and dtype on
             all members, whose first dimension is split evenly among them. The result has the same form.
-        group: By default all ranks of the world. For process groups of torch.distributed, with gradients, use
+        group: By default all ranks of the world. For torch.distributed process groups, with gradients, use
             :func:`asyncdist.launch.process_groups.all_to_all`.
 
     Raises:

@@ -1,9 +1,9 @@
 """Runs several helper calls as one unit that all members complete, even if the caller is cancelled on some rank.
 
-A cancelled helper completes in the background, since the other members have entered it. If a function calls several
-helpers in a row, a rank whose caller is cancelled would stop after the first, and the others would wait in the next.
-Here, the members first meet in one exchange in the caller's group. Then a separate task does the work to its end, in a
-separate group that no other call uses.
+A cancelled helper completes in the background, since the other members have entered it. If a function simply called
+several helpers in a row, a rank whose caller is cancelled would stop after the first, and the others would wait in the
+next. With joint work, the members first meet in one exchange in the caller's group. A separate task then completes the
+work, in a separate group that no other call uses.
 
 **Cancellation** of the caller is recorded, and the others get RemoteError at the work's next :meth:`JointWork.check` on
 this rank. After the last check, the work is completed on all ranks.
@@ -33,12 +33,12 @@ from asyncdist.waits import WaitId, WaitKind
 
 T = TypeVar("T")
 
-#: Timeout in seconds for making the work's group. All members are present, but one may block its event loop.
+#: Timeout in seconds for making the work's group. All members have joined, but one may block its event loop.
 _GROUP_TIMEOUT_S: Final = 600.0
 
 
 class JointWork(Generic[T]):
-    """This rank's part in one joint work of a group. Errors name the called function, ``operation``."""
+    """This rank's part in a group's joint work. Errors name the called function, ``operation``."""
 
     def __init__(self, world: World, group: Group, operation: str) -> None:
         self._world = world
@@ -62,8 +62,8 @@ class JointWork(Generic[T]):
         """Start the work when all members have joined and earlier joint works have ended. Return the prepared value.
 
         Args:
-            prepare: Awaited on every member before it joins. An exception is raised here, and as RemoteError on the
-                others.
+            prepare: Awaited on every member before it joins. Its exception is raised unchanged on this rank, and as
+                RemoteError on the others.
             work: Called with a group for the work, and the prepared value: the first member's result of ``prepare``.
         """
         previous, self._group.lease.joint_work = self._group.lease.joint_work, self
@@ -120,7 +120,7 @@ class JointWork(Generic[T]):
     # -- called by the work -------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise CancelledError if the caller was cancelled. Call it inside a helper's function to notify the others."""
+        """Raise CancelledError if the caller was cancelled. Call it in a helper's function, to notify the others."""
         if self._is_given_up:
             raise asyncio.CancelledError(f"{self._operation} was cancelled")
 
@@ -150,7 +150,7 @@ class JointWork(Generic[T]):
         return await self._world.peers.groups.new_group(self._group.ranks, _GROUP_TIMEOUT_S, subject=subject)
 
     async def _run(self, work: Callable[[Group, Any], Coroutine[Any, Any, T]], prepared: Any) -> None:
-        # If the group were made in the exchange above, the others would see its cancellation instead of a loss.
+        # If the group were made in the exchange of `begin`, the others would see its cancellation instead of a loss.
         own = self._group
         try:
             own = await self._new_group()
@@ -187,7 +187,7 @@ class JointWork(Generic[T]):
         self._is_over = True
         self._release()
         lease, previous, self._previous = self._group.lease, self._previous, None
-        if lease.joint_work is self:  # the previous work may still run, if this one was abandoned early
+        if lease.joint_work is self:  # if this work was abandoned early, the previous work may still be running
             lease.joint_work = None if previous is None or previous._is_over else previous
         self._engine.recheck()
 
@@ -200,6 +200,6 @@ class JointWork(Generic[T]):
 
 
 def _mark_retrieved(outcome: asyncio.Future[Any]) -> None:
-    """Keep asyncio from logging an error that no task retrieves because the caller was cancelled."""
+    """Keep asyncio from logging an exception that is never retrieved because the caller was cancelled."""
     if not outcome.cancelled():
         outcome.exception()

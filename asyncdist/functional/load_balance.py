@@ -1,8 +1,8 @@
 """Prints tables of step times: how long the steps of each rank took, and how long ranks waited for the slowest.
 
 The input is one dict per rank, which maps step names to seconds per iteration. A step that some ranks lack is reported
-for the ranks that have it. If ranks have different numbers of iterations, only those that all of them have are
-compared. The tables mention both cases.
+for the ranks that have it. If ranks have different numbers of iterations, only iterations that all ranks have are
+compared. The tables mention missing ranks and ignored iterations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from asyncdist.wording import aligned, ranks_in_words
 
-#: The times of one rank: maps a step name to seconds, one number per iteration or a single number.
+#: One rank's times: maps a step name to seconds, one number per iteration or a single number.
 Timing: TypeAlias = Mapping[str, Sequence[float] | float]
 
 
@@ -28,11 +28,11 @@ class StepBalance:
     """Shows how evenly the work of one step was distributed over the ranks.
 
     Attributes:
-        useful_s: Seconds that a rank worked on average: per iteration the mean over ranks, summed.
-        waiting_s: Seconds that a rank waited for the slowest rank on average: per iteration the maximum minus the mean,
-            summed.
+        useful_s: Average working time of a rank in seconds: the mean over ranks, summed over iterations.
+        waiting_s: Average time in seconds that a rank waited for the slowest rank: the maximum over ranks minus the
+            mean, summed over iterations.
         iteration_count: Number of iterations that all ranks have; further iterations are ignored.
-        iteration_count_max: Largest number of iterations of a rank.
+        iteration_count_max: Largest number of iterations on any rank.
         ranks: Ranks that have the step.
         missing: Ranks that lack the step.
     """
@@ -53,7 +53,7 @@ class StepBalance:
 
     @property
     def remark(self) -> str:
-        """Remark on ranks and iterations that were ignored; "" if there are none."""
+        """Note about missing ranks and ignored iterations; "" if there are none."""
         remarks = [f"not on {ranks_in_words(self.missing)}"] if self.missing else []
         if self.iteration_count < self.iteration_count_max:
             remarks.append(f"first {self.iteration_count} of up to {self.iteration_count_max} iterations")
@@ -79,7 +79,7 @@ class RankTime:
     """The times of one step on one rank.
 
     Attributes:
-        mean_s: Mean seconds per iteration; NaN without iterations.
+        mean_s: Mean seconds per iteration; NaN if there are no iterations.
         total_s: Sum of the seconds.
         iteration_count: Number of iterations.
     """
@@ -96,7 +96,7 @@ class StepTime:
     """Compares the times of one step over the ranks that have it.
 
     Attributes:
-        max_s: Largest total of a rank, in seconds.
+        max_s: Largest total of any rank, in seconds.
         mean_s: Mean of the ranks' totals, in seconds.
         ranks: Ranks that have the step.
         missing: Ranks that lack the step.
@@ -157,9 +157,9 @@ def report_load_imbalance(all_timing_dict: Sequence[Timing], world_size: int | N
 
 
 def report_time_info(all_timing_dict: Sequence[Timing], world_size: int | None = None) -> TimeInfo:
-    """Print and return the mean and total of each step on each rank, and the largest and mean total over the ranks.
+    """Print and return each step's mean and total time on each rank, and the largest and mean total over the ranks.
 
-    The arguments are one dict per rank, as for :func:`report_load_imbalance`, and optionally the number of dicts to
+    The arguments are those of :func:`report_load_imbalance`: one dict per rank, and optionally the number of dicts to
     use.
     """
     timings = _checked(all_timing_dict, world_size)
@@ -185,7 +185,7 @@ def _balance(step: str, timings: Sequence[Mapping[str, Sequence[float]]]) -> Ste
     for seconds in zip(*rows, strict=False):  # ignores iterations that some rank lacks
         mean = sum(seconds) / len(seconds)
         useful_s += mean
-        waiting_s += max(0.0, max(seconds) - mean)  # rounding may make the mean of equal numbers too large
+        waiting_s += max(0.0, max(seconds) - mean)  # rounding may make the mean of equal numbers exceed their maximum
     lengths = [len(row) for row in rows]
     return StepBalance(step, useful_s, waiting_s, min(lengths), max(lengths), ranks, missing)
 

@@ -1,11 +1,11 @@
-"""Everyday helpers: one rank computes for all, all ranks compute for one, one rank runs first.
+"""Everyday helpers: one rank computes for all, all ranks compute for one, or one rank runs first.
 
 Each helper is collective in its group, by default the whole world; other ranks take no part. An exception in a rank's
 function is raised unchanged on that rank, and on every other member as a RemoteError with rank, type and message. A
-value of a type that cannot be sent also raises. Values arrive with exactly their type and content
+value of a type that cannot be sent also causes these errors. Values arrive with their exact type and content
 (:mod:`asyncdist.tensors.serialization` lists the types; nothing is pickled), and tensors arrive in CPU memory.
 
-All helpers work with one rank. **Cancellation** of a member notifies the others, like an exception.
+All helpers also work with a single rank. **Cancellation** of a member notifies the others, like an exception.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def is_distributed() -> bool:
 
 
 def is_main_process(*, group: Group | None = None) -> bool:
-    """Return whether this rank is the first of ``group`` (by default the world); True outside of a world."""
+    """Return whether this rank is the first of ``group`` (by default the world); True outside a world."""
     world = _world_or_none()
     if group is not None:
         check_group(group)
@@ -80,11 +80,11 @@ async def compute_and_broadcast(
     group: Group | None = None,
     world: World | None = None,
 ) -> Any:
-    """Compute a value on one rank, and return it on all. Other ranks get an equal value of the same types.
+    """Compute a value on one rank, and return it on all. Other ranks get an equal value of the same type.
 
     Args:
         fn: Function or coroutine function without arguments; called only on ``root``.
-        root: Rank of a member in the world; by default the group's first.
+        root: World rank of a member; by default the group's first.
         group: Ranks that get the value; by default all.
         world: World of the call; by default the current one.
 
@@ -186,13 +186,13 @@ async def gather_scalar_from_all_ranks(
     group: Group | None = None,
     world: World | None = None,
 ) -> list[Any] | None:
-    """Compute one number on every rank, and return all numbers on ``root``, None on other ranks.
+    """Compute one number on every rank. Return all numbers on ``root``, and None on other ranks.
 
-    A number is a bool, int, float or complex, a numpy scalar, or a tensor with one element; each keeps its type.
+    A number is a bool, int, float or complex, a NumPy scalar, or a tensor with one element; each keeps its type.
     Arguments and errors are those of :func:`gather_from_all_ranks`.
 
     Raises:
-        TypeError: ``fn`` returned something else on this rank; the other members get RemoteError.
+        TypeError: ``fn`` did not return a number on this rank; the other members get RemoteError.
     """
     world, group, root = _place(world, group, root)
     outcome = await attempt(fn, _encode_scalar, checks=_checks(group, root, world_size, fn=fn))
@@ -273,7 +273,7 @@ async def reduce_and_broadcast(
 
     Args:
         fn1: Function or coroutine function without arguments; called on every member.
-        fn2: Function or coroutine function of the list of values in the group's order; called only on ``root``.
+        fn2: Function or coroutine function; called only on ``root``, with the list of values in the group's order.
         world_size: None, or the group's size; for compatibility with torchgfn.
         root: Rank that reduces; by default the group's first.
         group: Ranks that take part; by default all.
@@ -314,8 +314,8 @@ async def zero_first(is_main: bool, *, group: Group | None = None, world: World 
     members enter the block at different times; such a call raises DisagreementError.
 
     Raises:
-        RemoteError: The block raised on a main rank, and the others do not enter theirs. An exception in the block of
-            another rank affects only that rank.
+        RemoteError: The block raised on a main rank; the other ranks then do not enter their blocks. An exception in
+            the block of a non-main rank affects only that rank.
         LocalProtocolError: No rank is main, or this rank is not in the group.
         TypeError: ``is_main`` is not a bool.
     """
@@ -348,7 +348,7 @@ async def zero_only(
     """Let one rank do some work while the others wait for it.
 
     ``async with zero_only() as is_main:`` enters the block on all ranks, since a ``with`` statement cannot skip its
-    block; put the work of the one rank under ``if is_main:``. At the end of the block all members wait for each other.
+    block; put the main rank's work under ``if is_main:``. At the end of the block, all members wait for each other.
 
     Args:
         root: Rank on which ``is_main`` is true; by default the group's first.
@@ -398,7 +398,7 @@ def _place(world: World | None, group: Group | None, root: int | None) -> tuple[
 
 
 def _checks(group: Group, root: Any, world_size: Any, **functions: Any) -> list[Callable[[], None]]:
-    """Return functions that check a helper's arguments. They run so that the other members are notified of an error."""
+    """Return functions that check a helper's arguments; the caller runs them so that all members learn of an error."""
 
     def check_root() -> None:
         if type(root) is not int or root not in group.ranks:

@@ -1,15 +1,15 @@
 """Divides ranks into model, pipeline and data parallel groups.
 
-The ranks form an array with the axes data, pipeline and model, of which model varies fastest, as in Megatron-LM. Ranks
-that split a layer exchange most, so they are neighbours, usually on one host. With 8 ranks, model parallelism 2 and
-pipeline parallelism 2::
+The ranks form an array with the axes data, pipeline and model; the model axis varies fastest, as in Megatron-LM. Ranks
+that split a layer communicate most, so they have adjacent numbers, usually on one host. With 8 ranks, model parallelism
+2 and pipeline parallelism 2::
 
     model     [0 1] [2 3] [4 5] [6 7]       ranks that share the layers of one stage
     pipeline  [0 2] [1 3] [4 6] [5 7]       ranks that pass activations on, first stage first
     data      [0 4] [1 5] [2 6] [3 7]       ranks that hold the same weights and see different data
 
-A coroutine gets groups of its world from :func:`new_parallel_groups`. A plain function gets groups of
-torch.distributed from :func:`asyncdist.launch.process_groups.init_parallel_groups`.
+A coroutine gets groups of its world from :func:`new_parallel_groups`. A plain function gets torch.distributed process
+groups from :func:`asyncdist.launch.process_groups.init_parallel_groups`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ParallelGroups(Generic[G]):
     Attributes:
         layout: Layout of all ranks.
         model: Ranks that share a stage with this rank.
-        pipeline: Ranks that have the stages of its copy of the model, first stage first.
+        pipeline: Ranks that have the stages of this rank's copy of the model, first stage first.
         data: Ranks that have the same weights.
     """
 
@@ -122,7 +122,7 @@ async def new_parallel_groups(
 
     Args:
         model_parallelism: Number of ranks that share one stage of a model.
-        pipeline_parallelism: Number of stages of a model. The product of both must divide the world size.
+        pipeline_parallelism: Number of stages of a model. The product of both numbers must divide the world size.
         world: World of the call; by default the current one.
 
     Raises:
@@ -152,7 +152,7 @@ async def new_parallel_groups(
 
 
 def parallel_groups() -> ParallelGroups[Any]:
-    """Return this rank's parallel groups: of its world in a coroutine, of torch.distributed in a plain function.
+    """Return this rank's parallel groups: groups of its world in a coroutine, process groups in a plain function.
 
     Raises:
         LocalProtocolError: No groups have been made.

@@ -1,8 +1,8 @@
 """Saves the training state of all ranks to files, and continues from them on any number of ranks.
 
 Each rank writes a separate file. When all files exist, the manifest that lists them is written, which makes the
-checkpoint valid in one step. A killed save leaves a folder without a manifest, which loading ignores, and does not
-change earlier checkpoints.
+checkpoint valid atomically. A killed save leaves a folder without a manifest, which loading ignores; earlier
+checkpoints are unchanged.
 
 A folder looks like this::
 
@@ -53,10 +53,10 @@ class LoadedPopulation:
     Attributes:
         folder: Folder of the checkpoint.
         source: Rank whose file was loaded.
-        is_copy: Whether another rank has loaded the same file and continues as the source rank. This rank has then kept
-            its own random states.
+        is_copy: Whether another rank has loaded the same file and continues as the source rank, so that this rank has
+            kept its own random states.
         metric: Metric of the source rank; None if unknown.
-        extra: ``extra`` of :func:`save_population` on the source rank.
+        extra: Value that the source rank passed to :func:`save_population` as ``extra``.
     """
 
     folder: Path
@@ -81,21 +81,21 @@ async def save_population(
 ) -> Path:
     """Save the state that each rank needs to continue: model, optimizer, policy, random states and ``extra``.
 
-    Collective among the ranks of ``group``. A thread writes the files, and this rank keeps sending its snapshots. Model
-    and optimizer must not change before the call returns. If the call raises, the checkpoint is not valid, and earlier
-    checkpoints are unchanged.
+    Collective among the ranks of ``group``. A thread writes the files, while this rank continues to send its snapshots.
+    Model and optimizer must not change before the call returns. If the call raises, the checkpoint is not valid, and
+    earlier checkpoints are unchanged.
 
     Args:
-        path: Folder for all checkpoints, which all ranks can access. It is created if it does not exist.
+        path: Folder for all checkpoints, accessible to all ranks. It is created if it does not exist.
         model, optimizer: Model and optimizer of this rank; any torch module and optimizer.
         policy: Policy of this rank, or another object with a ``state_dict``.
-        extra: Further state of this rank: tensors, numbers, strings, and lists and dictionaries of them. numpy numbers
+        extra: Further state of this rank: tensors, numbers, strings, and lists and dictionaries of them. NumPy numbers
             are loaded as Python numbers.
         metric: Metric by which :func:`load_population` chooses ranks; by default the policy's newest. Larger is better,
             unless ``policy`` has ``metric_mode="min"``.
         keep: Number of checkpoints to keep, including this one; older ones are deleted. None keeps all.
-        format: ``"torch"``, or ``"safetensors"`` for a separate file of each rank's weights, which
-            ``safetensors.torch.load_file`` opens. It needs that package (``pip install 'asyncdist[safetensors]'``).
+        format: ``"torch"``, or ``"safetensors"`` for a separate weights file per rank, which
+            ``safetensors.torch.load_file`` opens. Requires ``pip install 'asyncdist[safetensors]'``.
         group: Ranks to save; by default all.
         world: World of the call; by default the current one.
 
@@ -110,7 +110,7 @@ async def save_population(
         ModuleNotFoundError: The package safetensors is missing.
 
     **Cancellation**: before this rank's file is complete, the others get RemoteError, and the checkpoint is not valid.
-    Later, they complete it. The cancellation is raised when no file is being written.
+    After that, they complete the checkpoint. The cancellation is raised when no file is being written.
     """
     save = _Save(path, model, keep, format, group, world)
     await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
@@ -132,24 +132,23 @@ async def async_save_population(
 ) -> PendingSave:
     """Copy the state of each rank, and save it while training continues, like torch's ``async_save``.
 
-    Collective among the ranks of ``group``. The call returns when all of them have copied their model and optimizer to
-    CPU memory, so that training may change these. A thread then writes the files. Await the result for the folder::
+    Collective among the ranks of ``group``. The call returns when all of them have copied model and optimizer to CPU
+    memory; training may then change both. A thread then writes the files. Await the result to get the folder::
 
         save = await ad.async_save_population("checkpoints", model, optimizer, policy=policy, keep=3)
         ...  # training continues
         folder = await save
 
-    A second save of the group waits until the first one has ended, before it copies anything. After ``main`` has
-    returned, the rank writes the files before it ends. If the rank or the job fails, the save is abandoned with a
-    warning.
+    A second save by the group copies nothing until the first one has ended. A rank whose ``main`` returns completes the
+    save before it ends. If the rank or the job fails, the save is abandoned with a warning.
 
     The arguments are those of :func:`save_population`.
 
     Raises:
-        TypeError, ValueError, OSError: The errors of :func:`save_population`. If a file cannot be written, the error is
-            logged, and raised when the save is awaited.
+        TypeError, ValueError, OSError: The errors of :func:`save_population`. An error in writing a file is logged, and
+            raised when the save is awaited.
 
-    **Cancellation**: the others get RemoteError, here or when they await the save, unless it is completed.
+    **Cancellation**: unless the save is completed, the others get RemoteError, from this call or when they await it.
     """
     save = _Save(path, model, keep, format, group, world, is_beside=True)
     name = await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
@@ -157,7 +156,7 @@ async def async_save_population(
 
 
 class PendingSave:
-    """A running save of :func:`async_save_population`. Await it for the folder of the checkpoint.
+    """A running save by :func:`async_save_population`. Await it to get the checkpoint's folder.
 
     It may be awaited several times, or not at all. ``folder`` is not valid before the save has ended. **Cancellation**:
     the save continues.
@@ -179,7 +178,7 @@ class PendingSave:
 
 
 class _Save:
-    """One save of this rank. If ``is_beside`` is true, training continues while a thread writes a copy of the state."""
+    """One save on this rank. If ``is_beside`` is true, training continues while a thread writes a copy of the state."""
 
     def __init__(
         self,
@@ -202,7 +201,7 @@ class _Save:
         self.joint: JointWork[Path] = JointWork(self._world, self._group, "save_population")
 
     async def begin(self, take_state: Callable[[], dict[str, Any]]) -> str:
-        """Take the state, and begin when all ranks have joined. Return the name of the folder."""
+        """Take the state, and begin the save when all ranks have joined. Return the folder's name."""
 
         async def prepare() -> str:
             if self._keep is not None:
@@ -268,12 +267,12 @@ async def load_population(
 
     Collective among the ranks of ``group``. Everything is read and compared before anything is changed: if one rank
     raises, all do, and no model has changed. With as many ranks as were saved, each gets its own state and continues
-    with the same bits. With fewer ranks, the saved ranks with the best metrics are chosen, and continue in the order of
-    their ranks. With more ranks, some get copies and keep their own random states; a warning is logged.
+    bitwise identically. With fewer ranks, the saved ranks with the best metrics are chosen, and assigned in rank order.
+    With more ranks, some get copies and keep their own random states; a warning is logged.
 
     Args:
-        path: The ``path`` of :func:`save_population`, or its result.
-        model, optimizer: Model and optimizer of the same layout as the saved ones; changed in place.
+        path: The ``path`` passed to :func:`save_population`, or its result.
+        model, optimizer: Model and optimizer with the same layout as the saved ones; changed in place.
         policy: Policy of the same class; it must be loaded before ``async with``.
         group: Ranks that load; by default all.
         world: World of the call; by default the current one.
@@ -286,8 +285,8 @@ async def load_population(
         LocalProtocolError: The policy was already entered.
         RemoteError: Another member raised one of the other errors.
 
-    **Cancellation**: before all have read and compared their files, the others get RemoteError, and no model has
-    changed. After that all continue with the loaded state, and then the cancellation is raised.
+    **Cancellation**: before all ranks have read and compared their files, the others get RemoteError, and no model
+    changes. After that, all ranks apply the loaded state, and then the cancellation is raised.
     """
     world, group = place(world, group)
     loading: JointWork[LoadedPopulation] = JointWork(world, group, "load_population")
@@ -355,7 +354,7 @@ async def _load(
 
 
 def _choose(path: Path, size: int) -> tuple[str, str]:
-    """Return the folder, and as JSON, for each of ``size`` ranks, the saved rank whose file it loads and its entry."""
+    """Return the folder, and JSON with the saved rank and manifest entry for each of ``size`` loading ranks."""
     folder, manifest = checkpoint_files.find_newest(path)
     plan, saved = checkpoint_files.plan(manifest["files"], size), len(manifest["files"])
     if size > saved:

@@ -39,17 +39,18 @@ async def gather_distributed_data(
     """Concatenate every member's data, in the group's order, on the group's first rank. Other ranks get None.
 
     Args:
-        local_tensor: Dense tensor of shape (n, ...), of any dtype and device. n may differ between members and be 0;
-            the rest of the shape and the dtype must be equal. Or, on all members, a list of any length with values that
-            can be sent (:data:`asyncdist.tensors.serialization.ALLOWED`). The result is a tensor on the same device as
-            the first rank's, or a list.
+        local_tensor: Dense tensor of shape (n, ...), of any dtype, on any device. n may be 0, and may differ between
+            members; the other dimensions and the dtype must be equal. Alternatively, on all members, a list of any
+            length with values that can be sent (:data:`asyncdist.tensors.serialization.ALLOWED`). The result is a list,
+            or a tensor on the device of the first rank's tensor.
         world_size: None, or the group's size; for compatibility with torchgfn.
         rank: None, or this rank; for compatibility with torchgfn.
         training_group: Ranks that take part; by default all.
         world: World of the call; by default the current one.
 
     Raises:
-        DisagreementError: Trailing shapes, dtypes or kinds differ. Raised on every member, with both ranks.
+        DisagreementError: Trailing dimensions or dtypes differ, or only some members pass a list. Raised on every
+            member; the error names two ranks that differ.
         TypeError, ValueError: This rank's data is not a tensor or list, or an argument is wrong. The other members get
             RemoteError.
         LocalProtocolError: This rank is not in the group.
@@ -86,7 +87,7 @@ async def gather_distributed_data(
 
 
 def _describe(data: Any) -> tuple[tuple[str, str, list[int]], torch.Tensor]:
-    """Return kind, dtype and shape (for a list, its size in bytes) of the data, and its content as bytes."""
+    """Return the data's kind, dtype and shape (for a list, its size in bytes), and its content as bytes."""
     if isinstance(data, list):
         payload = serialization.encode(data)
         return ("list", "", [len(payload)]), torch.frombuffer(bytearray(payload), dtype=torch.uint8)

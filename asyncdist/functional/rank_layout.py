@@ -3,7 +3,7 @@
 :class:`RankLayout` is the plan, computed from numbers or host names, or written by the user.
 :func:`initialize_distributed_compute` turns it into groups in the current world, as a :class:`DistributedContext`.
 
-Invariants of a layout: Every rank has one role. Agent groups have equal sizes and are not empty. If there are buffers,
+Invariants of a layout: Every rank has one role. Agent groups are of equal size and not empty. If there are buffers,
 each serves at least one training rank, and every training rank has exactly one buffer.
 """
 
@@ -37,7 +37,7 @@ class RankLayout:
         agent_groups: Training ranks of each agent group. Groups have equal sizes and need not be contiguous. Lists are
             allowed.
         clients: Maps each buffer rank to the training ranks that it serves; empty without buffers.
-        coordinator: Rank that neither trains nor buffers; or None.
+        coordinator: Rank that neither trains nor serves a buffer; or None.
 
     Raises:
         TypeError: A field is not a list or dict.
@@ -135,15 +135,15 @@ class RankLayout:
     ) -> RankLayout:
         """Place each agent group, and each buffer with its clients, on one host if possible.
 
-        Each buffer in turn is the last rank of the host with the most training ranks per buffer. Each host is then
-        filled with whole agent groups; the remaining ranks form the other groups. A training rank uses a buffer on its
-        own host if there is one, otherwise the buffer with the fewest clients.
+        Each buffer in turn is placed on the last rank of the host with the most training ranks per buffer. Each host is
+        then filled with whole agent groups; the remaining ranks form the other groups. A training rank uses a buffer on
+        its own host if there is one, otherwise the buffer with the fewest clients.
 
         Args:
             hosts: Host name of each rank.
             num_remote_buffers: Number of buffer ranks.
             num_agent_groups: Number of agent groups.
-            coordinator: Rank that neither trains nor buffers; or None.
+            coordinator: Rank that neither trains nor serves a buffer; or None.
 
         Raises:
             ValueError: The numbers are inconsistent. The error names them, and the allowed values.
@@ -193,15 +193,15 @@ class DistributedContext:
     """The roles of a world's ranks, with their groups, as seen by one rank.
 
     A group that includes this rank can be used for any collective, on any transport; its ``communicator`` is the
-    backend's own, if there is one. Other groups only have ``ranks``.
+    backend's native one, if any. Other groups only have ``ranks``.
 
     Attributes:
         layout: Roles of all ranks.
         num_training_ranks: Number of training ranks.
         agent_group_size: Number of training ranks in each agent group.
         agent_group_id: Index of this rank's agent group; None if it does not train.
-        assigned_buffer: Buffer rank of this training rank; or None.
-        assigned_training_ranks: Training ranks that this buffer serves; None on other ranks.
+        assigned_buffer: Buffer rank that serves this training rank, or None.
+        assigned_training_ranks: Training ranks that this buffer rank serves; None on other ranks.
     """
 
     def __init__(self, world: World, layout: RankLayout, groups: Mapping[tuple[int, ...], Group]) -> None:
@@ -228,7 +228,7 @@ class DistributedContext:
 
     @property
     def buffer_group(self) -> Group | None:
-        """Group of all buffer ranks; None without buffers."""
+        """Group of all buffer ranks; None if there are no buffers."""
         return self._group(self.layout.buffer_ranks) if self.layout.clients else None
 
     @property
@@ -238,7 +238,7 @@ class DistributedContext:
 
     @property
     def dc_mpi4py(self) -> DistributedContext | None:
-        """This context on MPI, and None on other transports, for code ported from torchgfn."""
+        """This context on MPI, or None on other transports, for code ported from torchgfn."""
         return self if self._world.transport_name == "mpi" else None
 
     def is_buffer_rank(self) -> bool:
@@ -288,10 +288,10 @@ async def initialize_distributed_compute(
     Args:
         num_remote_buffers: Number of buffer ranks; at most one per training rank.
         num_agent_groups: Number of agent groups, which must divide the number of training ranks.
-        coordinator: Rank that neither trains nor buffers, for example for ``protocols.coordinate``.
+        coordinator: Rank that neither trains nor serves a buffer, for example for ``protocols.coordinate``.
         placement: ``"arithmetic"`` (:meth:`RankLayout.arithmetic`) or ``"host"`` (:meth:`RankLayout.by_host`).
         hostname: Host of this rank, for ``"host"``; by default ``world.hostname``.
-        layout: Layout to use instead of all these arguments.
+        layout: Layout to use instead of the arguments above.
         dist_backend: None, or the transport of the world (``world.transport_name``, or gloo); for compatibility with
             torchgfn. The transport is chosen when the world is started.
         world: World of the call; by default the current one.
@@ -329,7 +329,7 @@ async def initialize_distributed_compute(
         groups = await world.peers.groups.new_groups(own, start.left_s(_TIMEOUT_S), part_of=start)
         return DistributedContext(world, plan, dict(zip(own, groups, strict=True)))
 
-    # The caller must wait until the host names are exchanged, because the exchange uses the world's group.
+    # The caller must wait until the host names have been exchanged, because the exchange uses the world's group.
     is_held = placement == "host" and layout is None
     return await start_together(
         world.services,
@@ -343,7 +343,7 @@ async def initialize_distributed_compute(
     )
 
 
-#: Names used by code for mpi4py. The same class and function support every transport.
+#: Names used by code written for mpi4py. The same class and function support every transport.
 DistributedContextmpi4py = DistributedContext
 initialize_distributed_compute_mpi4py = initialize_distributed_compute
 
@@ -371,7 +371,7 @@ async def _all_hosts(world: World, hostname: str) -> list[str]:
 
 
 def _in_words(layout: RankLayout) -> str:
-    """Describe a layout in one line that fits into a message. A digest replaces long descriptions."""
+    """Describe a layout in one line that fits into a message; a long description is replaced with a digest."""
     text = str(layout).replace("\n", "; ")
     if len(text) <= _WORDS_LENGTH_MAX:
         return text
@@ -414,7 +414,7 @@ def _choose_buffers(training: dict[str, list[int]], count: int) -> dict[str, lis
     """Remove the buffers from the training ranks of their hosts, and return them by host."""
     buffers: dict[str, list[int]] = {host: [] for host in training}
     for _ in range(count):
-        # Of equal hosts, the first is chosen. Hosts that would keep no client are chosen last.
+        # Among equal hosts, the first is chosen. Hosts that would have no clients left are chosen last.
         host = max(training, key=lambda name: (len(training[name]) > 1, len(training[name]) / (len(buffers[name]) + 1)))
         buffers[host].insert(0, training[host].pop())
     return buffers

@@ -1,7 +1,7 @@
 """Writes and reads a model's state as a safetensors file, which ``safetensors.torch.load_file`` also opens.
 
 The format stores dense tensors by name, without sharing. Tied weights are written under their first name; the other
-names are stored in the file's metadata, as ``safetensors.torch.save_model`` does, so ``load_model`` of that package
+names are stored in the file's metadata, as by ``safetensors.torch.save_model``, so ``safetensors.torch.load_model``
 also works. Unsupported entries (``get_extra_state``, sparse or quantized tensors, complex128) are returned separately.
 """
 
@@ -25,7 +25,7 @@ _DTYPES: Final = frozenset(
 
 
 def check_installed() -> None:
-    """Raise ModuleNotFoundError, with the package to install, if safetensors is missing."""
+    """Raise ModuleNotFoundError, naming the package to install, if safetensors is missing."""
     with validation.optional_imports("the format 'safetensors'", ["safetensors"], "safetensors"):
         import safetensors.torch  # noqa: F401
 
@@ -54,7 +54,7 @@ def write_model(path: Path, state: Mapping[str, Any]) -> tuple[OrderedDict[str, 
 
 
 def read_model(path: Path, rest: OrderedDict[str, Any], tied: Mapping[str, str]) -> OrderedDict[str, Any]:
-    """Return the state written by :func:`write_model`, with the remaining entries. It may use memory-mapped files."""
+    """Return the state written by :func:`write_model`, merged with ``rest``. Its tensors may be memory-mapped."""
     check_installed()
     from safetensors.torch import load_file
 

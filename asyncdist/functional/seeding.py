@@ -1,4 +1,4 @@
-"""Seeds the random number generators of a rank."""
+"""Seeds a rank's random number generators."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from asyncdist.runtime.world import World, current_world
 
 
 def seed_all(seed: int, *, world: World | None = None) -> int:
-    """Seed :mod:`random`, numpy's global generator and torch, on all devices, differently on each rank.
+    """Seed :mod:`random`, NumPy's global generator and torch, on all devices, differently on each rank.
 
-    Ranks then shuffle and drop out differently. For equal initial weights, make the model after
-    ``torch.manual_seed(seed)``, and call this function afterwards.
+    Shuffling and dropout then differ between ranks. For equal initial weights, call ``torch.manual_seed(seed)``, create
+    the model, and call this function afterwards.
 
     Args:
         seed: Integer >= 0, equal on all ranks.
         world: World of the call; by default the current one.
 
     Returns:
-        The seed of this rank's generators, derived from ``seed`` and rank by numpy's ``SeedSequence``. Seeds of
-        different ranks and of neighbouring ``seed`` values are unrelated.
+        The seed of this rank's generators, derived from ``seed`` and rank with NumPy's ``SeedSequence``. Seeds of
+        different ranks, or from adjacent values of ``seed``, are unrelated.
 
     Raises:
         ValueError: ``seed`` is not an integer >= 0.
