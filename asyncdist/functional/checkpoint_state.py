@@ -117,7 +117,7 @@ def _metric_entry(metric: float | None, policy: Any) -> dict[str, Any]:
 
 
 def policy_state(state: dict[str, Any], *, is_copy: bool) -> dict[str, Any]:
-    """Return the state for a policy. A copy gets no random states, so that it does not repeat the original's numbers."""
+    """Return the state for a policy. A copy gets no random state, so that it does not repeat the original's numbers."""
     return {**state, "draws": None} if is_copy and "draws" in state else state
 
 

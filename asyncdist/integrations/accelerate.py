@@ -1,4 +1,4 @@
-"""Selective averaging in a loop that Accelerate has prepared.
+"""Selective averaging in a training loop that uses Accelerate.
 
 ::
 
@@ -12,7 +12,7 @@
 
 Importing this module hides the launcher's variables, so each rank's ``Accelerator`` sees a single process. Mixed
 precision and gradient accumulation work as usual, and loaders do not wait for other ranks. With several ranks,
-``project_dir`` and ``logging_dir`` become the folder ``rank0``, ``rank1``, ... below the given one. Paths passed to
+``project_dir`` and ``logging_dir`` become a subfolder of the given folder: ``rank0``, ``rank1``, ... Paths passed to
 calls, such as ``save_state("saved")``, are not changed: pass a different path on each rank.
 """
 
@@ -75,7 +75,7 @@ def _shuffle_loaders_apart(kind: Any) -> None:
 
 
 def _load_states_apart(kind: Any) -> None:
-    """Patch ``Accelerator`` so that random numbers still differ between ranks after all load the same state."""
+    """Patch ``Accelerator`` so that random numbers still differ between ranks that have all loaded the same state."""
     load = kind.load_state
 
     @functools.wraps(load)
@@ -103,7 +103,7 @@ def _below(path: Any) -> str:
 
 
 def _note_exhausted_memory(memory: Any) -> None:
-    """Patch ``find_executable_batch_size`` so that a training may begin again after exhausted memory."""
+    """Patch ``find_executable_batch_size`` so that a training may restart after running out of memory."""
     decide = memory.should_reduce_batch_size
 
     @functools.wraps(decide)
@@ -123,12 +123,11 @@ _load_states_apart(accelerate.Accelerator)
 
 
 class SelectiveAveraging(pytorch.SelectiveAveraging):
-    """Replaces the weights of the worst ranks with the average of the good ranks' weights, in a loop for Accelerate.
+    """Replaces the worst ranks' weights with the average of good ranks' weights, in a loop that uses Accelerate.
 
     The arguments are those of :class:`asyncdist.integrations.pytorch.SelectiveAveraging`, except that ``replica_size``
-    raises TypeError. ``average_every`` counts steps of the optimizer. Inside ``accelerator.accumulate(model)``,
-    :meth:`step` only records the loss until gradients are synchronised, because ``optimizer.step()`` does nothing until
-    then.
+    raises TypeError. ``average_every`` counts optimizer steps. Inside ``accelerator.accumulate(model)``, :meth:`step`
+    only records the loss until gradients are synchronised, because ``optimizer.step()`` does nothing until then.
     """
 
     @validation.names_options(refused=dict.fromkeys(("replica_size", "swap_every"), _ONE_RANK))
@@ -145,7 +144,7 @@ class SelectiveAveraging(pytorch.SelectiveAveraging):
         self._gradients = accelerate.state.GradientState()  # all GradientState instances share one state
 
     def step(self, metric: Any = None, *, loss: Any = None, score: Any = None) -> StepInfo:
-        """Make progress, with the arguments of :meth:`asyncdist.integrations.pytorch.SelectiveAveraging.step`."""
+        """Do a policy step, with the arguments of :meth:`asyncdist.integrations.pytorch.SelectiveAveraging.step`."""
         if self._gradients.sync_gradients or self.policy is None:
             return super().step(metric, loss=loss, score=score)
         self._add(metric, loss, score)

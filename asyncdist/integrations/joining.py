@@ -54,7 +54,7 @@ def choose_gpus(numbers: Sequence[int]) -> None:
 
 
 def join() -> World:
-    """Return the world of this process. If the process trains alone, log a warning, only once."""
+    """Return this process's world. If the process trains alone, log a warning once."""
     if environment.is_started_by_trainer():  # a trainer started this process for another device
         with environment.variable_set(environment.TRANSPORT_VARIABLE, "local"):
             return process_world()
@@ -88,7 +88,7 @@ def selective_averaging(
     swap_every: int | None = None,
     monitor: str | None = None,
 ) -> Training[Selective]:
-    """Return a :class:`Training` that runs selective averaging, or replica averaging if a replica has several ranks.
+    """Return a :class:`Training` that runs selective averaging, or replica averaging if ``replica_size`` is above 1.
 
     ``mode`` is the policy's ``metric_mode``, which may be in ``options`` instead. If ``monitor`` is None, ranks are
     judged by their training loss. Raises TypeError or ValueError for a wrong argument; ``options`` are checked later.
@@ -140,7 +140,7 @@ def _warning_of_monitor(monitor: str, mode: MetricMode) -> str:
 
 
 def refuse_copy(*_: object) -> NoReturn:
-    """Raise TypeError, since an object that owns the policy of a training cannot be copied."""
+    """Raise TypeError, since an object that owns a training's policy cannot be copied."""
     raise TypeError(
         "SelectiveAveraging cannot be copied, because it holds the policy of this rank's training; make another one "
         "with the same options"
@@ -157,8 +157,9 @@ class Training(Generic[PolicyT]):
     Attributes:
         policy: The open policy; None before and after the training.
         replacement_count: Number of times that this rank has adopted an average since the training began.
-        is_interrupted: Whether memory was exhausted while the policy was open, so that the training may begin again.
-        is_apart: Whether this rank trains alone, since after exhausted memory the others started no new policy with it.
+        is_interrupted: Whether memory ran out while the policy was open, so that the training may begin again.
+        is_apart: Whether this rank trains alone because, after it ran out of memory, the others did not start a new
+            policy with it.
     """
 
     def __init__(self, make: Callable[[nn.Module, torch.optim.Optimizer], PolicyT], warning: str = "") -> None:
@@ -174,10 +175,10 @@ class Training(Generic[PolicyT]):
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Start the policy, together with all ranks, and make this rank's random numbers differ from the others'.
 
-        A trainer that has run out of memory may begin again with smaller batches while the other ranks train. If a
-        policy with equal options is open on the model, or on a model of the same layout after exhausted memory, this
-        rank therefore continues with that policy alone. Otherwise this object's open policy is ended first. If memory
-        was exhausted and the other ranks do not start a new policy, this rank trains without a policy.
+        A trainer that has run out of memory may begin again with smaller batches while the other ranks train. This rank
+        therefore continues alone with a policy with equal options that is open on the model (or, after running out of
+        memory, on a model with the same layout). If there is none, this object's open policy is ended before the start.
+        If memory ran out and the other ranks do not start a new policy, this rank trains without a policy.
         """
         world = join()
         if self._warning and world.rank == 0:
@@ -200,7 +201,7 @@ class Training(Generic[PolicyT]):
             draw_apart(world.rank)
 
     def _start(self, made: PolicyT, *, is_again: bool) -> None:
-        """Start a policy with all ranks. If others do not join after exhausted memory, train without a policy."""
+        """Start a policy with all ranks. If memory ran out and the others do not join, train without a policy."""
         others = [owner.policy.awaited for owner in _open_trainings() if owner.policy is not None]
         if is_again:
             logger.warning(
@@ -266,7 +267,7 @@ class Training(Generic[PolicyT]):
             self.policy.awaited.optimizer = optimizer
 
     def step(self, metric: Any) -> StepInfo:
-        """Make progress; weights change only here. Raise ClosedError if the training has not begun or has ended."""
+        """Do a policy step; only this changes weights. Raise ClosedError if the training has not begun or has ended."""
         if self.is_apart:
             self._caller.call(self._caller.world.safe_point)  # raises an error if the job has failed
             return NOTHING
@@ -278,7 +279,7 @@ class Training(Generic[PolicyT]):
     def call(
         self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, metric: Any
     ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
-        """Make progress, with the arguments and result of :meth:`protocols.ported.Ported.__call__`."""
+        """Do a policy step, with the arguments and result of :meth:`protocols.ported.Ported.__call__`."""
         if self.is_apart:
             return model, optimizer, fields_of(self.step(metric))
         called: tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]
@@ -292,7 +293,7 @@ class Training(Generic[PolicyT]):
         return self.policy
 
     def end(self, error: BaseException | None = None) -> None:
-        """Leave the policy if it is open. After exhausted memory it stays open, so that the training can restart."""
+        """Leave the policy if it is open. If memory ran out, it stays open, so that the training can restart."""
         policy = self.policy
         if policy is None and not self.is_apart:
             return
@@ -306,13 +307,13 @@ class Training(Generic[PolicyT]):
 
 
 def _open_trainings() -> list[Training[Any]]:
-    """Return the trainings on this rank that have begun and not ended, the oldest first."""
+    """Return this rank's trainings that have begun and not ended, oldest first."""
     owners = [getattr(end, "__self__", None) for end in current_caller("a policy").registered]
     return [owner for owner in owners if isinstance(owner, Training)]
 
 
 def note_out_of_memory() -> None:
-    """Allow the open trainings of this rank to begin again, even with new models, because memory was exhausted."""
+    """Allow this rank's open trainings to begin again, even with new models, because memory ran out."""
     if find_caller() is not None:
         for training in _open_trainings():
             training.is_interrupted = True
@@ -320,7 +321,7 @@ def note_out_of_memory() -> None:
 
 @contextmanager
 def _told_of_open(others: Sequence[SpawnPolicy], made: SpawnPolicy) -> Iterator[None]:
-    """If starting ``made`` in the body times out while an equal policy is open, add to the error how to continue."""
+    """If starting ``made`` in the body times out while an equal policy is open, add advice to the error."""
     try:
         yield
     except StartTimeoutError as error:
@@ -337,9 +338,9 @@ def _told_of_open(others: Sequence[SpawnPolicy], made: SpawnPolicy) -> Iterator[
 def _enter_with_all(policy: Policy[Any]) -> None:
     """Start a policy. Start again if the other ranks joined an earlier start that a rank has abandoned.
 
-    A rank that begins again after exhausted memory waits alone until a timeout, and then trains without a policy. The
-    other ranks are notified of its start only when they start their next policy, which must then be started again. If
-    the timeout passes before all of them have joined, those that have joined get a StartTimeoutError with the
+    A rank that begins again after running out of memory waits alone until a timeout, and then trains without a policy.
+    The other ranks are notified of its start only when they start their next policy, which must then be started again.
+    If the timeout passes before all of them have joined, those that have joined get a StartTimeoutError with the
     difference :data:`BEGINS_AGAIN`.
     """
     while True:
@@ -353,7 +354,7 @@ def _enter_with_all(policy: Policy[Any]) -> None:
 
 
 def _is_of_two_kinds(error: DisagreementError) -> bool:
-    """Return whether only some of the ranks started because their memory was exhausted."""
+    """Return whether some ranks, but not all, started because they ran out of memory."""
     return error.facts.get("difference") == BEGINS_AGAIN
 
 
@@ -367,7 +368,7 @@ def _is_equal(one: SpawnPolicy, other: SpawnPolicy) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that the memory of a device or the host is exhausted."""
+    """Return whether an error means that a device or the host has run out of memory."""
     if isinstance(error, RuntimeError):
         words = ("out of memory", "can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED")
         return any(part in str(error) for part in words)

@@ -41,25 +41,25 @@ hide_ranks()
 
 logger = logging.getLogger("asyncdist.integrations")
 
-#: Callbacks of Lightning that average weights over time.
+#: Lightning callbacks that average weights over time.
 _AVERAGES: Final = frozenset(("StochasticWeightAveraging", "WeightAveraging"))
 #: Packages that contain Lightning's ``Trainer``, each with the name of its Fabric package.
 _LIBRARIES: Final = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
 
 class SelectiveAveraging(Callback):
-    """Replaces the weights of the worst ranks with the average of the good ranks' weights during training.
+    """Replaces the worst ranks' weights with the average of good ranks' weights during training.
 
-    Weights change between two training batches, after a step of the optimizer. If there are several ranks, each writes
-    its logs and checkpoints to a folder ``rank0``, ``rank1``, ... below the folders of the trainer, its loggers, its
-    profiler and its checkpoint callbacks. Only rank 0 shows a progress bar. Each rank logs as ``replacements`` how
-    often it has adopted an average. Make this object before the trainer, so that the trainer uses that folder from the
-    beginning. Trainers of ``pytorch_lightning`` and ``lightning.pytorch`` are supported.
+    Weights change between two training batches, after an optimizer step. If there are several ranks, each writes its
+    logs and checkpoints to a subfolder ``rank0``, ``rank1``, ... in the folders of the trainer, its loggers, its
+    profiler and its checkpoint callbacks. Only rank 0 shows a progress bar. Each rank logs the number of averages it
+    has adopted as ``replacements``. Create this object before the trainer, so that the trainer uses the subfolder from
+    the beginning. Trainers of ``pytorch_lightning`` and ``lightning.pytorch`` are supported.
 
     Args:
         average_every: Number of optimizer steps between two reports of a rank's metric.
-        monitor: Name of the logged metric by which ranks are judged, for example ``"val_loss"``. By default, the mean
-            of the training losses since the last report.
+        monitor: Name of the logged metric by which ranks are judged, for example ``"val_loss"``. By default, ranks are
+            judged by the mean training loss since their last report.
         mode: ``"min"`` (the default) if smaller is better, ``"max"`` if larger is.
         optimizer_index: Index of the optimizer to use, if the module has several.
         replica_size: Number of consecutive ranks that form one replica under DDP; by default 1. The trainers then need
@@ -199,7 +199,7 @@ class SelectiveAveraging(Callback):
         self._warn_of_averages(trainer)
 
     def _warn_of_averages(self, trainer: pl.Trainer) -> None:
-        """Warn of callbacks that average weights over time, since the policy does not change these averages."""
+        """Warn about callbacks that average weights over time, since the policy does not update their averages."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if _AVERAGES.intersection(kind.__name__ for kind in type(callback).__mro__):
                 logger.warning(
@@ -241,7 +241,7 @@ class SelectiveAveraging(Callback):
         self.last_info = self._training.step(self._metric)
         if self.last_info:
             self._loss.reset()
-            if self.monitor is not None:  # the metric is that of the replaced weights
+            if self.monitor is not None:  # the metric was measured with the replaced weights
                 self._spend(trainer.callback_metrics.get(self.monitor))
             self.log("replacements", float(self._training.replacement_count), prog_bar=True)
 
@@ -255,7 +255,7 @@ class SelectiveAveraging(Callback):
         return newest
 
     def _is_spent(self, metric: Any) -> bool:
-        """Return whether a logged metric has been reported before. Lightning keeps a tensor until the next one."""
+        """Return whether a metric was reported before: Lightning keeps a logged tensor until the next one is logged."""
         return metric is None or (metric is self._spent and float(metric) == self._spent_value)
 
     def _spend(self, metric: Any) -> None:
@@ -266,7 +266,7 @@ class SelectiveAveraging(Callback):
         self._warn_of_no_metric(trainer)
 
     def _warn_of_no_metric(self, trainer: pl.Trainer) -> None:
-        """Log a warning, only once, if the optimizer has done steps but no metric for judging this rank was found."""
+        """Log a warning, once, if the optimizer has done steps but there was no metric by which to judge this rank."""
         if self._has_warned or self._step_count == self._first_step_count:
             return
         if self.monitor is None:
@@ -317,14 +317,14 @@ def _steps_of(trainer: pl.Trainer) -> Any:
 
 
 def _hide_ranks_of_mpi() -> None:
-    """Keep Lightning from starting MPI to ask for ranks, since it must see no ranks or only those of its replica."""
+    """Keep Lightning from asking MPI for ranks, since it must see no ranks or only those of its replica."""
     for name in _LIBRARIES.values():
         if environments := sys.modules.get(f"{name}.plugins.environments.mpi"):
             environments.MPIEnvironment.detect = staticmethod(lambda: False)
 
 
 def _write_below_from_the_beginning() -> None:
-    """Patch ``Trainer`` so that new trainers write to their rank's folder, before ``fit`` looks for checkpoints."""
+    """Patch ``Trainer`` so that new trainers use their rank's folder even before ``fit`` looks for checkpoints."""
     for name in _LIBRARIES:
         kind = getattr(sys.modules.get(name), "Trainer", None)
         if kind is None or hasattr(kind.__init__, "gives_folders"):

@@ -11,7 +11,7 @@ from asyncdist.protocols.metrics import metric_as_number
 
 
 class RunningLoss:
-    """Computes the mean of the losses since the last report, since the loss of a single batch says little about a rank.
+    """Computes the mean of the losses since the last report, because a single batch's loss says little about a rank.
 
     A policy calls the object only when a report is due, so that other steps need not wait for a GPU.
     """
@@ -21,10 +21,10 @@ class RunningLoss:
         self._count = 0
 
     def add(self, loss: Any, count: int = 1, *, is_negated: bool = False) -> None:
-        """Add the loss of a step: a number, or a tensor with one element, whose graph is dropped.
+        """Add the loss of a step: a number, or a tensor with one element, which is detached.
 
-        The loss completes ``count`` steps; 0 means that it is a part of a step's loss. If ``is_negated`` is true, the
-        sign is changed, for a score, which is better if it is larger. Raises TypeError or ValueError for other losses.
+        The loss completes ``count`` steps; 0 means that it is only a part of a step's loss. If ``is_negated`` is true,
+        it is a score (larger is better) and is negated. Raises TypeError or ValueError for other types of losses.
         """
         try:
             if isinstance(loss, torch.Tensor):
@@ -39,7 +39,7 @@ class RunningLoss:
         self._count += count
 
     def reset(self) -> None:
-        """Drop the losses so far, because they belong to weights that were replaced."""
+        """Drop the losses so far, because they were measured with weights that have been replaced."""
         self._total, self._count = 0.0, 0
 
     def __call__(self) -> float:

@@ -28,13 +28,13 @@ from asyncdist.protocols.options import MetricMode, SelectiveOptions
 
 
 class SelectiveAveraging:
-    """Replaces the weights of the worst ranks with the average of the good ranks' weights during training.
+    """Replaces the worst ranks' weights with the average of good ranks' weights during training.
 
     Averaging ends when the program ends, with :meth:`close`, or at the end of a ``with`` block.
 
     Args:
         model: Model to train; see :class:`protocols.AsyncSelectiveAveragingPolicy`.
-        optimizer: Optimizer of the model, possibly prepared by Accelerate.
+        optimizer: Optimizer for the model, possibly prepared by Accelerate.
         average_every: Number of :meth:`step` calls between two reports of a rank's metric.
         mode: ``"min"`` (the default) if a smaller metric is better, such as a loss; ``"max"`` if a larger metric is.
         replica_size: Number of ranks per replica for :class:`protocols.ReplicaAveragingPolicy`; by default 1.
@@ -69,7 +69,7 @@ class SelectiveAveraging:
         return self._training.policy
 
     def step(self, metric: Any = None, *, loss: Any = None, score: Any = None) -> StepInfo:
-        """Make progress, and change the model's weights if it is time. Call it after each step of the optimizer.
+        """Do a policy step, which may replace the model's weights. Call it after each optimizer step.
 
         Pass exactly one of ``loss``, ``score`` and ``metric``: a number, or a tensor with one element. A rank is judged
         by the mean since its last report, or since its weights were replaced.
@@ -80,7 +80,7 @@ class SelectiveAveraging:
             score: A score. Larger is better, regardless of ``mode``.
 
         Returns:
-            The events of this step; true if weights changed.
+            The result of this step, which is truthy if the weights have changed.
 
         Raises:
             ClosedError: Called after :meth:`close` or after the end of the ``with`` block.
@@ -117,17 +117,17 @@ def new_replica_group(replica_size: int, backend: str | None = None) -> torch.di
         model = DistributedDataParallel(model, process_group=new_replica_group(2))
         averaging = SelectiveAveraging(model, optimizer, average_every=100, replica_size=2)
 
-    Collective among all ranks, also under MPI. If torch.distributed already runs with all ranks, the group is added to
-    it. Otherwise torch.distributed is started with only the replica's ranks; end it with
+    Collective among all ranks, even under MPI. If torch.distributed is already initialized with all ranks, the group is
+    added to it. Otherwise, torch.distributed is initialized with only the replica's ranks; end it with
     ``torch.distributed.destroy_process_group()``.
 
     Args:
         replica_size: Number of consecutive ranks that form a replica.
-        backend: Backend of torch.distributed; by default one for each device type that torch supports.
+        backend: torch.distributed backend; by default one for each device type that torch supports.
 
     Raises:
         TypeError, ValueError: ``replica_size`` is not an int >= 2, or does not divide the number of ranks.
-        LocalProtocolError: The ranks of torch.distributed differ from the world's, or ranks share a process, as in a
+        LocalProtocolError: torch.distributed has different ranks than the world, or ranks share a process, as in a
             simulation.
     """
     return replicas.new_process_group(join(), replica_size, backend)

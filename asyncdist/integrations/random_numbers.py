@@ -1,15 +1,15 @@
 """Makes random numbers differ between ranks, although the program seeds all ranks alike.
 
-In a program for one process, the initial weights, the order of rows and dropout all follow from one seed. The initial
-weights should be equal on all ranks, but the rest should differ; otherwise all ranks train the same model in the same
-way.
+In a program for one process, the initial weights, the order of rows and dropout are all determined by one seed. The
+initial weights should be equal on all ranks, but the rest should differ; otherwise all ranks would train the same model
+in the same way.
 
-- Weights are initialised before a training begins, so they follow from the program's seed.
+- Weights are initialised before a training begins, so the program's seed determines them.
 - :func:`draw_apart` makes the global generators differ when the training begins.
 - :func:`shuffle_apart` does so for samplers with their own seed or generator. The ranks of one replica keep the same
   order, which their library divides among them.
 
-The clock and the system's randomness are not used, so a reproducible program stays reproducible.
+Neither the clock nor the system's entropy is used, so a reproducible program stays reproducible.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def mix(seed: int, number: int) -> int:
 
 
 def draw() -> int:
-    """Draw a 64-bit integer from torch's global generator, and return it."""
+    """Return a random 64-bit integer from torch's global generator."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
 def draw_apart(number: int) -> None:
-    """Reseed :mod:`random`, numpy's and torch's global generators, so that they differ between ranks.
+    """Reseed :mod:`random` and the global generators of NumPy and torch, so that they differ between ranks.
 
-    Each generator is seeded with its own next number, mixed with ``number``, which differs between the ranks.
+    Each generator is seeded with its own next number, mixed with ``number``, which differs between ranks.
     """
     random.seed(mix(random.getrandbits(64), number))
     np.random.seed(mix(int(np.random.randint(2**32, dtype=np.uint64)), number))
@@ -53,17 +53,17 @@ def draw_apart(number: int) -> None:
 
 
 def shuffle_apart(loader: Any, number: int, *, size: int = 1, seed: int | None = None) -> None:
-    """Make a loader's samplers draw a different order for each ``number``.
+    """Make a loader's samplers use a different order for each ``number``.
 
-    Seeds and generators of samplers are mixed with ``number``. A sampler that divides rows among a number of processes
-    other than ``size`` is left unchanged, because the user has divided the rows among all ranks.
+    The samplers' seeds and generators are mixed with ``number``. A sampler that divides rows among a number of
+    processes other than ``size`` is left unchanged, because the user has divided the rows among all ranks.
 
     Args:
         loader: A ``DataLoader``, or a library's wrapper of one.
         number: Number of the replica, equal on its ranks; the rank if each rank is a replica.
         size: Number of ranks of a replica.
-        seed: Seed, equal on the ranks of a replica, for samplers that would otherwise draw from torch's global
-            generator; None to let them draw from it.
+        seed: Seed, equal on the ranks of a replica, for samplers that would otherwise use torch's global generator;
+            None to let them use it.
     """
     for sampler in _samplers_of(loader, size):
         is_of_library = _is_of_library(sampler)

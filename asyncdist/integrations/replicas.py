@@ -51,10 +51,10 @@ def show_replica(world: World, size: int) -> Replica:
 
 
 def new_process_group(world: World, size: int, backend: str | None) -> dist.ProcessGroup:
-    """Return a process group of torch.distributed with the ranks of this rank's replica. Collective among all ranks.
+    """Return a torch.distributed process group with the ranks of this rank's replica. Collective among all ranks.
 
-    Raises TypeError or ValueError if ``size`` does not divide the number of ranks, and LocalProtocolError if the ranks
-    of torch.distributed differ from the world's or share a process.
+    Raises TypeError or ValueError if ``size`` does not divide the number of ranks, and LocalProtocolError if
+    torch.distributed has different ranks than the world, or ranks share a process.
     """
     replica = replica_of(world, size)
     if world.size > 1 and isinstance(world._caller, SwitchingCaller):

@@ -1,4 +1,4 @@
-"""Selective averaging as a callback of the ``Trainer`` of transformers.
+"""Selective averaging as a callback of transformers' ``Trainer``.
 
 ::
 
@@ -43,17 +43,16 @@ logger = logging.getLogger("asyncdist.integrations")
 
 
 class SelectiveAveraging(TrainerCallback):
-    """Replaces the weights of the worst ranks with the average of the good ranks' weights during training.
+    """Replaces the worst ranks' weights with the average of good ranks' weights during training.
 
-    Weights change after a step of the optimizer. If there are several ranks, each writes to a folder ``rank0``,
-    ``rank1``, ... below ``output_dir``, and only rank 0 shows a progress bar. A model made by ``model_init`` is equal
-    on all ranks, because ``arguments.seed`` is. During training, each rank uses different random numbers for shuffling
-    and dropout.
+    Weights change after an optimizer step. If there are several ranks, each writes to a subfolder ``rank0``, ``rank1``,
+    ... of ``output_dir``, and only rank 0 shows a progress bar. A model made by ``model_init`` is equal on all ranks,
+    because ``arguments.seed`` is. During training, each rank uses different random numbers for shuffling and dropout.
 
     Args:
         average_every: Number of optimizer steps between two reports of a rank's metric.
-        monitor: Name of the evaluation metric by which ranks are judged, for example ``"eval_loss"``. By default, the
-            mean of the training losses since the last report, as the trainer logs them.
+        monitor: Name of the evaluation metric by which ranks are judged, for example ``"eval_loss"``. By default, ranks
+            are judged by the mean training loss since their last report, as the trainer logs it.
         mode: ``"min"`` (the default) if smaller is better, ``"max"`` if larger is.
         replica_size: Number of consecutive ranks that form one replica under DDP; by default 1. They write to folders
             ``replica0``, ``replica1``, ... Make this object before the ``TrainingArguments``, since it sets the ranks
@@ -157,7 +156,7 @@ class SelectiveAveraging(TrainerCallback):
         return load_for_rank
 
     def _seeding_model_init(self, call_model_init: Callable[..., Any]) -> Callable[..., Any]:
-        """Make a trial's initial weights equal on all ranks. transformers 5 seeds them by the previous trial's seed."""
+        """Make a trial's initial weights equal on all ranks: transformers 5 would use the previous trial's seed."""
 
         def call_with_seed(*args: Any, **options: Any) -> Any:
             assert self._seed is not None, "_prepare has run"
@@ -175,12 +174,12 @@ class SelectiveAveraging(TrainerCallback):
         return step
 
     def _see(self, loss: Any) -> None:
-        """Add the loss of a batch, which the trainer has divided by the number of batches per optimizer step."""
+        """Add a batch's loss, which the trainer has divided by the number of batches per optimizer step."""
         self._has_losses = True
         self._loss.add(loss, count=0)
 
     def _adding_replacements(self, log: Callable[..., None]) -> Callable[..., None]:
-        """Add the number of adopted averages to every log entry, before the trainer's reporters receive it."""
+        """Add the number of adopted averages to every log entry before the trainer's reporters receive the entry."""
 
         def log_with_replacements(logs: dict[str, float], *args: Any, **options: Any) -> None:
             if self._training.replacement_count:
@@ -212,7 +211,7 @@ class SelectiveAveraging(TrainerCallback):
         self.last_info = self._training.step(self._metric)
         if self.last_info:
             self._loss.reset()
-            self._newest = NOT_MEASURED  # the metric is that of the replaced weights
+            self._newest = NOT_MEASURED  # the metric was measured with the replaced weights
 
     def _metric(self) -> Any:
         if self.monitor is None and self._has_losses:
@@ -248,7 +247,7 @@ class SelectiveAveraging(TrainerCallback):
             self._warn("no evaluation has reported the monitored metric %r; reported: %s", self.monitor, given)
 
     def _warn(self, why: str, *arguments: object) -> None:
-        """Log a warning, only once, that this rank cannot be judged, with the reason ``why``."""
+        """Log a warning, once, that this rank cannot be judged, with the reason ``why``."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(

@@ -1,4 +1,4 @@
-"""Replay buffers of torchgfn on separate ranks, which exchange messages through asyncdist.
+"""torchgfn's replay buffers on separate ranks that exchange messages through asyncdist.
 
 A training rank adds a container to its own buffer, and also sends it to its buffer rank, which answers with scores::
 
@@ -9,8 +9,8 @@ A training rank adds a container to its own buffer, and also sends it to its buf
 A payload is a ``gfn.containers.message.Message`` that torchgfn serializes with dill, so the ranks of a job must trust
 each other. A payload that does not fit into a message follows as a stream.
 
-Invariants: A training rank has at most one open request. A buffer rank answers requests in the order of their arrival,
-and ends when each of its training ranks has sent a termination signal or is gone.
+Invariants: A training rank has at most one pending request. A buffer rank answers requests in arrival order, and ends
+when each of its training ranks has sent a termination signal or is gone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _NAME: Final = "containers of torchgfn"
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request from a training rank, of a ``MessageType`` of torchgfn. An empty ``payload`` follows as a stream."""
+    """A training rank's request, of a torchgfn ``MessageType``. If ``payload`` is empty, it follows as a stream."""
 
     kind: str
     nbytes: int
@@ -58,7 +58,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer from a buffer rank. An empty ``payload`` follows as a stream."""
+    """A buffer rank's answer. If ``payload`` is empty, it follows as a stream."""
 
     nbytes: int
     payload: bytes
@@ -303,7 +303,7 @@ class _Desk:
             try:
                 payload = await _receive(self._world.awaited, envelope)
             except RankLostError:
-                self._world.check()  # raises an error if the job has failed with the rank
+                self._world.check()  # raises an error if the job has failed along with the rank
                 continue
             return source, kind, Message.deserialize(payload).message_data if len(payload) else None
 

@@ -1,6 +1,6 @@
 """Adapts a policy to the calls of torchgfn's scripts, which pass their own iteration numbers.
 
-These numbers may restart in each epoch and may skip iterations, while the policy's own iteration only grows.
+These numbers may restart in each epoch and may skip iterations, while the policy's own iteration only increases.
 :class:`CallerNumbers` translates the numbers. :class:`PortedCalls` checks a call's arguments and does the step.
 """
 
@@ -26,7 +26,7 @@ class CallerNumbers:
     """Translates the caller's iteration numbers into iterations of the policy.
 
     The number i is due if (i + 1) % ``average_every`` == 0. ``epoch_start`` is the policy's iteration that the caller
-    counts as 0. ``short_count`` counts iterations since the last due one, in epochs that are too short to contain one.
+    numbers 0. ``short_count`` counts iterations since the last due one, in epochs that are too short to contain one.
     """
 
     average_every: int
@@ -34,7 +34,7 @@ class CallerNumbers:
     short_count: int = 0
 
     def place(self, number: int, iteration: int) -> tuple[int, bool]:
-        """Return the policy's iteration, from ``iteration`` on, for the caller's ``number``, and whether it is due."""
+        """Return the policy's iteration (>= ``iteration``) for the caller's ``number``, and whether it is due."""
         if self.epoch_start is None:
             return self._first_place(number, iteration)
         every, expected = self.average_every, iteration - self.epoch_start
@@ -83,7 +83,7 @@ class PortedCalls:
         if expose_params not in (None, True):
             validation.refuse("expose_params", expose_params, "None or True")
         if type(iteration) is int and iteration == policy.iteration and self._numbers.epoch_start == 0:
-            # This is the fast path for a caller whose numbers are those of the policy.
+            # Fast path for a caller whose numbers equal the policy's.
             return model, optimizer, fields_of(await policy._guarded_step(local_metric))
         policy.check_can_step()
         if type(iteration) is not int or iteration < 0:

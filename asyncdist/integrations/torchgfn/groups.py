@@ -1,4 +1,4 @@
-"""Converts ``group=`` arguments of torchgfn's scripts to groups of asyncdist."""
+"""Converts ``group=`` arguments of torchgfn's scripts to asyncdist groups."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _HERE = "asyncdist.integrations.torchgfn"
 
 
 def group_of(group: Any) -> Group | None:
-    """Return the group of asyncdist with the ranks of ``group``; None for all ranks.
+    """Return the asyncdist group with the ranks of ``group``; None for all ranks.
 
-    ``group`` is a group of asyncdist, a process group of torch.distributed, a communicator of MPI, or None. Opens the
-    world if none is open, which is collective among all ranks of the job. The members then make the group together.
-    Before either step, raises an error if the step could not complete: TypeError for a different type, ValueError if no
-    world is open and ``group`` does not have all ranks of the job, or if its ranks are unknown.
+    ``group`` is an asyncdist group, a torch.distributed process group, an MPI communicator, or None. If no world is
+    open, opens it, which is collective among all ranks of the job. The members then make the group together. Before a
+    step that could not complete, raises an error: TypeError for a different type; ValueError if no world is open and
+    ``group`` does not have all ranks of the job, or if its ranks are unknown.
     """
     if group is None or isinstance(group, Group):
         join()
@@ -35,7 +35,7 @@ def group_of(group: Any) -> Group | None:
 
 
 def _check_is_of_all(group: Any, size: int) -> None:
-    """Raise ValueError if ``group`` lacks ranks of the job, for which opening a world would wait forever."""
+    """Raise ValueError if ``group`` lacks ranks of the job, since opening a world would wait for them forever."""
     is_torchs = torch.distributed.is_available() and torch.distributed.is_initialized()
     found = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if is_torchs else None
     job_size = environment.detect(group=found).expected_size or 1

@@ -11,7 +11,7 @@
     averaging_policy.shutdown()
 
 A call changes the model and optimizer in place and returns them. The policy's messages do not interfere with the
-script's own process groups of torch.distributed or communicators of MPI.
+script's own torch.distributed process groups or MPI communicators.
 """
 
 from __future__ import annotations
@@ -123,11 +123,11 @@ class _Called(_Ported[PolicyT]):
         """Do a step of the policy, and return the model, the optimizer and a dict of the step's events.
 
         Args:
-            iteration: The script's own number of this iteration; see :meth:`protocols.ported.Ported.__call__`.
+            iteration: The script's own iteration number; see :meth:`protocols.ported.Ported.__call__`.
             model: The model, the same in all calls.
             optimizer: The optimizer, the same in all calls.
             local_metric: This rank's metric; larger is better.
-            group: Ranks that take part, the same in all calls: a group of asyncdist, a process group or a communicator;
+            group: Ranks that take part, the same in all calls: an asyncdist group, a process group or a communicator;
                 all ranks by default.
 
         Raises:
@@ -163,8 +163,8 @@ class AsyncSelectiveAveragingPolicy(_Called[_Selective]):
         replacement_ratio, averaging_strategy, momentum, cooldown, timing: Options of
             :class:`protocols.AsyncSelectiveAveragingPolicy`.
         poll_interval_s: Ignored, since no thread polls.
-        threshold: Metric below which the worst rank must be for a round to replace weights; with ``inf``, every round
-            after the cooldown does.
+        threshold: A round replaces weights only if the worst rank's metric is below this value; with ``inf``, every
+            round after the cooldown does.
         options: Other options of that policy.
     """
 
@@ -198,19 +198,19 @@ class AsyncSelectiveAveragingPolicy(_Called[_Selective]):
 
 
 class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
-    """Replaces a rank's weights, at the end of its randomly drawn lifetime, with the average of random other ranks.
+    """Replaces a rank's weights, at the end of a random lifetime, with the average of randomly chosen other ranks.
 
     Each call publishes a snapshot of the weights, which other ranks read. The policy works on every transport.
 
     Args:
         model_builder: Function that returns a model, or the pair (model, optimizer); for ``"reset_weights"``.
-        model: Ignored, since the calls get the model.
+        model: Ignored, since each call passes the model.
         average_every: Ignored, as in torchgfn: each call publishes.
         threshold_metric: Ignored, as in torchgfn, unless ``replacement_mode="threshold"``.
         replacement_ratio: Ignored, as in torchgfn, unless ``replacement_mode="worst_ratio"``.
         averaging_strategy, momentum, age_range: Options of :class:`protocols.OneSidedSelectiveAveragingPolicy`.
         poll_interval_s: Ignored, since no thread polls.
-        group: Ranks that take part: a group of asyncdist, a process group or a communicator; all ranks by default.
+        group: Ranks that take part: an asyncdist group, a process group or a communicator; all ranks by default.
         options: Other options of that policy.
     """
 
@@ -287,7 +287,7 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
         return self._one_sided
 
 
-#: Names used by code for mpi4py. One class supports every transport, and models of any mix of dtypes.
+#: Names used by code written for mpi4py. One class supports every transport, and models with any mix of dtypes.
 AsyncSelectiveAveragingPolicympi4pyGeneral = AsyncSelectiveAveragingPolicympi4pyFast
 AverageAllPolicympi4py = AverageAllPolicy
 

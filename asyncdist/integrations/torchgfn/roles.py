@@ -1,7 +1,7 @@
 """Replaces torchgfn's ``gfn.utils.distributed``: roles of ranks, groups and blocking collective calls.
 
-The functions work under every launcher; torchgfn's own functions see several ranks only if PMI_SIZE is set. A group of
-asyncdist replaces each process group and each communicator.
+The functions work under every launcher; torchgfn's own functions see several ranks only if PMI_SIZE is set. Each
+process group and each communicator is replaced with an asyncdist group.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DistributedContext:
         agent_group_id: Index of this rank's agent group; None if this rank does not train.
         train_global_group: Group of all training ranks; None if there is only one rank.
         assigned_buffer: Buffer rank of this training rank, or None.
-        buffer_group: Group of all buffer ranks; None without buffers.
+        buffer_group: Group of all buffer ranks; None if there are no buffers.
         assigned_training_ranks: Training ranks that use this buffer rank, or None.
     """
 
@@ -67,7 +67,7 @@ class DistributedContext:
         return self.my_rank < self.num_training_ranks
 
     def cleanup(self) -> None:
-        """Free the groups, leave the world of this process, and wait until the other ranks leave it.
+        """Free the groups, leave this process's world, and wait until the other ranks leave it.
 
         MPI is finalized when the process ends. A second call does nothing.
         """
@@ -112,7 +112,7 @@ def initialize_distributed_compute(
     )
 
 
-#: Name used by code for mpi4py. One class supports every transport.
+#: Name used by code written for mpi4py. One class supports every transport.
 DistributedContextmpi4py = DistributedContext
 
 
@@ -122,7 +122,7 @@ def initialize_distributed_compute_mpi4py(num_remote_buffers: int, num_agent_gro
 
 
 def barrier(group: Group | None = None, backend: str = "mpi") -> None:
-    """Wait until every rank of ``group`` (by default all) has called this; ``backend`` is ignored."""
+    """Wait until every rank of ``group`` (by default all ranks) has called this function; ``backend`` is ignored."""
     del backend
     join()
     blocking.barrier(group=group)
@@ -138,13 +138,13 @@ def broadcast(tensor: torch.Tensor, src: int = 0, group: Group | None = None) ->
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Replace each gradient by its mean over all ranks; see :func:`asyncdist.average_gradients`."""
+    """Replace each gradient with its mean over all ranks; see :func:`asyncdist.average_gradients`."""
     join()
     blocking.average_gradients(model)
 
 
 def average_models(model: nn.Module, training_group: Group | None = None) -> None:
-    """Replace the model's state by its mean over ``training_group``; see :func:`asyncdist.average_models`."""
+    """Replace the model's state with its mean over ``training_group``; see :func:`asyncdist.average_models`."""
     join()
     blocking.average_models(model, training_group)
 
