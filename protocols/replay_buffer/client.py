@@ -9,7 +9,7 @@
     async def serve(world):                                   # rank 3
         print(await serve_replay_buffer(clients=[0, 1, 2], capacity=100_000))
 
-Any number of tasks may have outstanding requests. Requests that exceed the server's limit wait.
+Any number of tasks may have pending requests. Requests that exceed the server's limit wait.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ from asyncdist.waits import WaitId, WaitKind
 _REQUEST_COUNT: Final = 1 << 32  # request numbers have 32 bits in the frame header
 #: Seconds before a client repeats its ``Open`` for the first time; doubled each time.
 _OPEN_PERIOD_S: Final = 0.25
-#: Seconds to wait for a message with the reason after a server has left or has aborted a stream.
+#: Seconds to wait for the server's message with the reason, after it has left or has aborted a stream.
 _REASON_TIMEOUT_S: Final = 1.0
 
 
@@ -82,17 +82,17 @@ class ReplayBuffer:
     """Client of the replay buffer that another rank serves with :func:`protocols.serve_replay_buffer`.
 
     Used as ``async with ReplayBuffer(server) as buffer``. Entering the block waits for the server, and leaving it waits
-    for outstanding requests. The server ends when its last client has left.
+    for pending requests. The server ends when its last client has left.
 
     Args:
         server: Rank of the server.
-        name: Name of the buffer on that rank. A rank that leaves and enters again finds the same items if another
+        name: Name of the buffer on that rank. A rank that leaves and enters again finds the same items only if another
             client has stayed.
         start_timeout_s: Seconds to wait for the server.
         world: World of the client; the current world by default.
 
     Raises:
-        StartTimeoutError: The rank has not served a buffer of that name in time.
+        StartTimeoutError: The server did not serve a buffer of that name in time.
         DisagreementError: This rank is not one of the buffer's clients.
         RankLostError, ClosedError: The server is lost, or has left or stopped; raised by every method.
         RemoteError: An exception has ended the server, for example in its scoring hook; raised by every method.
@@ -118,7 +118,7 @@ class ReplayBuffer:
         self._entry = 0
         self._adding_count = self._drawing_count = 0
         self._is_closed = False
-        # Adds have a separate limit, because draws may wait for items that this rank has not added yet.
+        # Adds have a separate limit, because samples may wait for items that this rank has not added yet.
         self._add_limit = self._draw_limit = RequestLimit(self._services.engine, 0)
         self._own_layout: RowLayout | None = None
         self._layout: RowLayout | None = None
@@ -198,7 +198,7 @@ class ReplayBuffer:
             self._close()
 
     def _awaited(self, kind: WaitKind = WaitKind.REPLAY_SERVER) -> WaitId:
-        """Return the identification of a wait that ends when the server answers, for error messages."""
+        """Return the id, for error messages, of a wait that ends when the server answers."""
         return WaitId(kind, tags.REPLAY, self._server, name=self._name)
 
     def _close(self) -> None:
@@ -257,14 +257,14 @@ class ReplayBuffer:
         return layout
 
     async def sample(self, n: int, *, beta: float = 0.4, wait: bool = True) -> Sample:
-        """Draw ``n`` items at random, with replacement.
+        """Sample ``n`` items at random, with replacement.
 
         Args:
             n: Number of items.
-            beta: Exponent of a prioritised buffer's importance weights, from 0 (no correction of the bias) to 1 (full
+            beta: Exponent of a prioritised buffer's importance weights, from 0 (no bias correction) to 1 (full
                 correction).
-            wait: Whether to wait until the buffer contains ``n`` items. Otherwise, if the buffer contains fewer items,
-                only that number is drawn.
+            wait: Whether to wait until the buffer contains ``n`` items. If false, and the buffer contains fewer items,
+                only that number is sampled.
 
         Raises:
             ValueError: ``n`` is below 1, or ``beta`` is out of range.
@@ -276,7 +276,7 @@ class ReplayBuffer:
         count, beta = validation.count("n", n), validation.fraction("beta", beta)
         self._drawing_count += 1
         try:
-            if self._own_layout is None:  # lets a task that was started at the same time add items first
+            if self._own_layout is None:  # lets a concurrently started task add items first
                 await yield_to_loop()
             drawn: Drawn = await self._call(lambda request: (Draw(request, count, beta, wait), None), self._draw_limit)
             return await self._unpack(drawn, count)
@@ -287,7 +287,7 @@ class ReplayBuffer:
     async def update_priorities(
         self, ids: torch.Tensor | Sequence[int], priorities: torch.Tensor | Sequence[float]
     ) -> None:
-        """Set new priorities of sampled items; skip items that the buffer no longer contains.
+        """Set new priorities for sampled items; skip items that the buffer no longer contains.
 
         Args:
             ids: Ids of the items, of shape (n,), from :class:`Sample`.
@@ -303,7 +303,7 @@ class ReplayBuffer:
 
     @property
     def capacity(self) -> int:
-        """Largest number of items in the buffer."""
+        """Maximum number of items in the buffer."""
         return self._welcomed().capacity
 
     @property
@@ -505,7 +505,7 @@ class ReplayBuffer:
             self._services.spawn_service(self._hear_why(), name=f"end reason of the replay buffer {self._name!r}")
 
     async def _hear_why(self) -> None:
-        """Wait for the reason that the server has sent before it left, and then fail all requests.
+        """Wait for the reason that the server sent before it left, and then fail all requests.
 
         The notice that the server has left may arrive before the reason.
         """

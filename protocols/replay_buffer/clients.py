@@ -45,8 +45,8 @@ class Client:
 def more_may_come(clients: Collection[Client]) -> bool:
     """Return whether any client may still add items.
 
-    A client that has added items is assumed to add more, since its draws may wait for another of its own tasks. If
-    there are no other clients, or some have left, a client that only draws is assumed not to add.
+    A client that has added items is assumed to add more, since its draws may wait for another of its own tasks to add.
+    A client that only draws is assumed not to add if there are no other clients, or if some have left.
     """
     some_have_left = len(clients) == 1 or any(client.is_done for client in clients)
 

@@ -1,4 +1,4 @@
-"""Functions shared by client and server of a replay buffer: scopes, layouts as messages, and answers to late grants."""
+"""Functions for a replay buffer's client and server: scopes, layouts as messages, and answers to late grants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncdist.messaging.streams import Grant
 from asyncdist.protocols.replay_buffer.messages import Declare, ReplayMessage
 from asyncdist.protocols.replay_buffer.store import FORMS, Field, RowLayout, check_dtype
 
-#: Largest accepted size in bytes of an item's field, so that the sizes of batches do not overflow.
+#: Largest accepted size in bytes of an item's field, so that batch sizes do not overflow.
 ITEM_NBYTES_MAX: Final = 1 << 40
 
 

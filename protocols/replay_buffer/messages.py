@@ -40,7 +40,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Server to client, as the last message: refuses the client at once, or after it has violated the protocol."""
+    """Server to client, as the last message: refuses the client immediately, or after a protocol violation."""
 
     entry: int
     reason: str
@@ -48,7 +48,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """Both directions, before the first item: declares the form of batches, and name, dtype and shape of each field."""
+    """Both directions, before the first item: declares the batches' form, and each field's name, dtype and shape."""
 
     form: str
     names: tuple[str, ...]
@@ -141,7 +141,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Server to client: a request has failed, for this reason; ``later`` is true if it may succeed when repeated."""
+    """Server to client: a request has failed; ``later`` is true if it may succeed when repeated."""
 
     request: int
     later: bool

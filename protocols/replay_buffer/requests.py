@@ -1,4 +1,4 @@
-"""The outstanding requests of a replay buffer's client, and a limit for their number."""
+"""The pending requests of a replay buffer's client, and a limit on their number."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PendingCall:
 
 
 class RequestLimit:
-    """Semaphore that limits the number of unanswered requests, and whose waiters are notified if the job fails."""
+    """Semaphore that limits the number of unanswered requests. Its waiters are notified if the job fails."""
 
     def __init__(self, engine: Engine, count: int) -> None:
         self._engine = engine

@@ -61,7 +61,7 @@ Score = Callable[[Batch], float | int | torch.Tensor | None]
 IN_FLIGHT_MAX: Final = 64
 #: Seconds after which a warning is logged if all clients wait to draw more items than the buffer contains.
 _PATIENCE_S: Final = 10.0
-#: Requests with more items or bytes are refused, since computations with their sizes would overflow.
+#: Maximum number of items or bytes in a request. With more, computations of sizes would overflow.
 _COUNT_MAX: Final = 1 << 32
 _PAYLOAD_NBYTES_MAX: Final = 1 << 60
 
@@ -82,25 +82,25 @@ async def serve_replay_buffer(
 
     Args:
         clients: Ranks that may use the buffer, possibly including this rank.
-        capacity: Largest number of items. If the buffer is full, new items replace the oldest.
-        prioritized: Whether to draw items in proportion to priority^alpha (Schaul et al. 2016) instead of uniformly.
+        capacity: Maximum number of items. If the buffer is full, new items replace the oldest.
+        prioritized: Whether to sample items in proportion to priority^alpha (Schaul et al. 2016) instead of uniformly.
         alpha: Exponent of the priorities; 0 ignores them.
         score: Function that is called with each added batch; ``add`` returns its result to the sender. It blocks this
             rank's event loop. If it raises an exception, the server ends with this exception, and the clients get
             RemoteError.
-        in_flight_max: Largest number of one client's unanswered adds and updates, and of its unanswered draws. Further
+        in_flight_max: Maximum number of one client's unanswered adds and updates, and of its unanswered draws. Further
             requests wait on the client.
-        seed: Seed of the random draws.
+        seed: Random seed for sampling.
         name: Name of the buffer, if this rank serves several.
         world: World of the server; the current world by default.
 
     Returns:
-        The numbers of items that were added, drawn and dropped.
+        The numbers of items that were added, sampled and dropped.
 
     Raises:
         ValueError, TypeError: An argument is out of range, ``clients`` is empty, or a score is not a number.
         LocalProtocolError: This rank already serves a buffer of that name.
-        BaseException: The exception that ``score`` has raised.
+        BaseException: The exception that ``score`` raised.
     """
     world = world or current_world()
     check_clients(clients, world)
@@ -155,7 +155,7 @@ class _Server:
         channel = self._channel
         try:
             while not self._is_finished():
-                # After the last client has left, an ``Open`` is meant for the next buffer of this name.
+                # After the last client has left, an ``Open`` is meant for the next buffer with this name.
                 while not self._is_finished() and (envelope := channel.receive_nowait()) is not None:
                     self._hear(envelope)
                 self._has_lost_one = False

@@ -1,8 +1,8 @@
-"""Stores the items of a replay buffer and draws from them, without messages.
+"""Stores a replay buffer's items and samples from them, without messages.
 
 An **item** is one row of a batch: the elements of all its tensors at one index of the leading dimension. Items are
-stored as rows of bytes, so that adding or drawing a batch needs one copy. They are drawn with replacement: uniformly,
-or in proportion to priority^alpha with importance weights (Schaul et al., "Prioritized Experience Replay", ICLR 2016).
+stored as rows of bytes, so that adding or sampling a batch needs one copy. Sampling is with replacement: uniform, or in
+proportion to priority^alpha with importance weights (Schaul et al., "Prioritized Experience Replay", ICLR 2016).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Rows: TypeAlias = npt.NDArray[np.uint8]
 Form: TypeAlias = Literal["tensor", "dict", "tuple"]
 FORMS: Final[dict[str, Form]] = {"tensor": "tensor", "dict": "dict", "tuple": "tuple"}
 
-#: Number of priorities whose sum is stored, so that a change costs one small sum and rounding errors do not accumulate.
+#: Number of priorities in a block whose sum is stored; a change recomputes one sum, so rounding errors do not add up.
 _BLOCK: Final = 512
 
 
@@ -198,7 +198,7 @@ def _rows_of(tensor: torch.Tensor) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Items that were drawn from a store.
+    """Items sampled from a store.
 
     Attributes:
         ids: int64 array of shape (n,) that identifies the items for ``update_priorities``.
@@ -212,7 +212,7 @@ class Drawn:
 
 
 class ReplayStore:
-    """Stores a limited number of items, and draws from them; if it is full, new items replace the oldest.
+    """Stores a limited number of items, and samples from them; if it is full, new items replace the oldest.
 
     Args:
         alpha: Exponent of the priorities, >= 0 (0 ignores them); None for uniform sampling without priorities.
@@ -234,7 +234,7 @@ class ReplayStore:
 
     @property
     def evicted_count(self) -> int:
-        """Number of old items that were replaced by new ones."""
+        """Number of old items that were replaced with new ones."""
         return self.added_count - self.size
 
     def add(self, rows: Rows, priorities: npt.NDArray[np.float64] | None = None) -> None:
@@ -243,7 +243,7 @@ class ReplayStore:
         Args:
             rows: Items, with shape (n, bytes of an item); if n > ``capacity``, only the last ``capacity`` are stored.
             priorities: float64 array of shape (n,), finite and not negative. By default, the items get the largest
-                priority so far, so that each is drawn soon.
+                priority so far, so that each is sampled soon.
 
         Raises:
             ValueError: A priority is so large that sums of powers would overflow; no item is stored.
@@ -270,10 +270,10 @@ class ReplayStore:
                 self._set_priorities(places, powers[skipped:])
 
     def sample(self, n: int, *, beta: float = 0.4) -> Drawn:
-        """Draw ``n`` items with replacement; the store must not be empty.
+        """Sample ``n`` items with replacement; the store must not be empty.
 
         Args:
-            beta: Exponent of the importance weights, from 0 (no correction of the bias) to 1 (full correction).
+            beta: Exponent of the importance weights, from 0 (no bias correction) to 1 (full correction).
         """
         assert self._rows is not None and self.size, "cannot draw from an empty store"
         if self._priorities is None:
@@ -321,14 +321,14 @@ class ReplayStore:
             self._priorities.set(places, powers)
 
     def _weights(self, places: npt.NDArray[np.int64], beta: float) -> npt.NDArray[np.float64]:
-        """Return the importance weights (size * chance)^-beta, divided by the largest such weight in the store."""
+        """Return the importance weights (size * probability)^-beta, divided by the largest such weight in the store."""
         assert self._priorities is not None
         smallest = self._priorities.smallest()
         return np.asarray((smallest / self._priorities.of(places)) ** beta, np.float64)
 
 
 class _Priorities:
-    """Array of numbers that draws indices in proportion to the numbers."""
+    """Array of numbers whose indices are sampled in proportion to the numbers."""
 
     def __init__(self, capacity: int) -> None:
         block_count = -(-capacity // _BLOCK)

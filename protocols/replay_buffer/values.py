@@ -1,4 +1,4 @@
-"""Defines the results of a replay buffer, samples and statistics, and checks its users' arguments."""
+"""Defines a replay buffer's results (samples and statistics), and checks its users' arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncdist.protocols.replay_buffer.store import Batch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Items that were drawn from a replay buffer, with replacement.
+    """Items sampled from a replay buffer, with replacement.
 
     Attributes:
         batch: Batch of the same form as added batches; each tensor has shape (n, ...) and its own memory.
@@ -35,9 +35,9 @@ class ReplayStatistics:
 
     Attributes:
         added: Number of added items, by client.
-        drawn: Number of drawn items, by client.
+        drawn: Number of sampled items, by client.
         size: Number of items in the buffer.
-        evicted_count: Number of old items that were replaced by new ones.
+        evicted_count: Number of old items that were replaced with new ones.
         stale_update_count: Number of new priorities for items that were no longer in the buffer.
     """
 
@@ -59,7 +59,7 @@ def as_ids(ids: Any) -> npt.NDArray[np.int64]:
 def _as_numbers(name: str, values: Any, allowed: str) -> npt.NDArray[Any]:
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu()
-        values = values.to(torch.float64) if values.is_floating_point() else values  # numpy has no bfloat16
+        values = values.to(torch.float64) if values.is_floating_point() else values  # NumPy has no bfloat16
     try:
         found = np.asarray(values)
     except (TypeError, ValueError):
