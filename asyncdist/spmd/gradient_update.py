@@ -1,7 +1,7 @@
 """Makes training steps that compute a loss, average its gradients along a mesh axis, and apply an optimizer.
 
 A functional optimizer, as in torchopt, has ``init(params) -> state`` and ``update(grads, state, params=params) ->
-(updates, state)``. A ``torch.optim.Optimizer`` has its own state and changes its parameters in place.
+(updates, state)``. A ``torch.optim.Optimizer`` has internal state and changes its parameters in place.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def gradient_update(
         loss_fn: Plain function ``(params, *args, **kwargs) -> loss``, where the loss is a floating 0-d tensor. If
             ``has_aux`` is true, it returns ``(loss, aux)``.
         optimizer: An object with ``init`` and ``update``, as in torchopt, or a ``torch.optim.Optimizer``.
-        dp_axis_name: Name of the axis of the open mesh along which gradients are averaged; None for no average.
+        dp_axis_name: Name of the open mesh's axis along which gradients are averaged; None for no averaging.
         has_aux: Whether ``loss_fn`` also returns ``aux``, which may be any tree.
 
     Returns:
@@ -125,11 +125,11 @@ def agent_gradient_update(
     Args:
         loss_fn: Plain function ``(agent_state, *args, **kwargs) -> loss``, or ``(loss, aux)`` if ``has_aux`` is true.
         optimizer: An object with ``init`` and ``update``, as in torchopt, or a ``torch.optim.Optimizer``.
-        dp_axis_name: Name of the axis of the open mesh along which gradients are averaged; None for no average.
+        dp_axis_name: Name of the open mesh's axis along which gradients are averaged; None for no averaging.
         has_aux: Whether ``loss_fn`` also returns ``aux``, which may be any tree.
         attach_fn: ``(agent_state, params) -> agent_state``: returns a copy of the state with new parameters. By
             default it replaces ``params`` in a dataclass, a named tuple or a mapping.
-        detach_fn: ``agent_state -> params``: returns the parameters to train; by default ``params`` of the state.
+        detach_fn: ``agent_state -> params``: returns the parameters to train; by default the state's ``params``.
 
     Returns:
         ``async (opt_state, agent_state, *args, **kwargs) -> (value, agent_state, opt_state)``.

@@ -1,7 +1,7 @@
 """Meshes: grids of ranks with named axes, along which collectives run.
 
 The axes ``{"POP": 2, "DP": 3}`` arrange six ranks in two rows of three; the last axis varies fastest, as in
-``numpy.reshape``. An operation along ``"DP"`` is between the three ranks of a row, an operation along ``"POP"`` between
+``numpy.reshape``. An operation along ``"DP"`` involves the three ranks of a row; an operation along ``"POP"`` involves
 the two ranks of a column. If a rank of the mesh is lost, operations along any axis raise RankLostError on all ranks.
 
 Inside ``with mesh:``, a task and the tasks that it starts there can refer to the mesh's axes by name.
@@ -59,7 +59,7 @@ class Axis:
 
     @property
     def subject(self) -> str:
-        """Name under which the axis's ranks agree on each operation before they exchange tensors."""
+        """Name of the agreement that the axis's ranks reach on each operation before they exchange tensors."""
         return f"axis {self.name!r} (group {self.group.number})"
 
     @property
@@ -73,7 +73,7 @@ class Axis:
         return self.group.index
 
     async def perform(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run an operation along the axis after all earlier ones, to its end even if the caller is cancelled."""
+        """Run an operation along the axis after all earlier ones; it completes even if the caller is cancelled."""
         return await self.world.services.engine.shielded(self.begin(work, *args, **kwargs), self.group.tag)
 
     def begin(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> asyncio.Task[T]:
@@ -88,7 +88,7 @@ class Axis:
 
 
 class Mesh:
-    """Grid of ranks with named axes, made by :func:`new_mesh`.
+    """Grid of ranks with named axes, created by :func:`new_mesh`.
 
     Attributes:
         axes: Size of each axis by name; the last axis varies fastest.
@@ -121,7 +121,7 @@ class Mesh:
         """Free the groups of all axes; the mesh can no longer be used.
 
         Raises:
-            LocalProtocolError: The calling task runs on a different rank than the mesh's.
+            LocalProtocolError: The calling task belongs to a different rank than the mesh.
         """
         self.check_member()
         for axis in self._axes.values():
@@ -142,7 +142,7 @@ class Mesh:
 
         Raises:
             ClosedError: The mesh was freed.
-            LocalProtocolError: The mesh has no such axis, or the calling task runs on a different rank than the mesh's.
+            LocalProtocolError: The mesh has no such axis, or the calling task belongs to a different rank.
         """
         self.check_member()
         self._check_open()
@@ -162,7 +162,7 @@ class Mesh:
         return self.axis(name).index
 
     def check_member(self) -> None:
-        """Raise LocalProtocolError if the calling task runs on a different rank of this process than the mesh's."""
+        """Raise LocalProtocolError if the calling task belongs to a different rank of this process than the mesh."""
         world = _calling_world()
         if world is not None and world is not self.world:
             outside = "" if world.rank in self.ranks else f", which do not include rank {world.rank}"
@@ -204,7 +204,7 @@ async def new_mesh(
     world: World | None = None,
     timeout_s: float = _MESH_TIMEOUT_S,
 ) -> Mesh:
-    """Arrange ranks as a grid with named axes. All ranks of the group must call this function with the same axes.
+    """Arrange ranks in a grid with named axes. All ranks of the group must call this function with the same axes.
 
     Args:
         axes: Size of each axis by name; the last axis varies fastest. The sizes' product must be the number of ranks.

@@ -30,15 +30,16 @@ def shmap_map(
     Args:
         fn: Function of one element. Its positional arguments are trees of tensors without the leading dimension. It
             returns a tree of tensors, with equal structure, shapes and dtypes for all elements. A coroutine function
-            may use collectives along the mesh's axes by name, because all ranks of an axis run equally many elements.
+            may use collectives along the mesh's axes by name, because all ranks of an axis process the same number of
+            elements.
         mesh: This rank's mesh.
         in_specs: One spec for each argument, or one for all. An axis name splits the leading dimension of the
             argument's leaves over that axis, whose size must divide the dimension; call i gets element i of every split
             argument. None passes the whole argument to every call; the argument must then be equal on all ranks, which
             is not checked.
         out_specs: One spec for each output if ``fn`` returns a tuple, or one for all. Each output's elements are
-            stacked along a new leading dimension, along which an axis name concatenates the outputs of that axis's
-            ranks, in the axis's order. With None, each rank returns only its own outputs.
+            stacked along a new leading dimension. An axis name concatenates the outputs of that axis's ranks along this
+            dimension, in axis order. With None, each rank returns only its own outputs.
 
     Returns:
         ``async (*args) -> outputs``. The function raises ValueError or TypeError if arguments do not fit their specs or

@@ -1,4 +1,4 @@
-"""Places trees on devices or splits them over ranks, makes random generators for devices, and returns rank numbers.
+"""Places trees on devices or splits them over ranks, creates devices' random generators, and returns rank numbers.
 
 No function in this module communicates with other ranks.
 """
@@ -41,7 +41,7 @@ class Sharding:
 
 
 def shard(leaf: Tensor, axis: Axis, path: str) -> Tensor:
-    """Return a view of this rank's shard of a leaf, which is split over an axis along the leading dimension.
+    """Return a view of this rank's shard of a leaf, whose leading dimension is split over an axis.
 
     Args:
         leaf: The whole leaf, shape [n, ...].
@@ -92,7 +92,7 @@ def split_key_to_devices(key: int | torch.Generator, devices: Sequence[torch.dev
     generators, so each rank can select its own: ``split_key_to_devices(7, ["cpu"] * size)[rank]``.
 
     Args:
-        key: An int >= 0, or a generator from which each call draws a new key.
+        key: An int >= 0, or a generator from which each call takes a new random key.
         devices: Device of each generator.
 
     Raises:
@@ -116,7 +116,7 @@ def split_key_to_devices(key: int | torch.Generator, devices: Sequence[torch.dev
 
 
 def get_global_ranks(*, world: World | None = None) -> Tensor:
-    """Return all ranks in order, int64 of shape [size], for example to show which rank gets which shard of a tensor."""
+    """Return all ranks in order, as int64 of shape [size], for example to show which rank gets which shard."""
     return torch.arange((world or current_world()).size, device="cpu")
 
 

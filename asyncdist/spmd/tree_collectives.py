@@ -7,10 +7,10 @@ leaves' devices, outside any autograd graph.
 Before tensors are sent, the ranks of the axis compare their operations and trees. If these differ, every rank raises a
 DisagreementError that names the first difference. Otherwise the ranks exchange one flat tensor per dtype.
 
-Reductions run in rank order on every transport, so all ranks get the same bits. Some results, which follow ``jax.lax``
-as XLA computes it on CPUs with 64-bit types enabled, are not obvious:
+Reductions run in rank order on every transport, so all ranks get bitwise identical results. The results are those of
+``jax.lax`` on CPUs with 64-bit types enabled. Some of them are not obvious:
 
-- Sums start from +0, so zeros of any sign add up to +0. Integers wrap. Booleans are counted, in int32.
+- Sums start from +0, so zeros of any sign add up to +0. Integer overflow wraps around. Booleans are counted, in int32.
 - Sums of float16 are rounded after each addition. Sums of bfloat16 are computed in float32 and rounded once.
 - A mean is the sum times the reciprocal of the number of ranks, both in the sum's dtype, because XLA rewrites the
   division. The mean of equal numbers over three ranks may therefore differ from them in the last bit. bfloat16 is an
@@ -46,7 +46,7 @@ T = TypeVar("T")
 #: it there.
 _MET: Final = "_asyncdist_met"
 
-#: Largest size in bytes for which each rank reduces all ranks' tensors, which takes one exchange instead of two.
+#: Largest size in bytes for which every rank reduces all ranks' tensors, which takes one exchange instead of two.
 WHOLE_NBYTES: Final = 16 * 1024
 
 _INTEGERS: Final = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -59,7 +59,7 @@ _vectorising: ContextVar[str] = ContextVar("asyncdist_vectorising", default="")
 
 @contextlib.contextmanager
 def vectorising(what: str) -> Iterator[None]:
-    """Make collectives in the block raise an error that names ``what``: vmap runs the block on valueless tensors."""
+    """Make collectives in the block raise an error that names ``what``, since vmap's tensors have no values."""
     token = _vectorising.set(what)
     try:
         yield
@@ -68,7 +68,7 @@ def vectorising(what: str) -> Iterator[None]:
 
 
 def refuse_inside_vmap(name: str) -> None:
-    """Raise LocalProtocolError, which mentions the collective ``name``, if vmap is running the caller."""
+    """Raise a LocalProtocolError that names the collective ``name`` if the caller runs inside vmap."""
     what = _vectorising.get()
     if what:
         raise LocalProtocolError(
@@ -79,7 +79,7 @@ def refuse_inside_vmap(name: str) -> None:
 
 @contextlib.contextmanager
 def telling_failure(axes: Iterable[Axis]) -> Iterator[None]:
-    """Notify the other ranks along some axes if the block raises, so that their next operation fails and does not wait.
+    """Notify the other ranks along some axes if the block raises, so that their next operation fails without waiting.
 
     Args:
         axes: Axes along which this rank has yet to start an operation. The iterable is read again when the block
@@ -88,7 +88,7 @@ def telling_failure(axes: Iterable[Axis]) -> Iterator[None]:
     begun = {axis.subject: axis.begun_count for axis in axes}
     try:
         yield
-    except GeneratorExit:  # The caller's coroutine is being closed, possibly after its event loop.
+    except GeneratorExit:  # the caller's coroutine is being closed, possibly after its event loop
         raise
     except BaseException as error:
         met = _met_along(error)
@@ -138,7 +138,7 @@ def psum(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> 
 
     Raises:
         TypeError: A leaf is not a dense tensor, or its dtype is not supported.
-        LocalProtocolError: The mesh has no such axis, this rank is not in the mesh, or vmap is running the caller.
+        LocalProtocolError: The mesh has no such axis, this rank is not in the mesh, or the caller runs inside vmap.
         DisagreementError: The ranks call different operations or pass different trees.
         ClosedError: A rank of the axis has left.
         RankLostError: A rank of the mesh is lost.
@@ -170,7 +170,7 @@ def all_gather(
         tree: A tree of tensors of any dtype. Its structure, shapes and dtypes must be equal on all ranks of the axis.
         axis_name: Name of an axis of the mesh; None to return the tree unchanged.
         axis: Dimension of the results along which the ranks' leaves are arranged; negative values count from the end.
-        tiled: True to concatenate the leaves along this dimension, false to stack them along a new dimension.
+        tiled: Whether to concatenate the leaves along this dimension, instead of stacking them along a new dimension.
         mesh: The mesh; by default the one opened last.
 
     Raises:
@@ -320,7 +320,7 @@ async def _reduce_leaves(axis: Axis, leaves: Sequence[Tensor], fold: Reduction) 
 
 
 async def _reduce_flat(axis: Axis, flat: Tensor, fold: Reduction) -> Tensor:
-    """Reduce a flat tensor in rank order. Every rank reduces the whole of a small tensor, or a share of a large one."""
+    """Reduce a flat tensor in rank order. Every rank reduces all of a small tensor, or a share of a large one."""
     collectives, group = axis.world.collectives, axis.group
     if axis.size == 1:
         return fold([flat])
