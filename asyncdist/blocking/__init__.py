@@ -1,4 +1,4 @@
-"""The calls of asyncdist for code without an event loop: they block instead of being awaited.
+"""asyncdist's calls for code without an event loop: they block instead of being awaited.
 
 ::
 

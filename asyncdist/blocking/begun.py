@@ -1,4 +1,4 @@
-"""Represents blocking calls that have been started: their outcomes, and coroutines that main will continue."""
+"""Represents started blocking calls: their outcomes, and the coroutines that main will continue."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ async def awaited(made: Awaitable[T]) -> T:
 class BegunCall:
     """Awaitable that continues a coroutine which was started outside any event loop.
 
-    Reports on the waits of tasks inspect the coroutine through ``cr_frame`` and ``cr_await``.
+    Reports on tasks' waits inspect the coroutine through ``cr_frame`` and ``cr_await``.
 
     Args:
         coroutine: Coroutine that has already been sent its first None.
-        awaited: Future that the coroutine then yielded; None if it only let other tasks run, which have run since.
+        awaited: Future that the coroutine yielded in response; None if it only let other tasks run, which is done.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], awaited: Any) -> None:
@@ -86,7 +86,7 @@ class BegunCall:
         return awaited if awaited is not None else self._coroutine.send(value)
 
     def throw(self, *error: Any) -> Any:
-        """Raise ``error`` at the line where the coroutine waits."""
+        """Raise ``error`` at the point where the coroutine is suspended."""
         self._awaited = None
         return self._coroutine.throw(*error)
 
@@ -98,8 +98,8 @@ class BegunCall:
 class Pause(asyncio.Future[None]):
     """Future for which main waits between two blocking calls. Cancelling it calls ``on_cancel`` and does not wake main.
 
-    Main would continue only in the loop's next iteration, too late for the call that is ending. ``on_cancel`` returns
-    whether to cancel main anyway.
+    A woken main would continue only in the loop's next iteration, too late for the call that is ending. ``on_cancel``
+    returns whether to cancel main anyway.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_cancel: Callable[[], bool]) -> None:

@@ -3,7 +3,7 @@
 The coroutines run in the task of the rank's main. The blocking code itself is hosted in one of two ways:
 
 - :class:`LoopCaller`, for one rank per process: the loop runs while a call blocks, and is suspended between calls. The
-  code may be a whole script.
+  blocking code may be a whole script.
 - :class:`SwitchingCaller`, if several ranks share a thread, as in a simulation: the code runs inside main on a separate
   stack (a greenlet). A blocking call switches to main's stack, and back with the call's result.
 """
@@ -50,18 +50,18 @@ _current: ContextVar[Caller] = ContextVar("asyncdist_blocking_caller")
 ask_for_world: ContextVar[Callable[[], Caller] | None] = ContextVar("asyncdist_ask_for_world", default=None)
 
 
-#: The :class:`Caller` for code outside all blocks, if the process has a world that lasts until its end.
+#: The :class:`Caller` for code outside all ``with`` blocks, if the process has a world that lasts until its end.
 _of_process: Caller | None = None
 
 
 def set_process_caller(caller: Caller | None) -> None:
-    """Set the caller for code outside all blocks. It is used while its world is open."""
+    """Set the caller for code outside all ``with`` blocks. It is used while its world is open."""
     global _of_process
     _of_process = caller
 
 
 def find_caller() -> Caller | None:
-    """Return the caller for the blocking code that runs here; None in coroutines and without an open world."""
+    """Return the caller for the running blocking code; None in a coroutine, or if no world is open."""
     for caller in (_current.get(None), _of_process):
         if caller is not None and caller.is_open:
             return caller
@@ -69,7 +69,7 @@ def find_caller() -> Caller | None:
 
 
 def current_caller(what: str) -> Caller:
-    """Return the caller for the blocking code that runs here, or raise an error with the name of the call, ``what``."""
+    """Return the caller for the running blocking code, or raise an error that names the call, ``what``."""
     caller = find_caller()
     if caller is not None:
         return caller
@@ -89,7 +89,7 @@ def current_caller(what: str) -> Caller:
 
 
 def is_in_a_rank() -> bool:
-    """Return whether this is called by a coroutine of a rank instead of blocking code."""
+    """Return whether the calling code is in a rank's coroutine, rather than blocking code."""
     if find_caller() is not None:
         return False
     try:
@@ -101,7 +101,7 @@ def is_in_a_rank() -> bool:
 class Caller(abc.ABC):
     """Awaits coroutines for blocking code, in the task of a rank's main.
 
-    ``on_opened`` is called when the code first opens its world, if that is already open, as in a simulation.
+    If the world is already open, as in a simulation, ``on_opened`` is called when the code first opens its world.
     """
 
     world: World
@@ -114,12 +114,12 @@ class Caller(abc.ABC):
         self._thread = threading.get_ident()
 
     def call(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``fn`` in the task of main, await its result if it is awaitable, and return the value.
+        """Call ``fn`` in main's task, await its result if it is awaitable, and return the value.
 
         Raises:
             ClosedError: The world is closed.
             LocalProtocolError: Called in a thread other than the rank's, or inside another blocking call.
-            BaseException: The exception of ``fn``, or the error that ended the job.
+            BaseException: The exception that ``fn`` raised, or the error that ended the job.
         """
         if not self.is_open or self._is_calling or threading.get_ident() != self._thread:
             self._refuse()
@@ -130,18 +130,18 @@ class Caller(abc.ABC):
             self._is_calling = False
 
     def note_opened(self) -> None:
-        """Call ``on_opened``, only once, when the code opens its world."""
+        """Call ``on_opened`` the first time that the code opens its world."""
         on_opened, self.on_opened = self.on_opened, None
         if on_opened is not None:
             on_opened()
 
     def at_end(self, fn: Callable[[], None]) -> None:
-        """Register ``fn`` to be called before the world closes without an error, the last registered function first."""
+        """Register ``fn`` to be called before the world closes without an error; last registered, first called."""
         self._at_end.append(fn)
 
     @property
     def registered(self) -> tuple[Callable[[], None], ...]:
-        """The functions registered with :meth:`at_end`, in the order of registration."""
+        """The functions registered with :meth:`at_end`, in registration order."""
         return tuple(self._at_end)
 
     def forget(self, fn: Callable[[], None]) -> None:
@@ -150,7 +150,7 @@ class Caller(abc.ABC):
             self._at_end.remove(fn)
 
     def end(self) -> None:
-        """Call the functions registered with :meth:`at_end`, the last one first."""
+        """Call the functions registered with :meth:`at_end`, in reverse order."""
         while self._at_end:
             self._at_end.pop()()
 
@@ -205,7 +205,7 @@ class LoopCaller(Caller):
         self._waiter: asyncio.Future[None]  # main waits for this future between calls
         self._is_ended = False  # the block has ended, and main must end
         self._is_stopped = False  # main was cancelled between calls; the next call raises the reason
-        self._error: BaseException | None = None  # error of the block, which main raises at its end
+        self._error: BaseException | None = None  # the block's error, which main raises when it ends
         self._is_over = False
 
     def open(self) -> None:
@@ -254,7 +254,7 @@ class LoopCaller(Caller):
             os._exit(1)
 
     def close(self, error: BaseException | None) -> None:
-        """Leave the world if it is still open, or end it with ``error``. Raise main's error if that is different."""
+        """Leave the world if it is still open, or end it with ``error``. Raise main's error unless it is ``error``."""
         end_forked_child(self.world.process_id, error)
         if self._is_over:
             return
@@ -328,7 +328,7 @@ class LoopCaller(Caller):
             _set_running_loop(None)
 
     def _step_in_context(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Implement :meth:`_begin` inside main's context, with its loop and task as the current ones."""
+        """Implement :meth:`_begin` inside main's context, with main's loop and task as the current ones."""
         made = fn(*args, **kwargs)
         if type(made) is not CoroutineType:
             if not inspect.isawaitable(made):
@@ -426,13 +426,13 @@ class LoopCaller(Caller):
             raise asyncio.CancelledError
 
     def _what_stops(self) -> BaseException | None:
-        """Return why main is cancelled: the error of a signal or of the job."""
+        """Return the error, from a signal or from the job, because of which main is cancelled."""
         return self._interrupts.error(self.world.rank) or self.world.services.engine.failure
 
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """Let another loop run in this thread while the running loop, such as a notebook's, is suspended."""
+    """Allow another loop to run in this thread while the running loop, such as a notebook's, is suspended."""
     running = _get_running_loop()
     _set_running_loop(None)
     try:

@@ -1,4 +1,4 @@
-"""Blocking versions of the helpers and collectives of :mod:`asyncdist`, with the same names and arguments."""
+"""Blocking versions of :mod:`asyncdist`'s helpers and collectives, with the same names and arguments."""
 
 from __future__ import annotations
 

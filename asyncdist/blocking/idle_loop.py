@@ -7,19 +7,19 @@ import selectors
 from time import monotonic
 from typing import Any, Final
 
-#: Seconds after which :meth:`IdleLoop.has_work` returns True, because of events that it cannot see, like signals.
+#: Seconds after which :meth:`IdleLoop.has_work` returns True, since it cannot detect some events, such as signals.
 TURN_PERIOD_S: Final = 0.05
 
 
 class IdleLoop(asyncio.SelectorEventLoop):
-    """Event loop that reports whether it has work. It extends asyncio's loop, since starting uvloop takes 30 us."""
+    """Event loop that reports whether it has work. It extends asyncio's loop, not uvloop, whose start takes 30 us."""
 
     def __init__(self) -> None:
         self._descriptors = selectors.DefaultSelector()
         super().__init__(self._descriptors)
         self._looked_at = 0.0  # time at which has_work last returned True
         self._watched: Any = self._descriptors._fd_to_key  # type: ignore[attr-defined]  # get_map() is two calls slower
-        self._own_count = len(self._watched)  # number of descriptors of the loop's own wake-up pipe
+        self._own_count = len(self._watched)  # number of descriptors for the loop's own wake-up pipe
         self._ready: Any  # defined by the base class in all versions of Python
         self._scheduled: list[Any]  # timers, defined by the base class
 
@@ -36,5 +36,5 @@ class IdleLoop(asyncio.SelectorEventLoop):
             return True
         if not timers or timers[0]._when > now:
             return False
-        # The timers are a heap: if its first item is spared, the next timer is its second or third item.
+        # The timers form a heap: if its first item is spared, the next timer is its second or third item.
         return any(timer is not spared and timer._when <= now for timer in timers[:3])

@@ -31,7 +31,7 @@ class _Awaited(Protocol[InfoT_co]):
 
 
 class _ReportingPolicy(_Awaited[Any], Protocol[ReportT_co]):
-    """A policy that has ``statistics``."""
+    """A policy with a ``statistics`` method."""
 
     def statistics(self) -> ReportT_co: ...
 
@@ -59,7 +59,7 @@ class Policy(Generic[PolicyT_co]):
 
         Raises:
             LocalProtocolError: Called in a coroutine of a rank.
-            BaseException: The error with which the policy's ``__aenter__`` fails.
+            BaseException: Any error that the policy's ``__aenter__`` raises.
         """
         if is_in_a_rank():
             kind = type(self.awaited).__name__
@@ -82,11 +82,11 @@ class Policy(Generic[PolicyT_co]):
 
     @property
     def world(self) -> World:
-        """World in which the policy runs."""
+        """The world in which the policy runs."""
         return World(self._caller or self._refuse())
 
     def step(self: Policy[_Awaited[InfoT]], local_metric: Any = None, *, loss: Any = None, score: Any = None) -> InfoT:
-        """Make progress, and change the model's weights if it is time; see :meth:`protocols.SpawnPolicy.step`.
+        """Do a policy step, which may change the model's weights; see :meth:`protocols.SpawnPolicy.step`.
 
         Raises:
             RuntimeError: Called outside the ``with`` block.
@@ -97,11 +97,11 @@ class Policy(Generic[PolicyT_co]):
         return caller.call(self.awaited.step, local_metric, loss=loss, score=score)
 
     def statistics(self: Policy[_ReportingPolicy[ReportT]]) -> ReportT:
-        """Return the policy's statistics of this member so far."""
+        """Return the policy's statistics on this member so far."""
         return self.awaited.statistics()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``step`` with torchgfn's arguments, which :meth:`protocols.ported.Ported.__call__` describes."""
+        """Do a step with torchgfn's arguments, which :meth:`protocols.ported.Ported.__call__` describes."""
         called: Any = self.awaited
         return (self._caller or self._refuse()).call(called, *args, **kwargs)
 

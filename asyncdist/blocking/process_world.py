@@ -16,14 +16,14 @@ from asyncdist.runtime.world import refuse_inside_a_world, set_world_of_process
 
 
 def process_world() -> World:
-    """Return the world that is open here, or else open a world that lasts until the process ends.
+    """Return the open world, or else open a world that lasts until the process ends.
 
     When the interpreter exits, this rank leaves that world and waits for the others. If an exception ends the program,
     this rank fails with it.
 
     Raises:
         LocalProtocolError: Called in a coroutine of a rank.
-        BaseException: The error with which :func:`open_world` fails.
+        BaseException: Any error that :func:`open_world` raises.
     """
     global _until_exit
     caller = find_caller()
@@ -43,7 +43,7 @@ def process_world() -> World:
 def end_process_world() -> None:
     """Leave the world that :func:`process_world` has opened, if any, before the process ends.
 
-    This rank waits until the others leave the world too. ``MPI.Finalize()`` also leaves the world.
+    This rank waits until the others also leave the world. ``MPI.Finalize()`` also leaves it.
     """
     if _until_exit is not None:
         _until_exit.leave(None)
@@ -66,7 +66,7 @@ class _UntilExit:
         except BaseException as raised:
             trace = raised.__traceback__
             if isinstance(raised, KeyboardInterrupt) and isinstance(error, KeyboardInterrupt):
-                # This is the same Ctrl-C again. Unless it was reported, the user's own line is the most helpful.
+                # This is the same Ctrl-C again. If it was not reported, the user's own line is the most helpful.
                 trace, raised.__suppress_context__ = user_traceback(error), True
             kind, error = type(raised), raised.with_traceback(trace)
         is_replaced = sys.excepthook != self._on_exception  # another hook knows which errors were reported

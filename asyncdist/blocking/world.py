@@ -70,7 +70,8 @@ class World:
         Raises:
             ClosedError: The world is closed.
             LocalProtocolError: Called in a thread other than the rank's, or inside another blocking call.
-            BaseException: The exception of ``fn``; RankLostError if the job has failed; KeyboardInterrupt after SIGINT.
+            BaseException: The exception that ``fn`` raised; RankLostError if the job has failed; KeyboardInterrupt
+                after SIGINT.
         """
         return self._caller.call(fn, *args, **kwargs)
 
@@ -78,12 +79,12 @@ class World:
 
     @property
     def local_rank(self) -> int:
-        """Number of this rank among the ranks of its host; see :attr:`asyncdist.World.local_rank`."""
+        """Index of this rank among the ranks of its host; see :attr:`asyncdist.World.local_rank`."""
         return self.awaited.local_rank
 
     @property
     def device(self) -> torch.device:
-        """Device of this rank: the visible GPU with the index ``local_rank``, or the CPU if there is no GPU."""
+        """This rank's device: the visible GPU with the index ``local_rank``, or the CPU if there is no GPU."""
         return self.awaited.device
 
     @property
@@ -103,7 +104,7 @@ class World:
 
     @property
     def incarnation(self) -> int:
-        """Number of this rank's process: 0 for an initial process, 1 or more for a restarted or late one."""
+        """Incarnation of this rank: 0 for its initial process, 1 or more for a restarted or late process."""
         return self.awaited.incarnation
 
     def time(self) -> float:
@@ -125,11 +126,11 @@ class World:
     # -- calls that block ---------------------------------------------------------------------------------------------
 
     def sleep(self, seconds: float) -> None:
-        """Wait for ``seconds``, while the tasks of this rank run."""
+        """Wait for ``seconds`` while this rank's tasks run."""
         self.call(self.awaited.sleep, seconds)
 
     def safe_point(self) -> None:
-        """Check all outstanding requests once, and let the tasks of this rank run."""
+        """Check all outstanding requests once, and let this rank's tasks run."""
         self.call(self.awaited.safe_point)
 
     def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> None:
@@ -137,7 +138,7 @@ class World:
         self.call(self.awaited.progress, budget_s)
 
     def compute(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``fn`` in a worker thread while the tasks of this rank run; see :meth:`asyncdist.World.compute`."""
+        """Run ``fn`` in a worker thread while this rank's tasks run; see :meth:`asyncdist.World.compute`."""
         return self.call(lambda: self.awaited.compute(fn, *args, **kwargs))
 
     def channel(
@@ -174,7 +175,7 @@ def current_world() -> World:
 
     Raises:
         LocalProtocolError: Called in a coroutine; use :func:`asyncdist.current_world` there.
-        RuntimeError: No world is open here.
+        RuntimeError: No world is open.
     """
     return World(current_caller("current_world"))
 
@@ -194,8 +195,8 @@ def open_world(
 ) -> Iterator[World]:
     """Open a world for code without an event loop: ``with ad.blocking.open_world() as world``.
 
-    The body runs as one rank, under every launcher that :func:`asyncdist.run` supports, and may be a cell of a
-    notebook. Under ``asyncdist sim``, each simulated rank runs the whole script. The arguments are those of
+    The body runs as one rank, under every launcher that :func:`asyncdist.run` supports, and may be a notebook cell.
+    Under ``asyncdist sim``, each simulated rank runs the whole script. The arguments are those of
     :func:`asyncdist.run`.
 
     Signals: the first SIGINT raises KeyboardInterrupt in the body, the first SIGTERM raises SystemExit. The second
@@ -203,7 +204,7 @@ def open_world(
 
     Raises:
         LocalProtocolError: Called inside a world; a rank can open only one.
-        BaseException: An error with which :func:`asyncdist.run` fails.
+        BaseException: Any error that :func:`asyncdist.run` raises.
     """
     here = find_caller()
     if isinstance(here, SwitchingCaller) and here.is_of_script:
@@ -264,7 +265,7 @@ def run(
         options: Other options of :func:`asyncdist.run`.
 
     Raises:
-        BaseException: The exception of ``main``, or an error with which :func:`asyncdist.run` fails.
+        BaseException: The exception that ``main`` raised, or any error that :func:`asyncdist.run` raises.
     """
     if runtime.run_elsewhere.get() is not None or ranks is not None:
         return runtime.run(hosted(main), *args, transport=transport, ranks=ranks, **options)
@@ -281,7 +282,7 @@ def hosted(main: Callable[Concatenate[World, P], T]) -> Callable[Concatenate[Awa
 
         def run_and_end() -> T:
             value = main(World(caller), *args, **kwargs)
-            caller.end()  # integrations leave their policies, which the other ranks wait for
+            caller.end()  # integrations leave their policies, for which the other ranks wait
             return value
 
         return await caller.run(run_and_end)
