@@ -1,4 +1,4 @@
-"""Configures :func:`asyncdist.launch_subprocesses`: number of ranks, rendezvous, and division into groups."""
+"""Configures :func:`asyncdist.launch_subprocesses`: number of ranks, rendezvous, and parallel groups."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ LAUNCH_METHODS: Final = ("forkserver", "spawn")
 
 @dataclass(frozen=True, slots=True)
 class MultiprocessConfig:
-    """Describes the ranks of a job: their number, their rendezvous, and their division into groups.
+    """Describes a job's ranks: their number, their rendezvous, and their division into parallel groups.
 
     :meth:`resolve` fills in fields that are None.
 
     Attributes:
         rank: Rank of this process in the job. :func:`launch_subprocesses` sets it in each child.
         local_rank: Rank of this process on its host. :func:`launch_subprocesses` sets it in each child.
-        world_size: Number of ranks of the job.
+        world_size: Number of ranks in the job.
         local_world_size: Number of ranks on this host.
         master_addr: Name or address of rank 0's host.
         master_port: Free TCP port on rank 0's host.
-        init_method: Rendezvous of process groups: ``"env://"`` for ``master_addr`` and ``master_port``,
+        init_method: Rendezvous for process groups: ``"env://"`` for ``master_addr`` and ``master_port``,
             ``"tcp://address:port"``, or ``"file://path"``.
         model_parallelism: Number of ranks that share one stage of a model.
         pipeline_parallelism: Number of stages of a model. Its product with ``model_parallelism`` must divide
             ``world_size``.
-        backend: Backend of the default process group, registered with torch; None for
+        backend: Backend of the default process group, as registered with torch; None for
             :func:`asyncdist.get_distributed_backend`.
         model_parallel_backend: Backend of the model parallel group; None for the default group's.
         pipeline_parallel_backend: Backend of the pipeline parallel group; None for the default group's.
@@ -102,11 +102,11 @@ class MultiprocessConfig:
         return {name: getattr(self, name) for name in names}
 
     def resolve(self) -> MultiprocessConfig:
-        """Return a config in which missing fields are filled in, as far as they are known before the ranks start.
+        """Return a config in which missing fields are filled in if they can be known before the ranks start.
 
         - ``local_world_size``: ``world_size`` if given, otherwise the number of GPUs, or 1 without a GPU.
         - ``master_port``: a free port of this host.
-        - ``rank`` and ``local_rank``: 0 if there is one rank. Otherwise ``local_rank`` follows from a given ``rank``.
+        - ``rank`` and ``local_rank``: 0 if there is one rank. Otherwise, ``local_rank`` is derived from ``rank``.
 
         Raises:
             ValueError: The filled-in values contradict the given ones, ``master_port`` is missing in a job of several

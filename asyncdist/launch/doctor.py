@@ -1,4 +1,4 @@
-"""Runs ``asyncdist doctor``: prints what this process would run on and why, and problems with their cures.
+"""Runs ``asyncdist doctor``: prints the transport that this process would use and why, and problems with their cures.
 
 :func:`gather` collects the facts, which may take a few seconds and start MPI. :func:`find_problems` uses only these
 facts. Under a launcher, every rank examines itself: rank 0 prints its facts and problems, and the first rank of every
@@ -42,11 +42,11 @@ _STARTERS: Final[Mapping[str, str]] = {
     "TORCHELASTIC_RUN_ID": "torchrun, or asyncdist run --transport torch",
     "WORLD_SIZE": "the program that set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
 }
-#: Names of programs by which Open MPI and MPICH start ranks.
+#: Names of the programs with which Open MPI and MPICH start ranks.
 _LAUNCHERS: Final = re.compile(r"(mpirun|mpiexec|orterun|prterun|prte)(\..*)?")
 _PROBE: Final = "from asyncdist.launch import doctor; doctor.tell_of_mpi()"
 _PROBE_TIMEOUT_S: Final = 60.0
-#: Pattern of the prefix ``[host:pid]`` of Open MPI's lines.
+#: Pattern for the prefix ``[host:pid]`` of Open MPI's lines.
 _ORIGIN: Final = re.compile(r"^\[[^\]\s]+:\d+\]")
 _WORDS_LENGTH_MAX: Final = 400
 _LEVELS: Final = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
@@ -62,7 +62,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Mpi:
-    """Describes how the start of MPI ended: the granted thread level, if known, or the ``error``."""
+    """Describes the result of starting MPI: the granted thread level, if known, or the ``error``."""
 
     level: int | None = None
     error: str | None = None
@@ -77,17 +77,17 @@ class Facts:
         detection_error: Problem with the launcher's variables; or None.
         override: Value of ASYNCDIST_TRANSPORT; or None.
         versions: Versions of Python and of packages; None for a package that is not installed.
-        compiled: Whether the modules that process messages are compiled, and if not, what to do.
-        unwritable: Why ranks of this host cannot write to each other's memory; None if they can.
-        is_unallowed_root: Whether this is root, without the variables by which Open MPI's mpirun accepts root.
+        compiled: Whether the modules that process messages are compiled; if not, also the cure.
+        unwritable: Reason why ranks on this host cannot write to each other's memory; None if they can.
+        is_unallowed_root: Whether the user is root, but the variables that make Open MPI's mpirun accept root are unset.
         starter: MPI program that has started this job, if it does not belong to ``installation``.
         path_mpirun: First ``mpirun`` in PATH, and its flavour.
-        survives: Whether this is a rank of a job on MPI that continues when ranks die.
-        restarts: Whether this is a rank of a job on torch that ranks may join later.
+        survives: Whether this is a rank of an MPI job that continues when ranks die.
+        restarts: Whether this is a rank of a torch job that ranks may join later.
         own_cores: Number of cores that this process may use.
-        gpu_error: Why torch sees no GPU although the host has GPUs; or None.
-        torch_error: Why the torch transport cannot start with the current variables; or None.
-        secret_error: Why the user's secret cannot be used; or None.
+        gpu_error: Reason why torch sees no GPU although the host has GPUs; or None.
+        torch_error: Reason why the torch transport cannot start with the current variables; or None.
+        secret_error: Reason why the user's secret cannot be used; or None.
         notes: Other problems, each as ``"problem: cure"``.
     """
 
@@ -119,7 +119,7 @@ class Facts:
 
     @property
     def threads(self) -> int:
-        """Number of threads per rank that fits the cores."""
+        """Number of threads per rank that fits the number of cores."""
         return max(1, min(self.own_cores, self.host_cores // (self.local_size or 1)))
 
 
@@ -127,7 +127,7 @@ class Facts:
 
 
 def find_problems(facts: Facts) -> list[Problem]:
-    """Return the problems, most fundamental first."""
+    """Return the problems, the most fundamental first."""
     problems = []
     if facts.detection_error is not None:
         problems.append(
@@ -331,7 +331,7 @@ def run() -> int:
 
 
 def gather(environ: Mapping[str, str]) -> Facts:
-    """Return all facts. To test MPI, start it in a child process."""
+    """Return all facts. MPI is tested by starting it in a child process."""
     started, detection_error = Launch("local", 1, 0, "no launcher"), None
     try:
         started = environment.detect(environ)
@@ -422,7 +422,7 @@ def _ask_torch() -> tuple[list[str], list[str], str | None]:
 
 
 def missing_bytecode(spec: ModuleSpec | None) -> str | None:
-    """Return why an imported package has no saved bytecode, and the cure, or None."""
+    """Return the reason why an imported package has no saved bytecode, and the cure, or None."""
     if spec is None or spec.cached is None or spec.origin is None or os.path.exists(spec.cached):
         return None
     folder = os.path.dirname(spec.origin)
@@ -434,7 +434,7 @@ def missing_bytecode(spec: ModuleSpec | None) -> str | None:
 
 
 def _start_mpi(started: Launch, installation: Installation, environ: Mapping[str, str]) -> Mpi:
-    """Start MPI in a child, since a failing MPI_Init ends its process, and return how the start ended."""
+    """Start MPI in a child, since a failing MPI_Init ends its process, and return the result."""
     if installation.library is None:
         return Mpi()
     is_rank = started.transport == "mpi" and started.source != "no launcher"
@@ -449,7 +449,7 @@ def _start_mpi(started: Launch, installation: Installation, environ: Mapping[str
             errors="replace",
             check=False,
             timeout=_PROBE_TIMEOUT_S,
-            close_fds=False,  # the child needs the connection to MPICH's launcher
+            close_fds=False,  # the child needs the inherited connection to MPICH's launcher
         )
     except subprocess.TimeoutExpired:
         return Mpi(error=f"MPI did not start {place} within {_PROBE_TIMEOUT_S:g} s")
@@ -487,7 +487,7 @@ def _start_mpi_here(started: Launch) -> Mpi:
     from mpi4py import MPI
 
     library = MPI.Get_library_version()
-    mpi_launchers.check_library(started, library)  # MPI_Init of a wrong library would end this process
+    mpi_launchers.check_library(started, library)  # the wrong library's MPI_Init would end this process
     MPI.Init_thread(MPI.THREAD_FUNNELED)
     name = library.split(",")[0].splitlines()[0]
     mpi_launchers.check_world_size(started.expected_size, MPI.COMM_WORLD.size, name, source=started.source)
@@ -508,7 +508,7 @@ def _explain_no_gpu() -> str | None:
 
 
 def _check_torch(environ: Mapping[str, str]) -> str | None:
-    """Return why asyncdist would refuse to run on the torch transport, or None."""
+    """Return the reason why asyncdist would refuse to use the torch transport, or None."""
     try:
         environment.torch_rendezvous(environ)
     except ValueError as error:
@@ -517,7 +517,7 @@ def _check_torch(environ: Mapping[str, str]) -> str | None:
 
 
 def _check_secret(environ: Mapping[str, str]) -> str | None:
-    """Return why the user's secret cannot be used, or None."""
+    """Return the reason why the user's secret cannot be used, or None."""
     try:
         environment.given_secret(environ)
     except ValueError as error:

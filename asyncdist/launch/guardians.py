@@ -9,22 +9,23 @@ Each rank of ``asyncdist run`` has two guardians above it, small processes that 
 - A guardian is a *subreaper* (prctl(2), PR_SET_CHILD_SUBREAPER): every orphan below it becomes its child, even in a
   separate session. When the rank has ended, its remaining child processes get SIGTERM, and SIGKILL after ``GRACE_S``.
   Then the guardian ends with the rank's exit code or signal.
-- When the parent of a guardian has ended, the guardian kills the rank at once, and then the rank's child processes.
-- Both guardians do all of this, and the inner one is in its own process group, since mpirun may kill the group of the
-  outer one. Processes survive only if both guardians are killed at the same moment.
+- When a guardian's parent has ended, the guardian immediately kills the rank, and then the rank's child processes.
+- Both guardians do all of this. The inner one is in its own process group, since mpirun may kill the outer one's group.
+  Processes survive only if both guardians are killed at the same moment.
 - A guardian passes signals on to the rank. The rank is in the outer guardian's process group, so signals from mpirun or
   a terminal reach the rank directly. PARENT is the launcher's pid if the launcher sends signals only to the outer
   guardian, and 0 under mpirun.
-- SIGUSR1 is ignored until the guardians have started, by a shell under mpirun, which may pass it on at once. It is
-  blocked in the rank until :mod:`asyncdist.rank_program` has a handler for it.
+- SIGUSR1 is ignored until the guardians have started: mpirun may pass it on immediately, so it starts them through a
+  shell that ignores the signal. It is blocked in the rank until :mod:`asyncdist.rank_program` has a handler for it.
 - In jobs that continue when ranks die, a rank reports to the descriptor STARTED (0 in other jobs) when it joins or
-  leaves its world. If the rank fails before it has joined, or aborts the job, mpirun does not react and the other ranks
-  would wait forever, so the outer guardian asks mpirun to end the job, once per host. If the rank exits while it is in
-  the world, the outer guardian ends by SIGKILL, because mpirun reports only that to the other ranks.
-- Under ``asyncdist run``, the outer guardian of a rank on MPI reports to the launcher when it guards the rank, when the
-  rank has joined the world, and how the rank has ended, before mpirun does. From another host, an agent of the launcher
+  leaves its world. If the rank fails before it has joined, or aborts the job, mpirun does not react, and the others
+  would wait forever. The outer guardian therefore asks mpirun to end the job, once per host. If the rank exits while it
+  is in the world, the outer guardian ends by SIGKILL, the only end that mpirun reports to the other ranks.
+- Under ``asyncdist run`` on MPI, the outer guardian reports to the launcher that it guards the rank, that the rank has
+  joined the world, and, before mpirun does, how the rank has ended. From another host, an agent of the launcher
   forwards the reports (:mod:`asyncdist.launch.supervision.guardian_reports`).
-- Rank 0 joins the launcher's process group (``GROUP_VARIABLE``) if the launcher has a terminal, to be able to read it.
+- If the launcher has a terminal, rank 0 joins the launcher's process group (``GROUP_VARIABLE``), so that it may read
+  from the terminal.
 
 The program reads environment variables itself and imports only a few modules of the standard library, so that the
 guardians delay the start of a rank by only 20 ms.
@@ -46,20 +47,20 @@ if TYPE_CHECKING:
 
 #: Path of this file, to run it as a program.
 PROGRAM: Final = os.path.abspath(__file__)
-#: Whether this system has guardians. They need subreapers and a signal for a parent's death, which only Linux has.
+#: Whether this system supports guardians. They need subreapers and parent-death signals, which only Linux has.
 ARE_HERE: Final = sys.platform.startswith("linux")
 #: Shell command that starts a guardian with SIGUSR1 ignored, since mpirun may pass that signal on at once.
 _IGNORING_SIGUSR1: Final = ("/bin/sh", "-c", "trap '' USR1; exec \"$@\"", "sh")
-#: Variable with the launcher's process group, which rank 0 joins to be able to read the terminal.
+#: Variable with the launcher's process group, which rank 0 joins so that it may read from the terminal.
 GROUP_VARIABLE: Final = "ASYNCDIST_TERMINAL_GROUP"
 #: Variable with the launcher's pid, its descriptor for reports, and the token that marks reports on standard error.
 REPORTS_VARIABLE: Final = "ASYNCDIST_REPORTS"
 _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-#: Maximum seconds to wait until the launcher has read how a rank has ended.
+#: Maximum seconds to wait until the launcher has read the report of a rank's end.
 _READ_S: Final = 1.0
 #: Maximum seconds for a rank's remaining child processes to end after SIGTERM.
 GRACE_S: Final = 0.5
-#: Maximum seconds for killed processes to vanish. Only the kernel can delay this.
+#: Maximum seconds for killed processes to end. Only the kernel can delay this.
 _GONE_S: Final = 5.0
 _PERIOD_S: Final = 0.01
 # States that a rank reports, with the same values as in :mod:`asyncdist.rank_program`.
@@ -90,17 +91,17 @@ def foreground_variables() -> dict[str, str]:
 
 
 def report_mark(token: str) -> bytes:
-    """Return the mark at the beginning of a guardian's report, which distinguishes it from ranks' output lines."""
+    """Return the mark that begins a guardian's report, to distinguish it from ranks' output lines."""
     return f"\x1easyncdist {token} ".encode()
 
 
 def reports_path(token: str) -> str:
-    """Return the path of the FIFO for reports on this host. It has the host's name, since containers may share /tmp."""
+    """Return the path of this host's FIFO for reports. It contains the host's name, since containers may share /tmp."""
     return f"/tmp/asyncdist-reports-{token}-{os.uname().nodename}/fifo"
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when the process ``parent`` ends. Does nothing on systems other than Linux."""
+    """Make the kernel kill this process when the process ``parent`` ends. Does nothing on systems other than Linux."""
     if ARE_HERE:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -264,8 +265,8 @@ def _stand_guard(
 ) -> int:
     """Fork. The parent becomes a guardian and never returns; the child returns the guardian's pid.
 
-    When ``parent`` ends, the guardian kills the rank. ``signals_group`` is whether ``parent`` sends its signals to the
-    process group of guardian and rank.
+    When ``parent`` ends, the guardian kills the rank. ``signals_group`` says whether ``parent`` sends its signals to
+    the process group of guardian and rank.
     """
     own = os.getpid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -299,8 +300,8 @@ def _guard(child: int, parent: int, *, signals_group: bool, heard: _Heard | None
 def _tell_of_failure(code: int, parent: int, heard: _Heard) -> int:
     """Handle a failed rank for which the other ranks would wait. Return the guardian's exit code.
 
-    If the rank has not joined the world, or aborts the job, ask mpirun to end the job. If it exits while it is in the
-    world, return the code by which mpirun notices its death.
+    If the rank has not joined the world, or aborts the job, ask mpirun to end the job. If the rank exits while it is in
+    the world, return the code by which mpirun notices its death.
     """
     news = heard.last()
     if news in (b"", _OPENS_WORLD):
@@ -328,7 +329,7 @@ def _is_first_to_ask() -> bool:
 
 
 def _wait(child: int, parent: int, on_word: Callable[[], None], *, signals_group: bool) -> int | None:
-    """Wait for the child. Return its wait status, or None if the guardian has to kill it."""
+    """Wait for the child. Return its wait status, or None if the guardian must kill it."""
     while os.getppid() == parent:
         came = signal.sigwaitinfo(signal.valid_signals())
         if came.si_signo == end_signal():
@@ -354,7 +355,7 @@ def _reap() -> tuple[int, int] | None:
 
 
 def _parents() -> dict[int, int]:
-    """Return the parent's pid of every visible process. With hidepid=1 (proc(5)), only this user's are visible."""
+    """Return the parent pid of every visible process. With hidepid=1 (proc(5)), only this user's are visible."""
     found = {}
     for entry in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):

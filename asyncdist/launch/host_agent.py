@@ -10,10 +10,10 @@ Both sides send lines of JSON. The launcher writes commands to the agent's stand
     {"guardian": RANK, "number": N}                           sends a signal to the guardian of a rank of an mpirun
     {"probe": true}                                           answered by ``alive`` at once
 
-The agent writes its answers to standard output, between the output lines of ranks. Each answer begins with a mark that
-contains the launcher's TOKEN. When standard input ends, because the launcher, the ssh or the network has failed, the
-agent kills all ranks. If the agent itself is killed, the guardians kill the ranks, on Linux. If an mpirun starts the
-ranks, the TOKEN of ``reports`` is not empty, and the agent forwards each report of their guardians as ``report``.
+The agent writes its answers to standard output, between the ranks' output lines. Each answer begins with a mark that
+contains the launcher's TOKEN. When standard input ends, because the launcher, ssh or the network has failed, the agent
+kills all ranks. If the agent itself is killed, the guardians kill the ranks, on Linux. If an mpirun starts the ranks,
+the TOKEN of ``reports`` is not empty, and the agent forwards each of their guardians' reports as ``report``.
 """
 
 from __future__ import annotations

@@ -46,10 +46,10 @@ def run(
     """Run ranks of a script in free places of a job, and return an exit code when the last one has ended.
 
     Args:
-        address: Address of the job, printed by its launcher.
+        address: Address of the job, as printed by its launcher.
         ranks: Number of ranks to start.
-        threads: OMP_NUM_THREADS of each rank. None keeps the user's value, or gives each rank its share of the cores.
-        restarts: Number of restarts of each rank after a signal has killed it.
+        threads: OMP_NUM_THREADS of each rank. None keeps the user's value, or else gives each rank its share of cores.
+        restarts: Maximum number of restarts of each rank after a signal has killed it.
 
     Returns:
         0 if the last process of each rank ended with 0. Otherwise the code of the first rank that failed, or 128 plus
@@ -98,7 +98,7 @@ def build_environments(
     threads: int | None,
     secret: str = "",
 ) -> dict[int, dict[str, str]]:
-    """Return the environment of each rank, by rank, for the ``job`` that :func:`place_claims.claim` has described."""
+    """Return each rank's environment, keyed by rank, for the ``job`` description from :func:`place_claims.claim`."""
     places: list[tuple[int, int]] = job["places"]
     share = str(max(1, local_host.available_cores() // len(places)))
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}

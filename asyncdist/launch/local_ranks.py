@@ -1,13 +1,13 @@
 """Starts ranks of a script on this host with the variables that torchrun sets: ``asyncdist run --transport torch``.
 
-- Each rank is in its own process group, so Ctrl-C in a terminal reaches only the launcher, which passes it on once. If
-  the launcher has a terminal, rank 0 is in the launcher's group, because only then may it read from the terminal.
+- Each rank is in its own process group, so Ctrl-C in a terminal reaches only the launcher, which passes it on once. The
+  exception is rank 0 if the launcher has a terminal: it is in the launcher's group, so that it may read from it.
 - All signals of :data:`asyncdist.local_host.PASSED_ON_SIGNALS` are passed on to the ranks.
 - Processes that a rank has started (such as a data loader's workers) end with the rank, on Linux even in their own
   sessions (:mod:`asyncdist.launch.guardians`).
-- The first rank to fail decides the exit code, as with mpirun. The exception is exit code 1, with which Python ends
-  after any exception: ranks that stop because a different rank fails often end with 1 before that rank does. A rank
-  that ends in another way within ``SETTLE_S`` is therefore the cause.
+- The first rank to fail decides the exit code, as with mpirun, unless that code is 1, with which Python ends after any
+  exception. Ranks that stop because a different rank fails often end with 1 before that rank ends. A rank that fails in
+  another way within ``SETTLE_S`` is therefore the cause.
 - The other ranks are asked to stop, and killed after ``STOP_S``. No process is left behind, on Linux even if the
   launcher itself is killed.
 - With ``restarts``, a rank that was killed by a signal is restarted with the same variables, except for
@@ -39,14 +39,14 @@ from asyncdist.launch.supervision import endings
 from asyncdist.trust import job_secret, secret_files
 from asyncdist.wording import ranks_in_words
 
-#: Maximum seconds for ranks to stop after they were asked to.
+#: Maximum seconds for ranks to end after they were asked to stop.
 STOP_S: Final = 10.0
 #: Seconds between a rank's exit with code 1 and the request that the other ranks stop.
 SETTLE_S: Final = 2.0
 #: Seconds for which the store runs after all ranks have ended, so that ranks of other launchers are notified.
 OVER_S: Final = 0.5
 
-#: An event, and the number of the signal or rank. A "key" is a signal that also reached the terminal's foreground.
+#: An event, and its signal number or rank. A "key" is a signal that also reached the terminal's foreground processes.
 Event: TypeAlias = tuple[Literal["signal", "key", "ended", "late"], int]
 
 
@@ -90,12 +90,12 @@ def run(
     """Run ``ranks`` ranks of a script on this host, and return the job's exit code when the last one has ended.
 
     The result is 0 if the last process of each rank ended with 0; with ``places``, ranks that were killed while others
-    lived do not count. Otherwise it is the code of the first rank that failed (1 only if no rank ended with another
-    code soon after), or 128 plus the number of a signal that killed the rank or that the launcher received.
+    were alive do not count. Otherwise, it is the exit code of the first rank that failed (1 only if no rank ended with
+    another code soon after), or 128 plus the number of a signal that killed that rank or that the launcher received.
 
     Args:
-        threads: OMP_NUM_THREADS of each rank. None keeps the user's value, or gives each rank its share of the cores.
-        restarts: Number of restarts of each rank after a signal has killed it.
+        threads: OMP_NUM_THREADS of each rank. None keeps the user's value, or else gives each rank its share of cores.
+        restarts: Maximum number of restarts of each rank after a signal has killed it.
         places: Size of a world that more ranks may join later; None if no rank may join.
     """
     local_host.check_script(script)
@@ -148,9 +148,9 @@ class Restarts(Generic[P]):
     """Restarts killed ranks, and records in the store how their processes have ended.
 
     Args:
-        start: Starts a rank, whose end will be an event.
-        count: Number of restarts allowed for each rank.
-        notes: Process that sets keys of the store; None if no rank may join.
+        start: Function that starts a rank, whose end will be an event.
+        count: Maximum number of restarts of each rank.
+        notes: Process that sets keys in the store; None if no rank may join.
         is_open: Whether a new process may replace a killed rank that is not restarted.
         have_joined: Whether these ranks have joined the world of another launcher.
     """
@@ -206,12 +206,12 @@ class Restarts(Generic[P]):
             self.note(f"place/{rank}", f"free {self._newest[rank] + 1}" if returncode and self.have_joined else "left")
 
     def note(self, key: str, value: str = "") -> None:
-        """Set a key of the store."""
+        """Set a key in the store."""
         if self._notes is not None:
             tell(self._notes, f"asyncdist/{key} {value}")
 
     def newcomer(self, rank: int) -> str:
-        """Return a clause for messages that says how this rank joined a running world; "" for an initial rank."""
+        """Return a message clause that says how this rank joined a running world; "" for an initial rank."""
         if self.have_joined:
             return "which had joined the others"
         return "which was restarted" if self._newest[rank] else ""
@@ -350,7 +350,7 @@ def _popen(command: Sequence[str], variables: Mapping[str, str], what: str, *, s
 
 @contextlib.contextmanager
 def signals_as_events(events: queue.SimpleQueue[Event]) -> Iterator[None]:
-    """Turn signals into events in the body of the ``with`` statement."""
+    """Put received signals into the event queue in the body of the ``with`` statement."""
     with local_host.signals_received(lambda number, is_key: events.put(("key" if is_key else "signal", number))):
         yield
 
@@ -358,9 +358,9 @@ def signals_as_events(events: queue.SimpleQueue[Event]) -> Iterator[None]:
 def supervise(
     processes: dict[int, P], events: queue.SimpleQueue[Event], again: Restarts[P], at_terminal: Collection[int] = ()
 ) -> int:
-    """Wait for all ranks, and return the job's exit code. If one fails or a signal asks for it, stop the others.
+    """Wait for all ranks, and return the job's exit code. If a rank fails or a signal ends the job, stop the others.
 
-    Ranks ``at_terminal`` are in the terminal's foreground, and get the signals of its keys directly.
+    Ranks ``at_terminal`` are in the terminal's foreground, and get signals from its keys (Ctrl-C) directly.
     """
     return _Supervision(processes, events, again, at_terminal).run()
 
@@ -368,8 +368,8 @@ def supervise(
 class _Supervision(Generic[P]):
     """Waits for ranks, restarts or stops them, and finds the job's exit code, for :func:`supervise`.
 
-    Ranks that have joined another launcher's world are killed at a signal. If they stopped by themselves, they would
-    report a failure to that world, and so end it.
+    If a signal arrives, ranks that have joined another launcher's world are killed. If they stopped on their own, they
+    would report a failure to that world, and so end it.
     """
 
     def __init__(
@@ -405,7 +405,7 @@ class _Supervision(Generic[P]):
             self._deadline = None
             for rank in self._living:
                 self._processes[rank].end()
-        else:  # no rank ended in another way, so exit code 1 is the cause
+        else:  # no rank failed in another way, so the rank that ended with 1 is the cause
             self._stop_after(_explain(self._victims, 1, others=True))
 
     def _take_signal(self, number: int, *, is_key: bool) -> None:
@@ -481,7 +481,7 @@ def _explain(ranks: Sequence[int], returncode: int, *, others: bool, was_passed_
 def rank_variables(
     rank: int, size: int, *, local_rank: int, local_size: int, address: str, port: int, run_id: str
 ) -> dict[str, str]:
-    """Return the variables that torchrun would set for this rank. Rank 0 itself serves the store at ``address``."""
+    """Return the variables that torchrun would set for this rank, with rank 0 itself serving the store."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),

@@ -54,13 +54,13 @@ _PROBE: Final = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Installation:
-    """Describes the MPI installed on this machine: the library that mpi4py loads, and the mpiruns.
+    """Describes the MPI installation on this machine: the library that mpi4py loads, and the mpiruns.
 
     Attributes:
         library: Flavour of the library that mpi4py loads; None if it loads none.
         version: Version string of the library, or the reason why it cannot be loaded.
         wheels: Flavours that are installed as Python packages.
-        launchers: First mpirun of each flavour, in this environment and then in PATH.
+        launchers: First mpirun of each flavour; this Python environment is searched before PATH.
     """
 
     library: environment.Flavour | None
@@ -85,14 +85,14 @@ def run(
 
     Args:
         ssh: Words of the command that reaches a host.
-        mpi: Flavour to use; None for that of the library that mpi4py loads.
-        threads: OMP_NUM_THREADS of each rank. None keeps the user's value, or gives each rank its share of the cores.
+        mpi: Flavour to use; None for the flavour of the library that mpi4py loads.
+        threads: OMP_NUM_THREADS of each rank. None keeps the user's value, or else gives each rank its share of cores.
         survives: Whether the job continues when ranks die.
 
     Returns:
-        The first of these that exists: 128 plus the number of a signal that this process received; the exit code of the
-        rank that ended the job, or 128 plus the number of the signal that killed it; the exit code of mpirun. The
-        result is 0 only if a rank has ended with 0.
+        The first of these that is known: 128 plus the number of a signal that this process received; the exit code of
+        the rank that ended the job, or 128 plus the number of the signal that killed it; mpirun's exit code. The result
+        is 0 only if a rank has ended with 0.
 
     Raises:
         LaunchError: The script does not exist, no MPI or more than one is usable, or this MPI cannot run the job.
@@ -243,13 +243,13 @@ def build_command(
 ) -> list[str]:
     """Return the command line of mpirun; ``variables`` names the variables to pass to other hosts.
 
-    Open MPI counts one slot per physical core and refuses more ranks. With ``--oversubscribe``, every unsuccessful MPI
-    test yields the core, which made a test take 8 ms with 4 ranks on 2 cores. The host is therefore given as many slots
-    as ranks, and a test takes microseconds.
+    Open MPI counts one slot per physical core and refuses more ranks. With ``--oversubscribe``, every unsuccessful
+    MPI_Test yields the core, so that a test took 8 ms with 4 ranks on 2 cores. Instead, the host gets as many slots as
+    ranks, and a test takes microseconds.
 
-    Open MPI also binds ranks to cores, so that two threads of a rank share a core (62 ms instead of 43 for a 1200 x
-    1200 matmul on 2 cores), and two jobs share their first core while the others idle. Unbound ranks were as fast, so
-    binding is disabled. MPICH neither counts slots nor binds.
+    By default, Open MPI also binds ranks to cores. A rank's threads then share one core (62 ms instead of 43 for a
+    1200 x 1200 matmul on 2 cores), and two jobs use the same first cores while other cores idle. Unbound ranks were as
+    fast, so binding is disabled. MPICH neither counts slots nor binds.
     """
     names = ",".join(f"{host.name}:{host.slots}" for host in hosts)
     if flavour == "openmpi":
@@ -267,7 +267,7 @@ def build_command(
 
 
 def ssh_settings(flavour: environment.Flavour, ssh: Sequence[str]) -> dict[str, str]:
-    """Return the variables that make mpirun connect to every host directly with this command."""
+    """Return the variables that make mpirun connect directly to every host with the command ``ssh``."""
     if flavour == "mpich":
         settings = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(shutil.which(ssh[0]))}
         return settings | ({"HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(ssh[1:])} if ssh[1:] else {})

@@ -1,7 +1,7 @@
 """Reserves free ranks in a running job for new processes: ``python place_claims.py HOST PORT COUNT VERSION``.
 
 A launcher of joining ranks runs this program, because it does not import torch itself. A *place* is a rank number in a
-job started with ``--places``. The job's store has its state under ``place/RANK``:
+job started with ``--places``. The job's store contains the place's state under ``place/RANK``:
 
 - ``held`` and a token of the holder: a process has the rank, or will have it.
 - ``free N``: no process has the rank; the next one will have incarnation N.
@@ -30,7 +30,7 @@ PROGRAM: Final = os.path.abspath(__file__)
 JOB: Final = "places"
 #: Store key that is set when the job has ended.
 OVER: Final = "over"
-#: Timeout in seconds for torch's client, which by default waits much longer for a silent process.
+#: Timeout in seconds for torch's store client, which by default waits much longer for a process that does not answer.
 _CONNECT_S: Final = 5.0
 _FREE: Final = "free "
 NOT_BELIEVED: Final = (
@@ -43,7 +43,7 @@ _PAUSE_S: Final = 0.3
 
 
 class ClaimError(Exception):
-    """Raised if no places can be reserved; the message says why."""
+    """Raised if the places cannot be reserved; the message contains the reason."""
 
 
 def describe(job: str, size: int, empty_count: int, version: str, *, is_open: bool = False) -> str:
@@ -52,7 +52,7 @@ def describe(job: str, size: int, empty_count: int, version: str, *, is_open: bo
 
 
 def claim(store: Any, count: int, version: str) -> dict[str, Any]:
-    """Reserve ``count`` places, or raise ClaimError. Return the job's description, and ranks with incarnations."""
+    """Reserve ``count`` places, or raise ClaimError. Return the job's description, with the ranks and incarnations."""
     if not store.check([JOB]):
         raise ClaimError("no job of asyncdist run --places listens at this address")
     job: dict[str, Any] = json.loads(bytes(store.get(JOB)))

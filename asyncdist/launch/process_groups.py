@@ -1,7 +1,7 @@
-"""Creates process groups of torch.distributed, for plain functions with their own collectives.
+"""Creates torch.distributed process groups, for plain functions with their own collectives.
 
-Coroutines do not need process groups, because their world uses the torch transport. All functions here block, like
-those of torch.distributed. Only this module and the torch transport import torch.distributed.
+Coroutines do not need process groups, because their world uses the torch transport. All functions in this module block,
+as in torch.distributed. Only this module and the torch transport import torch.distributed.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def default_backend() -> str:
 
 
 def get_distributed_backend() -> dist.Backend:
-    """Return the backend of new process groups: the one set by the user, otherwise :func:`default_backend`.
+    """Return the backend for new process groups: the user's choice, if any, otherwise :func:`default_backend`.
 
     Raises:
-        ValueError: The backend that was set is not available.
+        ValueError: The chosen backend is not available.
     """
     return dist.Backend(check_backend(environment.backend_name() or default_backend()))
 
 
 def set_distributed_backend(backend: str) -> None:
-    """Set the backend of new process groups, in this process and in processes that it starts.
+    """Set the backend for new process groups, in this process and in processes that it starts.
 
     Args:
         backend: Name of a backend that torch has registered, or ``"device:backend,..."``.
@@ -57,13 +57,13 @@ def set_distributed_backend(backend: str) -> None:
 
 
 def available_backends() -> list[str]:
-    """Return the backends with which torch was built or that extensions have registered."""
+    """Return the backends that torch was built with or that extensions have registered."""
     names = [name for name in dist.Backend.backend_list if name not in _FAKE_BACKENDS]
     return [name for name in names if dist.is_backend_available(name)]
 
 
 def check_backend(backend: object, name: str = "backend") -> str:
-    """Return a backend's name, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``, in lower case, or raise ValueError."""
+    """Return a backend's name in lower case, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``, or raise ValueError."""
     available = available_backends()
     if isinstance(backend, str) and backend:
         parts = [part.rpartition(":") for part in backend.lower().split(",")]
@@ -126,7 +126,7 @@ def init_dist(
     Args:
         rank: Rank of this process in the job.
         local_rank: Rank of this process on its host. It selects the GPU, modulo the number of GPUs.
-        world_size: Number of ranks of the job.
+        world_size: Number of ranks in the job.
         local_world_size: Number of ranks on this host.
         master_addr: Name or address of rank 0's host.
         master_port: Free TCP port on rank 0's host.
@@ -210,7 +210,7 @@ def check_place(rank: int, local_rank: int, world_size: int, local_world_size: i
 
 
 def check_init_method(value: object) -> None:
-    """Raise TypeError or ValueError if ``value`` is not an allowed rendezvous of process groups."""
+    """Raise TypeError or ValueError if ``value`` is not an allowed rendezvous for process groups."""
     allowed = "'env://', 'tcp://address:port' or 'file://path'"
     if not isinstance(value, str):
         raise TypeError(f"init_method must be {allowed}, got {value!r}")

@@ -46,11 +46,11 @@ _LAST: Final = -1000
 RETURNED: Final = b"."
 #: Result of a rank that caused the failure. The time, packed by ``MOMENT``, and the traceback follow.
 CAUSE: Final = b"!"
-#: Result of a rank that may be the cause, since torch.distributed reports a dead peer by an ordinary RuntimeError.
+#: Result of a rank that may be the cause, since torch.distributed reports a dead peer with a plain RuntimeError.
 PERHAPS: Final = b"?"
 #: Result of a rank that failed because it lost another rank.
 CONSEQUENCE: Final = b"-"
-#: Format of a failure's time, on the monotonic clock that all processes of a host share.
+#: Format of a failure's time on the monotonic clock, which all processes on a host share.
 MOMENT: Final = struct.Struct("<d")
 
 
@@ -140,7 +140,7 @@ async def _with_groups(
 
 
 def is_coroutine_function(func: Callable[..., Any]) -> bool:
-    """Return whether calling ``func``, which may be a partial or have an async ``__call__``, gives a coroutine."""
+    """Return whether calling ``func``, which may be a partial or have an async ``__call__``, returns a coroutine."""
     while isinstance(func, functools.partial):
         func = func.func
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
@@ -207,9 +207,9 @@ def be_child(
 
 
 def _end_with_launcher() -> None:
-    """Let the kernel kill this process group when the launcher's end of a pipe closes. Works on Linux only.
+    """Make the kernel kill this process group when the launcher's end of a pipe closes. Works on Linux only.
 
-    The signal for a parent's death is not enough, since the parent may be the fork server, which lives longer.
+    A parent-death signal is not enough, since the parent may be the fork server, which outlives the launcher.
     """
     parent = multiprocessing.parent_process()
     if not sys.platform.startswith("linux") or parent is None:
@@ -222,7 +222,7 @@ def _end_with_launcher() -> None:
 
 
 def _call(story: _Story, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call ``func``. If it fails, report this before the process group is destroyed and makes other ranks fail."""
+    """Call ``func``. If it fails, report this before destroying the process group makes other ranks fail."""
     try:
         func(*args, **kwargs)
     except BaseException as error:

@@ -1,8 +1,8 @@
 """Connects to other hosts by ssh, checks them, and starts ranks on them.
 
-On each host, ssh runs :mod:`asyncdist.launch.host_agent` with the interpreter and working directory of this process, so
-all hosts of a job need the same files in the same places. All hosts are checked before the first rank starts, so that
-one error reports all problems. When this process ends, each ssh ends, and with it all processes that the agent has
+On each host, ssh runs :mod:`asyncdist.launch.host_agent` with this process's interpreter and working directory, so all
+hosts of a job need the same files at the same paths. All hosts are checked before the first rank starts, so that one
+error reports all problems. When this process ends, each ssh process ends, and so do all processes that the agent has
 started.
 """
 
@@ -28,7 +28,7 @@ from asyncdist import local_host
 from asyncdist.launch import host_agent
 from asyncdist.wording import ranks_in_words
 
-#: Default command to reach a host. A login fails instead of asking for a password or about an unknown host.
+#: Default command to reach a host. A login fails instead of asking for a password or for an unknown host's key.
 SSH: Final = "ssh -o BatchMode=yes -o ConnectTimeout=10"
 #: Maximum seconds for hosts to answer the check.
 HELLO_S: Final = 30.0
@@ -58,7 +58,7 @@ _MISSING: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Host:
-    """A host that has ``slots`` ranks. Its name for ssh may include ``user@``."""
+    """A host for ``slots`` ranks. Its name for ssh may include ``user@``."""
 
     name: str
     slots: int
@@ -70,7 +70,7 @@ class Host:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Return the hosts of ``--hosts a:4,b:4``; without a number, a host has one rank. Raise LaunchError if invalid."""
+    """Return the hosts in ``--hosts a:4,b:4``; without a number, a host has one rank. Raise LaunchError if invalid."""
     hosts: list[Host] = []
     for word in text.split(","):
         name, colon, number = word.partition(":")
@@ -86,7 +86,7 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def place_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
-    """Distribute ranks over the hosts in order, and return the used hosts. Raise LaunchError if slots are missing."""
+    """Distribute ranks over the hosts in order, and return the used hosts. Raise LaunchError if slots are too few."""
     slots = sum(host.slots for host in hosts)
     left = slots if ranks is None else ranks
     if left > slots:
@@ -158,8 +158,8 @@ class Agent:
     Attributes:
         on_report: Called in a thread with each report of a guardian.
         cores: Number of cores for the ranks; known after ``check``.
-        port: Free port of the host; known after ``check``.
-        heard_at: Time of the agent's last message, in seconds of :func:`time.monotonic`.
+        port: Free port on the host; known after ``check``.
+        heard_at: :func:`time.monotonic` time of the agent's last message.
     """
 
     def __init__(self, host: Host, ssh: Sequence[str], script: str, needs: Sequence[str], reports: str = "") -> None:
@@ -240,7 +240,7 @@ class Agent:
             self._process.stdin.flush()
 
     def close(self, patience_s: float = _CLOSE_S) -> None:
-        """End the remaining ranks on the host and close the connection. Kill it after ``patience_s`` seconds."""
+        """End the remaining ranks on the host and close the connection; kill ssh after ``patience_s`` seconds."""
         assert self._process.stdin is not None
         if self._process.stdin.closed:
             return
@@ -288,7 +288,7 @@ class Agent:
             self._answers.put(news)
 
     def _lose(self) -> None:
-        """Report the end of the connection to the user and to everything that waits for the host or its ranks."""
+        """Report the lost connection to the user and to all code that waits for the host or its ranks."""
         self._answers.put({})
         if self._ranks:
             code = self._process.wait()
@@ -312,7 +312,7 @@ class Agent:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError):  # no process reads this process's output any longer
+    with contextlib.suppress(BrokenPipeError):  # no process reads this process's output anymore
         while data:
             data = data[os.write(descriptor, data) :]
 

@@ -31,7 +31,7 @@ def run(
     Args:
         hosts: Hosts, with the number of ranks on each.
         ssh: Words of the command that reaches a host.
-        threads: OMP_NUM_THREADS of each rank. None keeps the user's value, or gives each rank its share of the cores.
+        threads: OMP_NUM_THREADS of each rank. None keeps the user's value, or else gives each rank its share of cores.
         environ: Environment of this process. The ranks get all variables that do not describe this host.
     """
     command = rank_program.rank_command(script, arguments)

@@ -6,10 +6,10 @@ A plain function gets a process group, a coroutine function a world.
 - The first failure decides: the caller sees its traceback, and the other ranks are stopped. A rank that failed only
   because it lost another rank does not count as the first, even if it reports first.
 - No rank outlives the call or, on Linux, the calling process. Processes that a rank has started end with the rank, on
-  Linux even in their own sessions. Only if another process kills a rank may such processes survive.
+  Linux even in their own sessions. Such processes may survive only if another process kills the rank.
 
 multiprocessing pickles the function and its arguments to send them to the children. Threads and MPI do not survive a
-fork, so ranks are spawned, or forked by a server process that has neither. A child runs the code of
+fork, so ranks are spawned, or forked by a server process that uses neither. Each child runs
 :mod:`asyncdist.launch.rank_process`.
 """
 
@@ -53,7 +53,7 @@ from asyncdist.runtime.signals import interrupt_error
 
 P = ParamSpec("P")
 
-#: Maximum seconds for children to stop after they were asked to.
+#: Maximum seconds for children to end after they were asked to stop.
 STOP_S: Final = 5.0
 
 
@@ -67,15 +67,15 @@ def launch_subprocesses(
 ) -> None:
     """Run a function on ``local_world_size`` ranks, each a process of this host, and wait for all of them.
 
-    Call it under ``if __name__ == "__main__":``, because children import the script. **Ownership**: the ranks get
-    tensor arguments in shared memory, as always in torch.multiprocessing. Clone a tensor before a rank changes it.
+    Call it under ``if __name__ == "__main__":``, because children import the script. **Ownership**: ranks get tensor
+    arguments in shared memory, as always with torch.multiprocessing. Clone a tensor before a rank changes it.
 
     Args:
         func: Function that can be imported by its name. A coroutine function gets a world before the arguments; a plain
             function has a process group; see :func:`init_and_run`.
         cfg: Config without ranks. :meth:`MultiprocessConfig.resolve` fills in its missing fields.
         setup: Function that is called once in this process, before the first rank starts; or None.
-        rank_offset: First rank of this host, in a job of several hosts.
+        rank_offset: First rank on this host, in a job on several hosts.
         args: Arguments of ``func``.
         kwargs: Keyword arguments of ``func``.
 
@@ -215,7 +215,7 @@ class _Child:
 
     Attributes:
         pipe: Pipe from the rank, which sends an empty message when it runs, and its result at the end.
-        returned: Whether its function has returned, or has called ``sys.exit(0)``.
+        returned: Whether the rank's function has returned, or has called ``sys.exit(0)``.
         failure: Traceback from the rank, or else a description of how it ended; None if it has not failed.
         kind: Whether the rank is the cause of the failure; see :mod:`asyncdist.launch.rank_process`.
         rest: Pidfds of the processes that the rank had started when it was asked to stop.
@@ -281,9 +281,9 @@ class _Child:
         self.rest = []
 
 
-#: Seconds between checks whether ranks have ended. A rank's forked child may keep its pipe and sentinel open.
+#: Seconds between checks for ended ranks, since a rank's forked child may keep the rank's pipe and sentinel open.
 _PERIOD_S: Final = 0.5
-#: Seconds to wait after a failure, by its kind, for a different rank to report the cause or to end.
+#: Seconds to wait after each kind of failure for a different rank to report the cause or to end.
 _PATIENCE_S: Final = {CAUSE: 0.0, PERHAPS: 2.0, CONSEQUENCE: 5.0}
 
 
@@ -296,7 +296,7 @@ def _start_all(
 ) -> None:
     context = multiprocessing.get_context(configs[0].launch_method)
     # The server imports torch once for all ranks: 4 ranks on 2 busy cores start in 4 s instead of 15.
-    # The server does not import the script, which may start threads, since threads do not survive a fork.
+    # The server does not import the script, since the script may start threads, which do not survive a fork.
     context.set_forkserver_preload([rank_process.__name__])
     environ = environment.environment()
     for cfg in configs:

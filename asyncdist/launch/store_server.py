@@ -3,9 +3,9 @@
 The launcher starts this process and ends it by closing its standard input. Rank 0 cannot serve the store, because ranks
 that join later need it even if rank 0 has ended. The launcher cannot serve it, because it does not import torch.
 
-The store listens only at the given address or, with ``open``, at all addresses of this host, for ranks on other hosts.
-For each ``KEY VALUE`` line of its standard input, it sets the key, so that the launcher can notify the ranks. It prints
-the text of a ``!TEXT`` line after it has processed the lines before.
+The store listens only on the given address or, with ``open``, on all addresses of this host, for ranks on other hosts.
+For each ``KEY VALUE`` line on its standard input, the process sets the key, so that the launcher can notify the ranks.
+For each ``!TEXT`` line, it prints the text after it has processed the lines before.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def exit_code(returncode: int) -> int:
 
 
 def how_ended(returncode: int, *, was_passed_on: bool = False) -> str:
-    """Return how a process has ended. ``was_passed_on`` tells whether the launcher sent the signal that killed it."""
+    """Return how a process has ended. ``was_passed_on`` says whether the launcher sent the signal that killed it."""
     if returncode > 0:
         return f"ended with exit code {returncode}"
     how = f"was killed by {local_host.signal_name(-returncode)}"
@@ -32,14 +32,14 @@ def how_ended(returncode: int, *, was_passed_on: bool = False) -> str:
 
 @dataclass(slots=True)
 class JobEnds:
-    """Collects how the ranks under an mpirun have ended, and decides which ends to report and the job's exit code.
+    """Records how the ranks under an mpirun have ended, and decides the job's exit code and which ends to report.
 
     Attributes:
-        goes_on_by: Option with which the others would have continued after a kill; "" if there is none.
-        is_across_hosts: Whether ranks communicate over a network, so that Open MPI ends those that lose a connection.
+        goes_on_by: Option with which the other ranks would have continued after a kill; "" if there is none.
+        is_across_hosts: Whether ranks communicate over a network, so that Open MPI ends a rank that loses a connection.
         passed_on: Signals that the launcher has passed on to the ranks.
         codes: Exit codes of the ended ranks, keyed by rank in the order in which they ended; negative for signals.
-        cause: Rank whose exit code or signal shows that it has ended the job; or None.
+        cause: Rank that has ended the job, according to its exit code or signal; or None.
     """
 
     ranks: int
@@ -54,8 +54,8 @@ class JobEnds:
     def note(self, rank: int, code: int) -> str | None:
         """Record how a rank has ended. Return a line to print at once, or None.
 
-        A rank that ends with 1, as Python does after any exception, may only have reacted to another rank's failure. So
-        may a rank that Open MPI ends after it has lost its connection to another host.
+        A rank that ends with 1, as Python does after any exception, may only have reacted to another rank's failure.
+        The same is true of a rank that Open MPI ends after it has lost its connection to another host.
         """
         is_first = not any(code and not self._is_of_connection(code) for code in self.codes.values())
         self.codes[rank] = code

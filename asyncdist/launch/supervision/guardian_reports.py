@@ -1,7 +1,7 @@
 """Receives reports from the guardians of ranks on this host, for a launcher on another host.
 
-The guardians write to a FIFO, which this process reads. Reports in a rank's output could be lost, because mpirun stops
-reading its ranks' output once it stops them.
+The guardians write to a FIFO, which this process reads. Reports in a rank's output could be lost, because mpirun no
+longer reads its ranks' output when it stops them.
 """
 
 from __future__ import annotations

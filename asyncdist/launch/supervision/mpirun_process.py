@@ -6,8 +6,8 @@
 - Guardians report through a pipe how ranks have ended, before mpirun notices. This process can therefore name the
   failed rank before the other ranks print errors, and suppresses mpirun's own message.
 - On other hosts, agents forward reports and signals.
-- In a job that survives losses, mpirun detects lost hosts only after minutes. Until the ranks have met, this process
-  probes the agents, and ends the job if a host does not answer.
+- In a job that survives lost ranks, mpirun takes minutes to detect lost hosts. Until the ranks have met, this process
+  therefore probes the agents, and ends the job if a host does not answer.
 - mpirun has no standard input. Rank 0 opens the standard input of this process (:mod:`asyncdist.rank_program`).
 - mpirun dies with this process.
 """
@@ -39,7 +39,7 @@ from asyncdist.launch.supervision.mpirun_words import MpirunWords
 #: Maximum seconds for ranks to end before mpirun ends them, and for mpirun to end before it is killed.
 STOP_S: Final = 10.0
 _MPIRUN_STOP_S: Final = 5.0
-#: Maximum seconds to read mpirun's standard error after its end, since a leftover process may keep it open.
+#: Maximum seconds to read standard error after mpirun has ended, since a leftover process may keep it open.
 _LAST_WORDS_S: Final = 1.0
 #: Maximum seconds for an agent to forward its last reports. Its host may be unplugged.
 _AGENT_END_S: Final = 3.0
@@ -47,9 +47,9 @@ _AGENT_END_S: Final = 3.0
 _PROBE_S: Final = 5.0
 #: Maximum seconds without an answer from a host.
 _SILENCE_S: Final = 30.0
-#: Maximum seconds to hold the beginning of an mpirun message back before it is printed incomplete.
+#: Maximum seconds to hold back the beginning of an mpirun message before printing it incomplete.
 _HOLD_S: Final = 0.2
-#: Number of processes to try for mpirun, until one has a pid that no other mpirun has or had.
+#: Maximum number of processes to start for mpirun, until one has a pid that no other mpirun has or had.
 _NUMBER_COUNT: Final = 1000
 #: Signals that Open MPI's mpirun passes on to its ranks. All other signals would end it.
 _FOR_MPIRUN: Final = frozenset(
@@ -68,8 +68,8 @@ def run(
 ) -> int:
     """Run mpirun, and return the job's exit code when it has ended.
 
-    ``ends`` decides which ends of ranks to report. ``token`` marks the reports of guardians. ``agents`` are on the
-    hosts of the ranks, if these are not on this host.
+    ``ends`` decides which rank ends to report. ``token`` marks guardians' reports. ``agents`` are the agents on the
+    ranks' hosts, if the ranks are not on this host.
     """
     with (
         local_host.told_variables() as told,
@@ -268,7 +268,7 @@ class _Job:
             _say(line)
 
     def _end_late(self) -> None:
-        """End mpirun, and with it all ranks that have not ended in time."""
+        """End mpirun, and thereby all ranks that have not ended in time."""
         if self._is_stopping:
             self._process.kill()
             self._stop_at = None
@@ -278,7 +278,7 @@ class _Job:
             self._stop_at = time.monotonic() + _MPIRUN_STOP_S
 
     def _end_without(self, hosts: Sequence[str]) -> None:
-        """End a job because hosts are silent. Its other ranks would wait until mpirun detects the loss."""
+        """End the job because ``hosts`` do not answer. The other ranks would wait until mpirun detects the loss."""
         if self._have_met.is_set() or self._ends.asked_to_end is not None:
             return
         self._has_silent_hosts = True
@@ -374,13 +374,13 @@ def _write(data: bytes) -> None:
 def _check_number() -> None:
     """Check that no other mpirun has or had the pid of this process, which becomes mpirun.
 
-    Open MPI's mpirun keeps its files in a folder named by its pid, and names the ranks' shared memory after its pid. It
+    Open MPI's mpirun keeps its files in a folder named after its pid, and also names the ranks' shared memory so. It
     does not start if the folder contains files. The folder may belong to a killed mpirun, or to one that runs in
     another container with the same ``/tmp``. If that folder were removed, both jobs would use the same shared memory,
     and crash.
 
     Raises:
-        FileExistsError: There is such a folder.
+        FileExistsError: A folder for this pid exists.
     """
     with contextlib.suppress(FileNotFoundError):  # no folder for temporary files exists
         folder = Path(tempfile.gettempdir(), f"ompi.{os.getpid()}")

@@ -1,4 +1,4 @@
-"""Filters the standard error of an mpirun and its ranks: takes bytes and returns the bytes for the user.
+"""Filters the standard error of an mpirun and its ranks: receives bytes and returns the bytes to print for the user.
 
 All bytes are passed through unchanged, except for:
 
@@ -6,8 +6,8 @@ All bytes are passed through unchanged, except for:
   failed, so the launcher reports the failure instead.
 - Reports of guardians on other hosts, each in a line with a mark.
 
-The filter also detects messages that mpirun has lost a host, which its exit code does not show, and that a rank has no
-connection to another host, after which Open MPI ends the job without an error in Python.
+The filter also detects two kinds of messages: that mpirun has lost a host, which its exit code does not show, and that
+a rank has no connection to another host, after which Open MPI ends the job without an error in Python.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LONGEST: Final = 1024
 
 
 class MpirunWords:
-    """Filters an mpirun's standard error as its bytes arrive. Guardians' reports begin with ``mark``.
+    """Filters an mpirun's standard error as the bytes arrive. Guardians' reports begin with ``mark``.
 
     Attributes:
         blames: Suppressed messages that blame a rank.
@@ -123,7 +123,7 @@ class MpirunWords:
         return f"mpirun has lost a host, and ended the job early{where}"
 
     def flush(self) -> bytes:
-        """Return the bytes that were held back, because the message is not continued in time."""
+        """Return the bytes that were held back, because the rest of the message has not arrived in time."""
         held, self._rest = self._rest, b""
         self._is_at_line_start = held.endswith(b"\n")
         return held
