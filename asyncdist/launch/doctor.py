@@ -79,7 +79,7 @@ class Facts:
         versions: Versions of Python and of packages; None for a package that is not installed.
         compiled: Whether the modules that process messages are compiled; if not, also the cure.
         unwritable: Reason why ranks on this host cannot write to each other's memory; None if they can.
-        is_unallowed_root: Whether the user is root, but the variables that make Open MPI's mpirun accept root are unset.
+        is_unallowed_root: Whether this is root, but the variables that make Open MPI's mpirun accept root are unset.
         starter: MPI program that has started this job, if it does not belong to ``installation``.
         path_mpirun: First ``mpirun`` in PATH, and its flavour.
         survives: Whether this is a rank of an MPI job that continues when ranks die.
