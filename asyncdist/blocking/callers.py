@@ -317,7 +317,7 @@ class LoopCaller(Caller):
     def _begin(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call as main would until it waits. Return its value, or a :class:`BegunCall` if it waits."""
         loop = self._loop
-        if self._waiter.done():  # after an interrupt, main still runs an earlier call
+        if self._waiter.done():  # after an interrupt, main is still running an earlier call
             return BegunCall(called(fn, args, kwargs), None)
         _set_running_loop(loop)
         _enter_task(loop, self._host)
@@ -384,7 +384,7 @@ class LoopCaller(Caller):
         """Run as the rank's main until the block has ended."""
         task = asyncio.current_task()
         assert task is not None, "this coroutine runs in a task"
-        frame_of_caller[task] = sys._getframe  # the current stack is that of the blocking code
+        frame_of_caller[task] = sys._getframe  # the current stack is the blocking code's
 
         async def host() -> None:
             async with self._open_world(self._interrupts) as world:
@@ -411,7 +411,7 @@ class LoopCaller(Caller):
             begun.is_cancelled, self._is_stopped = self._is_stopped, False
             try:
                 outcome = Outcome(await begun)
-            except GeneratorExit:  # the coroutine of main is being discarded
+            except GeneratorExit:  # main's coroutine is being discarded
                 raise
             except asyncio.CancelledError as error:
                 outcome = Outcome(error=self._what_stops() or error)

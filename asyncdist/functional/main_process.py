@@ -247,7 +247,7 @@ async def reduce_and_broadcast(
 ) -> U: ...
 
 
-# mypy does not infer that generic functions such as sum take a list of T.
+# mypy does not infer that generic functions such as sum accept a list of T.
 @overload
 async def reduce_and_broadcast(
     fn1: Callable[[], Any],

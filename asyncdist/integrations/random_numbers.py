@@ -86,7 +86,7 @@ def _samplers_of(loader: Any, size: int) -> Iterator[Any]:
     while waiting:
         holder = waiting.pop()
         inside = [getattr(holder, name, None) for name in _HOLDING]
-        if isinstance(holder, Sampler):  # Lightning wraps a sampler twice, the inner time as a dataset
+        if isinstance(holder, Sampler):  # Lightning wraps a sampler twice, first as a dataset
             inside.append(getattr(getattr(holder, "dataset", None), "_sampler", None))
         for sampler in inside:
             if sampler is None or any(sampler is other for other in seen):

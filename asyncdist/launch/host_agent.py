@@ -101,7 +101,7 @@ class _Agent:
         elif "guardian" in told:
             if self._reports is not None:
                 self._reports.send_signal(told["guardian"], told["number"])
-        elif (rank := told["signal" if "signal" in told else "end"]) in self._ranks:  # it may have just ended
+        elif (rank := told["signal" if "signal" in told else "end"]) in self._ranks:  # the rank may have just ended
             process = self._ranks[rank]
             process.send_signal(told["number"]) if "signal" in told else process.end()
 

@@ -180,7 +180,7 @@ class Restarts(Generic[P]):
         why = endings.how_ended(returncode)
         number = self._newest[rank] - self._first[rank]
         has_others = others > 0 or self.have_joined
-        is_only_one = len(self._environments) == 1  # a single rank begins the next world alone
+        is_only_one = len(self._environments) == 1  # the only rank of a job can start a new world alone
         if not (has_others or is_only_one) or number == self._count:
             left = "the others continue without it" if has_others else "no other rank is left for it to join"
             again = f"; it is not restarted ({number} of {self._count})" if self._count else ""

@@ -124,7 +124,7 @@ def _run_coroutine(
         local_size=facts.local_world_size,
         address=cfg.master_addr,
         port=facts.master_port,
-        # This name is equal on all hosts without communication.
+        # All hosts derive the same name without communication.
         run_id=f"asyncdist-{cfg.master_addr}-{cfg.master_port}",
     )
     environment.set_variables(variables)

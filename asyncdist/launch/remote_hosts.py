@@ -270,10 +270,10 @@ class Agent:
                 _write(1, rest[:place])
                 self._hear(json.loads(rest[place + len(mark) : end]))
                 rest = rest[end + 1 :]
-            kept = rest.rfind(mark[:1])  # an agent's line may begin here
+            kept = rest.rfind(mark[:1])  # a line of the agent may begin at this index
             if kept < 0 or (len(rest) - kept > len(mark) and not rest.startswith(mark, kept)):
                 kept = len(rest)
-            if self._is_ready:  # earlier lines are a login message of the host
+            if self._is_ready:  # earlier lines are the host's login message
                 _write(1, rest[:kept])
             rest = rest[kept:]
         self._lose()

@@ -176,7 +176,7 @@ class ReplayBuffer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._channel is None or self._is_closed:  # called by hand, after a failed start or a second time
+        if self._channel is None or self._is_closed:  # called directly: after a failed start, or twice
             return
         end_forked_child(self._services.process_id, error)
         try:

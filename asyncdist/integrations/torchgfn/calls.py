@@ -38,7 +38,7 @@ class CallerNumbers:
         if self.epoch_start is None:
             return self._first_place(number, iteration)
         every, expected = self.average_every, iteration - self.epoch_start
-        if 0 < number == expected - 1:  # the caller repeats its last number; a repeated 0 is a new epoch
+        if 0 < number == expected - 1:  # the caller has repeated its last number; a repeated 0 begins a new epoch
             self.epoch_start += 1
             return iteration, (number + 1) % every == 0
         if number < expected:  # a new epoch has begun

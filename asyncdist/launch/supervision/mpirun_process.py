@@ -156,7 +156,7 @@ class _Job:
             local_host.LaunchError: The folders of other mpiruns take too many pids.
         """
         for _ in range(_NUMBER_COUNT):
-            with contextlib.suppress(subprocess.SubprocessError):  # from _begin; the next process has another pid
+            with contextlib.suppress(subprocess.SubprocessError):  # _begin has failed; the next process has another pid
                 return subprocess.Popen(
                     self._command,
                     executable=self._mpirun,
