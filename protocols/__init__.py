@@ -4,7 +4,7 @@ import sys
 
 from asyncdist.protocols.average_all import AverageAllPolicy, AverageAllStatistics
 from asyncdist.protocols.one_sided.policy import OneSidedSelectiveAveragingPolicy
-from asyncdist.protocols.one_sided.rules import OneSidedRules
+from asyncdist.protocols.one_sided.selection import OneSidedRules
 from asyncdist.protocols.one_sided.statistics import Durations, OneSidedStatistics
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.replay_buffer.client import ReplayBuffer
@@ -13,7 +13,7 @@ from asyncdist.protocols.replay_buffer.values import ReplayStatistics, Sample
 from asyncdist.protocols.replicas.policy import ReplicaAveragingPolicy
 from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from asyncdist.protocols.selective.reserved import coordinate
-from asyncdist.protocols.selective.rules import SelectiveRules
+from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics, SelectiveStatistics
 from asyncdist.protocols.step_info import (
     AverageApplied,

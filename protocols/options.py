@@ -1,8 +1,8 @@
 """Declares the options that several policies share, and lists the options of each policy for type checkers.
 
 A subclass of :class:`Options` declares options (see :mod:`protocols.declared`). A ``TypedDict`` repeats their names and
-types for functions with ``**options``. Other options are declared in :mod:`protocols.selective.rules`,
-:mod:`protocols.one_sided.rules` and :mod:`protocols.selective.islands.layout`.
+types for functions with ``**options``. Other options are declared in :mod:`protocols.selective.selection`,
+:mod:`protocols.one_sided.selection` and :mod:`protocols.selective.islands.layout`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import nn
 from asyncdist import Group, World, validation
 from asyncdist.protocols.declared import Options, function, like, one_of, option, or_none, whole
 from asyncdist.protocols.metrics import Metric
-from asyncdist.protocols.one_sided.rules import ReplacementMode
+from asyncdist.protocols.one_sided.selection import ReplacementMode
 from asyncdist.protocols.ranking import AveragingStrategy as AveragingStrategy, JudgingRules, MetricMode as MetricMode
 from asyncdist.protocols.selective.islands.layout import MigrationRoute as MigrationRoute
-from asyncdist.protocols.selective.rules import Route as Route
+from asyncdist.protocols.selective.selection import Route as Route
 from asyncdist.protocols.step_info import PolicyEvent
 
 #: Parameters to average: all, or only those that require a gradient when the policy is created.

@@ -55,7 +55,7 @@ from asyncdist.protocols.step_info import StepInfo
 from asyncdist.protocols.wrappers import check_not_inside, check_not_wrapped
 from asyncdist.runtime.failing.process_ends import end_forked_child
 from asyncdist.tensors.flat_state import FlatState
-from asyncdist.tensors.optimizers.copies import has_stepped
+from asyncdist.tensors.optimizers.recognition import has_stepped
 from asyncdist.tensors.optimizers.weights import AveragedStates, OptimizerWeights
 from asyncdist.tensors.trained_models import TrainedModels
 

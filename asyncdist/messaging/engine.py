@@ -111,9 +111,9 @@ class Engine(Poller):
         Raises:
             BaseException: The error with which the job has failed, if any.
         """
-        if self.before_safe_point is not None:
+        if self.before_safe_point is not None:  # only in a simulation
             await self.before_safe_point()
-        self._note_safe_point_begun()
+        self._note_safe_point_begun()  # no effect unless the rank is recorded or replayed
         completed = self.poll()
         self.turn = 1
         if self.is_loop_idle is None or not self.is_loop_idle():

@@ -32,7 +32,14 @@ from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.metric_trend import BlankMetrics, MetricTrend, blank_warning, trend_warning
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.one_sided.reader import DonorReader, Replacement, UnreadableError
-from asyncdist.protocols.one_sided.rules import OneSidedRules, ReadOptions, choose, donor_limit, is_dying, sample_count
+from asyncdist.protocols.one_sided.selection import (
+    OneSidedRules,
+    ReadOptions,
+    choose,
+    donor_limit,
+    is_dying,
+    sample_count,
+)
 from asyncdist.protocols.one_sided.statistics import Durations, OneSidedStatistics
 from asyncdist.protocols.options import AveragingOptions, CommonOptions, MeasuredOptions, OneSidedOptions, Timing
 from asyncdist.protocols.own_state import OwnState

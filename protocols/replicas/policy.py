@@ -37,7 +37,7 @@ from asyncdist.protocols.options import (
 from asyncdist.protocols.ported import Ported
 from asyncdist.protocols.replicas.shards import ShardAveraging
 from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
-from asyncdist.protocols.selective.rules import SelectiveRules
+from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import SelectiveStatistics
 from asyncdist.protocols.starting.differences import LEFT_OUT
 from asyncdist.protocols.step_info import NOTHING, StepInfo

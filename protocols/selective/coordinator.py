@@ -38,8 +38,8 @@ from asyncdist.protocols.selective.messages import (
 from asyncdist.protocols.selective.round.plan import unpack_freeze, unpack_plan
 from asyncdist.protocols.selective.round.state import Send
 from asyncdist.protocols.selective.rounds import RoundCoordinator
-from asyncdist.protocols.selective.rules import SelectiveRules
 from asyncdist.protocols.selective.scopes import PolicyScopes
+from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics
 from asyncdist.waits import WaitId, WaitKind
 

@@ -16,8 +16,8 @@ from asyncdist.protocols.selective.coordinator import Coordinator
 from asyncdist.protocols.selective.islands.migration import GuestArrived, GuestLeft, Migration
 from asyncdist.protocols.selective.joining.newcomers import Application, Refusal, Request, Welcome, digest_of, key_of
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
-from asyncdist.protocols.selective.rules import SelectiveRules
 from asyncdist.protocols.selective.scopes import PolicyScopes
+from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics
 from asyncdist.protocols.selective.succession import (
     WATCHER_COUNT,

@@ -52,8 +52,8 @@ from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
 from asyncdist.protocols.selective.roles.reporter import Reporter
 from asyncdist.protocols.selective.roles.resources import RoleResources
-from asyncdist.protocols.selective.rules import SelectiveRules
 from asyncdist.protocols.selective.scopes import PolicyScopes
+from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import SelectiveStatistics
 from asyncdist.protocols.selective.succession import Succession
 from asyncdist.protocols.starting.without_lost import lost_members

@@ -11,8 +11,8 @@ from asyncdist import World, current_world, validation
 from asyncdist.protocols.journal import Journal
 from asyncdist.protocols.policy import START
 from asyncdist.protocols.selective.leadership import Leadership
-from asyncdist.protocols.selective.rules import SelectiveRules
 from asyncdist.protocols.selective.scopes import PolicyScopes
+from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics
 from asyncdist.protocols.selective.succession import Succession
 from asyncdist.protocols.starting.differences import told_of_rivals

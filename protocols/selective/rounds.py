@@ -15,7 +15,7 @@ from asyncdist.protocols.selective.messages import Admitted, Joined, Leave, Rejo
 from asyncdist.protocols.selective.roster import Roster
 from asyncdist.protocols.selective.round.course import RoundCourse
 from asyncdist.protocols.selective.round.state import Member, Round, Send, as_record, values_of
-from asyncdist.protocols.selective.rules import SelectiveRules, decide
+from asyncdist.protocols.selective.selection import SelectiveRules, decide
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics, History
 from asyncdist.protocols.selective.waiting import BELIEVED_MAX_S, Patience, believed_s
 

@@ -43,7 +43,7 @@ from asyncdist.collectives.membership import MembershipLog
 from asyncdist.errors import AsyncdistError, RemoteProtocolError
 from asyncdist.messaging import wire
 from asyncdist.transports.rank_sets import RankSet
-from protocols.one_sided.rules import REPLACEMENT_MODES, OneSidedRules, choose, is_dying
+from protocols.one_sided.selection import REPLACEMENT_MODES, OneSidedRules, choose, is_dying
 from protocols.ranking import STRATEGIES
 from protocols.replay_buffer.store import ReplayStore
 from protocols.selective.member import (
@@ -64,7 +64,7 @@ from protocols.selective.member import (
     Withdraw,
 )
 from protocols.selective.messages import DONOR, REPLACER, Assign, Frozen, Report
-from protocols.selective.rules import SelectiveRules
+from protocols.selective.selection import SelectiveRules
 from protocols.selective.succession import Claim, Follow, Inform, Nominate, Steps, Succession, Watch
 
 EVENT_COUNT: Final = 20

@@ -23,7 +23,7 @@ from asyncdist.errors import RankLostError
 from asyncdist.transports.matching import CallbackQueue, Matcher
 from asyncdist.transports.torch_distributed import gloo_mesh
 from asyncdist.transports.torch_distributed.failures import reason
-from asyncdist.transports.torch_distributed.gloo import _ENTRY, _FRAME, _MESSAGE, _RING_COUNT, Link
+from asyncdist.transports.torch_distributed.gloo_link import _ENTRY, _FRAME, _MESSAGE, _RING_COUNT, Link
 
 MIB = 1 << 20
 VICTIM = 2

@@ -10,8 +10,8 @@ from asyncdist import tags
 from protocols.selective.coordinator import Coordinator
 from protocols.selective.messages import Report
 from protocols.selective.rounds import RoundCoordinator
-from protocols.selective.rules import SelectiveRules
 from protocols.selective.scopes import PolicyScopes
+from protocols.selective.selection import SelectiveRules
 
 
 async def test_stopped_coordinator_names_its_successor_to_each_sender(monkeypatch: Any) -> None:

@@ -42,7 +42,7 @@ from asyncdist.simulation import (
 )
 from protocols import OneSidedSelectiveAveragingPolicy, StepInfo
 from protocols.one_sided import policy as one_sided_averaging
-from protocols.one_sided.rules import REPLACEMENT_MODES
+from protocols.one_sided.selection import REPLACEMENT_MODES
 from protocols.ranking import STRATEGIES
 
 #: Virtual seconds that no run takes, whatever goes wrong in it.

@@ -48,9 +48,9 @@ from protocols import (
     coordinate,
     parameter_stream,
 )
-from protocols.selective import rules
+from protocols.selective import selection
 from protocols.selective.rounds import RoundCoordinator
-from protocols.selective.rules import decide
+from protocols.selective.selection import decide
 from simulation.population_plan import Plan, PolicyPlan, draw_plan
 from simulation.population_watch import Member, Replica, Watch, reason_kind
 
@@ -400,7 +400,7 @@ def _chunks_of(nbytes: int) -> Iterator[None]:
 
 def _sharing() -> AbstractContextManager[Any]:
     """Let replacers of one host share tiny models, too."""
-    return mock.patch.object(rules, "SHARED_NBYTES_MIN", 0)
+    return mock.patch.object(selection, "SHARED_NBYTES_MIN", 0)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from asyncdist.collectives import one_sided
 from asyncdist.collectives.version_desk import VersionDesk, VersionRecord
 from asyncdist.simulation import Kill, SimReport, Stall, simulate
 from protocols import OneSidedSelectiveAveragingPolicy, OneSidedStatistics
-from protocols.one_sided.rules import AGE_SAMPLE_COUNT, DEFAULT_DONOR_COUNT_MAX, SAMPLE_COUNT
+from protocols.one_sided.selection import AGE_SAMPLE_COUNT, DEFAULT_DONOR_COUNT_MAX, SAMPLE_COUNT
 
 PUBLICATION_COUNT = 10
 

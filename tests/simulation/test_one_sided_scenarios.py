@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from asyncdist.simulation import Fault, Interrupt, Join, explore
-from protocols.one_sided.rules import REPLACEMENT_MODES
+from protocols.one_sided.selection import REPLACEMENT_MODES
 from protocols.ranking import STRATEGIES
 from simulation.one_sided_scenarios import Tally, draw_plan, scenario
 

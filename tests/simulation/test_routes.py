@@ -17,7 +17,7 @@ from asyncdist.simulation import Compute, Fault, Kill, Network, SimReport, simul
 from protocols import AsyncSelectiveAveragingPolicy, SelectiveStatistics, StepInfo
 from protocols.parameter_stream import messages
 from protocols.parameter_stream.server import SnapshotServer
-from protocols.selective import rules
+from protocols.selective import selection
 from protocols.selective.roles.reducer import Reducer
 
 SEED_COUNT = 40
@@ -103,7 +103,7 @@ def odd_population(seed: int, route: str) -> SimReport[Ended]:
     network = Network(ranks_per_host=random.Random(f"hosts {seed}").randint(1, 5))
     chunk_nbytes = random.Random(f"chunks {seed}").choice((32, 64, messages.CHUNK_NBYTES))
     with (
-        mock.patch.object(rules, "SHARED_NBYTES_MIN", 0),  # also where ranks of a host share
+        mock.patch.object(selection, "SHARED_NBYTES_MIN", 0),  # also where ranks of a host share
         mock.patch.object(messages, "CHUNK_NBYTES", chunk_nbytes),
     ):
         return simulate(main, ranks=ranks, seed=seed, network=network, strict=True)

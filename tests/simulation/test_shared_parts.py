@@ -14,7 +14,7 @@ import asyncdist as ad
 from asyncdist.simulation import Compute, Fault, Kill, Network, SimReport, Stall, simulate
 from asyncdist.tensors.flat_state import FlatState
 from protocols.parameter_stream.parts import Part
-from protocols.selective import rules
+from protocols.selective import selection
 from protocols.selective.messages import REPLACER, Assign
 from protocols.selective.roles import mean_receiver
 from protocols.selective.roles.exchange_buffers import ExchangeBuffers
@@ -39,7 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
         return ask(services, server, source, into, part, **options)
 
     monkeypatch.setattr(mean_receiver, "ask_for_part", noted)
-    monkeypatch.setattr(rules, "SHARED_NBYTES_MIN", 0)
+    monkeypatch.setattr(selection, "SHARED_NBYTES_MIN", 0)
     yield found
 
 

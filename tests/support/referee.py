@@ -9,7 +9,7 @@ from asyncdist.messaging import wire
 from protocols.selective.messages import Assign, End, Frozen, Joined, Rejoin
 from protocols.selective.round.course import ROUND_BELIEVED_MAX
 from protocols.selective.round.state import Send
-from protocols.selective.rules import SelectiveRules
+from protocols.selective.selection import SelectiveRules
 from support.selective import OpenedCoordinator
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from protocols.selective.messages import PackedAssign, PackedFrozen
 from protocols.selective.round.state import Send
 from protocols.selective.rounds import RoundCoordinator
-from protocols.selective.rules import SelectiveRules
+from protocols.selective.selection import SelectiveRules
 
 STRATEGIES = ("mean", "weighted_mean", "best_only", "reset_weights")
 

@@ -15,7 +15,7 @@ from protocols.selective.islands.migrants import GUEST_COUNT_MAX
 from protocols.selective.messages import Assign, End, Frozen, Joined
 from protocols.selective.round.state import Send
 from protocols.selective.rounds import RoundCoordinator
-from protocols.selective.rules import decide, reducers_of
+from protocols.selective.selection import decide, reducers_of
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=60)
 

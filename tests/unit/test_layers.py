@@ -46,7 +46,7 @@ GROUND_FOLDERS = {"host_memory", "launchers", "trust"}
 FACE = {"__init__", "__main__", "cli", "pytest_plugin"}
 #: Modules that decide and do nothing else: no event loop, no clock, no randomness that is not an argument.
 PURE = {
-    "one_sided.rules",
+    "one_sided.selection",
     "ranking",
     "replay_buffer.store",
     "replicas.members",
@@ -61,7 +61,7 @@ PURE = {
     "selective.round.plan",
     "selective.round.state",
     "selective.rounds",
-    "selective.rules",
+    "selective.selection",
     "selective.waiting",
 }
 

@@ -11,7 +11,7 @@ import pytest
 from protocols.metric_trend import BlankMetrics, MetricTrend, trend_warning
 from protocols.misuse import is_larger_better
 from protocols.selective.rounds import RoundCoordinator
-from protocols.selective.rules import SelectiveRules
+from protocols.selective.selection import SelectiveRules
 
 COUNT = 2048
 

@@ -21,7 +21,7 @@ from protocols.selective.joining.state_transfer import packed, unpacked
 from protocols.selective.messages import Admitted, Assign, Frozen, Joined
 from protocols.selective.round.state import Send
 from protocols.selective.rounds import RoundCoordinator
-from protocols.selective.rules import SelectiveRules
+from protocols.selective.selection import SelectiveRules
 
 
 def rules(**options: Any) -> SelectiveRules:

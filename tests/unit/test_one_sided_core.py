@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from support.facts import names
 
 from asyncdist.collectives.one_sided import TOLD_COUNT_MAX
-from protocols.one_sided.rules import (
+from protocols.one_sided.selection import (
     REPLACEMENT_MODES,
     SAMPLE_COUNT,
     OneSidedRules,
@@ -24,7 +24,7 @@ from protocols.one_sided.rules import (
     sample_count,
 )
 from protocols.ranking import STRATEGIES, order_worst_first, replacer_count
-from protocols.selective.rules import averaging_weights
+from protocols.selective.selection import averaging_weights
 
 METRICS = st.dictionaries(
     st.integers(0, 11), st.one_of(st.floats(), st.integers(-3, 3).map(float)), min_size=1, max_size=12

@@ -28,7 +28,7 @@ from protocols import (
     SpawnPolicy,
 )
 from protocols.declared import GROUPS, Options, by_group, declared, in_markdown
-from protocols.one_sided.rules import OneSidedRules, ReadOptions
+from protocols.one_sided.selection import OneSidedRules, ReadOptions
 from protocols.options import (
     AverageAllOptions,
     AveragingOptions,
@@ -40,7 +40,7 @@ from protocols.options import (
 )
 from protocols.replicas.policy import ReplicaPolicyOptions
 from protocols.selective.islands.layout import IslandOptions
-from protocols.selective.rules import SelectiveRules
+from protocols.selective.selection import SelectiveRules
 
 ROOT = Path(__file__).parents[2]
 

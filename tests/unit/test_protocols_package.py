@@ -27,7 +27,7 @@ def test_both_names_are_those_of_the_same_modules() -> None:
 
 def test_classes_are_pickled_by_the_name_that_nothing_hides() -> None:
     rules = protocols.SelectiveRules
-    assert rules.__module__ == "asyncdist.protocols.selective.rules"
+    assert rules.__module__ == "asyncdist.protocols.selective.selection"
     assert pickle.loads(pickle.dumps(rules)) is rules
     older = pickle.dumps(rules, protocol=0).replace(b"asyncdist.protocols", b"protocols")
     assert pickle.loads(older) is rules, "a pickle from before the name was another one"

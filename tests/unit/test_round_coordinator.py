@@ -12,7 +12,7 @@ from protocols.selective.messages import Assign, Frozen, Joined
 from protocols.selective.round.course import ROUND_BELIEVED_MAX
 from protocols.selective.round.state import Send
 from protocols.selective.rounds import RoundCoordinator
-from protocols.selective.rules import SHARED_NBYTES_MIN, Decision, SelectiveRules
+from protocols.selective.selection import SHARED_NBYTES_MIN, Decision, SelectiveRules
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=200)
 NAN, INF = math.nan, math.inf

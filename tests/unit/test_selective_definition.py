@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from protocols.ranking import best_of, order_worst_first
-from protocols.selective.rules import Decision, SelectiveRules, averaging_weights, decide
+from protocols.selective.selection import Decision, SelectiveRules, averaging_weights, decide
 
 DRAWS = range(300)
 

@@ -15,7 +15,7 @@ from protocols.ranking import best_of, order_worst_first, replacer_count
 from protocols.selective import messages
 from protocols.selective.messages import Applied
 from protocols.selective.rounds import RoundCoordinator
-from protocols.selective.rules import (
+from protocols.selective.selection import (
     SHARED_NBYTES_MIN,
     Decision,
     SelectiveRules,

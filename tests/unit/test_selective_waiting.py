@@ -12,7 +12,7 @@ from protocols.selective.messages import Assign
 from protocols.selective.roster import Roster
 from protocols.selective.round.state import Send
 from protocols.selective.rounds import RoundCoordinator
-from protocols.selective.rules import SelectiveRules
+from protocols.selective.selection import SelectiveRules
 from protocols.selective.statistics import Straggler
 from protocols.selective.waiting import (
     FREE_CADENCES,

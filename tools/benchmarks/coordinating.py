@@ -23,8 +23,8 @@ from asyncdist.messaging.demultiplexer import TagDemultiplexer
 from asyncdist.waits import WaitId
 from protocols.selective.coordinator import Coordinator
 from protocols.selective.messages import DONOR, Applied, ControlMessage, PackedAssign, Ready, Report
-from protocols.selective.rules import Route, SelectiveRules
 from protocols.selective.scopes import PolicyScopes
+from protocols.selective.selection import Route, SelectiveRules
 
 _NONCE: Final = 7
 _TO_MEMBERS: Final = 1

@@ -41,7 +41,7 @@ from sim import pass_on
 import asyncdist as ad
 from asyncdist.simulation import Compute, Link, LogNormal, Network
 from protocols import AsyncSelectiveAveragingPolicy
-from protocols.selective.rules import Route
+from protocols.selective.selection import Route
 
 #: No ranks to launch: this benchmark simulates them.
 RANKS: Final = ()

@@ -38,7 +38,7 @@ from protocols import (
 )
 from protocols.parameter_stream.receiver import SnapshotReceiver
 from protocols.selective import rounds
-from protocols.selective.rules import decide
+from protocols.selective.selection import decide
 
 STRATEGIES = ("mean", "weighted_mean", "best_only", "reset_weights")
 

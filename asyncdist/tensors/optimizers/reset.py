@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncdist.tensors.optimizers.copies import SLOW
+from asyncdist.tensors.optimizers.recognition import SLOW
 from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
 

@@ -1,7 +1,7 @@
-"""Finds the weights that an optimizer stores, and updates them when the model's weights are replaced.
+"""Updates the weights that an optimizer stores when an average replaces the model's weights.
 
 An average replaces the model's weights. An optimizer with its own copy of the weights would restore the old ones at its
-next step. There are five kinds of copies:
+next step. :mod:`asyncdist.tensors.optimizers.recognition` finds the copies, of which there are five kinds:
 
 - **The z of schedule-free optimizers**, the point at which gradient steps are made. It is averaged with the weights, as
   a part of the flat state. (If z were set to the averaged weights, it would lose its lead over them: with an average
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from asyncdist.tensors.model_tensors import local_part
-from asyncdist.tensors.optimizers.copies import PROOF_COUNT, Copy, follows_unknown, held_by, kind_of, sample_of
+from asyncdist.tensors.optimizers.recognition import PROOF_COUNT, Copy, follows_unknown, held_by, kind_of, sample_of
 from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
 Verdict: TypeAlias = Literal["kept", "undone", "unknown"]

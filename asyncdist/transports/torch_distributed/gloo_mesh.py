@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 from asyncdist.errors import RankLostError
 from asyncdist.transports.matching import Matcher, Receive, Send
 from asyncdist.transports.torch_distributed import gloo_groups
-from asyncdist.transports.torch_distributed.gloo import Link
+from asyncdist.transports.torch_distributed.gloo_link import Link
 from asyncdist.transports.torch_distributed.meeting.newcomers import Reception
 
 T = TypeVar("T", Send, Receive)

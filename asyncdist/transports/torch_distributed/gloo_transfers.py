@@ -1,6 +1,7 @@
 """Transfers large messages over gloo: the data, followed by eight bytes called the *trailer*.
 
-Threads wait for the trailer instead of the data: if the peer dies, a wait for data in transit never ends.
+The threads of :mod:`asyncdist.transports.torch_distributed.gloo_link` wait for the trailer instead of the data: if the
+peer dies, a wait for data in transit never ends.
 """
 
 from __future__ import annotations

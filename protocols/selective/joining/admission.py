@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from asyncdist.protocols.ranking import order_worst_first
 from asyncdist.protocols.selective.round.state import Member, ReportRecord
-from asyncdist.protocols.selective.rules import Decision, SelectiveRules
+from asyncdist.protocols.selective.selection import Decision, SelectiveRules
 from asyncdist.protocols.selective.waiting import HELD_SHARE
 
 #: Largest number of newcomers that are admitted in one round.

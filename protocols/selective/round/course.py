@@ -14,7 +14,7 @@ from asyncdist.protocols.selective.joining.admission import Newcomers
 from asyncdist.protocols.selective.messages import End
 from asyncdist.protocols.selective.roster import Roster
 from asyncdist.protocols.selective.round.state import ReportRecord, Round, Send, sends_of
-from asyncdist.protocols.selective.rules import Decision, SelectiveRules, reducers_of, sources_of
+from asyncdist.protocols.selective.selection import Decision, SelectiveRules, reducers_of, sources_of
 from asyncdist.protocols.selective.statistics import HISTORY_LENGTH, History, LeftOut
 from asyncdist.protocols.selective.waiting import Patience
 

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from asyncdist.protocols.ranking import best_of
 from asyncdist.protocols.selective.messages import ControlMessage, PackedAssign, PackedFrozen
 from asyncdist.protocols.selective.round.plan import Freeze, Plan
-from asyncdist.protocols.selective.rules import Decision
+from asyncdist.protocols.selective.selection import Decision
 from asyncdist.protocols.selective.waiting import Pace, as_pace
 
 #: Largest accepted ratio of the safe points for a donor's optimizer and policy state to the safe points for its
