@@ -1,6 +1,6 @@
-"""Carries the messages about a policy's coordinator, its newcomers and its emigrants.
+"""Carries a policy's messages about its coordinator, newcomers and emigrants.
 
-One channel carries these messages for all policies of a rank. The rank also answers messages about policies that it has
+All policies of a rank share one channel for these messages. The rank also answers messages about policies that it has
 left.
 """
 
@@ -56,7 +56,7 @@ SuccessionMessage: TypeAlias = Nomination | TakeOver | Declined
 IslandMessage: TypeAlias = Emigrant | Invitation | Declined
 BoardMessage: TypeAlias = SuccessionMessage | IslandMessage | Request | Welcome | Refusal | Over | Ambiguous
 
-#: Number of policies that a rank remembers after it has left them. Older policies no longer have members.
+#: Number of policies that a rank remembers after leaving them. Policies left before these no longer have members.
 LEFT_COUNT_MAX: Final = 1024
 
 
@@ -69,9 +69,9 @@ class Board:
     def __init__(self, services: Services) -> None:
         self._policies: dict[int, Callable[[Any, int], None]] = {}
         self._left: dict[int, int | None] = {}  # request keys of the policies that this rank has left, oldest first
-        self._askable: dict[int, tuple[int, Callable[[Request, int], bool]]] = {}  # by policy: request key and handler
+        self._askable: dict[int, tuple[int, Callable[[Request, int], bool]]] = {}  # request key and handler, by policy
         self._serving: set[int] = set()  # policies that this rank has left as a member, but may still coordinate
-        self._applications: dict[int, Application] = {}  # by the key of their requests
+        self._applications: dict[int, Application] = {}  # by request key
         self._loop = services.engine.loop
         self._channel: Channel[BoardMessage] = services.open_channel(
             BoardMessage,
@@ -88,12 +88,12 @@ class Board:
         key: int | None = None,
         on_request: Callable[[Request, int], bool] = lambda *_: False,
     ) -> None:
-        """Begin to call ``handler(message, source)`` for messages about a policy.
+        """Call ``handler(message, source)`` for each message about a policy from now on.
 
         Args:
             policy: Number of the policy, or the number that the policies of all islands share.
             key: Key of requests for admission to the policy; None if the policy accepts no requests.
-            on_request: Function that handles a request, and returns whether it may be granted now or later.
+            on_request: Function that handles a request, and returns False if it can never be granted.
         """
         self._policies[policy] = handler
         if key is not None:
@@ -120,7 +120,7 @@ class Board:
         self._applications[application.key] = application
 
     def end_application(self, application: Application) -> None:
-        """Stop passing answers to this application."""
+        """Stop passing answers to ``application``."""
         self._applications.pop(application.key, None)
 
     def send(self, message: BoardMessage, dest: int) -> None:
@@ -131,7 +131,7 @@ class Board:
             logger.debug("%s to rank %d: %s", type(message).__name__, dest, error)
 
     def _on_message(self, envelope: Envelope[Any]) -> None:
-        """Handle a message in the event loop's next turn, since a policy may be carrying out instructions right now."""
+        """Schedule the handling of a message, since a policy may be in the middle of executing its instructions."""
         self._loop.call_soon(self._handle, envelope.message, envelope.source)
 
     def _handle(self, message: BoardMessage, source: int) -> None:

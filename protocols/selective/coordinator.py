@@ -1,7 +1,7 @@
 """The coordinator's task in selective averaging: exchanges messages with the members.
 
-The task passes the messages that it receives to its state machine (:mod:`protocols.selective.rounds`), and sends the
-resulting messages. It runs on the group's first rank, at that rank's safe points, or on a reserved rank that does not
+The task passes received messages to its state machine (:mod:`protocols.selective.rounds`), and sends the resulting
+messages. It runs on the group's first rank, at that rank's safe points, or on a reserved rank that does not
 train. It continues after its own rank has left the policy, until the last member has left.
 """
 
@@ -88,8 +88,8 @@ class Coordinator:
         self._is_stopped = False
         self._inform: Callable[[int], None] = lambda rank: None  # after `stop`: notifies a rank of the new coordinator
         self._left: list[int] = []
-        self._newcomers: dict[int, int] = {}  # incarnations of the ranks whose request for admission is not yet handled
-        self._guests: dict[int, int] = {}  # incarnations of the other islands' ranks that are not yet invited
+        self._newcomers: dict[int, int] = {}  # pending admission requests: incarnation by rank
+        self._guests: dict[int, int] = {}  # ranks of other islands to invite: incarnation by rank
         self._gone = [rank for rank in members if rank in services.gone]
         services.on_gone(self._gone.append)
         self._reports: Channel[Report] = services.open_channel(
@@ -131,9 +131,8 @@ class Coordinator:
                 elif not self._is_over():
                     await services.engine.until(self._has_work, WaitId(WaitKind.REPORTS), deadline=deadline)
         except asyncio.CancelledError:
-            if (
-                is_reserved and services.engine.failure is None
-            ):  # donors would otherwise wait for the end of their round
+            if is_reserved and services.engine.failure is None:
+                # Without this message, donors would wait for their round to end.
                 self._send(core.on_stop())
             raise
         finally:
@@ -141,7 +140,7 @@ class Coordinator:
             self._close()
 
     def stop(self, inform: Callable[[int], None]) -> None:
-        """Stop, since another rank coordinates. ``inform`` is called with each rank that still sends messages here."""
+        """Stop, since another rank coordinates; call ``inform(rank)`` for each rank that still reports to this one."""
         if not self._is_stopped:
             self._send(self._core.migrants.dismissals())
         self._is_stopped, self._inform = True, inform
@@ -203,7 +202,7 @@ class Coordinator:
             self._migration.invite(rank, scopes.to_members, scopes.to_coordinator, self._epoch)
 
     def _hear_all(self, channel: Channel[Report] | Channel[ControlMessage]) -> None:
-        """Handle all messages that have arrived on a channel, with one reading of the clock for all of them."""
+        """Handle all messages that have arrived on a channel; all get the same arrival time."""
         if self._is_stopped or not channel.is_ready:
             return
         now, envelopes = self._services.time(), channel.receive_all()
@@ -217,7 +216,7 @@ class Coordinator:
             self._inform(rank)
             return ()
         match message:
-            case Report() as report:  # nearly all messages are reports; a pattern with fields is five times slower
+            case Report() as report:  # the most frequent message; a pattern that binds fields is 5 times slower
                 if report.asks:
                     self._answer(rank)
                 if report.host:
@@ -243,7 +242,7 @@ class Coordinator:
                 assert_never(unknown)
 
     def _answer(self, rank: int) -> None:
-        """Confirm to a member that its report was read; the members that watch the coordinator ask for this answer."""
+        """Acknowledge a member's report that asks for an answer."""
         try:
             self._control.send_nowait(_HEARD, rank)
         except RankLostError:
@@ -266,7 +265,7 @@ class Coordinator:
             self._migration.emigrate(*emigrant)
 
     def _tell(self, send: Send) -> None:
-        """Record in the journal that a round was decided, was frozen or has ended."""
+        """Record in the journal the start, the freeze or the end of a round."""
         match send.message:
             case PackedAssign(packed):
                 plan = unpack_plan(packed)

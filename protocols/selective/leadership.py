@@ -33,7 +33,7 @@ from asyncdist.protocols.selective.succession import (
 logger = logging.getLogger("protocols.selective.leadership")
 
 
-_UNKNOWN: Final = "after a rank that is gone"  # text for log lines if this rank did not know the previous coordinator
+_UNKNOWN: Final = "after a rank that is gone"  # logged if this rank did not know the previous coordinator
 
 
 class Leadership:
@@ -63,7 +63,7 @@ class Leadership:
         self._migration = migration
         self._services = services
         self._members = tuple(members)
-        # A range for the whole world, since a list of thousands of ranks on each rank would take much memory.
+        # For the whole world, use a range: a list of thousands of ranks on each rank would take much memory.
         is_world = len(members) == services.size
         coordinator = succession.coordinator
         assert coordinator is not None, "a policy begins with a coordinator"
@@ -79,10 +79,10 @@ class Leadership:
         self._watch = Watch()
         self._serving: Coordinator | None = None
         self._served: CoordinatorStatistics | None = None
-        # Admitted incarnation of each restarted rank; of every rank, if this rank itself was restarted.
+        # Incarnation of each admitted restarted rank. If this rank itself was restarted, incarnations of all members.
         self._admitted: dict[int, int] = {}
         self._replaced = tuple(replaced)
-        self._unnoted: list[int] = []  # ranks whose departure will be handled in the event loop's next turn
+        self._unnoted: list[int] = []  # departed ranks that the event loop's next iteration handles
         self._board = services.shared(Board)
         self._board.open(scopes.policy, self._on_message, key_of(members, scopes.values), self._on_request)
         if migration is not None:
@@ -102,7 +102,7 @@ class Leadership:
     def begin(self) -> None:
         """Handle the loss of ranks that were lost, or have left, since the start was agreed on."""
         absent = sorted({*self._services.gone, *self._replaced})
-        self._unnoted.extend(absent)  # added together: if this rank takes over, no absent rank may be a member
+        self._unnoted.extend(absent)  # all at once: if this rank takes over, no absent rank may become a member
         for rank in absent:
             self._note_peer(rank)
 
@@ -128,13 +128,12 @@ class Leadership:
     def note_admitted(self, rank: int, incarnation: int) -> None:
         """Record that a restarted process of ``rank`` (possibly this rank) was admitted to the policy."""
         if rank in self._everybody:
-            self._admitted[rank] = max(
-                incarnation, self._admitted.get(rank, 0)
-            )  # a message about an older incarnation may arrive late
+            # A message about an earlier incarnation may arrive late.
+            self._admitted[rank] = max(incarnation, self._admitted.get(rank, 0))
             self._look_at(rank)
 
     def _look_at(self, rank: int) -> None:
-        """Accept a restarted rank as a member if its admitted process is its present process."""
+        """Accept a restarted rank as a member if its current process is the one that was admitted."""
         services = self._services
         known = services.incarnation if rank == services.rank else services.restarted.get(rank, 0)
         if self._admitted.get(rank) == known and rank not in services.gone:
@@ -143,7 +142,7 @@ class Leadership:
                 self._member.admit(rank, known)
 
     def note_welcome(self, welcome: Welcome, rank: int) -> None:
-        """Record the members and the coordinator, ``rank``, which has answered this rank's request for admission."""
+        """Record the members and the coordinator from ``rank``'s answer to this rank's admission request."""
         for member in welcome.members:
             self.note_admitted(*member)
         self._carry_out(self._succession.on_claim(welcome.epoch, rank, rank))
@@ -176,7 +175,7 @@ class Leadership:
         return why is None
 
     def note_answer(self, step: int) -> None:
-        """Record that the coordinator's answer to a report has arrived; ``step`` is this rank's present step."""
+        """Record that the coordinator's answer to a report has arrived; ``step`` is this rank's current step."""
         self._watch.on_answer(step, self._services.time())
 
     async def serve_reserved(self) -> CoordinatorStatistics:
@@ -231,7 +230,7 @@ class Leadership:
             self._services.engine.loop.call_soon(self._look_at, rank)
 
     def _note_peer(self, rank: int) -> None:
-        """Handle a rank that is lost or has left the world; a coordinator whose main has returned may still serve."""
+        """Handle a rank that is lost or has left the world; a rank that has left may still coordinate."""
         if rank in self._unnoted:
             self._unnoted.remove(rank)
         if rank not in self._everybody or self._is_closed:
@@ -312,7 +311,7 @@ class Leadership:
             self._member.follow(epoch, coordinator)
 
     def _inform(self, rank: int) -> None:
-        """Notify ``rank``, which still addresses this rank as the coordinator, of the present coordinator."""
+        """Notify ``rank`` of the current coordinator, since it still treats this rank as the coordinator."""
         if self.coordinator is not None:
             self._board.send(self._claim_of(self.coordinator), rank)
 

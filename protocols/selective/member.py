@@ -12,28 +12,28 @@ State      Meaning                      Left by
 ========== ============================ ==================================================
 IDLE       no part in a round           an assignment
 CHOSEN     donor; the next step copies  a step
-COPYING    donor; the weights are       the end of the copy, finite or not
-           being copied
+COPYING    donor; the weights are       the end of the copy, whether or not
+           being copied                 all values are finite
 GIVING     donor; the snapshot can be   the end of the round
            requested
 ASKING     replacer; the round can      `Frozen`
            still change
-READING    replacer; adds the streams   the complete average, or a failure
-COMPLETE   replacer; the next step      the application
+READING    replacer; sums the streams   the complete average, or a failure
+COMPLETE   replacer; the next step      applying the average
            applies the average
 LEAVING    declines every role          the end of the policy
-LASTING    leaves; the snapshot can     the end of the round
+LASTING    leaving; the snapshot can    the end of the round
            still be requested
 OUT        has left the policy          nothing
 ========== ============================ ==================================================
 
-A newer assignment, `End` and the loss of the coordinator end any role. A message from the coordinator that does not fit
-the state is late, and has no effect.
+A newer assignment, `End` or the loss of the coordinator ends any role. A message from the coordinator that does not fit
+the state is late, and is ignored.
 
 On the sharded route, a member may also be a reducer: it adds up one part of the donors' snapshots, and sends the mean
 of that part to the replacers. A reducer works from the assignment to the end of the round, even if its own average has
 been applied. It stops early if its own snapshot fails, or if it leaves before its role is complete. A replacer that
-fetches parts for other replacers on its host serves them for the same time.
+fetches parts for other replacers on its host serves those parts for the same period.
 """
 
 import math
@@ -159,9 +159,9 @@ class Ask(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """Instruction: begin a reducer's work, without adding anything up before the round is frozen.
+    """Instruction: request this reducer's part from the donors, and prepare to share the parts fetched for its host.
 
-    Request this member's part from the donors, and prepare to share the parts that it fetches for its host.
+    The parts are added up only after the round is frozen.
     """
 
     round: int
@@ -239,7 +239,7 @@ class RoundMember:
         admitting: Newest round in which this member sent or received a rank's whole state; 0 for none.
         wants_step: Whether the next step must copy or change weights, or report a failed round.
         is_joining: Whether this rank was restarted and waits for admission.
-        declined: Number of refused roles, by reason.
+        declined: Number of declined roles, by reason.
         abandoned: Number of rounds abandoned as a replacer, by reason.
         unapplied_count: Number of complete averages that were discarded.
     """
@@ -308,7 +308,7 @@ class RoundMember:
     def on_frozen(self, frozen: Frozen, round: int) -> Instructions:
         """Begin to add up the donors' snapshots, since the round's donors no longer change."""
         adds_up: Instructions = ()
-        if round and self.reducing == round and not self._adds_up:  # round 0 means no round
+        if round and self.reducing == round and not self._adds_up:  # 0 stands for no round
             self._adds_up = True
             adds_up = (AddUp(round, frozen),)
         if self.state is not State.ASKING or self.round != round:
@@ -326,7 +326,7 @@ class RoundMember:
         return (*reducing, *giving, RefuseUpTo(round), *(self._end_taking(reason) if self.round == round else ()))
 
     def on_coordinator_gone(self, why: str) -> Instructions:
-        """End the role, since the coordinator is lost, has stopped or is replaced; ``why`` is the reason."""
+        """End the current role, since the coordinator is lost, has stopped or was replaced (``why``)."""
         if self.state is State.OUT:
             return ()
         giving = (*self._end_reducing(), *self._end_giving())
@@ -366,10 +366,10 @@ class RoundMember:
         return self.state is State.COPYING and self.round == round
 
     def on_copied(self, round: int, iteration: int, *, fault: str = "", state_safe_points: int = 0) -> Instructions:
-        """Offer the completed copy to the replacers, or decline; do nothing if the round has already ended.
+        """Offer the complete copy to the replacers, or decline; do nothing if the round has already ended.
 
         Args:
-            fault: Reason why the copy cannot be sent, such as values that are not finite; "" if it can.
+            fault: Reason why the copy cannot be sent, such as non-finite values; "" if it can.
         """
         if not self.awaits_copy(round):
             return ()
@@ -414,7 +414,7 @@ class RoundMember:
         if self.state is State.OUT:
             return ()
         instructions: list[Instruction] = []
-        if self.state not in (State.GIVING, State.IDLE):  # the replacers request this member's part from the donors
+        if self.state not in (State.GIVING, State.IDLE):  # replacers then request the reducer's part from the donors
             instructions += self._end_reducing()
         instructions += self._end_taking("the policy ended")
         if self.state in (State.CHOSEN, State.COPYING):

@@ -1,8 +1,8 @@
 """Defines the messages between the members and the coordinator of a selective-averaging policy.
 
 All fields have types that the wire codec packs and checks. `PackedAssign` and `PackedFrozen` contain data that is equal
-for all ranks of a round, from which each rank unpacks its own `Assign` or `Frozen`. The number of the round is in the
-frame's header. Annotations are real objects, never strings, since `get_type_hints` must return plain types.
+for all ranks of a round, from which each rank unpacks its own `Assign` or `Frozen`. The round number is in the frame's
+header. Annotations are real objects, never strings, since `get_type_hints` must return plain types.
 """
 
 import math
@@ -19,7 +19,7 @@ REASON_LIMIT: Final = 32
 DONOR: Final = "donor"
 REPLACER: Final = "replacer"
 
-#: The tuples that were checked last, since in a simulation a thousand members receive the same tuples.
+#: The most recently checked tuples, cached because a thousand simulated members receive the same tuples.
 _ascending: Final[dict[str, tuple[int, ...]]] = {}
 _weights: Final[dict[str, tuple[float, ...]]] = {}
 
@@ -33,7 +33,7 @@ class Report:
         value: The metric. NaN and infinities are allowed: they rank worst.
         step_time_s: Recent seconds from one call of the policy's `step` to the next, for the coordinator's deadlines.
         interval_s: Seconds since this rank's previous report.
-        asks: Whether the coordinator must confirm that it has read the report.
+        asks: Whether the coordinator must acknowledge the report.
         host: Number that all ranks on one host share; 0 if unknown.
     """
 
@@ -47,7 +47,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Coordinator to a member: confirms that the coordinator has read a report that asks for an answer."""
+    """Coordinator to a member: acknowledges a report that asks for an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Assign:
             applied an average since then.
         best: Donor whose integer and bool entries are copied if all donors are ready; -1 for none.
         admits: Whether the replacers are restarted ranks, which also receive the donor's optimizer and policy state.
-        restarted: Restarted ranks in this round, with their incarnations. Later processes of these ranks are not in it.
+        restarted: Restarted ranks in this round, with their incarnations; later incarnations have no role in it.
         reducers: On the sharded route, the ranks that each add up one part of the donors' snapshots, ascending: all
             donors or replacers, or the donors or replacers on one host. Empty on the direct route.
         part: Index of the receiver among the reducers, which is also the number of its part; -1 for none.
@@ -142,7 +142,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """Donor or replacer to coordinator: the rank declines its role in the round, for this reason."""
+    """Donor or replacer to coordinator: the rank declines its role in the round for the given reason."""
 
     reason: str
 
@@ -157,7 +157,7 @@ class Frozen:
         donors: Ranks that send their weights; empty if the replacers build fresh weights.
         weights: Unnormalised weight of each donor; the receiver divides by their sum.
         best: Donor whose integer and bool entries are copied unchanged; -1 for none.
-        timeout_s: Seconds for the receiver to complete its average, from the moment when it reads this message.
+        timeout_s: Seconds in which the receiver must complete its average after reading this message.
         reducers: Assigned reducers that still add up their parts.
     """
 
@@ -222,14 +222,14 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """Replacer to coordinator: the replacer has abandoned the round and keeps its weights, for this reason."""
+    """Replacer to coordinator: the replacer abandoned the round for the given reason, and keeps its weights."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Coordinator to a rank named in a round: the rank's role has ended. An average not yet applied is discarded."""
+    """Coordinator to a rank named in a round: the rank's role has ended. An unapplied average is discarded."""
 
     reason: str
 
@@ -262,7 +262,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Rejoin:
-    """Coordinator to a member whose report arrives before its `Joined`: asks the member to send `Joined` again."""
+    """Coordinator to a member that reports before its `Joined` has arrived: asks it to send `Joined` again."""
 
 
 def count_reason(counts: Counter[str], reason: str) -> None:
@@ -290,7 +290,7 @@ def _check_ascending(ranks: tuple[int, ...], what: str = "donors") -> None:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Coordinator to every member: a restarted process of `rank` has a member's state and is now a member."""
+    """Coordinator to every member: the restarted `rank` has received a member's state, and is now a member."""
 
     rank: int
     incarnation: int

@@ -91,7 +91,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
 
     A restarted rank (``world.incarnation`` > 0) enters the running policy with the same code: between two rounds it
     receives the weights, optimizer state and iteration of a healthy member. That member copies its optimizer's state in
-    the same step as its weights; with Adam, these copies are three times the model's size. If several policies of this
+    the same step as its weights. With Adam, these copies are three times the model's size. If several policies of this
     class are open on the same ranks, give each a ``name``; otherwise a restarted rank raises DisagreementError.
 
     Args:
@@ -292,7 +292,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         return StateTransfer(self._services, scope)
 
     def _open_migration(self, scopes: PolicyScopes, succession: Succession) -> Migration | None:
-        """Return an object that exchanges donors with other islands; None without islands."""
+        """Return this rank's exchange of donors with other islands; None without islands."""
         if self._island is None:
             return None
         self._visits = Visits(self._services, self._island, self._member, self._resources)
@@ -319,19 +319,17 @@ class AsyncSelectiveAveragingPolicy(Ported):
     # -- joining a running policy -----------------------------------------------------------------------------------
 
     async def _join(self) -> None:
-        """Receive a member's whole state, and then take part in the policy that runs on the other ranks."""
+        """Join the policy that runs on the other ranks, after receiving a member's whole state."""
         self._own.begin()
-        was_admitted, self._services.is_admitted = (
-            self._services.is_admitted,
-            False,
-        )  # other ranks must not count this rank as a member until it is admitted
+        # Until it is admitted, other ranks must not count this rank as a member.
+        was_admitted, self._services.is_admitted = self._services.is_admitted, False
         Leadership.listen(self._services)
         values = self._agreed_values()
         application = Leadership.apply(self._services, values, self._members, self._start_timeout_s)
         try:
             try:
                 welcome, coordinator = await application.welcomed()
-            except ClosedError:  # all other ranks were restarted, too, so that no policy is running
+            except ClosedError:  # all other ranks were restarted as well, so no policy is running
                 if not was_admitted:
                     raise
                 await self._start_among_newcomers()
@@ -381,18 +379,18 @@ class AsyncSelectiveAveragingPolicy(Ported):
             if error is None and self._services.engine.failure is None:
                 until = self._world.time() + self._averaging.drain_timeout_s
                 await self._services.engine.until(self._is_quiet, WaitId(WaitKind.OWN_ROUND), deadline=until)
-        finally:  # the other ranks must be notified even if this task is cancelled
+        finally:  # notifies the other ranks even if this task is cancelled
             opened.roles.finish()
             if self._visits is not None:
                 self._visits.close()
             opened.states.close()
             opened.channels.close()
             opened.coordination.leave()
-            if not self._leftovers():  # the probe would keep the model and its buffers alive as long as the world
+            if not self._leftovers():  # the probe would otherwise keep the model and its buffers alive
                 self._services.leftover_probes.remove(self._leftovers)
 
     def _is_quiet(self) -> bool:
-        """Return whether this rank has no role in a round, and no stream that is sent, received or discarded."""
+        """Return whether this rank has neither a role in a round nor a stream in progress."""
         member = self._member
         is_moving = self._opened.roles.is_giving or member.reducing or self._services.slots.discarding_count
         is_abroad = self._visits is not None and not self._visits.is_quiet
@@ -434,7 +432,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         known = self._members, () if self._island is None else self._island.population
         async for envelope in channels.control:
             if envelope.source != leadership.coordinator:
-                continue  # a former coordinator, whose last messages are read after its loss was noticed
+                continue  # a late message from a former coordinator, whose loss was noticed first
             match envelope.message:
                 case PackedAssign() as told if (assign := told.opened(own)) and assign.is_among(*known):
                     roles.take(assign, envelope.round)

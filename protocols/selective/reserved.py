@@ -24,7 +24,7 @@ async def coordinate(
     """Coordinate one policy on a reserved rank, which is not a member and does not train.
 
     The members pass this rank as ``coordinator=`` to their policy, and a group without this rank as ``group=``, such as
-    ``await ad.new_group(members)``. The call returns when all members have left, or when one of them has taken over
+    ``await ad.new_group(members)``. The call returns when all members have left, or when a member has taken over
     because this rank did not answer.
 
     Args:

@@ -8,19 +8,19 @@ from asyncdist.protocols.selective.waiting import Pace, cadence_s, is_late
 
 
 class Roster:
-    """Tracks a coordinator's members: who is live, who has reported, and how many reports meet the quorum.
+    """Tracks a coordinator's members: which are live, which have reported, and how many reports the quorum needs.
 
-    The numbers are updated with each change rather than counted anew, since there may be thousands of ranks.
+    The counts are updated incrementally, since there may be thousands of ranks.
 
     Args:
         quorum: Fraction of live members that must have reported.
         have_joined: Whether the initial members are known to take part.
 
     Attributes:
-        members: All members by rank, including members that are gone, and newcomers.
+        members: All members by rank, including newcomers and members that are gone.
         live_count: Number of live, admitted members.
         fresh_count: Number of live members that have reported since the last decision.
-        quorum_count: Number of reports that meet the quorum of the live members.
+        quorum_count: Number of reports needed for a quorum of the live members.
 
     Raises:
         ValueError: There are no ranks, or a rank occurs twice.
@@ -49,7 +49,7 @@ class Roster:
         self._count_live(1)
 
     def add_newcomer(self, rank: int, incarnation: int) -> None:
-        """Replace a member that is gone by its new process, which asks for admission."""
+        """Replace the record of a member that is gone by that of its new process, which requests admission."""
         self.members[rank] = Member(joined=False, admitted=False, incarnation=incarnation)
 
     def admit(self, member: Member) -> None:
@@ -63,7 +63,7 @@ class Roster:
         member.fresh = fresh
 
     def depart(self, member: Member) -> None:
-        """Remove a member or newcomer from the live ones, since it has left or is lost."""
+        """Mark a member or newcomer as no longer live, since it has left or is lost."""
         self.mark(member, fresh=False)
         member.live, member.report = False, None
         self._count_live(-1 if member.admitted else 0)
@@ -74,7 +74,7 @@ class Roster:
             self._hosts[rank] = host
 
     def hosts_of(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Return each rank's host number, with a separate one for each guest; empty if a member's host is unknown."""
+        """Return the host number of each rank; empty if a member's host is unknown. Each guest gets its own number."""
         if not self._hosts:
             return {}
         hosts = {rank: self._hosts.get(rank, 0) if rank in self.members else -1 - rank for rank in ranks}
@@ -85,7 +85,7 @@ class Roster:
         return [rank for rank, member in self.members.items() if member.live]
 
     def reported_since(self, moment: float) -> dict[int, ReportRecord]:
-        """Return the live members' newest reports, without reports received before `moment`."""
+        """Return the newest report of each live member that has reported at or after `moment`."""
         return {
             rank: report
             for rank, member in self.members.items()
@@ -93,7 +93,7 @@ class Roster:
         }
 
     def spend_reports(self) -> None:
-        """Mark all reports as judged, so that the next decision waits for new ones."""
+        """Mark all reports as judged, so that the next decision waits for new reports."""
         for member in self.members.values():
             member.fresh = False
         self.fresh_count = 0

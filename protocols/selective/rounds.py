@@ -23,14 +23,14 @@ from asyncdist.protocols.selective.waiting import BELIEVED_MAX_S, Patience, beli
 class RoundCoordinator:
     """State machine of the coordinator: turns reports, answers, departures and deadlines into messages to send.
 
-    A message can cause a decision at once, but only `on_time` checks deadlines. After a training step, the caller first
-    passes on all messages that have arrived and then calls `on_time`, so no member is late because the coordinator was
-    busy. `now` is the time in seconds of any monotonic clock.
+    A message can cause a decision immediately, but only `on_time` checks deadlines. After a training step, the caller
+    first passes on all messages that have arrived and then calls `on_time`. No member is therefore considered late
+    because the coordinator was busy. `now` is the time in seconds of any monotonic clock.
 
     Attributes:
         migrants: The member chosen to give weights to another island, and the donors from other islands.
-        trend: Detects that the best metric becomes worse.
-        blanks: Detects that no metric is finite.
+        trend: Detects a best metric that becomes worse.
+        blanks: Detects decisions without a finite metric.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class RoundCoordinator:
             stream_safe_points: Number of safe points that the sender and the receiver of one snapshot each need: chunks
                 per snapshot divided by chunks in flight, rounded up.
             model_nbytes: Size of a snapshot in bytes, for the choice of `route="auto"`.
-            may_join: All ranks of the policy, for a coordinator that replaces another one; None for the first
-                coordinator. Ranks that the predecessor has admitted may join, and no member is named in a round before
-                its `Joined` has arrived.
+            may_join: All ranks of the policy, if this coordinator replaces an earlier one; None for the first
+                coordinator. Ranks that the predecessor admitted may join, and a member gets no role before its `Joined`
+                has arrived.
             incarnations: Number of restarts of each member's process; 0 for members that are not listed.
 
         Raises:
@@ -98,7 +98,7 @@ class RoundCoordinator:
             return self._on_strange_report(rank)
         self._note(("{:.6f} rank {} reports {} at iteration {}", (now, rank, value, iteration)))
         member.report_count += 1
-        # Compared inline because nearly all values are plausible, and a call takes as long as ten comparisons.
+        # Compared inline: nearly all values are plausible, and a function call takes as long as ten comparisons.
         step_s = step_time_s if 0.0 < step_time_s <= BELIEVED_MAX_S else believed_s(step_time_s)
         member.hear(step_s, interval_s if 0.0 < interval_s <= BELIEVED_MAX_S else believed_s(interval_s), now)
         if not math.isfinite(value):
@@ -111,7 +111,7 @@ class RoundCoordinator:
             self._ignore("Report from before the average was applied")
             return ()
         member.report = as_record((iteration, value, step_s, now))
-        if member.fresh:  # the decision already counts an earlier report of this member
+        if member.fresh:  # an earlier report of this member is already counted
             return ()
         roster, patience = self.roster, self._patience
         member.fresh = True
@@ -120,14 +120,14 @@ class RoundCoordinator:
             patience.on_arrival(rank, now)
         if self._window_start is None:
             self._window_start = now
-        # Of a thousand members' reports, only two can start something: the one that meets the quorum, and the last.
+        # Only two reports can cause a transition: the report that meets the quorum, and the last missing one.
         is_mere = roster.fresh_count < roster.quorum_count or patience.deadline is not None
         if is_mere and roster.fresh_count < roster.live_count and not self._newcomers:
             return ()
         return self._advance(now)
 
     def _on_strange_report(self, rank: int) -> tuple[Send, ...]:
-        if rank not in self._members and rank in self._may_join:  # an earlier coordinator has admitted this rank
+        if rank not in self._members and rank in self._may_join:  # admitted by an earlier coordinator
             return (Send(rank, 0, Rejoin()),)
         member = self._live(rank, "Report")
         if member is None or not member.admitted:
@@ -151,7 +151,7 @@ class RoundCoordinator:
             member.applied_iteration = max(joined.applied_iteration, member.applied_iteration or 0)
         if joined.judged_iteration >= 0:
             self._acted_at_iteration = max(joined.judged_iteration, self._acted_at_iteration or 0)
-        # The member may have missed the admission of restarted ranks.
+        # The member may have missed admissions of restarted ranks.
         told = tuple(Send(rank, 0, Admitted(*known)) for known in self.roster.taking_part() if known[1])
         if joined.iteration < 0:
             return told
@@ -166,7 +166,7 @@ class RoundCoordinator:
         """Handle a restarted rank's request for admission. Requests are repeated, since answers can be lost."""
         member = self._members.get(rank)
         if member is not None and member.live and member.admitted:
-            member.incarnation = incarnation  # an earlier coordinator has admitted the rank, but its message was lost
+            member.incarnation = incarnation  # admitted by an earlier coordinator, whose message was lost
             return (Send(rank, 0, Admitted(rank, incarnation)),)
         if member is not None and (member.live or (member.admitted and member.incarnation == incarnation)):
             return ()  # a repeated request, or an old request of a rank that was admitted and has left
@@ -246,7 +246,7 @@ class RoundCoordinator:
         return self._depart(rank, "was lost", now)
 
     def on_time(self, now: float) -> tuple[Send, ...]:
-        """Make the transitions whose deadline has passed; call this after passing on all messages that have arrived."""
+        """Make the transitions whose deadlines have passed; the caller must first pass on all arrived messages."""
         return self._advance(now, timers=True)
 
     def on_stop(self) -> tuple[Send, ...]:
@@ -396,7 +396,7 @@ class RoundCoordinator:
         self._tell("{:.6f} rank {} is admitted", now, rank)
         self.roster.admit(member)
         self._newcomers.remove(rank)
-        # Members that have not joined yet may have left. They are notified when they join.
+        # Members that have not joined may have left already; they are notified when they join.
         dests = [dest for dest, other in self._members.items() if other.live and (other.joined or not other.admitted)]
         return tuple(Send(dest, 0, Admitted(rank, member.incarnation)) for dest in dests)
 

@@ -19,7 +19,7 @@ class PolicyScopes:
         to_members, to_coordinator: Scopes of messages to the members, and to the coordinator.
         between: Number that the policies of all islands share.
         values: Class, name, model and options of the policy, on which all members agree.
-        marks: Checksums of the members' initial weights: one if the weights are equal, at most two if they differ.
+        marks: Up to two different checksums of the members' initial weights; one if all weights are equal.
     """
 
     def __init__(self, ranks: tuple[int, ...], agreed: Agreed, population: str = "") -> None:

@@ -23,14 +23,14 @@ from asyncdist.protocols.ranking import (
 #: Route on which the donors' snapshots reach the replacers; `reducers_of` explains the routes.
 Route: TypeAlias = Literal["auto", "direct", "sharded"]
 _ROUNDS: Final = "stragglers and rounds"
-#: `"auto"` chooses the sharded route, which takes a step longer, if it saves the busiest rank this number of bytes.
+#: `"auto"` chooses the sharded route, which takes a step longer, if the busiest rank saves at least this many bytes.
 _SHARDED_SAVING_NBYTES: Final = 64 << 20
 _SHARDED_COUNT_MIN: Final = 4
 #: `"auto"` also chooses the sharded route if this reduces the total number of streams by at least this number.
 _SHARDED_SAVING_STREAMS: Final = 128
 #: Fixed cost of one stream, expressed as a number of bytes.
 _STREAM_NBYTES: Final = 64 << 10
-#: Replacers on a host share parts, which takes a step longer, if this saves the host at least this number of bytes.
+#: Replacers on a host share parts, which takes a step longer, if the host saves at least this many bytes.
 SHARED_NBYTES_MIN: Final = 1 << 20
 #: Largest number of models that a rank may send or receive if only the ranks of one host are reducers.
 _MODELS_MAX: Final = 2
@@ -113,7 +113,7 @@ class Decision:
 
     @property
     def waited_for(self) -> tuple[int, ...]:
-        """Ranks whose steps the round waits for before it is frozen: this island's donors, or else the replacers."""
+        """Ranks whose steps the freeze waits for: this island's donors, or the replacers if all donors are guests."""
         own = tuple(rank for rank in self.donors if rank not in self.guests)
         return own or (self.replacers if self.donors else ())
 
@@ -207,7 +207,7 @@ def reducers_of(
 
     On the direct route, each of D donors sends its model to each of R replacers, so the busiest rank transfers max(D,
     R) models. On the sharded route, a donor sends one part to each reducer, and each reducer sends the mean of its part
-    to each replacer, D + R - 1 models in total. The larger of the two groups are the reducers, so that the busiest rank
+    to each replacer, D + R - 1 models in total. The larger of the two groups reduces, so that the busiest rank
     transfers 1 + (min(D, R) - 1) / max(D, R) models, less than two. Donors from other islands never reduce. If the
     hosts are known, only the ranks of one host reduce if this lowers the load of the busiest host's network and no rank
     transfers more than two models.

@@ -16,7 +16,7 @@ from asyncdist.wording import size_in_words
 class Straggler:
     """Records that a live member was late for a decision, or was given no role because its steps are too slow.
 
-    A member is not late if its last report is more recent than the usual time between reports.
+    A member is not late if less than the usual time between reports has passed since its last report.
 
     Attributes:
         decision: Number of the decision, from 1; not every decision starts a round.
@@ -54,8 +54,8 @@ class CoordinatorStatistics:
         routes: Number of rounds with donors, by the route of their snapshots: `"direct"` or `"sharded"`.
         applied: Number of averages applied, by rank.
         abandoned: Number of replacers that abandoned a round, left or were lost, by reason.
-        declines: Number of refused roles, by rank.
-        overdue_count: Number of replacers that had not answered before their round's timeout.
+        declines: Number of declined roles, by rank.
+        overdue_count: Number of replacers that had not answered when their round timed out.
         left_out: Latest donors that were left out of a round.
         stragglers: Latest members that a decision or a round did not wait for.
         ignored: Number of ignored messages, by reason.
@@ -80,7 +80,7 @@ class CoordinatorStatistics:
     guests: tuple[tuple[int, int], ...] = ()
 
 
-#: Number of latest entries that each list in the history keeps.
+#: Maximum length of each list in the history.
 HISTORY_LENGTH: Final = 64
 _STORY_LENGTH: Final = 32
 
@@ -135,7 +135,7 @@ class History:
         self.stragglers.extend((Straggler(decision, rank, offset_s), start) for rank, offset_s in late)
 
     def note_arrival(self, rank: int, now: float) -> None:
-        """Set ``offset_s`` of a straggler whose report has arrived."""
+        """Set the ``offset_s`` of a straggler whose report has arrived."""
         for index, (straggler, start) in enumerate(self.stragglers):
             if straggler.rank == rank and straggler.offset_s is None:
                 self.stragglers[index] = (replace(straggler, offset_s=now - start), start)
@@ -152,17 +152,17 @@ class SelectiveStatistics:
         snapshot_count: Number of snapshots taken as a donor.
         replacement_count: Number of averages applied.
         abandoned: Number of rounds abandoned as a replacer, by reason.
-        declined: Number of refused roles, by reason.
+        declined: Number of declined roles, by reason.
         unapplied_count: Number of complete averages that were discarded because the policy or the round ended first.
         last_round: Newest round that named this rank.
-        reduction_count: Number of parts of an average that this rank has added up for the replacers of a sharded round.
-        reasked_count: Number of parts of an average that this rank, as a replacer, has requested from the donors
-            because their reducer had failed.
+        reduction_count: Number of parts that this rank has added up for the replacers of sharded rounds.
+        reasked_count: Number of parts that this rank, as a replacer, has requested from the donors because the reducer
+            had failed.
         sent_nbytes: Number of bytes sent as a donor or reducer.
         received_nbytes: Number of bytes received as a replacer or reducer, including abandoned rounds.
         read_nbytes: Number of received bytes that were read directly from the memory of donors on this host.
-        epoch: Epoch of the coordinator: 0 for the first coordinator, and larger for each later one.
-        coordinator_rank: Rank of the coordinator, as far as this rank knows; None before the start, and if the
+        epoch: Epoch of the coordinator: 0 for the first coordinator, and larger for each successor.
+        coordinator_rank: Rank of the coordinator, as far as this rank knows; None before the start or if the
             coordinator is gone.
         coordinator: Counts of this rank as a coordinator; None if it has never coordinated.
         island: Number of this rank's island, from 0; None without islands.
@@ -209,7 +209,7 @@ class SelectiveStatistics:
         return format_table(self.title, rows)
 
     def _shown(self, name: str) -> object:
-        """Return a count in the table's format; a false value means that the table omits the row."""
+        """Return a count formatted for the table, or a false value to omit its row."""
         value = getattr(self, name)
         if name == "island":
             return None if value is None else str(value)

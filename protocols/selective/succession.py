@@ -19,16 +19,16 @@ from typing import Final, NamedTuple, TypeAlias
 from asyncdist.messaging.wire import EPOCH_MAX
 from asyncdist.protocols.selective.waiting import NOISE_S
 
-#: Number of nominations of one rank, one per report of the nominating rank, before the next rank is nominated.
+#: Number of times that a rank is nominated, once per report of the nominating rank, before the next rank's turn.
 NOMINATION_COUNT_MAX: Final = 3
 #: Number of members that ask the coordinator for answers. One is not enough, since it may be lost or slow as well.
 WATCHER_COUNT: Final = 3
 #: Number of reports, and of seconds, without an answer after which the first watching member takes over.
 MISSED_REPORT_COUNT: Final = 3
 SILENT_S: Final = 1.0
-#: An answer is late if it arrives after more than this number of steps. With equal steps, it arrives after two.
+#: An answer is late if it arrives after more than this many steps. If all ranks are equally fast, it takes two steps.
 LATE_STEPS: Final = 3
-#: Number of answers of the coordinator in a round: the assignment, the freeze, and the end.
+#: Number of messages from the coordinator that each round waits for: assignment, freeze and end.
 _ROUND_ANSWER_COUNT: Final = 3
 _RECENT_COUNT: Final = 8
 _LATE_COUNT: Final = 6  # number of late answers among the recent ones after which a member takes over
@@ -54,7 +54,7 @@ class Follow(NamedTuple):
 
 
 class Inform(NamedTuple):
-    """Instruction: notify ``dest`` of the present coordinator."""
+    """Instruction: notify ``dest`` of the current coordinator."""
 
     dest: int
 
@@ -99,7 +99,7 @@ class Succession:
         return self._seek() if self.coordinator is None else ()
 
     def on_left(self, rank: int) -> Steps:
-        """Record that a rank has left the policy and cannot take over. If it is the coordinator, it remains so."""
+        """Record that a rank has left the policy and cannot take over; if it coordinates, it continues to."""
         self._unavailable.add(rank)
         return self._seek() if self.coordinator is None else ()
 
@@ -115,7 +115,7 @@ class Succession:
         self._unavailable.add(self.rank)
 
     def leave(self) -> None:
-        """Never take over from now on, since this rank leaves the policy. If it is the coordinator, it remains so."""
+        """Never take over from now on, since this rank leaves the policy; if it coordinates, it continues to."""
         self._unavailable.add(self.rank)
 
     def on_cadence(self) -> Steps:
@@ -135,7 +135,7 @@ class Succession:
             return () if self.coordinator is None else (Inform(source),)
         if epoch == self.epoch or epoch > EPOCH_MAX:
             return ()
-        self.epoch, self.coordinator = epoch, None  # the coordinator of this epoch is gone; this rank never knew it
+        self.epoch, self.coordinator = epoch, None  # this rank never knew the coordinator of this epoch, which is gone
         return self._seek()
 
     def on_suspicion(self) -> Steps:
@@ -144,17 +144,17 @@ class Succession:
         return self._claim() if is_due else ()
 
     def on_claim(self, epoch: int, coordinator: int, source: int) -> Steps:
-        """Handle a message from ``source`` which says that ``coordinator`` coordinates in ``epoch``."""
+        """Handle the message from ``source`` that ``coordinator`` coordinates in ``epoch``."""
         if epoch < self.epoch:
             return () if self.coordinator is None else (Inform(source),)
         if (epoch == self.epoch and self.coordinator is not None) or epoch > EPOCH_MAX or coordinator == self.rank:
-            return ()  # the claim is known already, or false: no other rank can claim this rank's epoch
+            return ()  # the claim is already known, or false, since no other rank can claim this rank's epoch
         if coordinator in self._lost:  # the coordinator was lost after it had claimed the epoch
             self.epoch = max(self.epoch, epoch)
             self.coordinator = None
             self._lost_claim = epoch, coordinator
             return self._seek()
-        # The epoch's coordinator was lost here, so the claim counts only if a restarted process has made it.
+        # This rank saw the epoch's coordinator lost, so the claim counts only if a restarted process made it.
         if epoch == self.epoch and (epoch, coordinator) != self._lost_claim:
             return ()
         self.epoch, self.coordinator = epoch, coordinator
@@ -204,7 +204,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._asked_at: float | None = None  # time of the first report since the last answer
-        self._asked_in = 0  # this rank's step in which it sent the first report since the last answer
+        self._asked_in = 0  # step of the first report since the last answer
         self._missed_count = 0  # number of further reports without an answer
         self._silent_s = 0.0  # seconds without an answer, not counting this rank's own pauses
         self._interval_s = 0.0
@@ -217,7 +217,7 @@ class Watch:
 
     def on_report(self, step: int, interval_s: float, now: float) -> None:
         """Record that this rank sends a report that asks for an answer."""
-        usual_s = min(interval_s, self._interval_s)  # excludes a pause, which makes only one interval long
+        usual_s = min(interval_s, self._interval_s)  # ignores a pause, which lengthens only one interval
         self._interval_s = interval_s
         if self._asked_at is None:
             self._asked_at, self._asked_in = now, step
@@ -227,7 +227,7 @@ class Watch:
             self._silent_s += usual_s
 
     def on_answer(self, step: int, now: float) -> None:
-        """Record that the coordinator's answer to a report has arrived; ``step`` is this rank's present step."""
+        """Record that the coordinator's answer to a report has arrived; ``step`` is this rank's current step."""
         if self._asked_at is None:
             return
         took_s, self._asked_at = now - self._asked_at, None

@@ -7,8 +7,8 @@ The functions here are pure; `Patience` stores their inputs. The *cadence* is th
   whose report can be expected within that time. This is the adaptive grace window of Decoupled DiLoCo (eq. 3, ``gamma *
   max(0, tau * step - quorum_time - sync_time)``, with gamma 1). docs/grace.md compares it with other windows.
 - **Roles.** Rounds do not overlap, so a rank with long steps would delay every round in which it has a role. A round
-  may take 1.25 cadences, or twice its time with the median rank, at no cost. A slower rank gets a role only if the
-  excess is at most a tenth of the time since the last delayed round.
+  may take 1.25 cadences, or twice its time with the median rank, at no cost. A slower rank gets a role only if its
+  round's excess over this limit is at most a tenth of the time since the last delayed round.
 """
 
 import math
@@ -18,7 +18,7 @@ from functools import partial
 from statistics import median_low
 from typing import Final, NamedTuple
 
-#: Time that a round may take: this number of cadences or, if longer, this multiple of a round with the median rank.
+#: Time limit of a round: this many cadences or, if longer, this multiple of the duration with the median rank.
 FREE_CADENCES: Final = 1.25
 FREE_ROUNDS: Final = 2.0
 #: Differences in seconds below this limit are ignored, because busy hosts and coarse timers cause them.
@@ -27,13 +27,13 @@ NOISE_S: Final = 0.1
 HELD_SHARE: Final = 0.1
 #: Upper limit for reported times, in seconds, so that every deadline is finite.
 BELIEVED_MAX_S: Final = 3600.0
-#: Number of steps that a rank needs for its role in addition to its streams: one to receive it and one to complete it.
+#: Number of steps that a role needs in addition to those of its streams: one to receive the role, one to complete it.
 _ROLE_STEP_COUNT: Final = 2
 _RECENT_ROUND_COUNT: Final = 9  # number of latest rounds whose median is the expected duration of a round
 
 
 class Pace(NamedTuple):
-    """The speed of one member as the coordinator knows it, in seconds; 0 if unknown.
+    """A member's step and report times in seconds, as far as the coordinator knows them; 0 if unknown.
 
     Attributes:
         step_s: Duration of the member's steps; the smaller value of its last two reports.
@@ -86,7 +86,7 @@ def hold_s(pace: Pace, stream_safe_points: int) -> float:
 
 
 def free_s(holds: Mapping[int, float], cadence_s: float) -> float:
-    """Return the seconds that a round may take without delaying another, from the estimates of `hold_s` by rank."""
+    """Return the seconds that a round may take without delaying another; `holds` are estimates of `hold_s` by rank."""
     return max(FREE_CADENCES * cadence_s, FREE_ROUNDS * median_low(holds.values())) if holds else 0.0
 
 
@@ -113,7 +113,7 @@ class Patience:
         self._tolerance_s = NOISE_S if grace_s is None else grace_s
         self._stream_safe_points = stream_safe_points
         self._rounds_s: deque[float] = deque(maxlen=_RECENT_ROUND_COUNT)
-        self._held_at = math.inf  # end of the last round that a slow rank may have delayed
+        self._held_at = math.inf  # end of the last round with a slow rank, which may have delayed others
         self._holding: frozenset[int] = frozenset()  # slow ranks that may have a role in the next round and delay it
         self._first_quorum_at = math.inf
         self._complete_at: float | None = None  # time of the quorum, or of the last awaited report
@@ -171,7 +171,7 @@ class Patience:
     def slow_ranks(
         self, paces: Iterable[tuple[int, Pace]], cadence_s: float, now: float, *, slowest: Pace | None = None
     ) -> frozenset[int]:
-        """Return the judged members that get no role because a round would wait for them too long.
+        """Return the judged members that are too slow for a role in a round.
 
         Args:
             paces: Rank and pace of each judged member; not read if `slowest` is fast enough.
