@@ -45,7 +45,7 @@ class StartOptions(TypedDict, total=False):
 
 
 class MemberOptions(StartOptions, total=False):
-    """The options of all policies."""
+    """Options that every policy accepts."""
 
     group: Group | None
 

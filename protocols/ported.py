@@ -79,7 +79,7 @@ class PortedOneSided(Ported):
         self._print(self.statistics().format_counts())
 
     def print_time(self) -> None:
-        """Print the durations of this member's snapshots, reads and applications as a table."""
+        """Print a table of the time that this member spent on taking snapshots, reading them and applying averages."""
         self._print(self.statistics().format_times())
 
     def _print(self, table: str) -> None:

@@ -218,7 +218,7 @@ class Restarts(Generic[P]):
 
     @staticmethod
     def say(text: str) -> None:
-        """Print a line of the launcher."""
+        """Print ``text`` as one line of the launcher's output."""
         print(f"asyncdist run: {text}", file=sys.stderr, flush=True)
 
 

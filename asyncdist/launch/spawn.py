@@ -143,7 +143,8 @@ def _checked_config(
     for name, value in (("rank", cfg.rank), ("local_rank", cfg.local_rank)):
         if value is not None and cfg.world_size != 1:
             raise ValueError(
-                f"{name} must be None, because each child gets its own, got {value}; omit it, or call init_and_run"
+                f"{name} must be None, because each child process gets a separate one, got {value}; omit it, or call "
+                "init_and_run"
             )
     resolved = _resolve_for(cfg, rank_offset)
     check_process_group(func, resolved)

@@ -441,7 +441,7 @@ class FrameReceiver(Pollable):
         return delivered
 
     def deliver(self, frame: FrameReader, nbytes: int, source: int) -> bool:
-        """Pass a frame to the inbox of its route; return whether the inbox is full, so that the tag stops receiving."""
+        """Pass a frame to the inbox of its route. Return whether the inbox is full; the tag then stops receiving."""
         try:
             frame.open(nbytes)
         except wire.FrameError as error:

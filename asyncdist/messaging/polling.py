@@ -172,7 +172,7 @@ class Poller:
         if self._in_pass:  # called from a completion callback of this pass
             return 0
         self._in_pass = True
-        self._passed_since_tick = True  # A ring during this pass requests another pass.
+        self._passed_since_tick = True  # A doorbell during this pass requests another pass.
         try:
             completed = 0
             for pollable in self._pollables:

@@ -33,7 +33,7 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 53)]
 Text: TypeAlias = Annotated[str, Meta(max_length=1 << 20)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=CLOCK_S_MAX)]
 Clock: TypeAlias = Annotated[float, Meta(ge=-CLOCK_S_MAX, le=CLOCK_S_MAX)]
-#: A number that all formats of tables can represent, including NaN and infinity, because a run may diverge.
+#: A number that every table format can represent. NaN and infinity are included, because a run may diverge.
 Number: TypeAlias = Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)] | float
 #: Fields of a :class:`asyncdist.waits.WaitId`; a recording of a different version may contain other kinds.
 _Wait: TypeAlias = tuple[

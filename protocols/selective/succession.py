@@ -188,7 +188,7 @@ class Succession:
         return self._claim() if rank == self.rank else (Nominate(rank),)
 
     def _claim(self) -> Steps:
-        """Open this rank's next epoch; do nothing above ``EPOCH_MAX``, which only false claims can reach."""
+        """Open this rank's next epoch. Do nothing above ``EPOCH_MAX``, which only forged epoch numbers reach."""
         count, place = len(self._order), self._order.index(self.rank)
         epoch = self.epoch - (self.epoch - 1 - place) % count + count
         if epoch > EPOCH_MAX:

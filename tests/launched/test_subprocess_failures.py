@@ -341,7 +341,7 @@ def test_what_cannot_travel_is_refused_before_a_rank_starts(method: str, monkeyp
     ("func", "cfg", "offset", "words"),
     [
         ("name", config(), 0, "func must be a function or a coroutine function, got 'name'"),
-        (note_rank, config(rank=1), 0, "rank must be None, because each child gets its own, got 1"),
+        (note_rank, config(rank=1), 0, "rank must be None, because each child process gets a separate one, got 1"),
         (note_rank, config(), 1, "rank_offset must be from 0 to 0 with world_size=2 and local_world_size=2, got 1"),
         (note_rank, config(), -1, "-1"),
         (note_rank, config(), 0.0, "0.0"),

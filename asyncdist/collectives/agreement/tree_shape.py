@@ -24,7 +24,7 @@ def halves(rank: int, last: int) -> Iterator[tuple[int, int]]:
 
 
 def path_to(size: int, rank: int) -> tuple[tuple[int, ...], int]:
-    """Return the ancestors of ``rank``, from the root, and the last number of the subtree of ``rank``."""
+    """Return the ancestors of ``rank``, starting at the root, and the highest rank in its subtree."""
     above = []
     current, last = 0, size - 1
     while current != rank:

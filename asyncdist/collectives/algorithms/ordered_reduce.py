@@ -183,7 +183,7 @@ class _Folding:
         return self._results[turn % len(self._results), : piece.count]
 
     def _exchange(self, sides: Sequence[tuple[Tensor, Tensor, int]]) -> None:
-        """Start the sends and receives of tuples (tensor to send, tensor to receive, rank); skip empty tensors."""
+        """For each tuple (tensor to send, tensor to receive, rank) start both transfers; skip empty tensors."""
         transport, tag = self._engine.transport, self._group.tag
         requests: list[Request] = []
         self._under_way.append(requests)  # added first, in case a later request cannot be started

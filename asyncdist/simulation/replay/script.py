@@ -177,7 +177,7 @@ def replay_script(
     ran = _script_of(recording, script, arguments, None)
     error = contextvars.copy_context().run(execute, ran, 0, ()).error
     if isinstance(error, DivergenceError) and _has_failed(recording):
-        logger.warning("the replay differs from the recorded run, which failed: %s", error)
+        logger.warning("the recorded run failed, and the replay differs from it: %s", error)
         return None
     if error is not None:
         raise error

@@ -40,7 +40,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Coordinator to newcomer: the newcomer will be admitted between two rounds, and must use these scopes.
+    """Coordinator to newcomer: the newcomer will be admitted between two rounds. Gives the message scopes to use.
 
     Attributes:
         members: Ranks of the present members, with their incarnations. Only they may become the coordinator.

@@ -8,7 +8,7 @@ from asyncdist.protocols.selective.statistics import CoordinatorStatistics
 
 
 class KnowsCoordinator(Protocol):
-    """Interface to the present coordinator's rank."""
+    """Interface of objects that know the current coordinator's rank."""
 
     @property
     def coordinator(self) -> int | None:
