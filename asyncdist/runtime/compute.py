@@ -28,7 +28,7 @@ class TorchModes(NamedTuple):
     """The torch modes of a thread, which a worker thread copies from its caller.
 
     Attributes:
-        autocast: Name of each kind of device, whether autocast is enabled on it, and the target dtype.
+        autocast: For each device type: its name, whether autocast is enabled, and the autocast dtype.
         cuda_device: Index of the current GPU; None if this process uses no GPU.
     """
 
@@ -46,11 +46,11 @@ class VirtualClock(Protocol):
         """Charge a simulated rank for the time since its last safe point. The result must be awaited immediately."""
 
     def run_beside(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        """Call ``call`` during a ``World.compute``; return a future that gets the result after the virtual time."""
+        """Run ``call`` for ``World.compute``; return a future that receives the result after the virtual time."""
 
 
 class Computing:
-    """Runs one function at a time in a worker thread, and calls ``wake`` to resume the task that waits for it."""
+    """Runs one function at a time in a worker thread, and calls ``wake`` to resume the waiting task."""
 
     def __init__(self, rank: int, loop: asyncio.AbstractEventLoop, wake: Callable[[Callable[[], None]], None]) -> None:
         self.is_under_way = False
@@ -72,7 +72,7 @@ class Computing:
         return sys._current_frames().get(self._thread) if self.is_under_way and self._thread is not None else None
 
     async def run(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
-        """Run ``fn`` and return its result: in a thread or, if the rank is simulated, at a virtual time (``clock``)."""
+        """Run ``fn`` in a thread or, if the rank is simulated, at a virtual time of ``clock``; return its result."""
         if self.is_under_way:
             raise BusyError(
                 "world.compute() can run one function at a time, but another one is running; await it first",
@@ -141,7 +141,7 @@ class Computing:
         return self._loop.run_in_executor(self._executor, call_here)
 
     def close(self) -> None:
-        """Start no further threads, and abandon a function that is still running."""
+        """Prevent further threads, and abandon a function that is still running."""
         if self._executor is not None:
             self._executor.shutdown(wait=False)
 

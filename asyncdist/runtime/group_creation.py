@@ -1,7 +1,7 @@
 """Makes and frees groups of ranks, for ``World.new_group`` and ``Group.free``.
 
 All members agree first, so that either all or none of them make the group. A rank makes one group at a time
-(:mod:`asyncdist.collectives.start_turns`), since two at once would get the same tag.
+(:mod:`asyncdist.collectives.start_turns`), since two concurrent groups would get the same tag.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GroupCreation:
         return made
 
     def _stay_away(self, lists: Iterable[Sequence[int]], error: BaseException, part_of: Start[Any] | None) -> None:
-        """Notify the members of groups that this rank does not join, so that they do not wait for the timeout."""
+        """Notify the other members that this rank does not join their groups, so that they fail before the timeout."""
         subject = _SUBJECT if part_of is None else _subject_for(part_of)
         for ranks in lists:
             # The list is not a valid group, so no member waits.
@@ -83,8 +83,8 @@ class GroupCreation:
         """Make a group of the live members of ``group``; see :func:`asyncdist.surviving_group`.
 
         Members detect a loss at different times. A member whose request includes a lost rank gets an error and requests
-        again, so that all survivors request the final list equally often. The agreement is named after the original
-        group, since tasks that lost a rank in different groups may request equal lists at the same time.
+        a smaller group, so all survivors request the final list equally often. The agreement is named after the
+        original group, since tasks that lost a rank in different groups may request equal lists concurrently.
         """
         services = self._services
         origin = group.lease.origin or group.key
@@ -121,7 +121,8 @@ class GroupCreation:
             ranks: Members, including this rank.
             timeout_s: Seconds to wait for the last member.
             part_of: Collective start that needs the group, if any. Its groups are counted separately.
-            subject: Name of the operation. Groups of different subjects are counted separately.
+            subject: Name of the operation, such as a new group or a group of survivors. Each operation's groups are
+                counted separately.
         """
         if part_of is not None:
             subject = _subject_for(part_of)
@@ -129,7 +130,7 @@ class GroupCreation:
         members = check_ranks(ranks, rank=services.rank, size=services.size)
         validation.seconds("timeout_s", timeout_s)
         transport = services.engine.transport
-        # The count is read now, since any later loss of a member ends the group, even a loss before the agreement.
+        # Count the losses before the agreement, so that a member lost during the agreement ends the group, too.
         loss_count = self._attendance.loss_count
 
         async def make(start: Start[Group]) -> Group:
@@ -171,7 +172,7 @@ class GroupCreation:
                     self._system.send_nowait(freed, rank)
 
     def _forget(self, group: Group) -> None:
-        """Remove the state that agreements and checks store for a group that all members have freed."""
+        """Remove the agreements' and checks' state of a group that all members have freed."""
         for subject in group.lease.subjects:
             self._agreements.forget(group.ranks, subject)
         checker = self._services.engine.transport.collective_checker
@@ -180,5 +181,5 @@ class GroupCreation:
 
 
 def _subject_for(part_of: Start[Any]) -> str:
-    """Return the subject of the agreement on groups that another collective start needs."""
+    """Return the agreement's subject for the groups that another collective start needs."""
     return f"{_SUBJECT} for {part_of.name}"

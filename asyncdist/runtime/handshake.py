@@ -1,4 +1,4 @@
-"""Opens a world: all ranks compare their versions, agree on the job's number, and exchange the names of their hosts."""
+"""Opens a world: all ranks compare versions, agree on the job's nonce, and exchange their host names."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from asyncdist.transports.base import Transport
 
 logger = logging.getLogger("asyncdist.runtime.handshake")
 
-#: Message of the handshake: the number that the sender proposes for the job, the digest of its host's name, its
-#: version.
+#: Handshake message: the nonce that the sender proposes for the job, the digest of its host name, and its version.
 _HELLO: Final = struct.Struct("<I8s52s")
 _HOST_NBYTES: Final = 8
 _VERSION_NBYTES: Final = 52
@@ -62,7 +61,7 @@ async def meet_all(transport: Transport, engine: Engine, loop: asyncio.AbstractE
 
 
 def first_ranks(hosts: Sequence[Hashable]) -> tuple[int, ...] | None:
-    """Return, for each rank, the lowest rank with an equal host name; None if all ranks share one host."""
+    """Return, for each rank, the lowest rank on the same host; None if all ranks share one host."""
     firsts: dict[Hashable, int] = {}
     found = tuple(firsts.setdefault(host, rank) for rank, host in enumerate(hosts))
     return found if len(firsts) > 1 else None
@@ -77,7 +76,7 @@ def _everybody(size: int) -> tuple[int, ...]:
 async def _exchange_hellos(
     transport: Transport, group: Group, collectives: Collectives
 ) -> tuple[int, tuple[int, ...] | None]:
-    """Compare all versions; return rank 0's number for the job, and the lowest rank on each rank's host."""
+    """Compare all versions; return rank 0's nonce for the job, and for each rank the lowest rank on its host."""
     version = f"asyncdist {__version__}, frames {wire.VERSION}"
     own = secrets.randbits(32) if transport.launch_nonce is None else transport.launch_nonce
     host = hashlib.sha256(transport.hostname.encode(errors="surrogateescape")).digest()[:_HOST_NBYTES]

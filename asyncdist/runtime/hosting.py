@@ -35,7 +35,7 @@ from asyncdist.runtime.story.requests import tell_no_more, tell_on_request
 from asyncdist.runtime.world import World, _current_world
 from asyncdist.transports.base import Transport
 
-#: Default time that a failed rank waits for its peers to stop by themselves, in seconds.
+#: Default time that a failed rank waits for its peers to stop on their own, in seconds.
 GRACE_S: Final = 3.0
 
 
@@ -46,7 +46,7 @@ class RankOptions:
     Attributes:
         tells: Whether the rank reports its waits on SIGUSR1 and on a socket.
         last_counters: Folder in which the rank stores its counters after main has ended; None to store nothing.
-        instrument: For replays: makes the object that replaces :class:`~asyncdist.runtime.recording.Recording`.
+        instrument: Factory of the object that replaces :class:`~asyncdist.runtime.recording.Recording` in replays.
     """
 
     grace_s: float = GRACE_S
@@ -222,7 +222,7 @@ def _leave_counters(world: World, options: RankOptions) -> None:
 
 
 def _teller(world: World, transport: Transport, options: RankOptions, stack: contextlib.ExitStack) -> Teller | None:
-    """Make the rank report its waits on SIGUSR1, and on a socket between processes, until ``stack`` is closed."""
+    """Make the rank report its waits on SIGUSR1 and on request over a socket, until ``stack`` is closed."""
     main = asyncio.current_task()
     if not options.tells or main is None:
         return None
@@ -270,7 +270,7 @@ async def _task_group(
 
 
 def _raise_as_it_is(error: BaseException) -> NoReturn:
-    """Raise ``error`` with its own context, not the exception being handled, which IPython may not display."""
+    """Raise ``error`` without the exception being handled as its context, which IPython may not display."""
     context = error.__context__
     try:
         raise error

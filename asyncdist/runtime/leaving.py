@@ -19,14 +19,14 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.runtime.leaving")
 
-#: Maximum time that a rank waits for its last requests, in seconds.
+#: Maximum time to wait for this rank's outstanding requests, in seconds.
 _FLUSH_S: Final = 5.0
-#: Seconds to wait for the peers' last messages after all of their mains have returned.
+#: Seconds to wait for the peers' last messages after main has returned on all of them.
 _FINALIZE_S: Final = 60.0
 
 
 async def leave(world: World, transport: Transport) -> list[str]:
-    """End this rank together with the others; return descriptions of leftovers, such as unread messages and tasks."""
+    """End this rank together with the others; describe the leftovers, such as unread messages and unfinished tasks."""
     world.peers.leave()
     world.refuse_streams()
     await world.services.engine.until(lambda: world.services.task_count == 0, WaitId(WaitKind.OWN_SERVICES))

@@ -1,4 +1,4 @@
-"""Runs blocking calls that need an event loop of their own, in a new thread if a loop runs, as in a notebook."""
+"""Runs blocking calls that need their own event loop, in a new thread if a loop is running, as in a notebook."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MEANWHILE_S: Final = 0.25
 
 
 def is_loop_running() -> bool:
-    """Return whether an event loop is running in this thread, as in a notebook's cell."""
+    """Return whether an event loop is running in this thread, as in a notebook cell."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

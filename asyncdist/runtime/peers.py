@@ -1,4 +1,4 @@
-"""Records which peers of a rank have returned from main, left, failed or been lost, and exchanges messages about this.
+"""Tracks which peers of a rank have returned from main, left, failed or been lost, by exchanging messages with them.
 
 The runtimes of all ranks communicate on one channel, the system channel. It also carries the messages of agreements and
 of freed groups. In a small world each rank notifies all others when it leaves, ends or fails. In a larger world it
@@ -78,7 +78,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Finalize:
-    """Message to every peer: the sender has ended. Repeats :class:`Leave`, in case that message was lost."""
+    """Message to every peer: the sender has ended. Repeats the content of :class:`Leave`, which may have been lost."""
 
     started: tuple[tuple[int, int], ...] = ()
     lost: Losses = ()
@@ -86,7 +86,7 @@ class Finalize:
 
 @dataclass(frozen=True, slots=True)
 class Unheard:
-    """Answer to :class:`Leave`: the receiver must open ``tag``, which it never did, and drop the messages on it."""
+    """Answer to :class:`Leave`: the receiver never opened ``tag``, and must now open it and drop its messages."""
 
     tag: int
 
@@ -106,7 +106,7 @@ class Peers:
         answered: Ranks that have acknowledged a failure, have failed, or have ended.
         turns: Lets one collective start of this rank run at a time.
         announcements: Messages along the tree; None if this rank notifies all others directly.
-        warns_of_losses: Whether the lowest present rank logs a warning for each lost rank; set if no launcher does.
+        warns_of_losses: Whether the lowest present rank logs a warning for each lost rank; false if the launcher does.
     """
 
     def __init__(self, services: Services, group: Group) -> None:
@@ -155,7 +155,7 @@ class Peers:
         # The previous process of this rank belonged to the group of all ranks; this process does not.
         if services.engine.transport.incarnation:
             self.attendance.on_lost(services.rank)
-        for rank in sorted(services.lost_ranks()):  # main sees these losses from its first line on
+        for rank in sorted(services.lost_ranks()):  # main sees these losses from its start
             self.mark_lost(rank)
         services.engine.transport.set_loss_listener(self.mark_lost)
         services.engine.transport.set_return_listener(self.mark_returned)
@@ -165,7 +165,7 @@ class Peers:
         self._failure_listeners.append(listener)
 
     def mark_gone(self, ranks: RankSet, *, of_a_failure: bool = False, is_lost: bool = False) -> None:
-        """Record that ranks no longer take part: they have left or are lost, or a failure elsewhere stopped them."""
+        """Record that ranks no longer take part: they have left, are lost, or stopped because of another failure."""
         services = self._services
         new = ranks - services.gone
         if new:
@@ -305,7 +305,7 @@ class Peers:
         self.mark_gone(ranks)
 
     def _note_losses(self, losses: Losses) -> None:
-        """Record losses that a peer reported, since the peer may have left because of a loss unknown to this rank."""
+        """Record losses that a leaving peer reported; they may be the reason why it left."""
         for rank, incarnation in losses:
             is_peer = 0 <= rank < self._services.size and rank != self._services.rank
             if is_peer and not self.attendance.has_heard_of(rank, incarnation):
@@ -345,7 +345,7 @@ class Peers:
                 self._send(message, rank)
 
     def tell_silent(self, message: Failed) -> None:
-        """Send ``message`` directly to all ranks that have not answered, since a relaying rank may be busy."""
+        """Send ``message`` directly to all ranks that have not answered, since the ranks that relay it may be busy."""
         for rank in set(range(self._services.size)) - self.answered - {self._services.rank}:
             self._send(message, rank)
 

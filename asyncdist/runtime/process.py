@@ -1,4 +1,4 @@
-"""Prepares the process of a rank: limits torch's threads, and reduces the work of the garbage collector."""
+"""Prepares a rank's process: limits torch's threads, and reduces the work of the garbage collector."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def limit_threads() -> None:
 def spare_collections() -> None:
     """Exclude all existing objects, some 170,000 of torch, from garbage collection, once per process.
 
-    They live as long as the process, but each full collection visits them, which took a quarter of an idle rank's time.
+    These objects live as long as the process. Visiting them in full collections took a quarter of an idle rank's time.
     """
     if gc.get_freeze_count() == 0:
         gc.freeze()
@@ -34,6 +34,6 @@ def spare_collections() -> None:
 
 
 def _end() -> None:
-    """Make all objects collectable again at exit, if a loaded library would print the remaining objects."""
+    """Make all objects collectable again at exit, if a loaded library would print objects that still exist."""
     if any(name in sys.modules for name in _COUNT_AT_THE_END):
         gc.unfreeze()

@@ -1,4 +1,4 @@
-"""Records a rank's events for analysis and replay: messages, waits, and events of protocols."""
+"""Records a rank's messages, waits and protocol events for analysis and replay."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from asyncdist.waits import WaitId, WaitKind
 #: Maximum time between two writes of the recording to the file, in seconds.
 _FLUSH_PERIOD_S: Final = 1.0
 
-#: Size up to which the result of an MPI reduction is recorded, in bytes, so that recordings stay small.
+#: Maximum size of a recorded MPI reduction result, in bytes; it keeps recordings small.
 _RESULT_NBYTES_MAX: Final = 1024
 
-#: Seed of torch when asyncdist is imported.
+#: torch's seed at the time asyncdist is imported.
 _FIRST_SEED: Final = torch.initial_seed()
 
 
@@ -54,7 +54,7 @@ class Recording:
         self.engine: Engine = self._recorded or Engine(transport, loop)
 
     def begin(self, world: World) -> None:
-        """Begin the file. Its header describes the job and the world, which is open now."""
+        """Begin the file with a header that describes the job and the open ``world``."""
         writer, engine, transport = self._writer, self._recorded, self.transport
         if writer is None or engine is None:
             return
@@ -122,7 +122,7 @@ class Recording:
         writer.close()
 
     def note_end(self, error: BaseException | None) -> None:
-        """Record that main has ended, and write to the file, since a later step may end the process."""
+        """Record that main has ended, and flush the file, since shutting down may end the process."""
         self._leave_loop()
         if self._writer is not None:
             self._writer.note("over", "" if error is None else f"{type(error).__name__}: {error}"[:1000])
@@ -141,10 +141,10 @@ class ObservedEngine(Engine):
     """An engine that counts a rank's waits, so that a replay can deliver each message at the recorded position.
 
     Attributes:
-        has_begun: Whether the world is open; nothing is counted before.
+        has_begun: Whether the world is open; earlier events are not counted.
         woken_count: Number of waits for messages and conditions that have ended, of collectives that have begun, failed
             or ended without a message, and of calls of :meth:`wake_by`, since the last safe point began.
-        begun_count: Number of waits that have begun since then, of the kinds that ``woken_count`` counts at their end.
+        begun_count: Number of waits for messages and conditions that have begun since the last safe point began.
     """
 
     tells_sends: ClassVar[bool] = True
@@ -158,7 +158,7 @@ class ObservedEngine(Engine):
         )
 
     def begin(self) -> None:
-        """Begin to count. A replay opens the world differently, so earlier events are not counted."""
+        """Start counting. A replay opens the world differently, so earlier events are not counted."""
         self.has_begun = True
         self.woken_count = self.begun_count = 0
 
@@ -238,7 +238,7 @@ class RecordedEngine(ObservedEngine):
 
 
 def _conditions(world: World) -> dict[str, Any]:
-    """Return the facts that a replay needs in addition to the events, such as capabilities and random states."""
+    """Return the data that a replay needs in addition to the events, such as capabilities and random states."""
     version, numbers, gauss = random.getstate()
     numpy_state: Any = numpy.random.get_state()
     return {

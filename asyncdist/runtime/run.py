@@ -69,13 +69,11 @@ STALL_S: Final = 60.0
 COLLECTIVE_STALL_S: Final = 300.0
 #: Matches options of launchers that set the number of ranks.
 _RANKS_ASKED_FOR: Final = re.compile(r"(?<!\S)((?:-n|-np|--ranks|--nproc[-_]per[-_]node)[ =]?(\d+))(?!\S)")
-#: If set, a function that :func:`run` calls with main, its arguments and ``strict``, because the ranks are hosted
-#: elsewhere.
+#: Function that :func:`run` calls with main, its arguments and ``strict`` instead of hosting the ranks itself, or None.
 run_elsewhere: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], Any] | None] = ContextVar(
     "run_elsewhere", default=None
 )
-#: If set, a function that :func:`run_local` calls with main, its arguments and ``strict``, because the ranks are
-#: replayed.
+#: Function for replays that :func:`run_local` calls with main, its arguments and ``strict``, or None.
 run_local_elsewhere: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], list[Any]] | None] = ContextVar(
     "run_local_elsewhere", default=None
 )
@@ -107,17 +105,17 @@ def run(
 
     Args:
         main: Coroutine function whose first argument is the :class:`World`.
-        transport: ``"mpi"``, ``"torch"``, ``"local"`` or ``"auto"``. ``"auto"`` selects MPI under an MPI launcher;
-            torch under torchrun, with the variables RANK, WORLD_SIZE and MASTER_ADDR, or if the program has made a
-            process group of several ranks; otherwise local. ``"torch"`` sends over gloo in process groups that
-            asyncdist creates; the program's own groups may use any backend.
-        ranks: Number of ranks to host on one loop of this process, with ``transport="local"``; rank 0's value is
-            returned.
+        transport: ``"mpi"``, ``"torch"``, ``"local"`` or ``"auto"``. ``"auto"`` selects MPI under an MPI launcher. It
+            selects torch if RANK, WORLD_SIZE and MASTER_ADDR are set, for example by torchrun, or if the program has
+            made a process group of several ranks. Otherwise it selects local. ``"torch"`` sends over gloo in process
+            groups that asyncdist creates; the program's own groups may use any backend.
+        ranks: Number of ranks to host on one loop of this process; requires ``transport="local"``. The result of rank 0
+            is returned.
         loop: ``"uvloop"`` (the default if it is installed) or ``"asyncio"``.
-        grace_s: Seconds that the peers of a failed rank have to stop by themselves before they are aborted.
-        strict: Whether to raise LocalProtocolError for leftovers at the end: an unread message, a request, a stream
-            slot, a snapshot, a task. Otherwise they are logged.
-        watchdog_s: Seconds after which, once main has returned, a warning lists spawned tasks that are all still
+        grace_s: Seconds that the peers of a failed rank have to stop on their own before they are aborted.
+        strict: Whether to raise LocalProtocolError instead of logging a warning if anything is left at the end: an
+            unread message, a request, a stream slot, a snapshot or a task.
+        watchdog_s: Seconds after main's return until a warning lists the spawned tasks, if all of them are still
             waiting; ``math.inf`` for never.
         stall_s: Seconds without a step or a message on any rank of this host after which the waits of all these ranks
             are printed once, with their lines (``docs/hangs.md``); ``math.inf`` for never. The default is the variable
@@ -131,11 +129,11 @@ def run(
             reads them. The default is the variable ASYNCDIST_RECORD (``asyncdist run --record``). If the folder cannot
             be written, a warning is logged.
         record_limit_nbytes: Maximum size of a rank's file, in bytes; recording stops there.
-        metrics: Destination of each rank's counters. A port or ``"HOST:PORT"`` (by default on 127.0.0.1) at which the
-            first rank of a host serves them to Prometheus, and the other ranks at the following ports;
-            ``"tensorboard:FOLDER"``, ``"wandb"``, ``"wandb:PROJECT"`` or ``"opentelemetry"``; or a list of several. The
-            default is the variable ASYNCDIST_METRICS (``asyncdist run --metrics``). If a destination fails, a warning
-            is logged.
+        metrics: Destination of each rank's counters: ``"tensorboard:FOLDER"``, ``"wandb"``, ``"wandb:PROJECT"``,
+            ``"opentelemetry"``, a port or ``"HOST:PORT"`` for Prometheus, or a list of several. For Prometheus, the
+            first rank of a host listens on the given port, the other ranks listen on the following ports, and the
+            default address is 127.0.0.1. The default is the variable ASYNCDIST_METRICS (``asyncdist run --metrics``).
+            If a destination fails, a warning is logged.
 
     Raises:
         TypeError: ``main`` is not a coroutine function, or cannot be called with a world and ``args``.
@@ -144,7 +142,7 @@ def run(
         StallError: main waited for its peers for too long (``stall_aborts``).
         TransportError: The transport cannot be used, or launcher and MPI library do not match.
         LocalProtocolError: This code already runs inside a world; a rank has only one.
-        RuntimeError: A loop is already running, under a launcher; use :func:`open_world` instead.
+        RuntimeError: A launcher started this process, and a loop is already running; use :func:`open_world` instead.
         KeyboardInterrupt: SIGINT was received; raised after the rank has ended.
         SystemExit: This restarted rank was too late; see :class:`LateError`.
         BaseException: The exception of ``main``, or an ExceptionGroup with the exceptions of its spawned tasks.
@@ -409,7 +407,7 @@ def _complete(loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[Rank
 
 @contextmanager
 def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
-    """Make a loop of the given kind, and close it after the body of ``with``; tasks that still run are cancelled."""
+    """Make a loop of the given kind; after the body of ``with``, cancel its remaining tasks and close it."""
     factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     if name == "uvloop" or (name is None and importlib.util.find_spec("uvloop") is not None):
         import uvloop

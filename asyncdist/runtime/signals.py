@@ -28,7 +28,7 @@ class Interrupts:
 
     Args:
         spares_process: Whether the second signal raises KeyboardInterrupt or SystemExit instead of ending the process,
-            which may belong to a notebook.
+            as required in a notebook.
 
     Attributes:
         received: Number of the received signal; None if there was none.
@@ -49,7 +49,7 @@ class Interrupts:
         self._waited: dict[int, str | None] = {}
 
     def ask_before(self, rank: int, wait: Callable[[], str | None]) -> None:
-        """Register ``wait``, which describes the wait of ``rank``; it is called before the tasks are cancelled."""
+        """Register ``wait``, which is called before the tasks are cancelled and describes the wait of ``rank``."""
         self._waits[rank] = wait
 
     def error(self, rank: int) -> BaseException | None:
@@ -78,7 +78,7 @@ class Interrupts:
             self.check()
 
     def withdraw(self) -> bool:
-        """Cancel no tasks for the received signal; return whether there is a signal that the caller must now raise."""
+        """Do not cancel tasks for the received signal; return whether the caller must raise its exception instead."""
         is_pending, self._is_pending = self._is_pending, False
         if is_pending and self._stopping is not None:
             self._stopping.cancel()
@@ -130,7 +130,7 @@ class Interrupts:
 def _restore_signals_in_child() -> None:
     """Restore, in a forked process, the signal handlers that the parent had before it hosted a rank.
 
-    The child has no tasks to cancel, so ``Process.terminate()`` and the end of a ``Pool`` would have no effect.
+    With the rank's handlers, ``Process.terminate()`` would have no effect, since the child has no tasks to cancel.
     """
     forget_in_child()
     for number in SIGNALS:
@@ -141,7 +141,7 @@ def _restore_signals_in_child() -> None:
 
 
 class _Held:
-    """Blocks signals during a fork, since the child would lose a signal that arrives before its handlers are set."""
+    """Blocks signals during a fork; otherwise a child would lose signals that arrive before its handlers are set."""
 
     def __init__(self) -> None:
         self._masks = threading.local()

@@ -1,6 +1,7 @@
 """Intercepts the timers of asyncio's ``sleep``, ``timeout``, ``wait_for`` and ``wait``, for recordings and replays.
 
-A replay fires each timer at the recorded position. Timers that code sets directly on the loop are not intercepted.
+A replay fires each timer at its position in the recording. Timers that code sets directly on the loop are not
+intercepted.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 
 from asyncdist.waits import WaitId, WaitKind
 
-#: Function that sets a timer. Arguments: the timer's identity, its time on the loop's clock in seconds, a callback, the
-#: callback's arguments and context.
+#: Function that sets a timer. Arguments: the timer's identity, its deadline on the loop's clock in seconds, a callback,
+#: the callback's arguments, and the callback's context.
 SetTimer = Callable[[WaitId, float, Callable[..., object], tuple[Any, ...], contextvars.Context | None], Any]
 
 

@@ -1,4 +1,4 @@
-"""Warns of ranks that wait for a long time, and describes the waits of tasks for all reports."""
+"""Warns of ranks that wait for a long time, and describes the waits of tasks for reports."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from asyncdist.runtime.world import World
 
 logger = logging.getLogger("asyncdist.runtime.stall_warnings")
 
-#: Coroutines of asyncio that end automatically, after a time or with a thread. Their futures look like futures that a
-#: peer or the user settles.
+#: Coroutines of asyncio that end automatically: after a time, or when a thread ends. Their futures cannot be
+#: distinguished from futures that a peer or the user settles.
 _TIMED: Final = frozenset({asyncio.sleep.__code__, asyncio.to_thread.__code__})
 _LIBRARIES: Final = frozenset({"asyncdist", "asyncio", "contextlib"})
 #: Coroutines of asyncio that wait for several tasks, with the name of the call in the user's code.
@@ -68,13 +68,13 @@ class EndWatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Start to watch, since main has returned."""
+        """Start watching after main has returned."""
         self._seen = {task: waiter_of(task) for task in self._world.spawned_tasks()}
         if self._seen and self._period_s < math.inf:
             self._timer = asyncio.get_running_loop().call_later(self._period_s, self._look)
 
     def end(self) -> None:
-        """Stop watching, since the tasks have ended or are being cancelled."""
+        """Stop watching after the tasks have ended, or before they are cancelled."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -128,18 +128,18 @@ class StallWatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Start a period, after which main's wait is checked."""
+        """Schedule the next check of main's wait."""
         if self._main is not None and self._options.stall_s < math.inf:
             self._seen = self._awaited(self._main)
             self._timer = asyncio.get_running_loop().call_later(self._options.stall_s, self._look)
 
     def end(self) -> None:
-        """Stop watching, since main has returned or is being cancelled."""
+        """Stop watching after main has returned, or before it is cancelled."""
         if self._timer is not None:
             self._timer.cancel()
 
     def _awaited(self, main: asyncio.Task[Any]) -> list[Any]:
-        """Return the futures that main waits for; an empty list if such a wait is not reported."""
+        """Return the futures that main waits for; an empty list if main's wait is not to be reported."""
         if self._options.collectives_alone and waiter_of(main) not in self._world.services.engine.collective_waits:
             return []
         return futures_awaited(main, self._world, set()) or []
@@ -270,7 +270,7 @@ def wait_with_parts(
 
 
 def _joined(task: asyncio.Task[Any], world: World) -> tuple[str, Iterable[Any]] | None:
-    """Return the user's call that waits for tasks, and these tasks; None if the task waits for something else."""
+    """Return the user's call that waits for several tasks, and the tasks; None if ``task`` waits for something else."""
     frames, waiter = frames_of(task), waiter_of(task)
     position = next(i for i in reversed(range(len(frames))) if not is_library(frames[i]))
     called = frames[position + 1 :]
@@ -286,7 +286,7 @@ def _joined(task: asyncio.Task[Any], world: World) -> tuple[str, Iterable[Any]] 
 
 
 def _join_in_words(join: str, parts: Iterable[Any], world: World, depth: int) -> str:
-    """Describe a wait for several tasks by their waits, waits for peers first; equal waits are listed once."""
+    """Describe the waits of several awaited tasks: waits for peers first, and equal waits only once."""
     engine = world.services.engine
     counts: dict[tuple[bool, str], int] = {}
     for part in parts:
@@ -333,7 +333,7 @@ def frames_of(task: asyncio.Task[Any]) -> list[types.FrameType]:
 
 
 def _awaits_for_blocking_code(frame: types.FrameType) -> bool:
-    """Return whether a frame belongs to the interface for blocking code, so that its name describes no wait."""
+    """Return whether a frame belongs to the interface for blocking code, whose function names describe no wait."""
     return str(frame.f_globals.get("__name__")).startswith("asyncdist.blocking.")
 
 

@@ -1,7 +1,7 @@
 """The world: a user program's view of the job, with its rank, channels, tasks, groups and clock.
 
-:func:`asyncdist.run` and :func:`asyncdist.open_world` create and end a world. Protocols use ``world.services``;
-operations of several ranks use ``world.collectives`` and ``world.agreements``.
+:func:`asyncdist.run` and :func:`asyncdist.open_world` open and close a world. Protocols use ``world.services``;
+collective operations use ``world.collectives`` and ``world.agreements``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class WorldStatistics:
         drop_examples: Description of the last undelivered frame by reason.
         stream_sent_nbytes: Bytes sent in bulk streams.
         stream_received_nbytes: Bytes received in bulk streams.
-        events: Number of events by kind: the kinds of :mod:`asyncdist.recording.events` except steps and messages.
+        events: Number of events by kind, for every kind in :mod:`asyncdist.recording.events` except steps and messages.
             Roles are counted by state, such as ``"role giving"``.
     """
 
@@ -95,7 +95,7 @@ _world_of_process: World | None = None
 
 
 def set_world_of_process(world: World | None) -> None:
-    """Make ``world`` the current world of all code in this process, except where a different world is open."""
+    """Make ``world`` the current world of all code in this process that does not run inside another world."""
     global _world_of_process
     _world_of_process = world
 
@@ -117,16 +117,16 @@ class World:
     Attributes:
         rank: Number of this rank, from 0.
         size: Number of ranks.
-        process_id: Process that hosts this rank.
+        process_id: ID of the process that hosts this rank.
         local_rank: Index of this rank among the ranks of its host, from 0, as assigned by the launcher.
         group: Group of all ranks.
         time: Function that returns seconds on the loop's clock, from an arbitrary start.
         services: Interface for protocols: channels on reserved tags, background tasks, stream slots.
         collectives: Collectives of this rank, on which :mod:`asyncdist.functional` is built.
         agreements: Agreements of this rank, which precede every collective operation.
-        scratch: Memory that is reused by successive collectives on one model.
+        scratch: Scratch memory that successive collectives on one model reuse.
         peers: State of the other ranks, for the runtime.
-        virtual_clock: Charges the time of computations in a simulation; otherwise None.
+        virtual_clock: Clock that charges computing time in a simulation; None outside a simulation.
     """
 
     def __init__(self, services: Services, loop: asyncio.AbstractEventLoop, *, nonce: int, group: Group) -> None:
@@ -157,13 +157,13 @@ class World:
 
     @property
     def incarnation(self) -> int:
-        """Number of this rank's process: 0 for an initial process, 1 or more for a restarted or late one.
+        """Number of restarts of this rank: 0 for an initial process, 1 or more for a restarted or late process.
 
-        The number counts the restarts of the rank. If the rank had no process when the job started, its first process
-        has number 1. A process with a number above 0 does not belong to the group of all ranks, so collectives need a
-        new group. Policies that support it admit the process; see :class:`protocols.AsyncSelectiveAveragingPolicy`.
-        Ranks that are not connected to the process yet count as lost. If the process fails before a policy or a group
-        has admitted it, the job continues without the rank.
+        If the rank had no process when the job started, its first process has number 1. A process with a number above
+        0 does not belong to the group of all ranks, so collectives need a new group. Policies that support it admit the
+        process; see :class:`protocols.AsyncSelectiveAveragingPolicy`. Ranks that are not connected to the process yet
+        count as lost. If the process fails before a policy or a group has admitted it, the job continues without the
+        rank.
         """
         return self._transport.incarnation
 
@@ -174,12 +174,12 @@ class World:
 
     @property
     def hostname(self) -> str:
-        """Name of this rank's host; in a simulation ``"host0"``, ``"host1"``, ... as the network defines."""
+        """Name of this rank's host; in a simulation, ``"host0"``, ``"host1"``, ... as defined by the network."""
         return self._transport.hostname
 
     @property
     def device(self) -> torch.device:
-        """Device of this rank: the visible GPU with the index ``local_rank``, or the CPU if there is no GPU.
+        """Device of this rank: the visible GPU with index ``local_rank``, or the CPU if there is no GPU.
 
         If a host has more ranks than GPUs, several ranks share a GPU.
         """
@@ -209,7 +209,7 @@ class World:
         self.check()
 
     def safe_point(self) -> Coroutine[Any, Any, None]:
-        """Make one pass over the outstanding requests, and yield once to the rank's other tasks.
+        """Poll the outstanding requests once, and yield once to the rank's other tasks.
 
         Raises:
             RankLostError: A peer has failed, which ends the job.
@@ -217,12 +217,12 @@ class World:
         return self._engine.safe_point()
 
     def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> Coroutine[Any, Any, None]:
-        """Alternate passes over outstanding requests and yields, until a pass completes nothing or the time is over.
+        """Poll the outstanding requests repeatedly, until a pass completes nothing or the time is over.
 
-        The call yields to other tasks at least once.
+        The call yields to other tasks between passes, and at least once.
 
         Args:
-            budget_s: Maximum time in seconds. A pass that has begun is finished.
+            budget_s: Maximum time in seconds; a pass in progress is completed.
 
         Raises:
             RankLostError: A peer has failed, which ends the job.
@@ -239,24 +239,24 @@ class World:
 
         The thread has the caller's grad, inference and autocast modes, torch's default device and the current GPU.
         While ``fn`` runs, ``policy.step`` raises BusyError, since ``fn`` may be changing weights. A simulation starts
-        no thread: it calls ``fn`` at a random moment during the computing time.
+        no thread: it calls ``fn`` at a random moment of the simulated computing time.
 
         **Cancellation**: the call still waits until ``fn`` has finished, since a thread cannot be stopped and may be
         writing weights.
 
         Raises:
             BusyError: Another ``compute`` of this rank is running.
-            RuntimeError: ``fn`` raised StopIteration, which no coroutine can raise; it is the error's cause. Use
-                ``await world.compute(next, iterator, None)``, which returns None at the end of the data.
+            RuntimeError: ``fn`` raised StopIteration, which a coroutine cannot raise. Instead of ``next(iterator)``,
+                run ``await world.compute(next, iterator, None)``, which returns None at the end of the data.
             BaseException: Any other exception of ``fn``.
         """
         return await self._computing.run(self.virtual_clock, functools.partial(fn, *args, **kwargs))
 
     async def do_file_work(self, fn: Callable[[], T], *, model: object = None) -> T:
-        """Run ``fn``, which copies a state or reads or writes a file, in a second worker thread, one call at a time.
+        """Run ``fn``, which copies a state or accesses a file, in a second worker thread, one call at a time.
 
         **Cancellation**: the call still waits until ``fn`` has finished. Until then, policies of ``model`` refuse
-        steps.
+        to step.
         """
         self._models_in_use.append(model)
         try:
@@ -266,39 +266,40 @@ class World:
 
     @property
     def is_computing(self) -> bool:
-        """Whether a ``compute`` or file work is running."""
+        """Whether a ``compute`` call or file work is running."""
         return self._computing.is_under_way or self._file_work.is_under_way
 
     def is_in_use(self, model: object) -> bool:
-        """Return whether a thread may be changing the weights of ``model``, or is reading them."""
+        """Return whether a thread may be writing or reading the weights of ``model``."""
         return self._computing.is_under_way or (bool(self._models_in_use) and self._is_in_file_work(model))
 
     def _is_in_file_work(self, model: object) -> bool:
         return any(each is model for each in self._models_in_use)
 
     def is_computed(self, future: object) -> bool:
-        """Return whether the running ``compute`` or file work waits for ``future``."""
+        """Return whether the current ``compute`` call or file work waits for ``future``."""
         return self._computing.settles(future) or self._file_work.settles(future)
 
     def frame_of(self, future: object) -> types.FrameType | None:
-        """Return the current frame of the function for whose end ``future`` waits; None if it is unknown."""
+        """Return the current frame of the worker thread's function that settles ``future``; None if it is unknown."""
         each = self._computing if self._computing.settles(future) else self._file_work
         return each.frame() if each.settles(future) else None
 
     def generator(self, purpose: str) -> random.Random:
-        """Return a random generator whose draws depend only on the job, the rank and ``purpose``.
+        """Return a random generator seeded by the job, the rank and ``purpose``.
 
-        In a simulation, the draws follow from the seed.
+        In a simulation, the simulation's seed determines the numbers.
         """
         return random.Random(f"{self._nonce} {self.rank} {purpose}")
 
     # -- tasks ------------------------------------------------------------------------------------------------------
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
-        """Start a task of this rank. The rank ends only after the task, and a failure of the task ends the job.
+        """Start a background task. This rank waits for the task before it ends, and a failure of the task ends the job.
 
-        To stop a task that would run forever, leave its loop, cancel it, or close the channel that it reads. If such
-        tasks only wait after main has returned, a warning is logged (``watchdog_s`` of :func:`asyncdist.run`).
+        A task that runs forever keeps the rank from ending: leave its loop, cancel it, or close the channel that it
+        reads. A warning is logged if main has returned and all remaining tasks are waiting (``watchdog_s`` of
+        :func:`asyncdist.run`).
         """
         if self._task_group is None:
             coroutine.close()
@@ -322,13 +323,14 @@ class World:
         capacity: int = 1024,
         group: Group | None = None,
     ) -> Channel[T]:
-        """Open a channel to all ranks that open one with the same tag, name and group.
+        """Open a channel to all ranks that open a channel with the same tag, name and group.
 
-        The n-th such channel of a rank is connected with the n-th such channel of each other rank. A tag belongs to one
+        The n-th such channel of a rank is connected to the n-th such channel of each other rank. A tag is bound to one
         message type or name until all its channels are closed on this rank.
 
         Args:
-            message_type: Frozen dataclass, or a union of them; :mod:`asyncdist.messaging.wire` lists the field types.
+            message_type: Frozen dataclass or union of frozen dataclasses; see :mod:`asyncdist.messaging.wire` for the
+                field types.
             tag: Tag from 0 to 7000 or from 12097 to 32767.
             name: Name of the channel; by default the name of the message type.
             capacity: Number of unread messages at which the tag stops receiving.
@@ -347,15 +349,15 @@ class World:
         return self.services.open_user_channel(message_type, tag=tag, name=name, ranks=ranks, capacity=capacity)
 
     async def send_stream(self, tensor: torch.Tensor, dest: int) -> None:
-        """Send a tensor of any size directly into the buffer of the receiver, which calls ``receive_stream``.
+        """Send a tensor of any size directly into the receiver's buffer; the receiver calls ``receive_stream``.
 
         Args:
-            tensor: Contiguous CPU tensor, which must not change until the call returns.
+            tensor: Contiguous CPU tensor that must not change until the call returns.
             dest: Rank of the receiver.
 
         **Ordering**: the n-th stream from one rank to another is received by the n-th receive.
-        **Cancellation**: before ``dest`` receives, nothing is sent, and its receive gets the next stream. Later,
-        ``dest`` is notified of the abort, and the tensor is in use until outstanding chunks have been sent.
+        **Cancellation**: if ``dest`` has not called ``receive_stream`` yet, nothing is sent, and its call receives the
+        next stream. Otherwise ``dest`` is notified, and the tensor is in use until outstanding chunks have been sent.
 
         Raises:
             LocalProtocolError: The receiver expects a different size.
@@ -368,7 +370,7 @@ class World:
         """Receive a stream into ``tensor`` in place, and return ``tensor``.
 
         Args:
-            tensor: Contiguous CPU tensor of the size that the sender sends.
+            tensor: Contiguous CPU tensor of the same size as the sender's tensor.
             source: Rank of the sender.
 
         **Cancellation**: the sender is asked to stop, and the tensor is in use until it has answered. If the whole
@@ -390,22 +392,23 @@ class World:
         """Make a group. Collective among ``ranks``, which must all pass the same list.
 
         About 900 groups can exist at a time, and each uses a communicator if the backend has communicators. To release
-        both, call ``await group.free()``, or use the group as an asynchronous context manager.
+        a group and its communicator, call ``await group.free()``, or use the group as an asynchronous context manager.
 
-        **Ordering**: tasks of a rank may request groups of different ranks at the same time, in any order. Groups of
-        equal ranks in equal order are matched in the order of the requests on each rank.
+        **Ordering**: tasks of a rank may request different groups concurrently, in any order. Several requests with the
+        same list are matched in the order in which each rank makes them.
 
         Args:
             ranks: Members, including this rank.
-            timeout_s: Seconds to wait for the last member, and for each member to finish making other groups (at least
-                5 s).
+            timeout_s: Seconds to wait for the last member to join. Each member then has the same time, but at least
+                5 s, to finish making other groups.
 
         Raises:
             LocalProtocolError: The list is not a valid group, or this rank is not in it.
             ValueError: The timeout is not a finite number of seconds above 0.
             DisagreementError: Two ranks wait for each other with different lists, or in a different order.
-            StartTimeoutError: Some members did not join in time. Or all joined, but one of them was still making
-                another group, or blocked its loop; then the others may have the group, and this rank has freed it.
+            StartTimeoutError: Some members did not join in time; or all members joined, but one of them was still
+                making another group or blocked its loop. In the second case this rank has freed the group, but other
+                members may still have it.
 
         **Cancellation**: while members are missing, the others get RemoteError. After all have joined, the group is
         made and freed before the cancellation is raised.
@@ -429,9 +432,9 @@ class World:
         return await self.peers.groups.new_groups(lists, timeout_s)
 
     def counters(self) -> RankCounters:
-        """Return this rank's counters: steps, metric, role, messages, bytes. Any thread may call this.
+        """Return this rank's counters: steps, metric, role, messages, bytes. This method is thread-safe.
 
-        Waits are counted from the first call on.
+        Waits are counted only after the first call.
         """
         self.services.count_waits()
         return counters_of(self.services)
@@ -454,11 +457,11 @@ class World:
 
     @property
     def is_open(self) -> bool:
-        """Whether the world is open, so that main may run."""
+        """Whether the world is open."""
         return self._task_group is not None
 
     def attach_tasks(self, task_group: asyncio.TaskGroup | None) -> None:
-        """Set the task group in which ``spawn`` starts tasks; after None, ``spawn`` raises ClosedError."""
+        """Set the task group in which ``spawn`` starts tasks; if it is None, ``spawn`` raises ClosedError."""
         self._task_group = task_group
         self._main = asyncio.current_task()
 
@@ -474,11 +477,11 @@ class World:
         return sorted(tasks, key=lambda task: (len(task.get_name()), task.get_name()))
 
     def refuse_streams(self) -> None:
-        """Stop sending streams; a peer that waits for a stream is notified of the abort."""
+        """Stop sending streams, and notify peers that wait for a stream."""
         self._streams.refuse_all()
 
     def close(self) -> None:
-        """Cancel all receives, and start no further threads."""
+        """Cancel all receives, and prevent further worker threads."""
         if "_streams" in self.__dict__:  # exists only if a stream was sent or received
             self._streams.close()
         self.peers.close()

@@ -1,1 +1,1 @@
-"""Announces that ranks leave, end or fail, along a tree of the ranks, in large worlds."""
+"""Announces leaving, ended and failed ranks along a tree of the ranks, in large worlds."""

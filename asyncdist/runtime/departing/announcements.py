@@ -1,4 +1,4 @@
-"""Sends announcements that ranks leave, end or fail to the neighbours in a tree of the ranks, in large worlds.
+"""Relays the announcements of leaving, ended and failed ranks along a tree of the ranks, in large worlds.
 
 :mod:`asyncdist.runtime.departing.departures` decides which announcements of leaving and ended ranks are due. A failed
 rank notifies its neighbours in the tree, and they notify their own neighbours. If many ranks fail at once, a rank
@@ -41,7 +41,7 @@ class Failure:
 
 
 class Announcements:
-    """Exchanges announcements that ranks leave, end or fail with this rank's neighbours in the tree.
+    """Exchanges announcements of leaving, ended and failed ranks with this rank's neighbours in the tree.
 
     Args:
         on_departure: Called with each newly announced departure.
@@ -145,7 +145,7 @@ class Announcements:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def _answer(self) -> None:
-        """Acknowledge to the neighbours that all ranks have ended, if this rank's whole subtree knows it."""
+        """Acknowledge the end of all ranks to the neighbours, if this rank's whole subtree knows of it."""
         for rank in self._departures.take_answers():
             self._send(EndHeard(), rank)
 

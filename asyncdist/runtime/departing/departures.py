@@ -6,12 +6,13 @@ only the ranks with which it has exchanged messages. This module informs the rem
 
 - A rank notifies its parent as soon as its whole subtree has reached a stage. When all ranks have reached the stage,
   the root announces this down the tree.
-- If some ranks continue, the departures of the others are also sent up to the root and down to all ranks, but delayed
-  and combined into bitmaps.
-- A rank acknowledges that all ranks have ended when its whole subtree knows it. Then the root announces the stage
-  ``HEARD``, and only then may ranks exit. Until then, all living ranks can inform a rank whose ancestors are lost.
-- A rank that becomes a neighbour after a loss is sent all announcements. So is a parent that has not answered for a
-  long time, since a message may have been corrupted. Repeated announcements have no effect.
+- If some ranks continue, the departures of the others are combined into bitmaps, and sent with a delay up to the root
+  and down to all ranks.
+- After all ranks have ended, each rank acknowledges this to its parent when its whole subtree knows it. Then the root
+  announces the stage ``HEARD``, and only then may ranks exit. A rank whose ancestors are lost can thus still be
+  notified by any living rank.
+- A rank that becomes a neighbour after a loss is sent all announcements. They are also repeated to a parent that has
+  not answered for a long time, since a message may have been corrupted. Repeated announcements have no effect.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Stage(enum.IntEnum):
 _COUNT_MAX: Final = 64
 _BITMAP_NBYTES_MAX: Final = 8192
 
-#: Details of a leaving rank: its numbers of started collectives, the losses that it knows of, and the ranks that it
-#: notifies directly.
+#: Details of a leaving rank: the number of collectives started in each group, the ranks known to be lost, and the ranks
+#: that it notifies directly.
 _Account: TypeAlias = tuple[tuple[tuple[int, int], ...], Losses, Runs]
 
 
@@ -89,7 +90,7 @@ class EndHeard:
 
 
 class Departures:
-    """Records which ranks have left or ended, and which neighbours in the tree have been notified of this."""
+    """Records which ranks have left or ended, and which of these departures each neighbour in the tree knows."""
 
     def __init__(self, size: int, rank: int) -> None:
         self._size = size
@@ -154,7 +155,7 @@ class Departures:
             self._told_stage[source] = Stage.ENDED
 
     def take_answers(self) -> set[int]:
-        """Return the neighbours to which :class:`EndHeard` must be sent now, and clear the list."""
+        """Return the neighbours to which :class:`EndHeard` must be sent now, and clear the set."""
         ranks: set[int] = set()
         if self._have_all_below_heard:
             ranks, self._unanswered = self._unanswered, ranks
@@ -181,7 +182,7 @@ class Departures:
 
     @property
     def is_answered(self) -> bool:
-        """Whether this rank waits for no answer: other ranks still run, or all know that every rank has ended."""
+        """Whether no answer is outstanding: some ranks still run, or every rank knows that all ranks have ended."""
         parent = self._tree.parent
         return self.is_over if self.stage >= Stage.ENDED else parent is None or self._told_stage[parent] <= self.stage
 
@@ -224,7 +225,7 @@ class Departures:
 
     @property
     def is_over(self) -> bool:
-        """Whether all ranks know that every rank has ended, and the children have been notified of this."""
+        """Whether every rank knows that all ranks have ended, and the children have been sent the stage ``HEARD``."""
         return self.stage == Stage.HEARD and all(self._told_stage[child] == self.stage for child in self._tree.children)
 
     @property
@@ -243,7 +244,7 @@ class Departures:
         return Stage.IN_MAIN
 
     def _tell(self, neighbour: int) -> list[Departed]:
-        """Return messages with the departures that a neighbour has not been sent; none if all ranks have ended."""
+        """Return messages with the departures that ``neighbour`` lacks; an empty list if all ranks have ended."""
         known, told = self._known if neighbour == self._tree.parent else self._announced, self._told[neighbour]
         ended = known.ended & ~told.ended
         left = known.left & ~told.left & ~ended
@@ -292,12 +293,12 @@ class _Reached:
             self.ended |= ranks
 
     def add_all(self, other: _Reached) -> None:
-        """Add all ranks of another object."""
+        """Add the ranks recorded in ``other``."""
         self.left |= other.left
         self.ended |= other.ended
 
     def has_more_than(self, other: _Reached) -> bool:
-        """Return whether this object contains a rank that ``other`` lacks."""
+        """Return whether a rank has reached a stage here that it has not reached in ``other``."""
         return bool(self.left & ~other.left | self.ended & ~other.ended)
 
 

@@ -22,8 +22,7 @@ from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
 from asyncdist.waits import WaitId, WaitKind
 
-#: Seconds that a rank waits for another rank's failure report, which may explain its own error, before it prints its
-#: error.
+#: Seconds that a failed rank waits, before it prints its error, for another rank's report that may explain the error.
 _HEAR_WHY_S: Final = 0.25
 #: Seconds that main may continue after another rank's failure before it is cancelled.
 _CANCEL_AFTER_S: Final = 1.0
@@ -159,7 +158,7 @@ def _print_alike(rank: int, teller: int | None, error: BaseException) -> None:
 
 
 async def _hear_why(world: World, seconds: float) -> None:
-    """Wait for a peer's failure report that may be on its way, and that may be the cause of this rank's error."""
+    """Wait for a peer's failure report, which may still be in transit and explain this rank's error."""
     engine = world.services.engine
     deadline = engine.loop.time() + seconds
     while engine.failure is None:
@@ -229,7 +228,7 @@ def _with_notes(line: str, error: BaseException) -> str:
 def own_error(
     caught: BaseException, monitor: FailureMonitor | None, interrupts: Interrupts, rank: int
 ) -> BaseException:
-    """Return the error to raise to the caller: this rank's own error, or the peer's failure behind the error."""
+    """Return the error to raise to the caller: this rank's own error, or the peer's failure that caused it."""
     cause = monitor.error if monitor is not None and not has_cause_here(caught) else None
     cause = interrupts.error(rank) or cause
     if cause is not None:
@@ -246,7 +245,7 @@ def _uncancel() -> None:
 
 
 class Everybody:
-    """Callable that checks whether every other rank is lost or contained in one of several growing sets of ranks.
+    """Callable that returns whether every other rank is lost or contained in one of several growing sets.
 
     In jobs of thousands of ranks the check runs for each message, so it compares the sizes of the sets first.
     """

@@ -91,7 +91,7 @@ def abandoned_in_children(abandon: Callable[[], None]) -> Iterator[None]:
 
 
 def end_at_next_turn(loop: asyncio.AbstractEventLoop, rank: int) -> None:
-    """End this forked child of ``rank`` as soon as it runs the rank's loop, which every waiting ``await`` does."""
+    """End this forked child of ``rank`` as soon as it awaits in the rank's loop."""
     with contextlib.suppress(RuntimeError):  # the loop is closed
         loop.call_soon(_end_in_loop, rank)
 

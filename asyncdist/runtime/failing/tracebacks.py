@@ -23,7 +23,7 @@ _MACHINERY: Final = (
 )
 #: Modules whose frames precede the exception group of spawned tasks in a traceback.
 _OF_A_GROUP: Final = (*_MACHINERY, "asyncio.taskgroups", "contextlib")
-#: Functions that call a rank's main, or blocking user code.
+#: Functions that call a rank's main or blocking user code.
 _HOSTS: Final = (("asyncdist.runtime.hosting", "host_rank"), ("asyncdist.blocking.callers", "_serve"))
 #: Functions of asyncdist whose frames may lie between the host of a rank and the user's code.
 _WRAPPERS: Final = (("asyncdist.launch.rank_process", "_with_groups"), ("asyncdist.blocking.world", "open_world"))
@@ -39,7 +39,7 @@ def format_error(error: BaseException) -> str:
 
 
 def format_from(error: BaseException, trace: TracebackType | None) -> str:
-    """Return the exception with the given part of its traceback, and Python's suggestion for a misspelt name."""
+    """Format the exception with the given part of its traceback, and Python's suggestion for a misspelt name."""
     text = "".join(traceback.format_exception(type(error), error, trace))
     if sys.version_info < (3, 12):
         shown = _as_the_interpreter_shows(error, trace)

@@ -1,1 +1,1 @@
-"""Reports what a rank waits for: on a signal, on requests over a socket, and if no rank makes progress."""
+"""Reports a rank's waits: on a signal, on request over a socket, and if no rank makes progress."""

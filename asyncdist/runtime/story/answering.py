@@ -1,6 +1,6 @@
-"""Answers requests for a rank's current waits in a thread, and prints the waits of all ranks if none makes progress.
+"""Reports a rank's current waits on request, and prints the waits of all ranks if no rank makes progress.
 
-If main does not block the loop, the loop collects the waits; otherwise the thread does.
+A separate thread answers the requests. The loop collects the waits or, if main blocks the loop, the thread does.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from asyncdist.wording import seconds_in_words
 
 logger = logging.getLogger("asyncdist.runtime.story.answering")
 
-#: Bytes that wake the thread: to end it, or to print the reports of all ranks.
+#: Bytes that wake the thread, either to end it or to make it print the reports of all ranks.
 _END: Final = b"!"
 _ASKED: Final = b"?"
 
 #: Seconds that the loop has to answer before it counts as blocked.
 _LOOP_S: Final = 0.3
-#: Number of checks for progress during ``stall_s``, and the maximum number of seconds between two checks.
+#: Number of checks for progress within ``stall_s`` seconds, and the maximum time between two checks in seconds.
 _LOOKS_IN_STALL: Final = 4
 _PERIOD_S_MAX: Final = 1.0
-#: Number of other ranks that also record a printed report, since the loop of the printing rank may be blocked.
+#: Number of other ranks that record a printed report, since the printing rank's loop may be blocked.
 _KEEPER_COUNT: Final = 4
 #: Seconds that a rank waits before it prints after a signal, so that the signal reaches all ranks and only one prints.
 _ASKED_TOGETHER_S: Final = 0.3
@@ -48,9 +48,9 @@ _ASKED_S: Final = 1.0
 
 
 class Teller:
-    """Reports the waits of one rank on requests over a socket, and of all ranks if none makes progress.
+    """Reports one rank's waits on request over a socket, and the waits of all ranks if no rank makes progress.
 
-    Reports are printed after ``stall_s`` seconds without progress; infinity for never.
+    The waits of all ranks are printed after ``stall_s`` seconds without progress; infinity for never.
     """
 
     def __init__(self, world: World, main: asyncio.Task[object], stall_s: float) -> None:
@@ -97,7 +97,7 @@ class Teller:
         self._thread = None
 
     def forget_in_child(self) -> None:
-        """Close this rank's socket in a forked child, which would otherwise answer for the rank after its death."""
+        """Close this rank's socket in a forked child, which would otherwise answer requests after the rank's death."""
         if self._listener is not None:
             self._listener.close()
             self._thread = None
@@ -109,7 +109,7 @@ class Teller:
     # -- in the rank's thread, or in a signal's handler there ---------------------------------------------------------
 
     def tell(self) -> str:
-        """Make the thread print the reports of all ranks on this host, unless a lower rank received the signal, too.
+        """Make the thread print the reports of this host's ranks, unless a lower rank has received the signal, too.
 
         Returns:
             The report of this rank if no other rank can be asked; otherwise an empty string.
@@ -148,7 +148,7 @@ class Teller:
                         self._begin_to_tell_all()
                     if self._listener in woken:
                         self._answer(self._listener)
-                    if time.monotonic() >= look_at:  # the checks continue even if requests arrive all the time
+                    if time.monotonic() >= look_at:  # check even if requests arrive continuously
                         look_at = time.monotonic() + self._period_s
                         self._renew_listener(ready)
                         self._look()
@@ -262,7 +262,7 @@ class Teller:
         _write(text)
 
     def _note_told(self, text: str) -> None:
-        """Record that the reports were printed, and make the loop record the text unless it is empty."""
+        """Record that the reports were printed, and make the loop add a non-empty text to the rank's events."""
         if text:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._world.services.events.record, "told", text)
@@ -275,7 +275,7 @@ class Teller:
         return [place for place in sockets.places(self._path.parent) if place.rank != self._world.rank]
 
     def _is_others_to_tell(self) -> bool:
-        """Return whether a living lower rank on this host makes the same checks, so that this rank prints nothing."""
+        """Return whether a living lower rank of this host is responsible for printing the reports."""
         lower = (place for place in self._places() if place.rank < self._world.rank)
         return any(sockets.answers_pulse(place) for place in lower)
 

@@ -17,7 +17,7 @@ from asyncdist.runtime.world import World
 from asyncdist.story.facts import ChannelState, Collective, MainState, PolicyState, RankStory, Wait
 from asyncdist.story.happenings import events_in_words
 
-#: Maximum number of event kinds in a report. Steps and roles are part of the policy's line instead.
+#: Maximum number of event kinds in a report. Steps and roles are reported in the policy's line instead.
 EVENT_COUNT_MAX: Final = 3
 #: Maximum number of tasks in a report, and of ranks listed for one wait.
 TASK_COUNT_MAX: Final = 20
@@ -64,7 +64,7 @@ def collect(world: World, main: asyncio.Task[Any], signs: Signs, frame: types.Fr
 
 
 def _state(main: asyncio.Task[Any], signs: Signs, frame: types.FrameType | None) -> tuple[MainState, str, str]:
-    """Return the state of main, its line in the user's code, and its innermost line."""
+    """Return the state of main, its current line in the user's code, and its innermost current line."""
     if frame is None:
         has_returned = all(is_library(each) for each in frames_of(main))
         return "returned" if has_returned else "awaits", "", ""
@@ -126,7 +126,7 @@ def _wait(who: str, task: asyncio.Task[Any], world: World) -> Wait:
 
 
 def _line_beside(task: asyncio.Task[Any], world: World) -> str | None:
-    """Return the line of user code in the thread for which a task waits; None if there is none."""
+    """Return the current line of user code in the worker thread that a task waits for; None if there is none."""
     frame = world.frame_of(waiter_of(task))
     users = next((each for each in _outwards(frame) if _is_users(each)), None)
     return None if users is None else line_of(users)

@@ -1,4 +1,4 @@
-"""Handles SIGUSR1: a rank prints what all ranks of its host wait for on standard error, and continues."""
+"""Handles SIGUSR1: prints the waits of all ranks of this host on standard error, and continues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 from asyncdist import environment, rank_program
 from asyncdist.runtime.stall_warnings import is_library
 
-#: None if the operating system has no SIGUSR1.
+#: Number of the signal; None if the operating system has no SIGUSR1.
 SIGNAL: Final = getattr(signal, "SIGUSR1", None)
 #: For each open world of this process: the function that returns its report, and the function to call in forked
 #: children.
@@ -31,7 +31,7 @@ def tell_no_more(owner: object) -> None:
 
 
 class StoryRequests:
-    """Context manager that handles SIGUSR1, unless the program or Lightning has, or will have, a handler for it."""
+    """Context manager that handles SIGUSR1, unless the program or Lightning handles the signal."""
 
     def __init__(self) -> None:
         self._previous: Any = None
@@ -69,7 +69,7 @@ def _is_of_rank_program(handler: Any) -> bool:
 
 
 def _is_lightnings() -> bool:
-    """Return whether Lightning would requeue the job at SIGUSR1; it does so only if there is no other handler."""
+    """Return whether Lightning would requeue the job on SIGUSR1; it does so only if no other handler is set."""
     return environment.is_slurm_job() and not {"lightning", "pytorch_lightning"}.isdisjoint(sys.modules)
 
 

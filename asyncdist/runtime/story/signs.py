@@ -9,19 +9,19 @@ from typing import Final
 
 from asyncdist.runtime.world import World
 
-#: Fraction of a core above which a rank's thread counts as computing; below, it waits or is blocked.
+#: CPU usage, as a fraction of a core, above which a rank's thread counts as computing.
 _BUSY_SHARE: Final = 0.1
-#: Minimum seconds over which this fraction is measured.
+#: Minimum time over which the CPU usage is measured, in seconds.
 _SHARE_PERIOD_S: Final = 0.2
-#: Maximum number of reminders whose sends may still be outstanding; a rank rarely has more than a few open starts.
+#: Maximum number of reminders with outstanding sends; a rank rarely has more than a few open collective starts.
 _REMINDERS_UNDER_WAY_MAX: Final = 32
 
 
 class Signs:
     """Records when a rank last made progress (a step, a message, a piece of a stream), and when each peer last sent.
 
-    Reminders in a collective start, which are sent every second, do not count as progress, since the wait may be a
-    hang. The object must be created in the rank's own thread.
+    The reminders that a waiting collective start sends every second do not count as progress, since the start may be
+    hanging. The object must be created in the rank's own thread.
 
     Attributes:
         moved_at: Time of the rank's last progress, as far as the samples show.
@@ -79,7 +79,7 @@ class Signs:
             self._sampled_cpu_s, self._sampled_at = cpu_s, now
 
     def _has_requested(self, request_count: int) -> bool:
-        """Return whether requests have ended that cannot all be sends of reminders."""
+        """Return whether more requests have ended than reminders can account for."""
         sent = self._world.agreements.rivals.sent_count
         new, self._request_count = request_count - self._request_count, request_count
         possible = self._reminders_under_way + sent - self._reminded_count
