@@ -1,8 +1,8 @@
-"""Simulates many ranks in one process, in virtual time, with every interleaving drawn from a seed."""
+"""Simulates many ranks in one process and in virtual time; a seed determines how the ranks interleave."""
 
 from asyncdist import compiled
 
-__path__[:0] = compiled.search_path("simulation")  # before any of its modules is imported
+__path__[:0] = compiled.search_path("simulation")  # before any submodule is imported
 
 from asyncdist.simulation.arguments import Compute
 from asyncdist.simulation.distributions import Duration, Exponential, LogNormal, Uniform

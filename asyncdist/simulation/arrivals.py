@@ -1,4 +1,4 @@
-"""Defines a simulated message, and queues messages that arrive before a receive is posted for them."""
+"""Defines simulated messages, and queues messages that arrive before a matching receive is posted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncdist.transports.base import ANY_SOURCE
 
 
 class Message:
-    """A simulated message, which is also the request that its sender waits for."""
+    """A simulated message, which is also the sender's send request."""
 
     __slots__ = (
         "data",
@@ -52,7 +52,7 @@ class Message:
 
 
 class ArrivalQueue:
-    """Queues the messages of one tag that arrived at one rank before a receive was posted for them."""
+    """Queues messages with one tag that arrived at one rank before a matching receive was posted."""
 
     def __init__(self) -> None:
         self._by_source: dict[int, deque[Message]] = {}
@@ -62,7 +62,7 @@ class ArrivalQueue:
         return not self._sources
 
     def add(self, message: Message) -> None:
-        """Append a message to the messages of its source."""
+        """Append a message to the queue of its source."""
         of_source = self._by_source.setdefault(message.source, deque())
         if not of_source:
             self._sources.append(message.source)
@@ -80,7 +80,7 @@ class ArrivalQueue:
         return messages or ()
 
     def take(self, wanted: int, rng: random.Random) -> Message | None:
-        """Remove and return the oldest message of source ``wanted``; draw the source if ``wanted`` is a wildcard."""
+        """Remove and return the oldest message from ``wanted``, or from a random source if ``wanted`` is a wildcard."""
         sources = self._sources
         if wanted != ANY_SOURCE:
             if not self._by_source.get(wanted):

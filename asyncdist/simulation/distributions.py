@@ -1,4 +1,4 @@
-"""Draws the durations of a simulation: the latency of every message on a link, and the time of every step."""
+"""Samples the durations of a simulation: the latency of each message on a link, and the time of each step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_number(name: str, value: Any, *, above_zero: bool = False) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Draws uniformly distributed durations between ``low`` and ``high`` seconds."""
+    """Samples uniformly distributed durations between ``low`` and ``high`` seconds."""
 
     low: float
     high: float
@@ -41,13 +41,13 @@ class Uniform:
             raise ValueError(f"Uniform.high must be >= low={self.low}, got {self.high}")
 
     def draw(self, rng: random.Random) -> float:
-        """Draw one duration, in seconds."""
+        """Sample one duration, in seconds."""
         return self.low + (self.high - self.low) * rng.random()
 
 
 @dataclass(frozen=True, slots=True)
 class Exponential:
-    """Draws exponentially distributed durations with the given mean, in seconds."""
+    """Samples exponentially distributed durations with the given mean, in seconds."""
 
     mean: float
 
@@ -55,13 +55,13 @@ class Exponential:
         check_number("Exponential.mean", self.mean)
 
     def draw(self, rng: random.Random) -> float:
-        """Draw one value, in seconds."""
+        """Sample one duration, in seconds."""
         return rng.expovariate(1.0 / self.mean) if self.mean else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Draws log-normal durations: mostly near the median, occasionally far above it, like network latencies."""
+    """Samples log-normal durations: mostly near the median, occasionally far above it, like network latencies."""
 
     median: float
     sigma: float = 0.5
@@ -71,15 +71,15 @@ class LogNormal:
         validation.real("LogNormal.sigma", self.sigma, "a number from 0 to 30", low=0.0, high=30.0)
 
     def draw(self, rng: random.Random) -> float:
-        """Draw one value, in seconds."""
+        """Sample one duration, in seconds."""
         return self.median * exp(rng.gauss(0.0, self.sigma)) if self.median else 0.0
 
 
 class LogNormalSampler:
-    """Draws log-normal durations, with ``random.gauss`` inlined for speed.
+    """Samples log-normal durations, with ``random.gauss`` inlined for speed.
 
-    The second number of each pair is stored in the generator's ``gauss_next``, as ``gauss`` itself does. ``median`` is
-    in seconds; ``sigma`` is the standard deviation of the durations' logarithm.
+    Like ``gauss``, stores the second normal variate of each pair in the generator's ``gauss_next``. ``median`` is in
+    seconds; ``sigma`` is the standard deviation of the durations' logarithm.
     """
 
     def __init__(self, median: float, sigma: float, generator: random.Random) -> None:
@@ -89,7 +89,7 @@ class LogNormalSampler:
         self._uniform = generator.random
 
     def draw(self) -> float:
-        """Draw one duration, in seconds."""
+        """Sample one duration, in seconds."""
         rng = self._rng
         waiting = rng.gauss_next
         if waiting is None:
@@ -107,18 +107,18 @@ Duration: TypeAlias = float | int | Uniform | Exponential | LogNormal
 
 
 def check_duration(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a number or a distribution of durations."""
+    """Raise unless ``value`` is a non-negative number or a distribution."""
     if not isinstance(value, (Uniform, Exponential, LogNormal)):
         check_number(name, value)
 
 
 def draw(duration: Duration, rng: random.Random) -> float:
-    """Draw one duration, in seconds."""
+    """Sample one duration, in seconds."""
     return float(duration) if isinstance(duration, (float, int)) else duration.draw(rng)
 
 
 def sampler(duration: Duration, rng: random.Random) -> Callable[[], float]:
-    """Return a function that draws durations, in seconds."""
+    """Return a function that samples durations, in seconds."""
     if isinstance(duration, (float, int)):
         seconds = float(duration)
         return lambda: seconds

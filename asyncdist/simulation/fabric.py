@@ -1,9 +1,9 @@
-"""Simulates the network: obeys the contract of transports, and uses all the freedom that the contract leaves.
+"""Simulates the network: obeys the transport contract, but exploits all the freedom that the contract allows.
 
-The network may delay messages, reorder messages of different sources or tags, complete requests late, choose among the
-senders that a wildcard receive could match, and send a message eagerly or by rendezvous. It never lets a message
-overtake an earlier message with the same source and tag, and never loses or duplicates a message between live ranks.
-All choices are drawn from the seed in the order of virtual time, so a run is a function of its arguments.
+The network may delay messages, reorder messages that differ in source or tag, complete requests late, choose which
+sender a wildcard receive matches, and send a message eagerly or by rendezvous. It never lets a message overtake an
+earlier message with the same source and tag, and never loses or duplicates a message between live ranks. All choices
+are derived from the seed in the order of virtual time, so a run is a function of its arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncdist.simulation.scheduler import Scheduler
 from asyncdist.simulation.trace import Trace
 from asyncdist.transports.base import ANY_SOURCE, Buffer, as_bytes
 
-#: Choices for the largest size that is sent eagerly, in bytes. Programs rely on small messages being sent eagerly.
+#: Eager limits to choose from, in bytes. None is 0, because programs rely on small messages being sent eagerly.
 _EAGER_CHOICES: Final = (256, 4096, 65536)
 
 
@@ -70,7 +70,7 @@ class Receive:
         if self.done:
             return self.source, self.nbytes
         if self.error is not None:
-            self.test()  # raises the request's error
+            self.test()  # raises the error of the request, if any
         return None
 
     def start(self) -> None:
@@ -83,7 +83,7 @@ class Receive:
 
 
 class _Path:
-    """State of the simulated link from one rank to another; ``is_shared`` if the link crosses hosts' interfaces."""
+    """State of the simulated link from one rank to another; ``is_shared`` if the link connects different hosts."""
 
     __slots__ = ("bandwidth", "draw_latency_s", "free_at", "is_shared", "last_arrival")
 
@@ -98,8 +98,8 @@ class _Path:
 class Fabric:
     """The simulated network, which carries the messages of all ranks and applies faults to messages and links.
 
-    It calls ``on_fired`` with the plan index of each fault that fires, and ``on_kill`` with a rank to kill and the
-    index.
+    When a fault fires, ``on_fired`` is called with the fault's index in the plan. When a rank is to be killed,
+    ``on_kill`` is called with the rank and that index.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Fabric:
         self._eager_nbytes = rng.choice(_EAGER_CHOICES) if network.eager_nbytes is None else network.eager_nbytes
         self._is_pushed = (
             rng.random() < 0.5
-        )  # if true, an idle sender pushes large messages; otherwise the receiver fetches them
+        )  # if true, large messages need an idle sender, which pushes them; otherwise the receiver fetches them
         self._paths: list[dict[int, _Path]] = [{} for _ in range(size)]
         self._posted: list[dict[int, deque[Receive]]] = [{} for _ in range(size)]
         self._unexpected: list[dict[int, ArrivalQueue]] = [{} for _ in range(size)]
@@ -176,7 +176,7 @@ class Fabric:
         if self._has_message_faults and source not in self._dead:
             message.data, delay = self._faults.apply(source, dest, tag, message.data)
         if source in self._dead:
-            message.done = False  # the sender was killed during this send, so no task of it may continue afterwards
+            message.done = False  # the sender was killed during this send, so none of its tasks may resume
             return message
         arrival = self._arrival(message, delay)
         scheduler = self._scheduler
@@ -200,7 +200,8 @@ class Fabric:
     def _sent_at(self, path: _Path, source: int, nbytes: int, transfer: float) -> float:
         """Queue bytes behind earlier bytes on the link, and return the time at which the last byte leaves.
 
-        If the link passes through network interfaces, return when the first byte leaves; :meth:`_enter` adds the rest.
+        If the link connects different hosts, return the time at which the first byte leaves; :meth:`_enter` adds the
+        rest of the transfer time.
         """
         now = self._scheduler.time()
         begins_at = path.free_at if path.free_at > now else now
@@ -241,7 +242,7 @@ class Fabric:
         if self.has_restarts and self._is_held(message):
             return
         if self._dead and message.left_at > self._died_at.get(message.source, math.inf):
-            return  # the sender died while it was blocked, before it reached this send
+            return  # the sender was killed while it was blocked, before it reached this send
         posted = self._posted[message.dest].get(message.tag)
         if posted:
             for receive in posted:
@@ -257,7 +258,7 @@ class Fabric:
         self._ring(message.dest)  # the receiver's next poll may post a receive for this message
 
     def _is_held(self, message: Message) -> bool:
-        """Drop or hold a message whose sender and receiver are not connected; return whether this was the case."""
+        """Drop or hold a message if its sender and receiver are not connected; return whether they are not."""
         if self.liveness.is_stale(message):
             self.fail_send(message)
             return True
@@ -305,7 +306,7 @@ class Fabric:
         posted.append(receive)
 
     def _rendezvous(self, receive: Receive, message: Message) -> None:
-        """Ask the sender of a large message, which a receive has matched, for the message's bytes."""
+        """Request the data of a large message from its sender, after a receive has matched the message."""
         if message.dest in self._dead:
             self.fail_send(message)
         elif self._is_pushed:
@@ -314,7 +315,7 @@ class Fabric:
             self._transfer(receive, message)
 
     def _transfer(self, receive: Receive, message: Message) -> None:
-        """Send the bytes of a large message, behind earlier bytes on the link."""
+        """Send the data of a large message, behind earlier bytes on the link."""
         if self.has_restarts and self.liveness.is_stale(message):
             self._complete(receive, message)
             return
@@ -341,7 +342,7 @@ class Fabric:
         self._turns[message.dest].attend(self._finish, (receive, message))
 
     def fail_send(self, message: Message) -> None:
-        """Fail a send that no receive will match: now, or when the sender detects the loss of ``dest``."""
+        """Fail a send that no receive will match, at once or when the sender detects the loss of ``dest``."""
         source, dest = message.source, message.dest
         is_stale = self.has_restarts and self.liveness.is_stale(message)
         if is_stale:
@@ -355,7 +356,7 @@ class Fabric:
             self._keep(message)
 
     def _complete(self, receive: Receive, message: Message, is_running: bool = False) -> None:
-        """Complete a receive whose bytes have arrived; ``is_running`` if the receiver is just posting the receive."""
+        """Complete a receive whose data has arrived; ``is_running`` if the receiver is posting the receive now."""
         is_stale = self.has_restarts and self.liveness.is_stale(message)
         if message.dest in self._dead or (is_stale and self.liveness.is_for_earlier(message)):
             self.fail_send(message)
@@ -420,7 +421,7 @@ class Fabric:
                     self.fail_send(message)
 
     def accept(self, observer: int, other: int, incarnation: int) -> bool:
-        """Connect ``observer`` to a new process of ``other``; return whether this process is alive and was unknown."""
+        """Connect ``observer`` to a new process of ``other``; return whether it is alive and was not yet connected."""
         if not self.liveness.accept(observer, other, incarnation):
             return False
         for queue in self._unexpected[observer].values():  # drop messages of the previous process
@@ -429,7 +430,7 @@ class Fabric:
         arrival = self._scheduler.now
         for message in self.liveness.take_held(other, observer):
             self._scheduler.at(arrival, self._take_in, (message,))
-            arrival = math.nextafter(arrival, math.inf)  # keeps the held messages in order
+            arrival = math.nextafter(arrival, math.inf)  # preserves the order of the held messages
         return True
 
     def mute(self) -> None:

@@ -1,7 +1,7 @@
 """Describes the faults of a simulation: killed, slow and restarted ranks, and delayed or corrupted messages.
 
-A fault plan is a list of faults. The report of the simulation says how often each fault fired, so that a test can
-detect that a fault of its plan did not happen.
+A fault plan is a list of faults. The simulation's report says how often each fault fired, so that a test can check that
+every fault of its plan occurred.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncdist.simulation.links import check_ranks
 class Kill:
     """Kills the process of ``rank`` at ``at_s``, at its ``at_turn``-th turn, or at its ``at_message``-th send.
 
-    That message is not sent, and a task that awaits the send never resumes.
+    With ``at_message``, the message is not sent, and a task that awaits the send never resumes.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Stops the process of ``rank`` at ``at_s`` for ``duration_s``, whether the rank computes or waits."""
+    """Suspends the process of ``rank`` at ``at_s`` for ``duration_s``, whether the rank is computing or waiting."""
 
     rank: int
     at_s: float
@@ -52,8 +52,8 @@ class Stall:
 class SlowRank:
     """Makes computations and turns of ``rank`` take ``factor`` times as long from ``at_s`` on.
 
-    A computation in progress is not lengthened. A turn, in which a rank receives messages and answers them, takes up to
-    2 microseconds. A rank that only answers messages is therefore slowed noticeably only by a factor of a few hundred.
+    A computation in progress is not slowed. A turn, in which a rank receives and answers messages, takes at most 2
+    microseconds. For a rank that only answers messages, a factor below a few hundred is therefore hardly noticeable.
     """
 
     rank: int
@@ -79,7 +79,7 @@ class SlowLink:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Holds back messages between ``ranks`` and all other ranks from ``at_s`` to ``until_s``, when they arrive."""
+    """Separates ``ranks`` from all other ranks from ``at_s`` on; messages between them are held until ``until_s``."""
 
     ranks: tuple[int, ...]
     at_s: float
@@ -98,7 +98,7 @@ class Partition:
 class Delay:
     """Delays the ``number``-th message (from 1) from ``source`` to ``dest``, and later messages with the same tag.
 
-    ``source`` and ``dest`` may be equal, because a coordinator also sends its reports to itself as messages.
+    ``source`` and ``dest`` may be equal, because a coordinator also sends its own reports to itself as messages.
     """
 
     source: int
@@ -129,9 +129,9 @@ class Corrupt:
 class Interrupt:
     """Sends a signal to ``rank`` at ``at_s``: SIGTERM, as a batch scheduler does, or SIGINT, as Ctrl-C does.
 
-    The first signal cancels the rank's current await and notifies its peers. The job ends as :func:`asyncdist.run`
-    describes: the rank with ``SystemExit(143)`` or KeyboardInterrupt, the other ranks with RankLostError. A second
-    signal ends the process at once, like :class:`Kill`.
+    The first signal cancels the rank's current await and notifies its peers. As described in :func:`asyncdist.run`, the
+    rank then ends with ``SystemExit(143)`` or KeyboardInterrupt, and the other ranks end with RankLostError. A second
+    signal kills the process at once, like :class:`Kill`.
     """
 
     rank: int
@@ -146,10 +146,11 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Starts a new process of the killed ``rank`` at ``at_s``, which runs ``main`` from its beginning.
+    """Starts a new process of the killed ``rank`` at ``at_s``, which runs ``main`` from the beginning.
 
-    The fault fires only if the rank is dead and another rank is still running. The new process has the next
-    ``world.incarnation``, and each peer detects it at a different time. Its result is the rank's result.
+    The fault fires only if the rank is dead and another rank is still running. The new process has a
+    ``world.incarnation`` that is higher by one, and each peer detects the process at a different time. Its result
+    becomes the rank's result.
     """
 
     rank: int
@@ -163,8 +164,8 @@ class Restart:
 class Join:
     """Leaves ``rank`` without a process at first; its first process joins the job at ``at_s``.
 
-    Until then, the other ranks regard the rank as lost. Its process joins like a restarted one, with
-    ``world.incarnation`` 1, if another rank is still running. :class:`Kill` and :class:`Restart` may follow.
+    Until then, the other ranks regard the rank as lost. If another rank is still running at ``at_s``, the process joins
+    like a restarted one, with ``world.incarnation`` 1. The rank may later be killed and restarted.
     """
 
     rank: int
@@ -178,7 +179,7 @@ Fault: TypeAlias = Kill | Restart | Join | Interrupt | Stall | SlowRank | SlowLi
 
 
 def _check(fault: Fault, *names: str) -> None:
-    """Raise for numbers out of range, and convert numbers such as numpy's to int, so that the plan can be printed."""
+    """Raise if a number is out of range, and convert numpy's integers to int, so that the plan prints cleanly."""
     for name in names:
         value, what = getattr(fault, name), f"{fault!r}: {name}"
         if name in ("at_turn", "at_message", "number"):

@@ -2,7 +2,7 @@
 
 A :class:`Link` describes the connection between two ranks, and a :class:`Network` all links. Times are virtual seconds,
 sizes are bytes, and rates are bytes per second. A duration is a constant number, or a distribution (:class:`Uniform`,
-:class:`Exponential`, :class:`LogNormal`) from which every value is drawn with the simulation's seed.
+:class:`Exponential`, :class:`LogNormal`) that is sampled with the simulation's seed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncdist.simulation.distributions import Duration, LogNormal, Uniform, che
 
 
 def check_ranks(what: str, ranks: Sequence[int], size: int) -> None:
-    """Raise ValueError if ``ranks`` contains a rank outside of 0 to ``size`` - 1."""
+    """Raise ValueError if a rank in ``ranks`` is not between 0 and ``size`` - 1."""
     for rank in ranks:
         if type(rank) is not int or not 0 <= rank < size:
             raise ValueError(f"{what} must name ranks from 0 to {size - 1}, got rank {rank!r}")
@@ -41,7 +41,7 @@ class Link:
         check_number("bandwidth_nbytes_per_s", self.bandwidth_nbytes_per_s, above_zero=True)
 
     def latency_sampler(self, rng: random.Random) -> Callable[[], float]:
-        """Return a function that draws the latency of one message, in seconds."""
+        """Return a function that samples the latency of one message, in seconds."""
         return sampler(self.latency_s, rng)
 
 
@@ -57,9 +57,9 @@ class Network:
             between its ranks and other hosts. By default only the links limit the bandwidth, so a rank receives from
             many ranks as fast as from one.
         links: Links that differ from the above, keyed by (source, dest).
-        eager_nbytes: Largest size of a send that completes at once. A larger send waits for its receive, then for the
-            receiver to be idle (in half of the simulations also for the sender), and for the transfer. None draws the
-            size for each simulation, from 256 bytes to 64 KiB.
+        eager_nbytes: Largest size of a send that completes at once. A larger send waits for its receive, for an idle
+            receiver (in half of the simulations also for an idle sender), and for the transfer. If None, the size is
+            chosen for each simulation: 256 bytes, 4 KiB or 64 KiB.
         loss_detection_s: Seconds from a rank's death until its peers detect it.
     """
 
@@ -130,14 +130,14 @@ class Interfaces:
         self._in_free_at = [0.0] * (self._host_of[-1] + 1)
 
     def leave(self, rank: int, ready_at: float, nbytes: int) -> float:
-        """Return when the first of ``nbytes`` bytes leaves the host of ``rank``, not before ``ready_at``."""
+        """Return the time, ``ready_at`` or later, when the first of ``nbytes`` bytes leaves the host of ``rank``."""
         host = self._host_of[rank]
         begins_at = max(ready_at, self._out_free_at[host])
         self._out_free_at[host] = begins_at + nbytes / self.bandwidth
         return begins_at
 
     def enter(self, rank: int, now: float, nbytes: int) -> float:
-        """Return when all of ``nbytes`` bytes, whose first arrives at ``now``, have entered the host of ``rank``."""
+        """Return the time at which ``nbytes`` bytes, arriving from ``now`` on, have entered the host of ``rank``."""
         host = self._host_of[rank]
         begins_at = max(now, self._in_free_at[host])
         done_at = max(begins_at + nbytes / self.bandwidth, math.nextafter(self._in_free_at[host], math.inf))

@@ -1,4 +1,4 @@
-"""Applies the faults of a plan that concern messages and links."""
+"""Applies the faults of a plan that affect messages and links."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from asyncdist.tags import BULK_FIRST, BULK_LAST, COLLECTIVE_FIRST, COLLECTIVE_L
 
 
 class MessageFaults:
-    """Counts the messages of each rank, and applies the faults that concern messages and links.
+    """Counts the messages of each rank, and applies the faults that affect messages and links.
 
     :class:`Kill` counts all messages of a sender; the other faults count the messages from one sender to one receiver.
-    ``on_fired`` is called with the plan index of each fault that fires, and ``on_kill`` with a rank to kill and the
-    index. :meth:`apply` need only be called if ``has_message_faults`` is true, and the other methods if
-    ``has_link_faults``.
+    When a fault fires, ``on_fired`` is called with its index in the plan; to kill a rank, ``on_kill`` is called with
+    the rank and that index. :meth:`apply` need only be called if ``has_message_faults`` is true, and the other methods
+    only if ``has_link_faults`` is true.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class MessageFaults:
         for index, fault in enumerate(faults):
             match fault:
                 case Kill(rank, at_message=int(number)):
-                    # Only the first of two faults counts, because a rank dies once.
+                    # Only the first of several kills at the same message fires, because a rank dies once.
                     self._kills.setdefault((rank, number), index)
                 case Delay(source, dest, number):
                     self._delays.setdefault((source, dest, number), []).append((index, fault))
@@ -53,7 +53,7 @@ class MessageFaults:
     def apply(
         self, source: int, dest: int, tag: int, data: bytes | bytearray | memoryview
     ) -> tuple[bytes | bytearray | memoryview, float]:
-        """Apply the faults of the next message of ``source``; return its data and its extra delay in seconds."""
+        """Apply faults to the next message from ``source``; return its data and its additional delay in seconds."""
         pair = (source, dest)
         self._sent_counts[source] += 1
         kill = self._kills.get((source, self._sent_counts[source]))
@@ -79,7 +79,7 @@ class MessageFaults:
         return data, delay_s
 
     def link_factor(self, pair: tuple[int, int], now: float) -> float:
-        """Return the factor by which slow links lengthen the travel time of a message sent at ``now``."""
+        """Return the factor by which slow links increase the transit time of a message sent at ``now``."""
         factor = 1.0
         for index, fault in self._slow_links:
             if (fault.source, fault.dest) == pair and now >= fault.at_s:
@@ -88,7 +88,7 @@ class MessageFaults:
         return factor
 
     def after_partitions(self, pair: tuple[int, int], now: float, arrival: float) -> float:
-        """Return the arrival time of a message, delayed by partitions; without partitions it would be ``arrival``."""
+        """Return the arrival time of a message, delayed by partitions; ``arrival`` is the time without partitions."""
         between = [
             (index, fault)
             for index, fault in self._partitions

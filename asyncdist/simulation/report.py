@@ -18,18 +18,18 @@ class SimReport(Generic[T_co]):
     """Reports how a simulation ended.
 
     Attributes:
-        results: For each rank the return value of main, or the exception that ended it. None for a rank that was killed
-            or had not ended when the simulation stopped.
+        results: Return value of each rank's main, or the exception that ended it. None for a rank that was killed or
+            had not ended when the simulation stopped.
         seed: Seed of the simulation.
-        packed_trace: The last events in a packed form; :attr:`trace` unpacks them.
+        packed_trace: The last events in packed form; :attr:`trace` unpacks them.
         trace_digest: Hexadecimal digest of all events and message contents; equal for equal arguments.
         virtual_time_s: Virtual seconds until the last rank ended.
         message_count: Number of messages sent, framed or not.
         byte_count: Total size of these messages, in bytes.
         event_count: Number of events: turns, timers and arrivals.
         faults: The fault plan.
-        faults_fired: How often each fault of the plan fired, in the plan's order.
-        statistics: Statistics of each rank at its end; None for a rank that never began.
+        faults_fired: Number of times that each fault fired, in the order of the plan.
+        statistics: Final statistics of each rank; None for a rank that never started.
         killed_ranks: Ranks whose last process was killed.
     """
 
@@ -53,10 +53,10 @@ class SimReport(Generic[T_co]):
         return unpack(self.packed_trace)
 
     def value(self) -> T_co | Any:
-        """Return rank 0's value, or raise the first failure of any rank, causes before consequences.
+        """Return rank 0's value, or raise the first failure of any rank, with causes before consequences.
 
-        The exception of a rank that a signal of the fault plan ended is raised only if there is no other failure. A
-        rank that calls ``sys.exit(0)`` is considered to have returned None.
+        If a signal of the fault plan ended a rank, that rank's exception is raised only if there is no other failure.
+        A rank that calls ``sys.exit(0)`` is considered to have returned None.
         """
         failures = {
             rank: result
@@ -78,7 +78,7 @@ class SimReport(Generic[T_co]):
         return isinstance(self.results[rank], (SystemExit, KeyboardInterrupt)) and rank in self.interrupted_ranks()
 
     def check_faults(self) -> None:
-        """Raise AssertionError naming the faults of the plan that did not fire, and therefore tested nothing."""
+        """Raise AssertionError, naming the faults, if any fault of the plan did not fire and thus tested nothing."""
         idle = [fault for fault, count in zip(self.faults, self.faults_fired, strict=True) if not count]
         if idle:
             raise AssertionError(
@@ -88,5 +88,5 @@ class SimReport(Generic[T_co]):
 
 
 def _is_exit(result: Any) -> bool:
-    """Return whether a rank ended by ``sys.exit`` with a code that means success."""
+    """Return whether a rank's result is a ``SystemExit`` with a successful exit code."""
     return isinstance(result, SystemExit) and not result.code

@@ -1,7 +1,7 @@
 """Runs the unmodified ``async def train(world)`` on many simulated ranks in this process, in virtual time.
 
 A simulation is a function of its arguments: latencies, computing times and the order of simultaneous events are all
-drawn from the seed. The ranks share the process, so module globals are the same objects for all of them.
+derived from the seed. The ranks share the process, and therefore also module globals.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ logger = logging.getLogger("asyncdist.simulation")
 
 T = TypeVar("T")
 
-#: Exceptions of a simulation that stopped before its end. Each contains the report up to then.
+#: Exceptions that stop a simulation early. Each contains the report so far.
 STOPPED: Final = (DeadlockError, TimeLimitError, EndlessLoopError)
 
-#: If set, called with the fault plan, the trace and the ranks' results when a simulation begins; used by explore.
+#: If set, called when a simulation begins, with the fault plan, the trace and the list of results; used by explore.
 observer: ContextVar[Callable[[tuple[Fault, ...], Trace, Mapping[int, RankResult]], None] | None] = ContextVar(
     "observer", default=None
 )
-#: If set, returns the object that replaces a rank's recording, given its transport and loop; used by replays.
+#: If set, called with a rank's transport and loop, and returns a replacement for the rank's recording; used by replays.
 instrument: ContextVar[Callable[[Transport, Any], Any] | None] = ContextVar("instrument", default=None)
 
 
@@ -102,15 +102,15 @@ def simulate(
         until_s: Virtual time, in seconds, by which all ranks must have ended; None for no limit.
         after_event: Called after every event, to check invariants. Its exception is raised here. If it returns a true
             value, the simulation stops, even if ranks are still running.
-        inherited_random: Names among ``"random"``, ``"numpy"`` and ``"torch"``. Each rank begins with the caller's
-            state of these generators. Its other generators begin with states that follow from seed and rank.
+        inherited_random: Names of generators: ``"random"``, ``"numpy"`` or ``"torch"``. Each rank begins with the
+            caller's states of these generators. The states of the others are derived from the seed and the rank.
 
     Raises:
         DeadlockError: No event was left, and some main had not returned. The message lists what each task waits for.
         TimeLimitError: ``until_s`` was reached before all ranks had ended. The message lists what each task waits for.
-        KeyboardInterrupt: SIGINT, between two events. The message lists what each task waits for.
+        KeyboardInterrupt: SIGINT was received between two events. The message lists what each task waits for.
         LocalProtocolError: ``simulate`` was called inside a world or a simulation, or a task loops without waiting. On
-            a rank: the program used a thread, a process, a socket or anything else that does not follow from the seed.
+            a rank: the program used a thread, a process, a socket or another source of nondeterminism.
         TypeError, ValueError: An argument is of the wrong type or out of range.
     """
     validation.main_function(main, args)
@@ -129,7 +129,7 @@ def simulate(
             "inherited_random", inherited, f"a list of names out of {', '.join(map(repr, sorted(INHERITABLE)))}"
         )
     run = functools.partial(_Simulation.run, options=options, until_s=until_s, after_event=after_event)
-    # These contexts must end after the objects of the simulation are freed.
+    # These contexts must exit only after the simulation's objects are freed.
     with one_at_a_time(), collecting_at_fixed_points(arguments.size):
         return _run_alone(arguments, inherited_random, lambda simulation: run(simulation, main, args))
 
@@ -161,7 +161,7 @@ def _no_time() -> Generator[None, None, None]:
 
 
 class _Clock:
-    """Adds the virtual time of computations to a simulated rank: at safe points, and for work in threads."""
+    """Advances a simulated rank's virtual time by its computing time, at safe points and for work in threads."""
 
     def __init__(self, simulation: _Simulation, loop: RankLoop) -> None:
         self._simulation = simulation
@@ -202,7 +202,7 @@ class _Simulation:
         self._faults = faults = arguments.faults
         compute = arguments.compute
         self._fired = [0] * len(faults)
-        # Each rank draws from its own generator, so that one more message does not change all later computing times.
+        # Each rank has its own generator, so that an additional message does not change all later computing times.
         self._compute_samplers = [compute.sampler(r, random.Random(f"{seed} compute {r}")) for r in range(size)]
         self._slowdowns = [1.0] * size
         self._overruns = random.Random(f"{seed} overruns")
@@ -309,7 +309,7 @@ class _Simulation:
                 self._states.restore()
 
     def _let_happen(self, until_s: float | None, after_event: Callable[[], object] | None) -> bool:
-        """Run events; return False if none is left. Raise EndlessLoopError naming the tasks."""
+        """Run events; return False if none is left. If tasks loop endlessly, raise EndlessLoopError naming them."""
         try:
             return self._scheduler.run(until_s=math.inf if until_s is None else until_s, after_event=after_event)
         except EndlessLoopError as error:
@@ -364,7 +364,7 @@ class _Simulation:
             self._stop_if_over()
 
     def draw_busy_s(self, loop: RankLoop) -> float:
-        """Draw a rank's computing time before a safe point, which may last until one of its timers is overdue."""
+        """Sample a rank's computing time before a safe point; it may extend past the expiry of a timer of the rank."""
         seconds = self.draw_compute_s(loop.rank)
         if self._overrun_probability and self._overruns.random() < self._overrun_probability:
             now = loop.time()
@@ -374,7 +374,7 @@ class _Simulation:
         return seconds
 
     def draw_share(self) -> float:
-        """Draw a number from 0 to 1."""
+        """Sample a number uniformly from 0 to 1."""
         return self._scheduler.random()
 
     def has_died(self, loop: RankLoop) -> bool:
@@ -386,14 +386,14 @@ class _Simulation:
             self._scheduler.stopped = True
 
     def draw_compute_s(self, rank: int) -> float:
-        """Draw the duration of a computation of ``rank``, in virtual seconds."""
+        """Sample the duration of a computation of ``rank``, in virtual seconds."""
         self._trace.add(self._scheduler.time(), "compute", rank, 0, 0, 0)
         return self._compute_samplers[rank]() * self._slowdowns[rank]
 
     # -- faults of ranks --------------------------------------------------------------------------------------------
 
     def _strike(self, index: int, fault: Kill | Restart | Join | Interrupt | Stall | SlowRank) -> None:
-        """Apply a fault whose time has come, unless the rank has died or ended."""
+        """Apply a fault that is due, unless the rank has died or ended."""
         rank, loop = fault.rank, self._loops[fault.rank]
         if isinstance(fault, (Restart, Join)):
             is_its_turn = isinstance(fault, Join) == (rank in self._absent)
@@ -439,7 +439,7 @@ class _Simulation:
         self._stop_if_over()
 
     def _restart(self, rank: int, index: int) -> None:
-        """Start a new process of a rank that was killed, or has not joined yet."""
+        """Start a new process of a rank that was killed or has not joined yet."""
         self._fire(index)
         self._killed.discard(rank)
         self._trace.add(self._scheduler.now, "join" if rank in self._absent else "restart", rank, 0, 0, 0)
@@ -456,7 +456,7 @@ class _Simulation:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _whereabouts(self, what: str, of_whom: str) -> str:
-        """Describe the event ``what``, and what each task of each rank waits for."""
+        """Describe the event ``what`` and the wait of each rank's tasks, in a message of several lines."""
         lines = [f"{what} at {self._scheduler.now:.9f} s of virtual time, {of_whom}:"]
         for rank in self._unended_ranks():
             lines += self._waiting(rank)

@@ -51,7 +51,7 @@ class Trace:
         self._hash = hashlib.blake2b(digest_size=16)
         self._pending = bytearray()
         self._contents_hash = hashlib.blake2b(digest_size=16)
-        self._contents = bytearray()  # contents that are not in the hash yet
+        self._contents = bytearray()  # message contents that are not in the hash yet
         self._flushed: deque[bytes] = deque(maxlen=1 + KEPT_EVENT_COUNT * _EVENT.size // _FLUSH_NBYTES)
 
     def add(self, time_s: float, kind: str, a: int, b: int, tag: int, nbytes: int) -> None:
@@ -66,7 +66,7 @@ class Trace:
             pending.clear()
 
     def add_content(self, data: bytes | bytearray | memoryview) -> None:
-        """Add the bytes of the last sent message to the digest."""
+        """Add the content of the most recently sent message to the digest."""
         if self._has_ended:
             return
         contents = self._contents
@@ -94,7 +94,7 @@ class Trace:
         return copy.hexdigest()
 
     def tail(self) -> bytes:
-        """Return the last events in packed form, for :func:`unpack`."""
+        """Return the last events in the packed form that :func:`unpack` reads."""
         data = b"".join((*self._flushed, self._pending))
         return data[-KEPT_EVENT_COUNT * _EVENT.size :]
 
@@ -104,5 +104,5 @@ class Trace:
 
 
 def unpack(data: bytes) -> tuple[TraceEvent, ...]:
-    """Return the events that :meth:`Trace.tail` has packed, oldest first."""
+    """Unpack the result of :meth:`Trace.tail`; return the events, oldest first."""
     return tuple(TraceEvent(time_s, _KINDS[code], *rest) for time_s, code, *rest in _EVENT.iter_unpack(data))

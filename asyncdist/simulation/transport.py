@@ -88,7 +88,7 @@ class SimTransport(Transport):
         self._fabric.set_doorbell(self.rank, ring)
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
-        # The listener is called in one of the rank's own turns, because a rank that computes detects nothing.
+        # The listener is called in one of the rank's own turns, because a busy rank cannot detect a loss.
         self._fabric.liveness.set_loss_listener(self.rank, partial(self._call_soon, listen))
 
     def set_return_listener(self, listen: Callable[[int, int], None]) -> None:

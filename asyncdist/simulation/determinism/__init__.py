@@ -1,1 +1,1 @@
-"""Makes a simulated program deterministic: its clocks, random numbers, sets, generators and access to the system."""
+"""Makes a simulated program deterministic: controls its clocks, random numbers, sets, generators and system calls."""

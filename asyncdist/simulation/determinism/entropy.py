@@ -1,8 +1,8 @@
-"""Replaces the operating system's random bytes with bytes that follow from the simulation's seed.
+"""Replaces the operating system's random bytes with bytes derived from the simulation's seed.
 
 ``os.urandom``, ``secrets``, ``uuid.uuid4``, ``random.Random()``, ``random.SystemRandom``, ``random.seed()``,
-``numpy.random.default_rng()``, ``numpy.random.seed()`` and ``torch.seed()`` return different values in each run of a
-program. In a simulation they use a generator that is seeded with the simulation's seed and the rank. Two cases still
+``numpy.random.default_rng()``, ``numpy.random.seed()`` and ``torch.seed()`` normally give different numbers in each
+run. In a simulation they use a generator that is seeded with the simulation's seed and the rank. Two cases still
 use real random bytes: a function that was imported by name before the simulation (``from os import urandom``), and
 ``torch.Generator().seed()``.
 """
@@ -20,13 +20,13 @@ from typing import Any, Final
 
 import torch
 
-#: Owner and name of each replaced function. ``secrets`` and numpy use ``random._urandom``, so it is replaced, too.
+#: Module and name of each replaced function. ``random._urandom`` is included because ``secrets`` and numpy use it.
 _NAMES: Final[tuple[tuple[Any, str], ...]] = (
     (os, "urandom"),
     (random, "_urandom"),
     *([(os, "getrandom")] if hasattr(os, "getrandom") else []),
 )
-#: Value for ``torch.seed()`` to return if it is known, as in a replay; None otherwise.
+#: Value for ``torch.seed()`` to return if it is known in advance, as in a replay; otherwise None.
 known_torch_seed: ContextVar[int | None] = ContextVar("asyncdist_known_torch_seed", default=None)
 
 

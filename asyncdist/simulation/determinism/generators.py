@@ -27,7 +27,7 @@ class Generators:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Record the generators that this thread starts, and close abandoned generators, until the context ends."""
+        """Until the context ends, record the generators that this thread starts, and close abandoned ones."""
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(firstiter=self._on_first, finalizer=self._on_last)
         try:
@@ -46,7 +46,7 @@ class Generators:
         loop = asyncio._get_running_loop()
         if not isinstance(loop, RankLoop):
             return
-        self._forget(id(generator))  # forget a finished generator that had the same address
+        self._forget(id(generator))  # a finished generator may have had the same address
         self._owners[id(generator)] = loop
         self._begun.setdefault(loop, {})[id(generator)] = weakref.ref(generator)
         if len(self._owners) > 2 * self._swept_count + 100:

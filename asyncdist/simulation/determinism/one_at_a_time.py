@@ -1,4 +1,4 @@
-"""Allows one simulation at a time in a process, because a simulation replaces functions of the whole process."""
+"""Allows only one simulation at a time in a process, because a simulation patches functions process-wide."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ replaced once per simulation by functions that use the running rank's generator,
 would take three times as long.
 
 A function that was imported from ``random`` before the simulation (``from random import random``) is not replaced and
-is shared by all ranks. A function imported from ``numpy.random`` does draw the rank's own numbers, except for the
-second half of a pair of normal numbers, which numpy stores elsewhere.
+is shared by all ranks. A function imported from ``numpy.random`` does use the rank's own generator. The exception is
+the second of a pair of normal variates, which numpy stores outside the generator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from numpy.random.bit_generator import ISeedSequence
 from asyncdist.simulation.determinism.entropy import entropy_from
 from asyncdist.tensors.torch_modes import FRESH, RankModes
 
-#: Generators whose initial state on each rank can be copied from the caller.
+#: Generators whose initial state on each rank can be inherited from the caller.
 INHERITABLE: Final = frozenset({"random", "numpy", "torch"})
 _RANDOM_NAMES: Final = [
     name for name in dir(random) if getattr(getattr(random, name), "__self__", None) is random._inst
@@ -46,7 +46,7 @@ _set_torch_state: Final = torch.default_generator.set_state
 
 
 class _Seed(ISeedSequence):
-    """Generates the seed words of a numpy generator, because numpy's own ``SeedSequence`` takes 50 us per rank."""
+    """Generates seed words for a numpy generator; numpy's own ``SeedSequence`` takes 50 us per rank."""
 
     def __init__(self, text: str) -> None:
         self._rng = random.Random(text)
@@ -67,10 +67,11 @@ class _States(NamedTuple):
 
 
 class RandomStates:
-    """Stores the random states of all ranks and of the code outside, and activates one of them in the process.
+    """Stores the random states of each rank and of the code outside the ranks, and activates one of them at a time.
 
-    The initial states follow from the seed and the rank; the caller's draws and seeds have no effect. A script may seed
-    generators before it calls ``run``, so every rank begins with the caller's state of the ``inherited`` generators.
+    The initial states are derived from the seed and the rank, and are independent of the caller's random states. The
+    exceptions are the ``inherited`` generators, which a script may seed before it calls ``run``: every rank begins with
+    the caller's state of these generators.
     """
 
     def __init__(self, size: int, seed: int, inherited: Collection[str] = ()) -> None:
@@ -90,11 +91,11 @@ class RandomStates:
         self._torch.append(torch.get_rng_state())
         self._modes = RankModes(size, FRESH)
         self._generators.append(np.random.get_bit_generator())
-        # Even calls by other threads to numpy's global instance draw from the running rank's generator.
+        # Calls to numpy's global instance use the running rank's generator, even in other threads.
         numpy_outside = np.random.RandomState(self._generators[-1])
         numpy_outside.set_state(
             np.random.mtrand._rand.get_state(legacy=False)
-        )  # the state includes the stored half of a pair of normal numbers
+        )  # the state includes the stored second variate of a normal pair
         self._numpy.append(numpy_outside)
         self._random.append(random._inst)
         self._entropy: dict[int, random.Random] = {}
@@ -106,7 +107,7 @@ class RandomStates:
         self.current = size
 
     def _fresh(self, process: str) -> _States:
-        """Return the initial random states of the process with this name, which is part of their seed."""
+        """Return initial random states, seeded with the simulation's seed and the name of the process."""
         inherited = self._inherited
         number = random.Random(f"{self._seed} random state {process}").getrandbits(63)
         seed: Any = _Seed(f"{self._seed} numpy's random state {process}")
@@ -124,7 +125,7 @@ class RandomStates:
         return states
 
     def restart(self, rank: int, incarnation: int) -> None:
-        """Give a new process of ``rank`` initial states that differ from those of the rank's previous processes."""
+        """Initialise the states of a new process of ``rank``, different from those of the rank's previous processes."""
         current = self.current
         if rank == current:
             self.switch(self._outside)
@@ -138,13 +139,13 @@ class RandomStates:
 
     @contextmanager
     def of_this_thread(self) -> Iterator[None]:
-        """Let each rank on this thread draw its own system random bytes until the context ends."""
+        """Replace this thread's system random bytes with per-rank deterministic bytes until the context ends."""
         self._thread = get_ident()
         with entropy_from(self._entropy_bytes):
             yield
 
     def _entropy_bytes(self, count: int) -> bytes | None:
-        """Draw random bytes for the running rank; return None if no rank is running."""
+        """Return random bytes for the running rank, or None if no rank is running."""
         rank = self.current
         if rank == self._outside:
             return None

@@ -1,9 +1,9 @@
-"""Prevents simulated ranks from using threads, processes and sockets, whose results would not follow from the seed.
+"""Prevents simulated ranks from using threads, processes and sockets, whose results would not be deterministic.
 
-The event loop refuses its own methods of this kind. All other calls, listed in :data:`_ENTRIES`, raise on the
+The event loop refuses its own thread, process and socket methods. The calls in :data:`_ENTRIES` raise on the
 simulation's thread before they create anything. Some libraries may start threads and processes, because their results
-follow from the seed (a compiler, the workers of a ``DataLoader``) or do not reach the program (progress bars,
-TensorBoard). Such a library is recognised by the first calling module outside the standard library.
+are deterministic (a compiler, ``DataLoader`` workers) or do not reach the program (progress bars, TensorBoard). A
+trusted library is recognised by the first calling module outside the standard library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Final, NoReturn
 
 from asyncdist.errors import LocalProtocolError
 
-#: Owner, name and description of each refused call. Constructors are refused, because half-made objects log errors.
+#: Owner, name and description of each refused call. Objects are refused on construction: half-made objects log errors.
 _ENTRIES: Final[tuple[tuple[Any, str, str], ...]] = (
     (threading.Thread, "start", "starting a thread"),
     (socket.socket, "__init__", "a socket"),
@@ -33,11 +33,11 @@ _ENTRIES: Final[tuple[tuple[Any, str, str], ...]] = (
     (asyncio.BaseEventLoop, "__init__", "another event loop"),
     *((os, name, f"os.{name}") for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system")),
 )
-#: Top-level packages that may start threads and processes in a simulation, and that read the real clock.
+#: Top-level packages that may start threads and processes and read the real clock in a simulation.
 TRUSTED: Final = frozenset({"numpy", "torch", "tqdm"})
-#: Other packages that may start threads, which only draw progress bars or write logs and checkpoints.
+#: Other packages that may start threads, which only display progress bars or write logs and checkpoints.
 _TELLING_NOTHING: Final = frozenset({"lightning", "pytorch_lightning", "rich", "tensorboard"})
-#: Modules that start processes or threads on behalf of their caller, so the caller decides.
+#: Modules that start processes or threads on behalf of their caller, so the caller determines whether this is allowed.
 _SERVANTS: Final = ("torch.multiprocessing", "torch.distributed", "tqdm.contrib", __name__)
 
 
@@ -51,7 +51,7 @@ def refuse(what: str) -> NoReturn:
 
 @contextlib.contextmanager
 def refused_outside() -> Iterator[None]:
-    """Refuse threads, processes and sockets to code on this thread until the context ends."""
+    """Make code on this thread raise if it uses threads, processes or sockets, until the context ends."""
     simulating = os.getpid(), threading.get_ident()
 
     def is_refused() -> bool:
@@ -61,7 +61,7 @@ def refused_outside() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, what in _ENTRIES:
             original = getattr(owner, name, None)
-            if original is not None:  # some operating systems lack some of the functions
+            if original is not None:  # not every operating system has every function
                 setattr(owner, name, _guarded(original, what, is_refused))
                 stack.callback(setattr, owner, name, original)
         yield

@@ -1,10 +1,10 @@
-"""Makes asyncio's sets of tasks iterate in an order that follows from the program, so that runs can be repeated.
+"""Makes the iteration order of asyncio's task sets deterministic, so that runs are reproducible.
 
-The order of a set depends on the hashes of its members. The default hash is an address, which differs in each run, so
-tasks and futures of a simulated rank are hashed by a number. ``asyncio.as_completed`` also puts coroutines into sets,
-and ``asyncio.wait`` futures made by ``asyncio.Future()``. During a simulation, asyncio's functions therefore use sets
-that iterate in insertion order. A program's own sets of coroutines, or of other objects without ``__hash__``, have no
-deterministic order.
+The order of a set depends on the hashes of its members. By default, an object is hashed by its address, which differs
+in each run. Tasks and futures of a simulated rank are therefore hashed by a number. ``asyncio.as_completed`` also puts
+coroutines into sets, and ``asyncio.wait`` puts futures made by ``asyncio.Future()`` into sets. During a simulation,
+asyncio's functions therefore use sets that iterate in insertion order. A program's own sets of coroutines, or of other
+objects without ``__hash__``, have no deterministic order.
 """
 
 from __future__ import annotations
@@ -68,6 +68,6 @@ def ordered_sets() -> Iterator[None]:
 
 
 def _hash_of_gathered(future: Any) -> int:
-    """Return the hash of a future of ``asyncio.gather``: its number if it is on a rank's loop, else its address."""
+    """Return the hash of an ``asyncio.gather`` future: its number if it is on a rank's loop, else its default hash."""
     loop = future.get_loop()
     return loop.number_of(future) if isinstance(loop, RankLoop) else object.__hash__(future)

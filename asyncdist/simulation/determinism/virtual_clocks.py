@@ -1,16 +1,16 @@
 """Makes ``time.sleep`` and the clocks of the module ``time`` use virtual time on simulated ranks.
 
 ``time.sleep(1)`` advances the rank's time by one second, during which none of its tasks, timers or callbacks run.
-Messages sent by the callback afterwards carry the later time; messages that arrived during the sleep are received at
-the next await. A loop that polls a clock, including the event loop's, also advances time. More than
+Messages that the callback sends after the sleep are sent at the later time. Messages that arrive during the sleep are
+received at the next await. A loop that polls a clock, including the event loop's, also advances time. More than
 :data:`~asyncdist.simulation.rank_turns.READ_COUNT_MAX` reads and sleeps in one callback raise an error. Other blocking
 calls (``threading.Event.wait``, ``queue.Queue.get``, ``select.select``) block in real time and take no virtual time.
 ``time.localtime``, ``strftime`` and similar functions use virtual time by default, in the machine's time zone.
 
-The functions are replaced for the duration of the simulation. Outside of the ranks' turns, in other threads and in
-forked processes, they call the originals. They also do so for the standard library and torch, which wait for real
-processes and files. A function that was imported by name before the simulation (``from time import sleep``) is not
-replaced, and ``datetime.now`` returns real time.
+The functions are replaced for the duration of the simulation. The replacements call the originals outside the ranks'
+turns, in other threads and in forked processes. They also call the originals for the standard library and torch, which
+wait for real processes and files. A function that was imported by name before the simulation (``from time import
+sleep``) is not replaced, and ``datetime.now`` returns real time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, Final
 from asyncdist.simulation.determinism.sandbox import TRUSTED
 from asyncdist.simulation.processes.event_loop import RankLoop
 
-#: Value of ``time.time`` at the beginning of a simulation: 1 January 2020.
+#: Initial value of ``time.time`` in a simulation: 1 January 2020.
 EPOCH_S: Final = 1_577_836_800.0
 #: Initial value of each clock, in seconds.
 _CLOCKS: Final = {"time": EPOCH_S, "monotonic": 0.0, "perf_counter": 0.0, "process_time": 0.0, "thread_time": 0.0}

@@ -1,4 +1,4 @@
-"""Cleans up the unfinished tasks of killed ranks by running their ``finally`` blocks, as far as possible."""
+"""Cleans up the unfinished tasks of killed ranks by running their ``finally`` blocks as far as possible."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.scheduler import Scheduler
 from asyncdist.waits import WaitId, WaitKind
 
-#: Total number of events after which the remaining tasks are dropped unfinished.
+#: Maximum number of events during the clean-up; tasks that are then unfinished are dropped.
 _EVENT_COUNT: Final = 100_000
 _CANCEL_COUNT: Final = 10
 
@@ -58,7 +58,7 @@ def clear_away(loops: Sequence[RankLoop], scheduler: Scheduler) -> None:
 
 
 def forget_earlier(world: World, options: RecordOptions | None) -> None:
-    """Remove the recording of an earlier simulation with the same seed, except the new file of ``world``."""
+    """Remove the recording of an earlier simulation with the same seed, but keep the new file of ``world``."""
     if options is not None:
         job = job_name(world)
         remove_earlier(options.folder, job, file_name(job, world.rank, world.incarnation))

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @types.coroutine
 def _fall_asleep() -> Generator[None, None, None]:
-    """Yield once, so that the task continues after all callbacks that are ready now."""
+    """Yield once, so that all callbacks that are ready now run before the task resumes."""
     yield
 
 
@@ -38,7 +38,7 @@ class SimTask(asyncio.Task[Any]):
 
 
 class SimFuture(asyncio.Future[Any]):
-    """A future with a deterministic hash: a number, which is assigned when the hash is first needed."""
+    """A future with a deterministic hash: a number that is assigned when the hash is first needed."""
 
     def __hash__(self) -> int:
         loop: Any = self.get_loop()
@@ -67,9 +67,9 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         self._exception_handler: Callable[[RankLoop, dict[str, Any]], object] | None = None
 
     def be_busy(self, seconds: float) -> Awaitable[None]:
-        """Make the rank busy for ``seconds``. The caller must await the result now, and continues before others."""
+        """Make the rank busy for ``seconds``. The caller must await the result at once, and resumes before others."""
         self.become_busy(seconds)
-        return _fall_asleep()  # a future would double the cost
+        return _fall_asleep()  # awaiting a future would cost twice as much
 
     def create_future(self) -> asyncio.Future[Any]:
         return SimFuture(loop=self)
@@ -103,7 +103,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         return self._exception_handler
 
     def set_exception_handler(self, handler: Callable[[RankLoop, dict[str, Any]], object] | None) -> None:
-        """Set the function that is called with exceptions that no task of this rank retrieves; None for the default."""
+        """Set the handler for exceptions that no task of this rank retrieves; None for the default handler."""
         if handler is not None and not callable(handler):
             raise TypeError(f"the exception handler must be a function or None, got {handler!r}")
         self._exception_handler = handler
@@ -140,7 +140,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         refuse("a thread or process pool")
 
     async def shutdown_asyncgens(self) -> None:
-        """Close the remaining generators, as asyncio does when the rank's main has ended."""
+        """Close the remaining asynchronous generators, as asyncio does after main has ended."""
         left = self.generators(self)
         results = await asyncio.gather(*[generator.aclose() for generator in left], return_exceptions=True)
         for generator, result in zip(left, results, strict=True):
@@ -181,7 +181,7 @@ def _not_for_ranks(name: str) -> Any:
     return method
 
 
-#: Methods that are refused, because they reach outside the simulation. asyncio's NotImplementedError gives no reason.
+#: Methods that reach outside the simulation. They are refused with a reason, which asyncio's NotImplementedError lacks.
 _OUTSIDE: Final = (
     "add_reader",
     "add_signal_handler",

@@ -1,10 +1,10 @@
-"""Tracks the deaths and restarts of simulated ranks: which process of a rank each other rank is connected to.
+"""Tracks the deaths and restarts of simulated ranks, and the connections between their processes.
 
 A restarted rank is a new process with the same rank number, and its *incarnation* is higher by one. As with TCP
 connections, a message belongs to the two processes between which it was sent, and never reaches a later process. A rank
-detects a new process in one of its own turns, after it has detected the death of the previous process; messages of the
-new process are held until then. The new process is connected to a rank after that rank has detected it. If one process
-ends before it has accepted a connection, the other process detects a loss.
+detects a new process in one of its own turns, after it has detected the death of the previous process; messages from
+the new process are held until then. Only then is the new process connected to the rank. If one process ends before it
+has accepted a connection, the other process detects a loss.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Liveness:
     """Tracks which simulated ranks are dead, and which ranks have detected each death.
 
     Attributes:
-        dead: Ranks that have no process, because it was killed or has not joined yet.
+        dead: Ranks without a process: they were killed, or have not joined yet.
         died_at: Time of death of each dead rank.
         closed: Ranks whose process has ended normally.
         known_lost: For each rank, the ranks that it regards as lost.
@@ -50,11 +50,11 @@ class Liveness:
         self.known_lost: list[set[int]] = [set() for _ in range(size)]
         self.stale_count = 0
         self._incarnations = [0] * size
-        self._met: dict[tuple[int, int], int] = {}  # connected incarnation by (observer, other); 0 if missing
+        self._met: dict[tuple[int, int], int] = {}  # (observer, other) -> connected incarnation of other; 0 if missing
         self._held: dict[tuple[int, int], list[Any]] = {}
         self._introduced: list[dict[int, int]] = [
             {} for _ in range(size)
-        ]  # for each rank, the new processes that it has detected and not accepted yet
+        ]  # for each rank, the new processes that it has detected but not accepted yet
         self.closed: set[int] = set()
         self._loss_listeners: list[Callable[[int], object] | None] = [None] * size
         self._return_listeners: list[Callable[[int, int], object] | None] = [None] * size
@@ -85,7 +85,7 @@ class Liveness:
     # -- losses -----------------------------------------------------------------------------------------------------
 
     def kill(self, rank: int) -> list[Any]:
-        """Kill the process of ``rank``; return the messages held for it. Each peer detects the loss separately."""
+        """Kill the process of ``rank``, and return the messages held for it. Each peer detects the loss separately."""
         self.dead.add(rank)
         self.died_at[rank] = self._scheduler.now
         held = self._drop_held(rank)
@@ -95,7 +95,7 @@ class Liveness:
         return held
 
     def empty(self, rank: int) -> None:
-        """Mark ``rank`` as lost from the beginning, because its first process joins later. All ranks know this."""
+        """Mark ``rank`` as lost from the beginning for all ranks, because its first process joins later."""
         self.dead.add(rank)
         self.died_at[rank] = 0.0
         for observer in range(self._size):
@@ -181,7 +181,7 @@ class Liveness:
         return not (has_ended or {observer, other} & self.dead or self._incarnations[other] != incarnation)
 
     def accept(self, observer: int, other: int, incarnation: int) -> bool:
-        """Connect ``observer`` to a process of ``other``; return whether this process exists and was unknown."""
+        """Connect ``observer`` to a process of ``other``; return whether it exists and was not yet connected."""
         self._introduced[observer].pop(other, None)
         if other not in self.known_lost[observer] or not self._is_there(observer, other, incarnation):
             return False

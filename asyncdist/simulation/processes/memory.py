@@ -2,8 +2,8 @@
 
 Garbage is collected only at fixed points (see :class:`asyncdist.simulation.scheduler.Scheduler`) and once at the end,
 because Python's automatic collections would take half of the time. With pages of 2 MiB instead of 4 KiB, 1,000 ranks
-exchange messages nearly twice as fast, because each message accesses more memory pages than a processor's translation
-buffer holds.
+exchange messages nearly twice as fast, because each message accesses more memory pages than the processor's translation
+lookaside buffer holds.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import sys
 from collections.abc import Iterator
 from typing import Final
 
-#: Number of new objects after which Python collects garbage even between fixed points, to bound memory.
+#: Number of new objects after which Python collects garbage even between fixed points, to limit memory use.
 _OBJECT_COUNT_MAX: Final = 2_000_000
-#: Number of ranks from which huge pages save more time than their set-up takes.
+#: Minimum number of ranks for which huge pages save more time than their setup takes.
 MANY_RANKS: Final = 256
-#: Argument of ``madvise``, which allows huge pages in a range of addresses.
+#: Argument of ``madvise`` that allows huge pages in an address range.
 _MADV_HUGEPAGE: Final = 14
 _MADV_COLLAPSE: Final = 25
 _HUGE_PAGE_NBYTES: Final = 2 << 20
