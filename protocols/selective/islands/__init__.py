@@ -1,1 +1,1 @@
-"""Islands: a population is divided into groups with separate policies, whose best ranks are donors in other groups."""
+"""Islands: groups of ranks with separate policies. The best ranks of an island become donors in other islands."""

@@ -1,7 +1,7 @@
 """Divides the ranks of a population into islands of equal size, and defines the options for islands.
 
-The ranks are ordered by host first, so that an island spans few hosts and little of its traffic is between hosts. The
-division is computed from each rank's position, so no rank stores a list of all islands.
+The ranks are first grouped by host, so that an island spans few hosts and little of its traffic is between hosts. A
+rank's island is computed from the rank's position, so no rank stores a list of all islands.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ class IslandOptions(Options):
     )
 
     def __post_init__(self) -> None:
-        """Check the values as far as possible without the number of ranks, and fill in the defaults."""
+        """Make all checks that do not need the number of ranks, and fill in the defaults."""
         Options.__post_init__(self)
         for name, default in (("migrate_every", 10), ("migration", "ring")):
             value = getattr(self, name)
@@ -84,7 +84,7 @@ class IslandOptions(Options):
 
     @contextlib.contextmanager
     def told_where_others_miss(self) -> Iterator[None]:
-        """Add to a StartTimeoutError of the body the hint that missing ranks may wait in another island."""
+        """Add a hint to a StartTimeoutError raised in the body: missing ranks may be waiting in another island."""
         try:
             yield
         except StartTimeoutError as error:
@@ -148,7 +148,7 @@ class Island:
     """One island: a group of ranks with a policy of its own, and its position among the other islands.
 
     Attributes:
-        population: All ranks, in the order of the islands; for a whole world a `range`, which takes no memory.
+        population: All ranks, ordered by island; a `range` for the whole world, to save memory.
     """
 
     index: int

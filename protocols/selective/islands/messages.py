@@ -1,4 +1,4 @@
-"""Defines the messages between islands, by which the best rank of one island becomes a donor in another."""
+"""Defines the messages between islands that make the best rank of one island a donor in another."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class Emigrant:
     Attributes:
         digest: Digest of the class, name, model and options of the policy.
         is_passed_on: Whether a rank of the other island has forwarded this message.
-        marks: Checksums of initial weights, at most two different ones, that are known in the sender's island.
+        marks: Up to two different checksums of initial weights that are known in the sender's island.
     """
 
     policy: int

@@ -15,7 +15,7 @@ from asyncdist.protocols.selective.waiting import FREE_ROUNDS, NOISE_S, believed
 
 T = TypeVar("T")
 
-#: Largest number of guests that wait for a round; a new guest then replaces the oldest.
+#: Maximum number of guests that wait for a round. If it is reached, a new guest replaces the oldest.
 GUEST_COUNT_MAX: Final = 4
 
 
@@ -30,7 +30,7 @@ class Migrants:
     """Tracks one island's emigrant (a donor for another island) and its guests (donors from other islands).
 
     Args:
-        members: The coordinator's members. The guests of a round are added to them, and removed after the round.
+        members: The coordinator's members, to which the guests of a round are added until the round ends.
         every: Number of decisions after which the next emigrant is chosen; 0 disables emigration.
     """
 
@@ -46,7 +46,7 @@ class Migrants:
         self.named: tuple[int, ...] = ()
 
     def on_decision(self, number: int, reports: Mapping[int, ReportRecord]) -> None:
-        """Choose the best judged member as the emigrant, if one is due after this decision and its metric is finite."""
+        """If an emigrant is due after this decision, choose the best judged member, provided its metric is finite."""
         if not self._every or number % self._every or not reports:
             return
         best = order_worst_first({rank: report.value for rank, report in reports.items()}, self._metric_mode)[-1]

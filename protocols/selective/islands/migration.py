@@ -29,7 +29,7 @@ from asyncdist.protocols.selective.scopes import PolicyScopes
 
 logger = logging.getLogger("protocols.selective.islands.migration")
 
-#: Largest number of islands that are tried, at random or along the ring, until a live rank is found.
+#: Maximum number of islands to search for a live rank, at random or along the ring.
 _TARGET_COUNT_MAX: Final = 64
 
 
@@ -54,7 +54,7 @@ class Migration:
     """Sends and receives one rank's messages to and from other islands.
 
     Args:
-        draw: Generator that chooses islands at random; None for the ring.
+        draw: Random generator that chooses islands; None for the ring.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Migration:
         self._visits: Visits | None = visits
         self._coordination = coordination
         self._absent: set[int] = set()  # ranks of other islands that have left the policy
-        self._sent: tuple[Emigrant, int] | None = None  # newest announcement, and the rank that it was sent to
+        self._sent: tuple[Emigrant, int] | None = None  # newest announcement, and its receiver
         self._has_warned = False
         self.is_first = island.index == 0
         self._board = services.shared(Board)
@@ -112,7 +112,7 @@ class Migration:
     # -- on the coordinating rank -----------------------------------------------------------------------------------
 
     def emigrate(self, rank: int, incarnation: int) -> None:
-        """Announce to another island that a member of this island can be a donor there."""
+        """Announce a member of this island to another island, as a possible donor."""
         self._send(Emigrant(self._policy, rank, incarnation, self._digest, marks=self._marks))
 
     def _send(self, emigrant: Emigrant) -> None:
@@ -122,7 +122,7 @@ class Migration:
             self._board.send(emigrant, dest)
 
     def _dests(self) -> Iterator[int]:
-        """Yield the live ranks of other islands, in the order in which an announcement is tried."""
+        """Yield the live ranks of other islands, in the order in which they are tried for an announcement."""
         for index in self._targets():
             ranks = self._island.ranks_of(index)
             yield from (rank for rank in ranks if rank not in self._services.gone and rank not in self._absent)

@@ -1,7 +1,7 @@
 """Makes this rank a donor in other islands, in addition to its role in its own island.
 
-A :class:`Visit` has the state machine, the channels and the snapshots of a donor in another island, where it is treated
-like any donor. It is opened by an invitation, and remains open for later rounds.
+A :class:`Visit` has the state machine, channels and snapshots of a donor in another island, which treats this rank like
+any other donor. An invitation opens the visit, which remains open for later rounds.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Visit:
             self._services.engine.loop.call_soon(self._lose, rank)
 
     def _lose(self, rank: int) -> None:
-        """End this rank's role if ``rank``, which is gone, is the other island's coordinator."""
+        """Handle the loss of ``rank``: end this rank's role if it was the other island's coordinator."""
         if rank == self._coordination.coordinator:
             self._coordination.follow(self._coordination.epoch, None)
             self._roles.lose_coordinator("is gone")
@@ -123,12 +123,12 @@ class Visit:
                     logger.debug("a coordinator of another island sent a %s", type(other).__name__)
 
     def _is_given(self, assign: Assign) -> bool:
-        """Return whether an assignment is valid for a guest: a donor's role, and no unknown ranks."""
+        """Return whether an assignment is valid for a guest: it assigns a donor's role, and names no unknown ranks."""
         return assign.role == DONOR and not assign.admits and assign.is_among(*self._known)
 
 
 class Visits:
-    """Manages this rank's visits, its work as a donor in other islands."""
+    """Manages this rank's visits: its roles as a donor in other islands."""
 
     def __init__(self, services: Services, island: Island, own: RoundMember, resources: RoleResources) -> None:
         self._services = services

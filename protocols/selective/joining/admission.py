@@ -1,8 +1,9 @@
 """Decides when restarted ranks are admitted to a running policy, and which member sends them its state.
 
-A *newcomer* is the new process of a lost member. It is admitted in a separate round in which one donor sends it its
-whole state. Rounds do not overlap, so a slow newcomer delays all others. An admission therefore has a time limit, which
-doubles after each admission that exceeded it. Other rounds then have nine times as long before the next attempt.
+A *newcomer* is the new process of a lost member. It is admitted in a separate round, in which a donor sends it the
+donor's whole state. Rounds do not overlap, so a slow newcomer delays all other rounds. An admission therefore has a
+time limit, which doubles after each failed attempt. An attempt that exceeds its limit delays the next attempt by nine
+times its own duration.
 """
 
 import math
@@ -16,13 +17,13 @@ from asyncdist.protocols.selective.waiting import HELD_SHARE
 
 #: Largest number of newcomers that are admitted in one round.
 NEWCOMER_COUNT_MAX: Final = 8
-#: Time limit of the first attempt, in cadences (times between reports) and in rounds; the longer time is the limit.
+#: Time limit of the first attempt: this many cadences (times between reports) or rounds, whichever is longer.
 _FIRST_CADENCES: Final = 2.0
 _FIRST_ROUNDS: Final = 6.0
 
 
 class _Failures(NamedTuple):
-    """Failed attempts to admit one newcomer, and the decision and time that the next attempt waits for."""
+    """Number of failed attempts to admit a newcomer, and the decision and time after which the next one may begin."""
 
     failed_count: int = 0
     after_decision: int = -1
@@ -42,7 +43,7 @@ class Newcomers:
         return bool(self._failures)
 
     def add(self, rank: int) -> None:
-        """Add a rank that asks to be admitted."""
+        """Add a rank that requests admission."""
         self._failures[rank] = _Failures()
 
     def remove(self, rank: int) -> None:
@@ -50,7 +51,7 @@ class Newcomers:
         self._failures.pop(rank, None)
 
     def on_round(self, ranks: Sequence[int], decision_count: int, held_s: float, now: float) -> None:
-        """Count a failed attempt for each newcomer that an ended round was to admit, but has not.
+        """Count a failed attempt for each newcomer that an ended round was to admit but did not.
 
         Args:
             decision_count: Number of decisions so far; the next attempt waits for one more.

@@ -1,4 +1,4 @@
-"""Finds the policy that runs on the other ranks, and requests admission of a restarted rank (a *newcomer*).
+"""Finds the policy that runs on the other ranks, and requests admission for a restarted rank (a *newcomer*).
 
 A newcomer sends its request to all live ranks until it is admitted, since the coordinator may change. The coordinator
 compares class, name, model and options, and answers with the scopes for messages between the newcomer and the members.
@@ -16,7 +16,7 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.services import Services
 from asyncdist.waits import WaitId, WaitKind
 
-#: Shortest time in seconds between two requests of a newcomer; the time is longer if answers take longer.
+#: Minimum number of seconds between two requests of a newcomer; slow answers lengthen the interval.
 _ASK_AGAIN_S: Final = 0.5
 
 
@@ -29,7 +29,7 @@ class Request:
     Attributes:
         key: Number that identifies all policies of this class and name on these ranks.
         digest: Digest of the policy's class, name, model and options on the newcomer.
-        left: Number of the policy that the newcomer's process has left before, and does not want to join; 0 for none.
+        left: Number of the policy that the newcomer's process has left, and must not join again; 0 for none.
     """
 
     key: int
@@ -58,7 +58,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Coordinator to newcomer: the running policy has other options or another model, listed in ``values``."""
+    """Coordinator to newcomer: the running policy has different options or another model, listed in ``values``."""
 
     key: int
     values: tuple[tuple[str, str], ...]
@@ -74,7 +74,7 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Ambiguous:
-    """Answers a newcomer's request: the sender is in ``count`` policies of that class and name on the same ranks."""
+    """Answers a newcomer's request: the sender is in ``count`` policies with that class and name on the same ranks."""
 
     key: int
     count: int
@@ -107,8 +107,8 @@ class Application:
     """Sends one newcomer's requests for admission, and evaluates the answers.
 
     Args:
-        timeout_s: Seconds to wait for the coordinator's first answer, and after that for each further answer.
-        left: Policy of this class and name that this process has left before; 0 for none.
+        timeout_s: Seconds to wait for each answer of the coordinator.
+        left: Policy with this class and name that this process has left; 0 for none.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Application:
         return welcome
 
     def _ask(self) -> None:
-        """Send a request to all ranks if the next one is due, and to newly connected ranks in any case."""
+        """Send a request to newly connected ranks and, if the next request is due, to all ranks."""
         now, others = self._services.time(), self._others()
         if now >= self._ask_again_at:
             waited_s = now - self._began_at if self._answer_s is None else 2 * self._answer_s
@@ -219,7 +219,7 @@ class Application:
                 name.
             LateError: All other ranks have left the world, or have left the policy and started no new one before the
                 timeout.
-            ClosedError: All other ranks were restarted, too.
+            ClosedError: All other ranks were restarted as well.
             StartTimeoutError: No coordinator has answered before the timeout.
             RankLostError: No other rank is left.
         """
@@ -239,7 +239,7 @@ class Application:
                 return
             self._met |= {rank for rank in self._ranks if not services.is_unmet(rank)} | services.left_world()
             is_time_up = services.time() >= self._deadline
-            # The policy may run on ranks that are not connected yet, and newly connected ranks have not been asked.
+            # The policy may run on ranks that have not connected, or have connected since the last request.
             others = self._others()
             are_over = self._over.issuperset(others)
             is_over_everywhere = are_over and self._met.issuperset(self._ranks)

@@ -1,7 +1,7 @@
 """Transfers the optimizer's and the policy's state from a donor to a restarted rank, in addition to the weights.
 
-In the step that takes the snapshot, the donor copies the state into one tensor of bytes: a description without code,
-followed by the contents of all tensors. The restarted rank receives first the size and then the state as streams.
+In the step that takes the snapshot, the donor copies the state into one uint8 tensor: a description that contains no
+code, followed by the contents of all tensors. The restarted rank receives two streams: the size, and then the state.
 """
 
 from __future__ import annotations
@@ -110,20 +110,20 @@ def _mapped(change: Any, node: Any) -> Any:
 
 
 def _chunks(state: torch.Tensor | None, nbytes: int) -> list[memoryview] | None:
-    """Return the chunks with the state's size, or with the state, whichever has ``nbytes``; None if neither has."""
+    """Return the chunks of the state's size or of the state, whichever is ``nbytes`` long; None if neither is."""
     if state is not None and nbytes == _LENGTH_NBYTES:
         return [memoryview(bytearray(state.numel().to_bytes(_LENGTH_NBYTES, "little")))]
     return split(byte_view(state), CHUNK_NBYTES) if state is not None and nbytes == state.numel() else None
 
 
 class WholeState(Protocol):
-    """Interface to a member's state without its weights: the state of the optimizer and the policy."""
+    """Interface to a member's optimizer and policy state."""
 
     def whole_state(self) -> Mapping[str, Any]:
         """Return the state as a tree of dicts, lists, tuples, numbers, strings and tensors."""
 
     def restore_whole_state(self, parts: Mapping[str, Any]) -> int:
-        """Load another member's state, and return the iteration from which this rank continues."""
+        """Load another member's state, and return the iteration at which this rank resumes."""
 
 
 def copied(whole: WholeState) -> torch.Tensor | None:
@@ -161,12 +161,12 @@ class StateTransfer:
             stream.stop()
 
     def withdraw_up_to(self, round: int) -> None:
-        """Withdraw a state that was offered in ``round`` or an earlier one, like the weights of these rounds."""
+        """Withdraw the offered state if it was offered in ``round`` or an earlier round."""
         if self._offered is not None and self._offered[0] <= round:
             self.withdraw()
 
     def close(self) -> None:
-        """Stop sending and receiving states; later requests are answered with an abort."""
+        """Stop sending and receiving state; later requests are answered with an abort."""
         self.withdraw()
         self._channel.close(afterwards=self._on_message)
 

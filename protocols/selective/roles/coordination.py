@@ -1,4 +1,4 @@
-"""Interfaces through which a member finds its coordinator, and their implementation for ranks that never coordinate."""
+"""Interfaces through which a member finds its coordinator, with an implementation for ranks that never coordinate."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Coordination(KnowsCoordinator, Protocol):
 
 
 class Followed:
-    """Stores the present coordinator, as other ranks have reported it, on a rank that never coordinates."""
+    """Stores the current coordinator on a rank that never coordinates, as reported by other ranks."""
 
     def __init__(self) -> None:
         self.coordinator: int | None = None

@@ -65,10 +65,11 @@ class Donor:
         self.snapshot_count = 0
 
     def copy(self, round: int, iteration: int, *, with_state: bool) -> Copy:
-        """Begin to copy the present weights. A GPU completes the copy during the next steps.
+        """Begin to copy the current weights. On a GPU, the copy completes during the next steps.
 
         Args:
-            with_state: Whether to copy the optimizer and policy state for a restarted rank as well, before returning.
+            with_state: Whether to copy the optimizer and policy state, for a restarted rank, as well. This copy is
+                complete when the method returns.
 
         Raises:
             ValueError: The model has changed since the policy was created; no copy is offered.

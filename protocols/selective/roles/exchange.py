@@ -23,7 +23,7 @@ class Exchange:
     """Receives the average of one round on a replacer, from the donors or from the reducers.
 
     Attributes:
-        task: Task of :meth:`run`; None before the freeze, and when the task is about to end on its own.
+        task: Task that executes :meth:`run`; None before the freeze, or if the task is about to end on its own.
         average: The complete average; None before it is complete, and in a round that builds fresh weights.
         deadline: Time by which all streams must be complete, set when the round is frozen.
         route: ``"direct"``, or ``"sharded"`` while there are reducers.
@@ -62,7 +62,7 @@ class Exchange:
         return -1 if self._started is None else self._started.donor
 
     def ask_early(self, assign: Assign) -> None:
-        """Request the streams before the round is frozen; a failed request is repeated when it is frozen."""
+        """Request the streams before the round is frozen; failed requests are repeated after the freeze."""
         receiver = self._receive_means(assign) if assign.reducers else self._receive(assign.donors, assign.best)
         try:
             receiver.ask()

@@ -51,7 +51,7 @@ class ExchangeBuffers:
     def release(self, accumulator: Accumulator, *, is_clean: bool) -> None:
         """End an exchange's use of an accumulator.
 
-        If ``is_clean`` is false, chunks may still arrive in the memory, so that it is not reused.
+        If ``is_clean`` is false, chunks may still arrive in its memory, which is therefore not reused.
         """
         accumulator.release()
         if not is_clean:

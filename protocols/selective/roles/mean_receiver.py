@@ -4,7 +4,7 @@ If a reducer has failed, its part is requested from all donors, which gives the 
 is awaited until the round's deadline, since requests to all donors would make a slow network even slower.
 
 Replacers on the same host share the parts of reducers on other hosts: one replacer fetches a part, and the others
-request it from that replacer, or from the reducer if that fails. Each rank first receives the parts that it fetches
+request it from that replacer or, if this fails, from the reducer. Each rank first receives the parts that it fetches
 itself, so that no two ranks wait for each other.
 """
 
@@ -137,7 +137,7 @@ class MeanReceiver:
             self._finish(next(iter(self._streams)))
 
     def _turn_of(self, reducer: int, frozen: Frozen) -> int:
-        """Return a sort key for the order in which parts are awaited: parts of failed reducers are first."""
+        """Return the sort key for the order in which parts are awaited: the parts of failed reducers first."""
         if reducer == self._services.rank:
             return 3
         if self._source_of[reducer] != reducer:
@@ -145,7 +145,7 @@ class MeanReceiver:
         return 1 if reducer in frozen.reducers else 0
 
     async def _is_received(self, reducer: int, frozen: Frozen, deadline: float) -> bool:
-        """Wait for one part from the rank that it was requested from; return False if that rank has failed."""
+        """Wait for one part from the rank asked for it; return False if that rank has failed."""
         self.donor = source = self._source_of[reducer]
         try:
             return (source != reducer or reducer in frozen.reducers) and await self._receive(reducer, deadline)

@@ -1,7 +1,7 @@
 """Connects a member's state machine with its roles: passes events to it, and carries out its instructions.
 
-Events are messages from the coordinator, steps, and the ends of copies and exchanges. The roles do not depend on the
-state machine.
+Events are messages from the coordinator, training steps, and the completion of copies and exchanges. The roles do not
+depend on the state machine.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class MemberRoles:
         return self.donor.fault_of(self._held)
 
     def conclude(self, fault: str) -> None:
-        """Offer the waiting copy, or drop it if ``fault`` is not "" (a reason why a shard cannot be sent)."""
+        """Offer the waiting copy, or drop it if a shard cannot be sent; ``fault`` is the reason, or ""."""
         held, self._held = self._held, None
         if held is not None:
             self._end_copy(held, fault)
@@ -206,14 +206,14 @@ class MemberRoles:
             self.donor.drop(copy)
         points = copy.state_safe_points
         self.carry_out(self._member.on_copied(copy.round, copy.iteration, fault=fault, state_safe_points=points))
-        if is_given:  # this call is the last, since the user's callback may raise
+        if is_given:  # called last, since the user's callback may raise
             self.donor.announce(copy)
 
     async def _take_average(self, exchange: Exchange, frozen: Frozen) -> None:
         try:
             fault = await self.replacer.receive(exchange, frozen)
             if fault:
-                exchange.task = None  # the present task ends on its own and must not be cancelled
+                exchange.task = None  # the current task ends on its own and must not be cancelled
                 self._fail(exchange.round, fault)
             elif self._member.on_averaged(exchange.round):
                 exchange.keep_average()

@@ -1,8 +1,8 @@
 """The reducer's role in a sharded round: adds up one part of the donors' snapshots, for all replacers.
 
 A reducer requests its part from all donors as soon as it is assigned. After the freeze, it adds up the parts in rank
-order, so that the mean has the same bits as on the direct route. Each chunk of the mean is sent while later chunks
-arrive. Parts that arrive before their turn wait in separate memory, in total less than the size of one model.
+order, so that the mean is bitwise equal to that of the direct route. Each chunk of the mean is sent while later chunks
+arrive. Parts that arrive early are buffered; together, these buffers are smaller than one model.
 
 If a part cannot be completed, or the donors have different infinite values in it, requests for its mean are refused,
 and each replacer requests the part from the donors.
@@ -58,7 +58,7 @@ class Reducer:
         self.reduction_count = self.received_nbytes = self.read_nbytes = 0
 
     def begin(self, round: int, assign: Assign) -> None:
-        """Request this reducer's part from all donors; a failed request matters only if the donor is not left out."""
+        """Request this reducer's part from all donors; failed requests are ignored until the round is frozen."""
         assert self._sum is None, f"round {round} begins while this rank reduces in another one"
         others = [donor for donor in assign.donors if donor != self._services.rank]
         part = Part(assign.part, len(assign.reducers))
@@ -80,7 +80,7 @@ class Reducer:
     def stop(self) -> None:
         """Stop offering the mean, or stop computing it."""
         state, self._sum = self._sum, None
-        if state is None:  # this rank only shares other reducers' parts
+        if state is None:  # this rank only shares parts from other reducers
             return
         if state.task is not None and not state.is_settled:
             state.task.cancel()
@@ -150,7 +150,7 @@ class Reducer:
             if snapshot is None:
                 raise RemoteProtocolError(f"round {state.round} was fixed with donor {donor}, which has no snapshot")
             return state.part.of(snapshot)
-        if exact and donor != state.assign.best:  # the best donor was left out, so a new one is asked for exact tensors
+        if exact and donor != state.assign.best:  # the best donor was left out: ask its successor for the exact tensors
             self._finish(state, donor)
             tensors = state.buffers.mean.tensors
             self._ask(state, donor, new_part({dtype: len(tensors[dtype]) for dtype in tensors}), exact=True)

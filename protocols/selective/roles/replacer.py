@@ -62,7 +62,7 @@ class Replacer:
         )
 
     def take_given_up(self) -> StepInfo:
-        """Return the round that was abandoned since the last call, as a step's result; ``NOTHING`` if there is none."""
+        """Return a step's result that reports the round abandoned since the last call; ``NOTHING`` without one."""
         given_up, self._given_up = self._given_up, NOTHING
         return given_up
 

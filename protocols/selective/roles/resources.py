@@ -19,8 +19,8 @@ class RoleResources:
     """The model and the memory that a rank's roles share, in its own island and in other islands.
 
     Attributes:
-        own: The model and optimizer, whose state is checked before it is sent, and replaced by averages.
-        state: Optimizer and policy state, which only restarted ranks receive.
+        own: The model and optimizer, which are checked before they are sent, and receive the averages.
+        state: Optimizer and policy state, which is sent only to restarted ranks.
     """
 
     flat: FlatState

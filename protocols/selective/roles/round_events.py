@@ -15,7 +15,7 @@ from asyncdist.protocols.step_info import RoleAssigned, RoundAbandoned, RoundEnd
 
 
 class RoundEvents:
-    """Creates the events about one member's rounds: a role is assigned, or its round is ended or abandoned.
+    """Creates the events about one member's rounds: a role is assigned, or its round has ended or was abandoned.
 
     Args:
         island: Number of the other island that the rounds belong to; -1 for this rank's own island.
@@ -28,11 +28,11 @@ class RoundEvents:
         self._role, self._round = "", 0  # role and round of the last RoleAssigned, until the event that ends the role
 
     def note(self, instructions: Instructions, assign: Assign | None = None, round: int = 0, reason: str = "") -> None:
-        """Create the events that follow from a change of the member's state.
+        """Create the events for a change of the member's state.
 
         Args:
-            assign, round: The assignment that has caused the instructions, if any.
-            reason: Reason why the round has ended, if that has caused the instructions.
+            assign, round: Assignment that has caused the instructions, if any, and its round.
+            reason: Reason for the end of the round, if that has caused the instructions.
         """
         declined: dict[int, str] = {}
         for told in instructions:

@@ -1,4 +1,4 @@
-"""Starts, freezes and ends the rounds of selective averaging, and composes the messages for each of these moments.
+"""Starts, freezes and ends the rounds of selective averaging, and creates the messages for these transitions.
 
 `protocols.selective.rounds` decides when a round starts, is frozen (its donors no longer change) and ends. This module
 is part of the same state machine.
@@ -18,7 +18,8 @@ from asyncdist.protocols.selective.selection import Decision, SelectiveRules, re
 from asyncdist.protocols.selective.statistics import HISTORY_LENGTH, History, LeftOut
 from asyncdist.protocols.selective.waiting import Patience
 
-#: Largest round number accepted from a member. Frame headers have 32 bits, and later rounds need larger numbers.
+#: Largest round number accepted from a member: half the 32-bit range of frame headers, to leave numbers for later
+#: rounds.
 ROUND_BELIEVED_MAX: Final = 2**31
 
 
@@ -52,7 +53,7 @@ class RoundCourse:
         self._stream_safe_points = stream_safe_points
         self._model_nbytes = model_nbytes
         self._last_number = 0
-        self._overdue: dict[int, deque[int]] = {}  # rounds that timed out before a replacer answered, by replacer
+        self._overdue: dict[int, deque[int]] = {}  # by replacer: rounds that timed out before it answered
         self.current: Round | None = None
         self.decided_count = self.ended_count = self.overdue_count = 0
         self.routes = Counter(direct=0, sharded=0)
@@ -119,7 +120,7 @@ class RoundCourse:
         """End the round, and return one `End` for every live rank that the round has named."""
         sends: list[Send] = []
         for rank in sorted(state.waiting_replacers):
-            if state.frozen:  # the replacer may have applied the average, with its answer still on the way
+            if state.frozen:  # the replacer may have applied the average, and its answer may be in transit
                 self._overdue.setdefault(rank, deque(maxlen=HISTORY_LENGTH)).append(state.number)
                 self.overdue_count += 1
             else:
@@ -144,7 +145,7 @@ class RoundCourse:
             state.waiting_replacers.remove(rank)
         elif number in self._overdue.get(rank, ()):
             while self._overdue[rank].popleft() != number:
-                pass  # messages arrive in order, so that answers to earlier rounds cannot follow
+                pass  # messages arrive in order, so answers to earlier rounds cannot arrive later
             self._history.ignore("Applied after the round's timeout")
         else:
             self._history.ignore("Applied from a rank that owes none")
@@ -175,7 +176,7 @@ class RoundCourse:
         self._history.note_abandoned(reason)
 
     def _release(self, sends: list[Send], state: Round, ranks: Sequence[int], reason: str) -> None:
-        """Append an `End` to ``sends`` for each of ``ranks``, except ranks that are gone or were sent one before."""
+        """Append an `End` to ``sends`` for each of ``ranks``, except ranks that are gone or already have theirs."""
         end, number, members = End(reason), state.number, self._roster.members
         due = [rank for rank in ranks if rank not in state.released and members[rank].live]
         state.released.update(due)

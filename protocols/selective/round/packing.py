@@ -17,9 +17,10 @@ _AS_BITS: Final = b"b"
 _AS_RANGE: Final = b"r"
 _RANK: Final = struct.Struct("<I")
 _RANGE: Final = struct.Struct("<II")
-#: Largest number of ranks in a range, since nine bytes could otherwise claim a huge range. More are packed as bits.
+#: Maximum length of a packed range, since nine bytes could otherwise claim a huge range. Longer ranges become bit
+#: masks.
 RANK_COUNT_MAX: Final = 1 << 16
-#: First byte of packed numbers: one value for all, or the type of their differences from the smallest number.
+#: First byte of packed numbers: all are equal, or the integer type of their differences from the smallest number.
 _SAME: Final = b"="
 _EACH: Final = {b"B": 1 << 8, b"H": 1 << 16, b"I": 1 << 32, b"Q": 1 << 64}
 _EACH_WEIGHT: Final = b"d"
@@ -65,7 +66,7 @@ def unpack_ranks(packed: bytes) -> tuple[int, ...]:
 
 
 def pack_numbers(numbers: Sequence[int]) -> bytes:
-    """Pack 64-bit integers; numbers that differ little take few bytes."""
+    """Pack 64-bit integers; the smaller their range, the fewer bytes they take."""
     if not numbers:
         return b""
     least = min(numbers)
@@ -117,7 +118,7 @@ def unpack_weights(packed: bytes, count: int) -> tuple[float, ...]:
 
 
 def join(*parts: bytes) -> bytes:
-    """Join byte strings into one, each preceded by its length."""
+    """Concatenate byte strings, each preceded by its length."""
     return b"".join(_RANK.pack(len(part)) + part for part in parts)
 
 

@@ -20,7 +20,7 @@ from asyncdist.protocols.selective.round.packing import (
     unpack_weights,
 )
 
-#: Format of the best donor and of the flag that the round admits newcomers.
+#: `struct` format of `best` and `admits`.
 _HEAD: Final = struct.Struct("<q?")
 _BEST: Final = struct.Struct("<q")
 #: Number of unpacked plans to cache, since in a simulation a thousand ranks unpack the same bytes.

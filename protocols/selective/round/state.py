@@ -13,7 +13,7 @@ from asyncdist.protocols.selective.round.plan import Freeze, Plan
 from asyncdist.protocols.selective.selection import Decision
 from asyncdist.protocols.selective.waiting import Pace, as_pace
 
-#: Largest accepted ratio of the safe points for a donor's optimizer and policy state to the safe points for its
+#: Maximum accepted ratio of the number of safe points for a donor's optimizer and policy state to the number for its
 #: weights.
 STATE_STREAM_COUNT_MAX: Final = 20
 #: Number of safe points for the stream of one part: `PART_CHUNK_COUNT` chunks with `WINDOW_COUNT` chunks in flight.
@@ -134,7 +134,7 @@ class Round:
     released: set[int] = field(default_factory=set)
     frozen: bool = False
     admits: bool = False
-    limit_at: float = math.inf  # latest end of a round that admits restarted ranks, since it delays other rounds
+    limit_at: float = math.inf  # time limit of a round that admits restarted ranks, which delays other rounds
     state_safe_points: int = 0  # safe points for a donor's optimizer and policy state, if the round admits
 
     def openings(self, members: Mapping[int, Member]) -> list[Send]:
@@ -152,7 +152,7 @@ class Round:
     def freezings(self, metric_mode: str, timeouts: Mapping[int, float]) -> list[Send]:
         """Return the messages that notify replacers and reducers that the donors no longer change.
 
-        A donor without another role needs no message, since it answers every replacer.
+        A rank that is only a donor needs no message, since it answers every replacer.
 
         Args:
             metric_mode: `"max"` or `"min"`, to find the best of the remaining donors.
@@ -175,18 +175,18 @@ class Round:
         return sorted(self.decision.donors + self.decision.replacers)
 
     def timeouts_s(self, round_timeout_s: float, stream_safe_points: int) -> dict[int, float]:
-        """Return the timeout of each replacer: seconds from the moment when it reads `Frozen`.
+        """Return the timeout of each replacer, in seconds from the time when it reads `Frozen`.
 
-        The timeout is `round_timeout_s` plus the duration of the steps that messages may have to wait for, in the worst
-        case. On the direct route, a replacer requests the snapshots from the donors in turn, after the freeze. Each
+        The timeout is `round_timeout_s` plus the duration of the steps that messages wait for in the worst case. On the
+        direct route, a replacer requests the snapshots from the donors in turn, after the freeze. Each
         donor reads the request in its next step, and the stream takes `stream_safe_points` steps of both ranks.
         Applying the average takes one more step.
 
-        A newcomer, which makes no steps, also receives the size of the rest of the donor's state, and that rest.
+        A newcomer, which makes no steps, also receives the donor's optimizer and policy state, preceded by its size.
 
         On the sharded route, the reducers take more steps before all parts may have to be requested from the donors:
         one to read `Frozen`, one to add up, and the steps of their own streams. A rank that fetches parts for its host
-        takes these steps, too. The stream of a part has small chunks and takes at least `_PART_SAFE_POINTS` steps.
+        takes these steps as well. The stream of a part has small chunks and takes at least `_PART_SAFE_POINTS` steps.
         """
         count = stream_safe_points
         judged = self.judged
