@@ -1,5 +1,5 @@
 # cython: boundscheck=False, wraparound=False
-"""Computes the CRC32 of frames: small ones with lookup tables, if this module is compiled, and others with zlib."""
+"""Computes the CRC32 of frames: with lookup tables for small frames if this module is compiled, otherwise with zlib."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _after_word(crc: int) -> int:
 
 
 def _after_long(crc: int, value: int) -> int:
-    """Return the CRC ``crc`` continued by the eight bytes of ``value``."""
+    """Return the CRC after the eight bytes of ``value``, given the CRC ``crc`` of the preceding bytes."""
     value ^= crc
     return (
         _REMAINDERS[1792 + (value & 0xFF)]

@@ -1,11 +1,12 @@
 """Channels: typed, bounded mailboxes for messages between ranks.
 
-Channels that share a tag are distinguished by their *scope*, a hash of group, name and creation index. A channel of the
-runtime may have a *handler*, a function called with each arriving message, instead of a mailbox.
+Channels that share a tag are distinguished by their *scope*, a hash of group, name and creation index. Instead of a
+mailbox, a channel of the runtime may have a *handler*, a function that is called with each arriving message.
 
-When the mailbox of a user's channel is full, its tag *stalls*: it receives no more messages until a task takes one. A
-full mailbox of a protocol fails with RemoteProtocolError (``"error"``), or keeps only the newest message of each source
-(``"latest"``). A protocol whose coordinator may change has one *epoch* per coordinator (:meth:`Channel.enter_epoch`).
+When the mailbox of a user's channel is full, its tag *stalls*: nothing is received on it until a task takes a message.
+When the mailbox of a protocol's channel is full, the channel fails with RemoteProtocolError (``"error"``), or keeps
+only the newest message of each source (``"latest"``). A protocol whose coordinator may change has one *epoch* per
+coordinator (:meth:`Channel.enter_epoch`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.channels")
 
-#: Number of tests for arrived messages before ``receive`` yields to the loop, in case a reply is about to arrive.
+#: Number of times that ``receive`` tests for messages before it yields to the loop, in case a reply is about to arrive.
 HOT_TEST_COUNT: Final = 100
 #: After this number of sends or receives that did not wait, the next one yields to the loop.
 FAIRNESS_PERIOD: Final = 64
@@ -42,7 +43,7 @@ LAST_MESSAGES_S: Final = 1.0
 
 
 class Channel(Generic[MessageT]):
-    """Sends and receives messages, instances of given dataclasses, on a tag. Made by :meth:`asyncdist.World.channel`.
+    """Sends and receives instances of given dataclasses on a tag; returned by :meth:`asyncdist.World.channel`.
 
     **Ordering**: messages from one rank arrive in the order in which that rank sent them.
     """
@@ -127,7 +128,7 @@ class Channel(Generic[MessageT]):
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def send_nowait(self, message: MessageT, dest: int, *, round: int = 0) -> None:
-        """Start to send a message, and return without waiting.
+        """Start sending a message, and return without waiting.
 
         Args:
             message: An instance of one of the channel's dataclasses.
@@ -193,7 +194,7 @@ class Channel(Generic[MessageT]):
         return True
 
     def _watch(self, request: Request, dest: int, on_done: Callable[[AsyncdistError | None], None]) -> None:
-        """Track a message that did not leave at once, and call ``on_done`` with the error or None when it has left."""
+        """Track a message that did not leave immediately; when it leaves, call ``on_done`` with its error or None."""
         demultiplexer = self.demultiplexer
 
         def on_left(error: AsyncdistError | None) -> None:
@@ -219,8 +220,8 @@ class Channel(Generic[MessageT]):
         """Wait for the next message, and return it.
 
         Args:
-            timeout_s: Seconds to wait; None to wait without a limit. Messages that have arrived are delivered before
-                TimeoutError is raised, even if the event loop was blocked during the timeout.
+            timeout_s: Seconds to wait, or None for no limit. A message that has arrived by then is received, even if
+                the event loop was blocked during the timeout.
 
         **Cancellation**: no message is lost.
 
@@ -303,7 +304,7 @@ class Channel(Generic[MessageT]):
         return len(self._codec.decoders)
 
     def enter_epoch(self, epoch: int) -> None:
-        """Send and receive only messages of ``epoch``, which must be later than the current epoch, from now on.
+        """Enter ``epoch``, which must be later than the current epoch: send and receive only its messages from now on.
 
         Messages of earlier epochs, including those in the mailbox, are dropped and counted. Messages of later epochs
         are kept until this rank enters their epoch.
@@ -378,9 +379,9 @@ class Channel(Generic[MessageT]):
         """Close the channel. Waiting tasks get ClosedError once the mailbox is empty.
 
         Args:
-            afterwards: Function that answers messages that no task received: it is called with each message in the
-                mailbox and each later one, until the scope is opened again or ``ANSWERING_COUNT_MAX`` other channels of
-                the tag have closed. None to drop and count later messages.
+            afterwards: Function that is called with each message in the mailbox and each later message, in order to
+                answer them. It is called until the scope is opened again, or until ``ANSWERING_COUNT_MAX`` other
+                channels of the tag have closed. None to drop and count later messages.
         """
         if not self.inbox.is_closed:
             self.inbox.is_closed = self._outbox.is_closed = True

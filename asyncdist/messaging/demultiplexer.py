@@ -1,9 +1,9 @@
 """Receives the frames of one tag and passes each frame to its channel.
 
 A :class:`TagDemultiplexer` has one persistent wildcard receive for its tag. The route in a frame's header selects the
-channel. A bounded number of frames for channels or epochs that are not open yet is kept
-(:mod:`asyncdist.messaging.early_frames`). Frames for closed channels, and invalid frames, are dropped and counted by
-reason, and logged once per peer. They never raise on this rank.
+channel. Frames for channels or epochs that are not open yet are kept, up to a maximum number
+(:mod:`asyncdist.messaging.early_frames`). Frames for closed channels, and invalid frames, are dropped, counted by
+reason, and logged once per peer. They never raise an exception on this rank.
 
 After main has returned, a rank drops and counts messages on the user's channels, so that no sender waits for this rank.
 """
@@ -92,7 +92,7 @@ class TagDemultiplexer:
 
     Args:
         nonce: Identifies the job; frames of other jobs are dropped.
-        is_users: Whether the channels belong to the user's program, whose tag stalls instead of losing messages.
+        is_users: Whether the channels belong to the user's program. If so, the tag stalls instead of losing messages.
         sent_to: Set to which the receivers of messages are added.
         heard_from: Set to which the senders of received messages are added.
 
@@ -100,7 +100,7 @@ class TagDemultiplexer:
         dropped: Number of dropped frames by reason.
         drop_examples: Description of the last dropped frame by reason.
         under_way_count: Number of sent messages that have not left this rank yet.
-        slow_dests: Ranks to which a message did not leave at once.
+        slow_dests: Ranks to which a message did not leave immediately.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class TagDemultiplexer:
         return [channel.name for channel in self._channels.values() if channel.is_awaited]
 
     def drop(self, source: int, reason: str, particulars: str = "") -> None:
-        """Count a dropped frame by reason, and log the first one from each peer with its particulars."""
+        """Count a dropped frame by reason, and log the first dropped frame of each peer with its particulars."""
         what = particulars or reason
         self.dropped[reason] += 1
         self.drop_examples[reason] = f"tag {self.tag}, rank {source}: {what}"

@@ -2,8 +2,8 @@
 
 Both ends use a plain stream (:mod:`asyncdist.messaging.streams`). The sender sends the first part of the tensor in
 chunks, and writes as much of the tail as it can (:mod:`asyncdist.host_memory.cross_memory_attach`). It then sends the
-number of written bytes as an eight-byte message, and the unwritten rest in chunks, for which the receiver posts its
-receives after the number has arrived.
+number of written bytes as an eight-byte message, and the unwritten rest in chunks. The receiver posts the receives for
+these chunks after the number has arrived.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.streams")
 
-#: Maximum seconds between two written pieces. After a longer pause the sender is assumed to be computing. It then sends
-#: the rest as messages, which the transport moves on its own.
+#: Maximum seconds between two written pieces. After a longer pause the sender is assumed to be busy computing, and
+#: sends the rest as messages, which the transport can transfer in the background.
 ATTENTION_S: Final = 0.001
 _COUNT_NBYTES: Final = 8
 
@@ -85,7 +85,7 @@ class Writer(Pollable):
         return bool(self._senders)
 
     def add(self, sender: DirectWriteSender) -> None:
-        """Start to write the tail of ``sender`` at the next poll."""
+        """Start writing the tail of ``sender`` at the next poll."""
         self._senders.append(sender)
         self._engine.ring()
 
@@ -106,7 +106,7 @@ class DirectWriteReceiver:
     Args:
         targets: Buffers for the chunks before the tail.
         tail: Memory that the sender writes into. It stays referenced until the sender has sent everything or aborted.
-        cancel: Sends the cancel for a slot number. Called on exit if the sender has not yet finished or aborted.
+        cancel: Function that sends the cancel for a slot; called on exit if the sender has not finished or aborted yet.
     """
 
     def __init__(

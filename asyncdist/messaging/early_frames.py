@@ -1,4 +1,4 @@
-"""Keeps a bounded number of frames for channels that this rank has not opened yet, and warns if none is opened."""
+"""Keeps a bounded number of frames for channels that are not open yet, and warns if the channels stay unopened."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("asyncdist.messaging.early_frames")
 
 #: Maximum number of frames kept for unopened channels, per tag.
 EARLY_FRAME_COUNT_MAX: Final = 1024
-#: Seconds after which a warning is logged if a task awaits a different channel of the same tag.
+#: Seconds until a warning about kept frames is logged, if a task awaits a different channel of the same tag.
 EARLY_PATIENCE_S: Final = 5.0
 
 
@@ -74,7 +74,7 @@ class EarlyFrames:
             logger.warning("awaiting %s for %g s: %s", " and ".join(awaited), EARLY_PATIENCE_S, self.describe())
 
     def describe(self) -> str:
-        """Return a description of the frames that wait for unopened channels; empty if there are no frames."""
+        """Describe the frames that wait for unopened channels; return an empty string if there are none."""
         count, ranks = len(self._frames), sorted(self._sources)
         if not count:
             return ""

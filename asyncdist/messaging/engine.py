@@ -4,7 +4,7 @@ The engine stores every request and its buffer until the request has completed, 
 *pass* tests all outstanding requests (:mod:`asyncdist.messaging.polling`); this module has the methods that coroutines
 call.
 
-:class:`Engine` is for a rank that is neither recorded nor replayed. Its subclasses for recordings
+:class:`Engine` is used by ranks that are neither recorded nor replayed. Its subclasses for recordings
 (:mod:`asyncdist.runtime.recording`) and replays (:mod:`asyncdist.simulation.replay.engine`) override the hooks that
 record an event, or repeat it at the recorded time.
 """
@@ -72,15 +72,16 @@ class Engine(Poller):
     Attributes:
         collective_waits: Futures on which coroutines in collectives wait, for reports.
         on_waited: Called with the identity and the duration, in seconds, of each wait; None if waits are not measured.
-        is_loop_idle: Returns whether the event loop is stopped and has nothing to run, so that the calling task need
-            not yield. None if tasks run only in the loop.
-        before_safe_point: Awaited before each safe point of a simulated rank: charges the computing time of user code.
+        is_loop_idle: Function that returns whether the event loop is stopped and has nothing to run; the calling task
+            then need not yield. None if tasks run only in the loop.
+        before_safe_point: Function whose result is awaited before each safe point of a simulated rank, to charge the
+            computing time of user code.
         turn: Number of passes and yields made in the current safe point; odd during a yield.
         woken_count: Number of wake-ups counted since the last safe point began; 0 if the rank is not recorded.
-        clock: Returns the time in seconds. Code whose decisions depend on the time calls this function, so that
-            recordings contain the returned times.
+        clock: Function that returns the time in seconds. Code whose decisions depend on the time calls this function,
+            so that recordings contain the returned times.
         tells_sends: Whether tasks must pass each send to :meth:`name_send` and :meth:`repeat_sent`, even if the message
-            left at once.
+            left immediately.
     """
 
     tells_sends: ClassVar[bool] = False
@@ -129,7 +130,7 @@ class Engine(Poller):
             raise self.failure
 
     async def _pass_on(self, budget_s: float) -> None:
-        """Make the remaining passes of a safe point, after a first pass that completed a request."""
+        """Make the remaining passes of a safe point whose first pass completed a request."""
         now = time.perf_counter if self.before_safe_point is None else self.loop.time
         deadline = now() + budget_s
         talk_pass_count = 0
@@ -169,7 +170,7 @@ class Engine(Poller):
         await self._wait(PendingRequest(request, what, None))
 
     async def wait_or_disown(self, request: Request, what: WaitId) -> None:
-        """Wait for a request, and disown it if the caller is cancelled because the request can never complete."""
+        """Wait for a request; if the caller is cancelled because the request can never complete, disown the request."""
         try:
             await self.wait(request, what)
         except asyncio.CancelledError:
@@ -272,7 +273,7 @@ class Engine(Poller):
         return () if what.peer is None else (what.peer,)
 
     def awaited_s(self, waiter: Any) -> float | None:
-        """Return the seconds that the future ``waiter`` has waited; None if it does not wait for this engine."""
+        """Return the seconds since the wait of the future ``waiter`` began; None if it is not a wait of this engine."""
         found = self._waiters.get(waiter)
         return None if found is None else self.loop.time() - found[1]
 
@@ -388,8 +389,8 @@ class Engine(Poller):
     def call_later(self, delay_s: float, what: WaitId, call: Callable[..., object], *args: Any) -> Timer:
         """Schedule ``call(*args)``, which must not raise, after ``delay_s`` seconds.
 
-        The messages that have arrived are delivered before the call. Code whose timers affect messages or decisions
-        uses this method instead of the loop's, so that replays repeat the call at the recorded time.
+        Messages that have arrived are delivered before the call. Code whose timers affect messages or decisions uses
+        this method instead of the loop's ``call_later``, so that replays repeat the call at the recorded time.
         """
         return self.loop.call_later(delay_s, self._fire, what, call, args)
 
@@ -399,7 +400,7 @@ class Engine(Poller):
         call(*args)
 
     def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
-        """Call ``wake()``, which resumes a task after an event outside of the engine, such as an asyncio timer.
+        """Call ``wake()``, which resumes a task after an event outside the engine, such as an asyncio timer.
 
         A recording stores the time of the call, and a replay repeats the call at that time.
         """
@@ -428,7 +429,7 @@ class Engine(Poller):
         return result
 
     async def ended(self, task: asyncio.Task[Any]) -> None:
-        """Wait until a task has ended in any way; cancelling the caller does not cancel the task."""
+        """Wait until a task has returned, failed or been cancelled; cancelling the caller does not cancel the task."""
         if task.done():
             return
         waiter = self._new_waiter()
@@ -469,10 +470,10 @@ class Engine(Poller):
         return value
 
     def note_reduced(self, tag: int, result: memoryview) -> None:
-        """Record ``result`` of a reduction whose order MPI chose; in a replay, overwrite it with the recorded bytes."""
+        """Record the result of a reduction whose order MPI chose; in a replay, replace it with the recorded bytes."""
 
     def name_send(self, kind: WaitKind, dest: int, tag: int) -> WaitId | None:
-        """Return an identity for a send that a task waits for; None if the rank is neither recorded nor replayed."""
+        """Return an identity for a task's wait for a send; None if the rank is neither recorded nor replayed."""
         del kind, dest, tag
         return None
 

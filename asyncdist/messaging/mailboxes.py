@@ -1,4 +1,4 @@
-"""Sends and receives single messages without waiting: packs, posts, checks, decodes and queues them.
+"""Packs, posts, checks, decodes and queues single messages, without waiting.
 
 An :class:`Outbox` checks, packs and posts a channel's messages. A :class:`FrameReceiver` receives the frames of a tag,
 checks them, and selects the :class:`Inbox` of each frame's channel, which checks the order, decodes the message and
@@ -64,7 +64,7 @@ class Outbox:
     """Checks, packs and posts the messages that a channel sends.
 
     Args:
-        start_send, prepare_send: Methods of the transport.
+        start_send, prepare_send: Transport methods that post and prepare a send.
         sequence: Sequence number of the last message on the tag, from which this channel continues.
         contacts: Set to which the receivers of messages are added.
         left: Ranks that no longer receive on this channel. :meth:`look_again` must be called after an addition.
@@ -127,7 +127,7 @@ class Outbox:
         return self.start_send(writer.frame(round, self.sequence, payload), dest, self._tag)
 
     def _prepare(self, kind: int, dest: int, payload_nbytes: int) -> _Prepared | None:
-        """Return the prepared send for messages of this type, receiver and size; None if there cannot be one."""
+        """Return the prepared send for messages of this type, receiver and size; None if sends cannot be prepared."""
         if self._prepare_send is None and not self._prepared:
             return None
         key = kind, dest, payload_nbytes
@@ -185,9 +185,9 @@ class Inbox:
     """Queues the received messages of a channel, in order, until a task receives them.
 
     Args:
-        overflow: Effect of a full mailbox: ``"stall"`` stops the tag's receives, ``"error"`` fails the channel,
+        overflow: Effect of a full mailbox: ``"stall"`` stops receiving on the tag, ``"error"`` fails the channel,
             ``"latest"`` keeps only the newest message of each source.
-        handler: Called with each arriving message, which then does not enter the mailbox; or None.
+        handler: Function that is called with each arriving message instead of queueing it, or None.
         fail: Called with the error if a peer overflows the mailbox.
         counts_contacts: Whether the senders of messages are added to the receiver's contacts.
 
@@ -248,7 +248,7 @@ class Inbox:
         self._sequence = frame.sequence
         try:
             message = decode(frame.payload)
-        except Exception as error:  # The bytes, which may be anything, are not a message, or __post_init__ raised.
+        except Exception as error:  # The bytes are not a valid message, or __post_init__ raised.
             self._receiver.drop(source, "no message", f"{self._name}: {type(error).__name__} {error}".rstrip())
             return False
         envelope = _as_envelope((message, source, frame.round))
@@ -363,19 +363,19 @@ class FrameReceiver(Pollable):
 
     Args:
         request: A receive into ``buffer`` that has not been posted.
-        drop: Called with the source, the reason and a detailed reason when a frame is dropped.
-        explain: Handles a frame whose route has no inbox, from a given source; returns whether the tag must stop
-            receiving.
-        ring: Requests another pass of the engine.
-        recheck: Makes the engine evaluate the conditions of waiting tasks. Called when a test outside of a pass has
-            delivered a message.
+        drop: Function that is called with the source, the reason and details when a frame is dropped.
+        explain: Function that handles a frame whose route has no inbox, given its source, and returns whether the tag
+            must stop receiving.
+        ring: Function that requests another pass of the engine.
+        recheck: Function that makes the engine evaluate the conditions of waiting tasks; called when a test outside a
+            pass has delivered a message.
         contacts: Set to which the senders of messages are added.
 
     Attributes:
         routes: Maps the key of each route to its stamp, its inbox and its decoder.
-        stalled_on: The full inbox because of which the tag receives nothing; this object if ``explain`` was the
-            reason; otherwise None.
-        received_late_count: Number of messages that tasks took from inboxes after these were closed.
+        stalled_on: Full inbox that stops the tag from receiving, or this object if ``explain`` stopped it; None if the
+            tag receives.
+        received_late_count: Number of messages that tasks took from closed inboxes.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from asyncdist.waits import WaitId, WaitKind
 
 
 class OutboundStream(StreamEnd):
-    """Sends the chunks of one stream, which must not change until :meth:`run` has returned, to the granting rank."""
+    """Sends the chunks of one stream to the granting rank. They must not change until :meth:`run` has returned."""
 
     _kind = WaitKind.STREAM_SEND
 
@@ -45,7 +45,7 @@ class OutboundStream(StreamEnd):
         self._engine.recheck()
 
     def start(self) -> bool:
-        """Send the first window of chunks; return whether all chunks have left, so that :meth:`run` is not needed."""
+        """Send the first window of chunks; return whether these were all chunks and have left this rank already."""
         self._post_more()
         return self.has_left and self._error is None
 
@@ -90,7 +90,7 @@ class OutboundStream(StreamEnd):
         return complete
 
     async def abort(self) -> None:
-        """Answer the grant with only the abort. Called instead of :meth:`run`."""
+        """Answer the grant with an abort only. Called instead of :meth:`run`."""
         self.is_stopping = True
         self._post(memoryview(b""))
         await self._until(lambda: self.under_way_count == 0, is_of_request=True)
@@ -122,12 +122,12 @@ class OutboundStream(StreamEnd):
         self._engine.recheck()
 
     def count_sent(self, nbytes: int) -> None:
-        """Add to the number of bytes that were sent, or written into the receiver's memory."""
+        """Add ``nbytes`` to the number of bytes that were sent or directly written."""
         self.sent_nbytes += nbytes
         self._slots.sent_nbytes += nbytes
 
     def _post(self, chunk: memoryview) -> None:
-        """Start to send one chunk; the engine stores the request until it has completed."""
+        """Start sending one chunk; the engine stores the request until it has completed."""
         if self._is_over():
             return
         try:

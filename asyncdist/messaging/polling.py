@@ -39,8 +39,8 @@ from asyncdist.transports.base import Buffer, Request, Transport
 from asyncdist.waits import WaitId
 
 HOT_PASS_COUNT: Final = 100
-#: Seconds without a completion for which the driver polls without sleeping during a transfer: about the time to send
-#: 16 MiB. A sleep of 20 us takes 50 to 100 us on common kernels, and as long again until the caches are warm.
+#: During a transfer, seconds without a completion before the driver begins to sleep between passes: about the time to
+#: send 16 MiB. A 20 us sleep takes 50 to 100 us on common kernels, and the caches take as long again to become warm.
 TRANSFER_HOT_S: Final = 0.004
 WARM_SLEEP_S: Final = 20e-6
 WARM_PASS_COUNT: Final = 20
@@ -84,7 +84,7 @@ class Pollable:
     """Base class of objects that each pass polls because they manage their own receives, such as a tag's receiver."""
 
     def poll(self) -> int:
-        """Deliver the messages that have arrived; return their number."""
+        """Deliver the messages that have arrived, and return their number."""
         raise NotImplementedError
 
 
@@ -270,7 +270,7 @@ class Poller:
     # -- waiting tasks ----------------------------------------------------------------------------------------------
 
     def recheck(self) -> None:
-        """Evaluate the conditions of all waiting tasks, because of a change outside of a pass."""
+        """Evaluate the conditions of all waiting tasks after a change outside a pass."""
         for waiter, condition in self._conditions.items():
             try:
                 if condition():
@@ -364,7 +364,7 @@ class Poller:
             return 0
 
     def _next_tick(self, alone: bool) -> asyncio.Handle | None:
-        """Set the next state and schedule the next pass; ``alone`` means that nothing else runs on the loop."""
+        """Set the next state and schedule the next pass; ``alone`` tells whether nothing else runs on the loop."""
         quiet = self._quiet_tick_count
         if self._wakes:
             if self._state is _HOT or (quiet <= 1 and self._misses_wakes):  # HOT: a message arrived during the pass

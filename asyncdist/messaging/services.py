@@ -1,7 +1,7 @@
-"""Services that a rank offers to protocols: engine, channels, stream slots, background tasks, and notices about peers.
+"""Services that a rank offers to protocols: engine, channels, stream slots, background tasks, peer notifications.
 
 Protocols use :class:`Services`, which every world has as ``world.services``, instead of :class:`asyncdist.World`. They
-therefore depend only on messaging, and not on the start and end of a rank.
+therefore depend only on messaging, not on the code that starts and ends a rank.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _WatchedContacts(set[int]):
 
 
 class Services:
-    """What one rank offers to protocols: messaging, background tasks, and notices about other ranks.
+    """Provides a rank's protocols with messaging, background tasks, and notifications about other ranks.
 
     Attributes:
         incarnation: Number of restarts of this rank.
@@ -75,18 +75,18 @@ class Services:
             admit no restarted ranks treat these ranks as gone.
         left: Ranks that have stopped, because main has returned or after the failure of a rank.
         sent_to: Ranks to which this rank has sent messages on channels with ``counts_contacts``.
-        heard_from: Ranks from which messages on these channels have arrived.
+        heard_from: Ranks from which messages on channels with ``counts_contacts`` have arrived.
         progress_probes: Functions that return the progress of a policy as a
             :class:`~asyncdist.live.counters.PolicyCounters`. They must be safe to call from a different thread.
-        last_progress: Progress of the policy that was closed last.
+        last_progress: Progress of the most recently closed policy.
         events: Recent events on this rank.
         read_nbytes: Number of bytes read from the memory of other ranks.
         waited_s: Total seconds that the user's tasks have waited since :meth:`count_waits` was called.
-        end_recording: Ends this rank's recording as if its process had died. Takes the wait of main, or None, and the
-            wait's seconds, if the rank has to report them.
-        reports_in_turn: Whether this rank replays a rank that had its own process, which delays its failure report
-            because a lower rank may report the same failure.
-        leftover_probes: Functions that describe resources that a protocol has not released; called at the end.
+        end_recording: Function that ends this rank's recording as if its process had died. Its arguments are the wait
+            of main, or None, and the wait's duration in seconds, if the rank has to report them.
+        reports_in_turn: Whether this rank replays a rank that had its own process. Such a rank delays its failure
+            report, because a lower rank may report the same failure.
+        leftover_probes: Functions that describe a protocol's unreleased resources; called at the end of the rank.
     """
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, nonce: int) -> None:
@@ -157,8 +157,9 @@ class Services:
             scope: Scope that only this protocol's ranks use.
             capacity: Maximum number of messages in the mailbox, and of sends in progress.
             overflow: Effect of a full mailbox: ``"error"`` fails the channel, ``"latest"`` keeps only the newest
-                message of each source, ``"stall"`` stops the tag's receives.
-            peer_scope: Scope of the sent messages, if the peers have a different role; by default ``scope``.
+                message of each source, ``"stall"`` stops receiving on the tag.
+            peer_scope: Scope of sent messages, if the peers' scope differs because they have a different role; by
+                default ``scope``.
             handler: Called with each arriving message during a pass. None to queue messages in the mailbox.
             epoch: First epoch, if the protocol has epochs.
             earlier_handler: Called with each message of an earlier epoch. None to drop and count these messages.
@@ -205,7 +206,7 @@ class Services:
         return channel
 
     def _lost_senders(self, name: str, ranks: Sequence[int]) -> RankLostError | None:
-        """Return an error if all other ranks of ``ranks`` are gone forever, and at least one of them is lost."""
+        """Return an error if all other ranks in ``ranks`` are gone forever, and at least one of them is lost."""
         if len(self.gone) < len(ranks) - 1 or self.may_return:
             return None
         lost = self.lost_ranks().intersection(ranks)
@@ -228,7 +229,7 @@ class Services:
         return found
 
     def shared(self, make: Callable[[Services], T]) -> T:
-        """Return the object that ``make(self)`` returned when it was first called; one object per rank and ``make``."""
+        """Return this rank's only object made by ``make``: the result of the first call ``make(self)``."""
         if make not in self._shared:
             self._shared[make] = make(self)
         found: T = self._shared[make]
@@ -237,7 +238,7 @@ class Services:
     # -- tasks ------------------------------------------------------------------------------------------------------
 
     def spawn_service(self, coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
-        """Start a background task, which the rank awaits after main has returned, and cancels after a failure."""
+        """Start a background task. The rank awaits it after main has returned, and cancels it after a failure."""
         task = self._loop.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
@@ -381,13 +382,13 @@ class Services:
             demultiplexer.leave()
 
     def drop_messages(self, tag: int) -> None:
-        """Drop the user's messages on ``tag``, even without a channel, because main has returned on this rank."""
+        """Drop the user's messages on ``tag``, even if no channel is open, because main has returned on this rank."""
         if tags.is_for_users(tag):
             self._demultiplexer(tag, is_users=True).leave()
 
     @property
     def is_sending(self) -> bool:
-        """Whether sent messages on the user's channels have not left this rank yet."""
+        """Whether any message sent on the user's channels has not left this rank yet."""
         return any(each.under_way_count for each in self._demultiplexers.values() if each.is_users)
 
     def leftovers(self, spoiled_tags: Collection[int] = ()) -> list[str]:
@@ -416,7 +417,7 @@ class Services:
         return [(each.tag, channel) for each in users for channel in each.channels()]
 
     def last_sequences(self) -> Counter[int]:
-        """Return, for each sender, a number that grows with each message that arrives from this sender."""
+        """Return, for each sender, a number that increases with each message from the sender."""
         found: Counter[int] = Counter()
         for each in list(self._demultiplexers.values()):
             for channel in each.channels():
@@ -424,7 +425,7 @@ class Services:
         return found
 
     def early_frames(self) -> list[str]:
-        """Return, for each tag that has them, a description of the frames that wait for unopened channels."""
+        """Describe the frames that wait for unopened channels: one string for each tag with such frames."""
         return [each.early.describe() for each in self._demultiplexers.values() if each.early_count]
 
     def close(self) -> None:

@@ -2,12 +2,12 @@
 
 The receiver takes a *slot*, one of the tags reserved for streams from this sender, and posts receives on it. It then
 sends a *grant* over a channel of the caller. The sender answers every grant with the whole stream, or with an *abort*,
-a message of zero bytes on the slot's tag. Until the answer is complete the slot stays taken, so that a late chunk never
+a message of zero bytes on the slot's tag. The slot stays taken until the answer is complete, so that a late chunk never
 arrives in the buffer of a different stream. A receiver that gives up sends a *cancel*, and discards the remaining
 chunks. The slots of a lost sender are retired: they are never reused.
 
-This module has the receiving end and the slots. The sending end is in :mod:`asyncdist.messaging.outbound_streams`, and
-direct writes into the receiver's memory are in :mod:`asyncdist.messaging.direct_write_streams`.
+This module contains the receiving end and the slots; :mod:`asyncdist.messaging.outbound_streams` contains the sending
+end, and :mod:`asyncdist.messaging.direct_write_streams` contains direct writes into the receiver's memory.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from asyncdist.transports.base import Request
 from asyncdist.waits import WaitId, WaitKind
 
 CHUNK_NBYTES: Final = 4 << 20
-#: Chunk size in bytes for ``send_stream``. The whole target tensor exists, so smaller chunks would save no memory.
+#: Chunk size of ``send_stream`` in bytes. Chunks are received into the target tensor, so smaller ones save no memory.
 USER_CHUNK_NBYTES: Final = 16 << 20
-#: Maximum number of chunks in progress at each end of a stream.
+#: Maximum number of outstanding chunks at each end of a stream.
 WINDOW_COUNT: Final = 4
 _CHUNK_COUNT_MAX: Final = 2**20
 
@@ -110,7 +110,7 @@ class StreamEnd:
 
 
 class _State(enum.Enum):
-    """State of an inbound stream: who posts its receives."""
+    """State of an inbound stream, which determines how its receives are posted."""
 
     STEPPED = enum.auto()  #: the caller posts receives, with ``chunks``, or with ``arrival`` and ``post_up_to``
     CONTINUOUS = enum.auto()  #: each arriving chunk posts the next receive
@@ -124,9 +124,9 @@ class InboundStream(StreamEnd):
     Args:
         targets: Buffers; chunk i is received into ``targets[i]``. Chunks i and i + ``window`` may share a buffer if the
             caller iterates over :meth:`chunks`.
-        window: Number of posted receives. 0 if the caller posts them with :meth:`post_up_to`; several streams may then
-            share the targets in turn.
-        more: Called once, when the chunk for the last target has arrived; returns targets for further chunks.
+        window: Number of posted receives; 0 if the caller posts them with :meth:`post_up_to`, which allows several
+            streams to share the targets in turn.
+        more: Function that returns targets for further chunks; called once, when the last target's chunk has arrived.
         kept: Memory that the sender may write to. It stays referenced forever if the slot is retired.
 
     Attributes:
@@ -234,7 +234,7 @@ class InboundStream(StreamEnd):
         """Post the receives of the first ``count`` chunks, except those that are already posted."""
         if count > self._post_limit:
             self._post_limit = count
-        if self._posting or self._is_over():  # posting: called from the loop below, because a chunk completed at once
+        if self._posting or self._is_over():  # posting: called from the loop below when a chunk completes immediately
             return
         self._posting = True
         try:
@@ -309,7 +309,7 @@ class InboundStream(StreamEnd):
         self._slots.give_back(self._peer, self.slot)
 
     def _retire(self) -> None:
-        """Leave the slot taken forever, because the sender is lost and may still write to its memory."""
+        """Leave the slot taken forever, because the lost sender may still write to the stream's memory."""
         self._slots.retired_counts[self._peer] += 1
         self._state = _State.ENDED
         self._withdraw()
@@ -341,7 +341,7 @@ class Slots:
         self.kept: list[memoryview] = []
         self.discarding_count = 0
         self.sent_nbytes = self.received_nbytes = 0
-        # For each sender: the number of different slots taken so far, and a heap of those that are free again.
+        # For each sender: the number of different slots taken so far, and a heap of the slots that are free again.
         self._used_counts: Counter[int] = Counter()
         self.retired_counts: Counter[int] = Counter()
         self._given_back: defaultdict[int, list[int]] = defaultdict(list)
@@ -394,12 +394,12 @@ class Slots:
         *,
         window: int = WINDOW_COUNT,
     ) -> _Inbound:
-        """Return a context manager that receives a stream, and on exit calls ``cancel(slot)`` unless it has ended."""
+        """Return a context manager that receives a stream; on exit, an unfinished stream is cancelled by ``cancel``."""
         return _Inbound(InboundStream(self, source, targets, window), cancel)
 
 
 class _Inbound:
-    """Context manager that :meth:`Slots.inbound` returns; one made with contextlib takes 10 us longer."""
+    """Context manager returned by :meth:`Slots.inbound`; a contextlib generator would take 10 us longer."""
 
     __slots__ = ("_cancel", "_stream")
 

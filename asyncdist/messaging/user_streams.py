@@ -5,7 +5,7 @@ a rank goes to that rank's nth receive.
 
 If both ranks share a host, the sender writes a large tensor, or a part of it, directly into the receiver's memory
 (:mod:`asyncdist.host_memory.cross_memory_attach`). All bytes are sent as messages until the receiver has offered access
-to its memory, and the sender has confirmed that this works.
+to its memory and the sender has confirmed that it has access.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.streams")
 
-#: Smallest size, in bytes, for which direct writes, which need an additional message, are used.
+#: Minimum tensor size, in bytes, for direct writes, which need an additional message.
 WRITTEN_NBYTES_MIN: Final = 512 << 10
 _PAGE_NBYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class AttachOffer:
-    """Message with which a receiver offers a sender access to its memory: its process and the address of a token."""
+    """Message with which a receiver offers a sender access to its memory, with its pid and the address of a token."""
 
     pid: int
     address: int
@@ -50,7 +50,7 @@ class AttachAccept:
 
 
 class _Outgoing:
-    """A tensor that is being sent: its bytes, its stream, and the receiver's grant if the granted size is wrong."""
+    """A tensor that is being sent: its bytes, its stream, and the receiver's grant if that has the wrong size."""
 
     __slots__ = ("address", "refused", "stream", "view")
 
@@ -67,7 +67,7 @@ class _Outgoing:
         return self.stream is not None or self.refused is not None
 
     async def run(self, dest: int) -> bool:
-        """Send the rest of the tensor; return whether ``dest`` received all of the tensor."""
+        """Send the rest of the tensor; return whether ``dest`` received the whole tensor."""
         if self.stream is not None:
             return await self.stream.run_told(tags.PARAM)
         assert self.refused is not None, f"rank {dest} has not answered"
@@ -154,7 +154,7 @@ class UserStreams:
         self._services.spawn_service(stream.abort(), name=f"abort to rank {source}")
 
     def _start_next(self, dest: int) -> None:
-        """Start to send the next tensor to ``dest``, if there are both a waiting tensor and a grant."""
+        """Start sending the next tensor to ``dest``, if both a tensor and a grant are waiting."""
         grants, waiting = self._grants.get(dest), self._waiting.get(dest)
         if not grants or not waiting:
             return
@@ -254,14 +254,14 @@ class UserStreams:
         self._finders.discard(rank)
 
     def _write(self, sender: DirectWriteSender) -> None:
-        """Start to write a stream's tail directly; send it as messages if direct writes are unavailable or busy."""
+        """Start writing a stream's tail directly, or send it as messages if direct writes are unavailable or busy."""
         if self._writer is None or (self._writer.is_busy and self._written_share < 1.0):
             sender.send_rest()
         else:
             self._writer.add(sender)
 
     def _written_nbytes(self, nbytes: int, source: int) -> int:
-        """Return the number of bytes that ``source`` may write directly; the first time, send an offer and return 0."""
+        """Return the number of bytes that ``source`` may write directly; at first, send an offer and return 0."""
         if nbytes < WRITTEN_NBYTES_MIN or not self._written_share:
             return 0
         if source in self._finders:

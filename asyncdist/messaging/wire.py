@@ -1,9 +1,9 @@
 """Frame format of messages: a header of fixed size, then one msgpack map with the fields of a frozen dataclass.
 
-A receiver checks the CRC32 of a frame, then the *route*, which identifies the job, the format's version, the channel
-and the message type, and then the type of every field, for which msgspec takes a fifth of the time of checks in Python.
-A failed check raises :class:`FrameError`. Nothing is pickled, and no frame can make this rank allocate more than the
-frame's length.
+A receiver checks the CRC32 of a frame, then the *route*, which identifies the job, the format version, the channel and
+the message type, and then the type of every field. msgspec checks the types in a fifth of the time of Python code. A
+failed check raises :class:`FrameError`. Nothing is pickled, and no frame can make this rank allocate more memory than
+the frame's length.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EPOCH_MAX: Final = 0xFFFFFFFF
 FRAME_NBYTES_MAX: Final = 65536
 
 #: Size of the header: 4 bytes for the CRC32 of all following bytes, 16 for the route, 4 for the round, and 8 for the
-#: sequence number. The byte order is the hosts' own, which must be equal on all hosts.
+#: sequence number. The byte order is the native order, which must be equal on all hosts.
 HEADER_NBYTES: Final = 32
 _ROUTE: Final = struct.Struct("=BBHIII")
 PAYLOAD_NBYTES_MAX: Final = FRAME_NBYTES_MAX - HEADER_NBYTES
@@ -50,7 +50,7 @@ def _rounded_up(nbytes: int) -> int:
 
 
 class FrameError(ValueError):
-    """Raised if a received frame fails a check. ``reason`` names the check without this frame's numbers."""
+    """Raised if a received frame fails a check. ``reason`` names the check, without values from the frame."""
 
     def __init__(self, reason: str, particulars: str = "") -> None:
         super().__init__(particulars or reason)
@@ -136,7 +136,7 @@ class FrameBuffer:
 
 
 class FrameReader:
-    """Checks the frames that are received into one buffer, and has the last opened frame's fields as attributes.
+    """Checks the frames that are received into one buffer, and provides the last opened frame's fields as attributes.
 
     Attributes:
         nbytes: Size of the frame.
@@ -182,7 +182,7 @@ class FrameReader:
 
 
 _SCALARS: Final = frozenset((bool, int, float, str, bytes))
-#: Stands for "no last message". None is not used, because a caller may pass None, which must be refused.
+#: Sentinel for "no last message". None would not do, because a caller may pass None, which must be rejected.
 _NOTHING: Final = object()
 
 
@@ -345,7 +345,7 @@ def _check_type(annotation: Any, where: str, holders: tuple[type[Any], ...]) -> 
 
 
 def scope_of(group: Sequence[int], name: str, index: int) -> int:
-    """Return the 32-bit scope, equal on all ranks, for use number ``index`` of ``name`` by the ranks ``group``."""
+    """Return the 32-bit scope for use number ``index`` of ``name`` by the ranks ``group``; it is equal on all ranks."""
     return _scope_of(tuple(group), name, index)
 
 
