@@ -2,9 +2,9 @@
 
 There is no coordinator and there are no common rounds. One replacement on a member:
 
-1. Every ``average_every`` steps, the member publishes a snapshot of its state and its metric, and continues to train.
+1. Every ``average_every`` steps, the member publishes its metric and a snapshot of its state, and continues to train.
 2. When its age or its metric meets the criterion (``replacement_mode``), the member decides to be replaced.
-3. It draws donors, and adds up their newest snapshots in rank order.
+3. It samples donors, and averages their newest snapshots in rank order.
 4. In its next ``step``, the average replaces its weights.
 
 Invariants: Weights are changed and copied only inside ``step``. A snapshot is read completely, with its metric, or not
@@ -77,8 +77,8 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         optimizer: Optimizer of the model. It keeps its state when weights are replaced, unless
             ``optimizer_state="reset"``.
         average_every, options: The options below. A step that replaces the weights does not publish, since its metric
-            belongs to the old weights. In a group of more than 33 ranks, a rank compares itself with 32 other ranks,
-            drawn at random each time, or with more if it draws more donors.
+            belongs to the old weights. In a group of more than 33 ranks, a rank compares itself with a new random
+            sample of 32 other ranks each time, or with a larger sample if it needs more donors.
 
     Raises:
         TypeError, ValueError: An option, the model or the optimizer is invalid.
@@ -192,7 +192,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
             self._counts,
             chunk_nbytes=self._chunk_nbytes,
         )
-        # A loaded policy continues its lifetime, unless it was saved with a mode that judges by the metric.
+        # A loaded policy keeps its lifetime, unless it was saved with a mode that judges by the metric.
         has_life = self._rules.replacement_mode != "age" or self._dies_at != _NEVER
         if self._draws is None or not has_life:
             self._begin_life()
@@ -219,7 +219,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         finally:
             self._task = None  # the task's exception may refer to a donor's memory
             self._states.clear()
-            if not self._leftovers():  # the probe would keep the model and its buffers alive
+            if not self._leftovers():  # the probe would otherwise keep the model and its buffers alive
                 self._services.leftover_probes.remove(self._leftovers)
             if not self._is_publishing:  # otherwise _expose closes the window after the copy from the device
                 await self._exposure.close(deadline)
@@ -246,7 +246,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         for name in ("step_count", "born_at", "dies_at"):
             setattr(self, f"_{name}", validation.count(name, state[name], least=0))
         draws = state["draws"]
-        # After a conversion to JSON, the tuples are lists.
+        # JSON has turned the tuples into lists.
         self._draws = None if draws is None else (draws[0], tuple(draws[1]), draws[2])
 
     # -- one step ---------------------------------------------------------------------------------------------------
@@ -340,9 +340,9 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         return is_due
 
     async def _begin_replacement(self) -> None:
-        """Start a background task that chooses and reads donors, and wait for its first turn in the event loop."""
+        """Start a background task that chooses and reads donors, and let it take its first step."""
         replacement = self._replacement = Replacement(self._counts["killed"] + 1, self._world.time())
-        # If this attempt fails, a rank that is judged by its age tries again at the next due step.
+        # If this attempt fails, a rank judged by its age tries again after `average_every` steps.
         self._dies_at = self._step_count + self.average_every if self._dies_at != _NEVER else _NEVER
         self._task = self._services.spawn_service(self._replace(replacement), name=f"replacement {replacement.number}")
         await self._services.engine.let_begin()

@@ -1,4 +1,4 @@
-"""Reads the snapshots that donors have published, and averages them, in the background of the training."""
+"""Reads the snapshots that donors have published and averages them, in the background during training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Replacement:
         judged_at: Time on the world's clock at which this rank decided to be replaced.
         donors: Donors whose snapshots were added, ascending.
         weights, versions, iterations: Weight, version and iteration of each donor's snapshot, in the same order.
-        best: Donor of the integer and bool entries; -1 without donors.
+        best: Donor whose integer and bool entries are copied; -1 without donors.
         average: Accumulator of the average; None before the first donor, and for fresh weights.
         complete: Whether the next step may apply the average.
     """
@@ -44,7 +44,7 @@ class Replacement:
 
 
 class UnreadableError(Exception):
-    """An attempt to read donors has failed, but another attempt may succeed."""
+    """An attempt to read donors' snapshots has failed, but another attempt may succeed."""
 
 
 class DonorReader:
@@ -76,8 +76,8 @@ class DonorReader:
         """Return this rank's metric and the newest published metrics of other members, by rank.
 
         Args:
-            count_max: Largest number of other members to ask. If there are more, they are drawn at random.
-            deadline: Time on the loop's clock. Members that have not answered by this time are left out.
+            count_max: Maximum number of other members to ask. If there are more members, a random sample is asked.
+            deadline: Time on the loop's clock. Members that have not answered by this time are omitted.
         """
         asked = self._others if len(self._others) <= count_max else sorted(sample(self._others, count_max))
         records = await self._window.published_by_each(asked, deadline=deadline)

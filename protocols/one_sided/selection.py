@@ -25,15 +25,15 @@ from asyncdist.protocols.ranking import (
 ReplacementMode: TypeAlias = Literal["age", "threshold", "worst_ratio"]
 REPLACEMENT_MODES: Final[tuple[ReplacementMode, ...]] = get_args(ReplacementMode)
 
-#: Largest number of other ranks whose metrics a rank reads, unless it draws more donors.
+#: Maximum number of other ranks whose metrics a rank reads, unless it needs more donors.
 SAMPLE_COUNT: Final = 32
-#: Smallest number of ranks whose metrics a rank reads to choose donors, in a large group and with the mode `"age"`.
+#: Minimum number of ranks whose metrics a rank reads to choose donors in a large group with the mode `"age"`.
 AGE_SAMPLE_COUNT: Final = 8
 #: Largest number of donors if neither `donor_count` nor `donor_ratio` is given.
 DEFAULT_DONOR_COUNT_MAX: Final = 8
 DEFAULT_DONOR_RATIO: Final = 0.5
 
-#: Function that draws a number of ranks without repetition, such as `random.Random.sample`.
+#: Function that samples a number of ranks without replacement, such as `random.Random.sample`.
 Sample = Callable[[Sequence[int], int], list[int]]
 
 
@@ -51,7 +51,7 @@ def _is_pair_of_ages(ages: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneSidedRules(JudgingRules):
-    """Options of one-sided selective averaging that decide whether a rank is replaced, and by which donors.
+    """Options of one-sided selective averaging that determine whether a rank is replaced, and its donors.
 
     Raises:
         ValueError: An option has the wrong type or is out of range.
@@ -104,7 +104,7 @@ class ReadOptions(Options):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The donors that were chosen to replace a rank, and the rule for their weights.
+    """The donors chosen for a replaced rank, and the rule for their weights.
 
     Attributes:
         donors: Ranks of the donors, ascending; empty for `reset_weights`.
@@ -123,7 +123,7 @@ class Choice:
     def weight(self, metric: float) -> float:
         """Return the weight of a donor's snapshot that was published with ``metric``.
 
-        The snapshot may be newer than the choice of the donor. The weight is 0 if its metric is not finite or not
+        The snapshot may be newer than the choice of the donor. The weight is 0 if ``metric`` is not finite or not
         better than `floor`.
         """
         if not math.isfinite(metric):
@@ -137,7 +137,7 @@ class Choice:
 
 
 def _gain(metric: float, floor: float, sign: float) -> tuple[float, int]:
-    """Return mantissa and exponent of the difference between `metric` and `floor`, positive if `metric` is better."""
+    """Return mantissa and exponent of the gain of `metric` over `floor`, which is positive if `metric` is better."""
     gain = sign * (metric - floor)
     if math.isfinite(gain):
         return math.frexp(gain)
@@ -178,12 +178,12 @@ def sample_count(member_count: int, rules: OneSidedRules) -> int:
 def choose(
     rank: int, metrics: Mapping[int, float], member_count: int, rules: OneSidedRules, sample: Sample
 ) -> Choice | None:
-    """Choose the donors that replace `rank`, and their weights.
+    """Choose the donors for the replaced `rank`, and their weights.
 
-    Donors are drawn from the ranks with a finite metric that would not be replaced by the same rules. With `best_only`,
-    the best of the drawn ranks is the only donor. With `weighted_mean`, a donor's weight is the difference of its
-    metric from the worst metric among the drawn ranks and `rank`. Donors with weight 0 are left out; if all weights are
-    0, all donors have the weight 1.
+    Donors are sampled from the ranks with a finite metric that the same rules would not replace. With `best_only`, the
+    best of the sampled ranks is the only donor. With `weighted_mean`, a donor's weight is the difference between its
+    metric and the worst metric among the sampled ranks and `rank`. Donors with weight 0 are left out. If all weights
+    are 0, all donors get weight 1 instead.
 
     Returns:
         The choice; None if no other rank can be a donor.

@@ -12,7 +12,7 @@ from asyncdist.wording import size_in_words
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Number, sum and maximum of the durations of one kind of work.
+    """Number, sum and maximum of the durations of one operation, such as publishing.
 
     Attributes:
         count: Number of durations.
@@ -37,7 +37,7 @@ class OneSidedStatistics:
         total_iterations: Number of steps.
         agents_killed: Number of times that this rank decided to be replaced.
         num_replacements: Number of times that this rank's weights were replaced.
-        averaging_ranks: Total number of donors in all replacements.
+        averaging_ranks: Total number of donors over all replacements.
         age: Number of steps since the weights were last replaced, or since the start.
         version: Number of snapshots published.
         unpublished: Number of due steps without a snapshot, by reason.

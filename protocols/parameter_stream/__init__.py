@@ -1,10 +1,9 @@
 """Streams of model weights: a replacer requests the snapshots of several donors and adds them up as they arrive.
 
 The replacer sends each donor a :class:`asyncdist.messaging.streams.Grant`, and the donor answers with the chunks of its
-snapshot in the step that takes it, or with an abort. Chunks from all donors pass through one window of ``WINDOW_COUNT``
-pages of ``CHUNK_NBYTES`` each, and are added in donor order. A replacer therefore needs memory for one accumulator and
-one window, for any number of donors. The chunks of small models share pages, so that many donors can send at the same
-time.
+snapshot, or with an abort. Chunks from all donors pass through one window of ``WINDOW_COUNT`` pages of ``CHUNK_NBYTES``
+each, and are added in donor order. A replacer therefore needs memory for only one accumulator and one window, however
+many donors there are. Chunks of small models share pages, so that many donors can send concurrently.
 
 On the sharded route (:mod:`protocols.selective.roles.reducer`), receivers use :class:`PartGrant` to request one part of
 a snapshot, or the mean of one part.

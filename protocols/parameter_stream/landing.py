@@ -16,11 +16,11 @@ from asyncdist.protocols.parameter_stream.messages import parts_of
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.flat_state import FlatBuffers
 
-#: Largest number of snapshots requested at the same time, since each pass of the event loop tests all their receives.
+#: Maximum number of concurrently requested snapshots, since each iteration of the event loop tests all their receives.
 ASKED_COUNT_MAX: Final = 16
-#: Largest number of donors' shares that a layout caches, counting a share with exact tensors separately.
+#: Maximum number of donors' shares that a layout caches; shares with exact tensors are counted separately.
 SHARE_COUNT_MAX: Final = 2 * ASKED_COUNT_MAX
-#: Chunks in a page begin at multiples of the widest element's size.
+#: Alignment of chunks in a page: the size of the widest element.
 _ALIGNMENT_NBYTES: Final = 16
 
 
@@ -35,7 +35,7 @@ class ChunkRing:
         self._scratch: torch.Tensor | None = None
 
     def layout_of(self, accumulator: FlatBuffers) -> Layout:
-        """Return the layout of streams into ``accumulator``, which is cached."""
+        """Return the cached layout of streams into ``accumulator``."""
         found = self._layouts.get(accumulator)
         if found is None:
             found = self._layouts[accumulator] = Layout(accumulator, self.chunk_nbytes)
@@ -70,7 +70,7 @@ class ChunkRing:
 
 
 class LandingPiece(NamedTuple):
-    """One chunk of the state, equal for every donor.
+    """One chunk of the state, in the same place for every donor.
 
     Attributes:
         into: Elements of the accumulator to which the chunk is added or copied.
@@ -95,7 +95,7 @@ class Landing(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """All chunks from one donor, their total size, and the page and offset of the next donor's first chunk."""
+    """All chunks from one donor, their total size, and the page and offset at which the next donor's chunks begin."""
 
     landings: list[Landing]
     targets: list[memoryview]

@@ -15,7 +15,7 @@ from asyncdist.tensors.flat_state import FlatBuffers
 
 #: Size in bytes of each chunk, except the last chunk of each tensor.
 CHUNK_NBYTES = streams.CHUNK_NBYTES
-#: Usual number, and smallest size, of a part's chunks, which are small so that the mean is sent while it is computed.
+#: Usual number and minimum size of a part's chunks. They are small, so that the mean is sent while it is computed.
 PART_CHUNK_COUNT: Final = 32
 PART_CHUNK_NBYTES_MIN: Final = 128 << 10
 #: Chunk sizes are multiples of this number of bytes, so that no element is split.
@@ -30,7 +30,7 @@ class PartGrant:
         slot: Slot of the sender that the stream uses.
         chunk_nbytes: Size of each chunk, except the last chunk of each tensor.
         part, part_count: Number of the part, from 0, and number of parts.
-        of_mean: Whether the mean of the part is requested.
+        of_mean: Whether the mean of the part is requested, instead of the part of a snapshot.
     """
 
     slot: int
@@ -52,7 +52,7 @@ class LocateRequest:
     """Receiver to sender: asks for the address of the round's snapshot in the sender's memory, to read it directly.
 
     Attributes:
-        slot: Number of the request, which is negative so that it differs from the slots of streams.
+        slot: Number of the request; negative, to distinguish it from the slots of streams.
         part: Number of the part whose mean is requested; -1 for a donor's snapshot.
     """
 

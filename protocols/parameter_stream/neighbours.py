@@ -2,8 +2,8 @@
 
 A receiver asks for the address of a donor's snapshot (:class:`LocateRequest`), and the donor answers when it has the
 snapshot. In the first round with a donor, its snapshot is streamed, and the answer only serves to test whether the
-donor's memory can be read. A read is valid only if the donor's token is still valid after it
-(:mod:`asyncdist.host_memory.cross_memory_attach`); the donor revokes the token before it reuses the memory.
+donor's memory can be read. The donor revokes its token (:mod:`asyncdist.host_memory.cross_memory_attach`) before it
+reuses the memory. A read is therefore valid only if the token is still valid afterwards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.parameter_stream.neighbours")
 
-#: Snapshots with fewer bytes are streamed, which is as fast as an answer with the address and a system call.
+#: Snapshots with fewer bytes are streamed, since asking for the address and reading the memory would be no faster.
 READ_NBYTES_MIN: Final = 1 << 20
 #: Number of failures after which a donor's memory is no longer read. One read may fail because its round has ended.
 TRIAL_COUNT: Final = 3
@@ -78,7 +78,7 @@ class Neighbours:
             self.note_failure(donor)
 
     def note_failure(self, donor: int) -> None:
-        """Count a failed read. The donor's next snapshot is streamed, and all after ``TRIAL_COUNT`` failures."""
+        """Count a failed read: the donor's next snapshot is streamed or, after ``TRIAL_COUNT`` failures, all are."""
         self._readable.discard(donor)
         self._failures[donor] += 1
 
@@ -91,7 +91,7 @@ class Neighbours:
         self._asked.pop(slot, None)
 
     def forget(self, rank: int) -> None:
-        """Discard all that is known about a restarted rank's previous process, and drop requests to it."""
+        """Forget a restarted rank's previous process, and drop the requests to it."""
         self._readable.discard(rank)
         del self._failures[rank]
         for slot in [slot for slot, reading in self._asked.items() if reading.donor == rank]:
@@ -116,7 +116,7 @@ class Reading:
         self.received_nbytes = 0
 
     def on_location(self, location: Location) -> None:
-        """Store the donor's answer, and test whether a byte of each tensor can be read."""
+        """Store the donor's answer, and test whether the memory of each tensor can be read."""
         self._tensors = location.tensors
         if location.tensors:
             try:

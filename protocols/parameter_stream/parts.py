@@ -1,7 +1,7 @@
 """Divides a flat state into parts of equal size, and provides the memory in which the mean of one part is computed.
 
-A part contains the same share of each tensor, so that all parts have equal sizes. Sums are elementwise, so the means of
-all parts together are bitwise equal to the mean of whole states.
+A part contains the same share of each tensor, so that all parts have equal sizes. Sums are elementwise, so the
+concatenated means of all parts are bitwise equal to the mean of the whole states.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Part(NamedTuple):
         return FlatBuffers((), tensors, ())
 
     def bounds(self, size: int) -> tuple[int, int]:
-        """Return the indices of this part's first element, and after its last, in a tensor of ``size`` elements."""
+        """Return the start and stop indices of this part in a tensor of ``size`` elements."""
         return size * self.number // self.total, size * (self.number + 1) // self.total
 
 
@@ -59,9 +59,9 @@ class PartPool:
         """Number of bytes that the pool has allocated."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
-    @torch.inference_mode(False)  # the tensors are used even after the caller's inference mode
+    @torch.inference_mode(False)  # the tensors outlive the caller's inference mode
     def acquire(self, part: Part, donor_count: int) -> PartBuffers:
-        """Return buffers with undefined content for a part of the states of ``donor_count`` donors."""
+        """Return uninitialised buffers for one part of the states of ``donor_count`` donors."""
         if self.in_use:  # the previous round's mean is still being sent from this memory
             self._tensors = {}
         self.in_use += 1
@@ -76,7 +76,7 @@ class PartPool:
         return PartBuffers(FlatBuffers((), mean, ()), tuple(FlatBuffers((), tensors, ()) for tensors in given))
 
     def release(self, *, is_clean: bool) -> None:
-        """End the use of a round's buffers."""
+        """Return a round's buffers; if not ``is_clean``, chunks may still arrive in them, and they are not reused."""
         self.in_use -= 1
         if not is_clean:
             self._tensors = {}
@@ -90,5 +90,5 @@ class PartPool:
 
 @torch.inference_mode(False)
 def new_part(sizes: Mapping[torch.dtype, int]) -> FlatBuffers:
-    """Allocate a part with the given number of elements of each dtype, and undefined content."""
+    """Allocate an uninitialised part with the given number of elements of each dtype."""
     return FlatBuffers((), {dtype: torch.empty(size, dtype=dtype, device="cpu") for dtype, size in sizes.items()}, ())

@@ -29,7 +29,7 @@ from asyncdist.protocols.parameter_stream.server import SnapshotServer
 from asyncdist.tensors.flat_state import FlatBuffers
 from asyncdist.tensors.means import WeightedMean
 
-#: Number of bytes read at a time, so small that they are still in the CPU cache when they are added.
+#: Number of bytes to read at a time, small enough to be still in the CPU cache when they are added.
 _READ_NBYTES: Final = 1 << 18
 
 
@@ -48,7 +48,7 @@ def ask_for_part(
     """Request a part of one rank's snapshot, or the mean of that part, and begin to receive it into ``into``.
 
     Args:
-        source: Rank that sends the part. For a mean, the part's reducer or a rank that has fetched the mean.
+        source: Rank that sends the part; for a mean, the part's reducer or a rank that has fetched the mean.
         sizes: Number of elements of the whole state, by dtype.
         exact: Whether the integer and bool tensors are requested as well.
         of_mean: Whether the mean of the part is requested instead of the source's own part.
@@ -144,11 +144,11 @@ class SnapshotReceiver:
         self._page = self._offset = 0
         self._asked: deque[tuple[InboundStream | Reading | None, Sequence[Landing]]] = deque()
         self._asked_count = 0
-        self._is_asking = True  # whether receives for chunks of some donors are still to be posted
-        self._posting: InboundStream | None = None  # stream of the donor that was asked last
+        self._is_asking = True  # whether some receives are not posted yet
+        self._posting: InboundStream | None = None  # stream of the most recently asked donor
         self._unposted: deque[Landing] = deque()  # chunks of that stream whose receives are not posted
         self._posted_count = 0
-        self._under_way: deque[Landing] = deque()  # chunks whose receives are posted, and which are not added yet
+        self._under_way: deque[Landing] = deque()  # chunks with posted receives, not added yet
         self.donor = donors[0]
         self.received_nbytes = self.read_nbytes = 0
         self.mean = WeightedMean(len(donors))
@@ -177,7 +177,7 @@ class SnapshotReceiver:
                 continue
             share = self._layout.share(self._ring, self._page, self._offset, first=is_first, exact=donor == self.best)
             self._page, self._offset = share.page, share.offset
-            if not share.nbytes:  # the donor would send nothing, and a slot cannot be reused before its answer
+            if not share.nbytes:  # nothing to send; a request would hold a slot until its answer arrives
                 self._asked.append((None, ()))
                 self._asked_count += 1
                 continue

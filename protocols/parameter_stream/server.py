@@ -34,7 +34,7 @@ from asyncdist.tensors.flat_state import FlatBuffers
 
 logger = logging.getLogger("protocols.parameter_stream.server")
 
-EARLY_COUNT_MAX: Final = 4096  #: Largest number of requests that wait for a snapshot; further requests are aborted.
+EARLY_COUNT_MAX: Final = 4096  #: Maximum number of requests that wait for an offer; further requests are aborted.
 
 
 @dataclass(slots=True, eq=False)
@@ -45,10 +45,10 @@ class Offer:
 
     Attributes:
         on_free: Called with the buffers when they are no longer in use.
-        chunks_made: Chunks of the snapshot by stream and chunk size, shared by all rounds that use the same buffers.
+        chunks_made: Cached chunks by stream size and chunk size, shared by all rounds that use the same buffers.
         streams: Streams in progress, each with its receiver and slot. Two streams may have the same slot, since a
-            receiver can reuse it before the sender knows that the first stream has left.
-        mean_of: Part whose mean this is; None for a snapshot.
+            receiver can reuse a slot before the sender has noticed the end of its first stream.
+        mean_of: Part whose mean is offered; None for a snapshot.
         ready_count: Number of chunks of an incomplete mean that are ready; None if all chunks are ready.
         token: Token with which receivers check that the memory was valid while they read it; None before the first
             such request.
@@ -87,7 +87,7 @@ class Offer:
         return self.chunks_made[size]
 
     def chunks(self, grant: Grant | PartGrant) -> list[memoryview] | None:
-        """Return the chunks to send for ``grant``; None if its sizes do not match this state."""
+        """Return the chunks to send for ``grant``; None if its sizes do not match the offered buffers."""
         if isinstance(grant, PartGrant):  # not cached, since each part is requested only once in a round
             part = Part(grant.part, grant.part_count)
             if self.mean_of is None:
@@ -107,14 +107,14 @@ class SnapshotServer:
     """Answers each request for a parameter stream with the offered snapshot or mean, or with an abort.
 
     A request for a future round waits until there is an offer for the round, or until the round is over. The server
-    outlives its policy, because replacers may ask late.
+    outlives its policy, because requests may arrive late.
     """
 
     def __init__(self, services: Services, scope: int) -> None:
         self._services = services
         self._offers: list[Offer] = []
         self._chunks: WeakKeyDictionary[FlatBuffers, dict[tuple[int, int], list[memoryview]]] = WeakKeyDictionary()
-        # Waiting requests with their rounds, by source and slot.
+        # By source and slot: the waiting requests with their rounds.
         self._early: dict[tuple[int, int], tuple[int, Request]] = {}
         self._over: float = 0
         self._means_over = 0
@@ -171,7 +171,7 @@ class SnapshotServer:
 
     def _serve_early(self, offer: Offer) -> None:
         asked = [key for key, (asked_for, grant) in self._early.items() if offer.answers(asked_for, grant)]
-        # Each sender begins with a different receiver, so that not all of them send to the same receiver first.
+        # Each sender begins with a different receiver, so that the first receiver is not flooded by all senders.
         for key in sorted(asked, key=lambda key: ((key[0] - self._services.rank) % self._services.size, key[1])):
             self._serve(offer, self._early.pop(key)[1], key)
 
@@ -189,7 +189,7 @@ class SnapshotServer:
             self.end_mean(offer.round, offer.mean_of)
 
     def end_rounds(self, last: float) -> None:
-        """Abort all requests for rounds up to ``last``, in which no snapshot will be offered any more."""
+        """Abort all requests for rounds up to ``last``, in which no further snapshot will be offered."""
         self._over = max(self._over, last)
         self._no_means = {each for each in self._no_means if each[0] > last}
         for key in [key for key, (asked_for, _) in self._early.items() if asked_for <= last]:
@@ -204,7 +204,7 @@ class SnapshotServer:
             self._refuse(key)
 
     def end_mean(self, round: int, part: Part) -> None:
-        """Abort all requests for the mean of ``part`` in ``round``, which this rank will not offer any more."""
+        """Abort all requests for the mean of ``part`` in ``round``, which this rank will no longer offer."""
         self._no_means.add((round, part))
         for key, (asked, request) in list(self._early.items()):
             if asked == round and mean_asked(request) == part:
@@ -275,7 +275,7 @@ class SnapshotServer:
     def _locate(self, location: Location, dest: int, round: int = 0) -> None:
         try:
             self.channel.send_nowait(location, dest, round=round)
-        except AsyncdistError as error:  # the rank is gone, or its queue is full, so it will not complete the round
+        except AsyncdistError as error:  # the rank is gone or its queue is full; it will not complete the round
             logger.info("the address of a snapshot was not sent to rank %d: %s", dest, error)
 
     def _refuse(self, key: tuple[int, int]) -> None:
@@ -285,7 +285,7 @@ class SnapshotServer:
         self._services.spawn_service(self._abort(OutboundStream(self._services.slots, [], *key)), name="abort")
 
     def _stream(self, offer: Offer, grant: Grant | PartGrant, key: tuple[int, int]) -> None:
-        """Send as much of a stream as the transport accepts at once; start a task that sends the rest."""
+        """Send as much of a stream as the transport accepts immediately; start a task that sends the rest."""
         chunks = offer.chunks(grant)
         if chunks is None:
             self._refuse(key)

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 from asyncdist.protocols.selective.member import EnterEpoch, Instructions, RoundMember
 from asyncdist.protocols.selective.messages import Assign, End, Frozen
 
-#: Kinds of the events that are not messages about a round: the coordinator is gone, and a new epoch has begun.
+#: Kinds of events other than messages about a round: the coordinator is gone, or a new epoch has begun.
 GONE: Final = "gone"
 EPOCH: Final = "epoch"
 
@@ -25,7 +25,7 @@ class LeadingMember(RoundMember):
     Attributes:
         assignment_count: Number of assignments so far, which identifies a round even if a new coordinator reuses round
             numbers.
-        happenings: Events that were not sent to the followers yet.
+        happenings: Events not yet sent to the followers.
     """
 
     __slots__ = ("assignment_count", "happenings")
@@ -57,7 +57,7 @@ class LeadingMember(RoundMember):
         return super().on_end(reason, round)
 
     def on_coordinator_gone(self, why: str) -> Instructions:
-        """End the role, since the coordinator is gone, and record the loss for the followers."""
+        """End the current role, since the coordinator is gone, and record the loss for the followers."""
         self._add(GONE, 0, why)
         return super().on_coordinator_gone(why)
 
@@ -74,7 +74,7 @@ class LeadingMember(RoundMember):
         return instructions
 
     def on_refused(self, round: int, reason: str) -> Instructions:
-        """Abandon a complete average, and record the round's end for the followers."""
+        """Abandon a complete average, and record the end of the round for the followers."""
         instructions = super().on_refused(round, reason)
         if instructions:
             self._add(End.__name__, round, reason)
@@ -85,7 +85,7 @@ class LeadingMember(RoundMember):
 
 
 class FollowingMember(RoundMember):
-    """State machine of a replica's follower, which repeats the events of the leader.
+    """State machine of a replica's follower, which repeats the leader's events.
 
     Attributes:
         assignment_count: Number of assignments so far, equal to the leader's if both are in the same round.

@@ -1,8 +1,8 @@
 """Selective averaging among replicas of several ranks each, as under DDP: a replica is one member of the policy.
 
 The first rank of each replica is its leader. The leaders take part in selective averaging, and each leader copies new
-weights to all ranks of its replica at the same iteration. This is only possible at every ``swap_every``-th iteration,
-since the ranks of a replica must then wait for each other. In all other steps, they train as without a policy.
+weights to all ranks of its replica at the same iteration. The ranks must wait for each other at that iteration, so
+weights are copied only every ``swap_every`` steps. In all other steps, the ranks train as without a policy.
 
 If each rank of a replica has only a part of the model, as under `fully_shard`, each rank averages its own part
 (:mod:`protocols.replicas.shards`).
@@ -47,7 +47,7 @@ from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("protocols.replicas.policy")
 
-#: Seconds after which a leaving rank warns that other ranks of its replica have not left. A step may be long.
+#: Seconds until a leaving rank warns that other ranks of its replica have not left. The time allows for long steps.
 _LEAVING_TOLD_AFTER_S: Final = 20.0
 _NO_POPULATION: Final = "replicas are one population, whose first leader is the coordinator"
 
@@ -170,7 +170,7 @@ class ReplicaAveragingPolicy(Ported):
 
     def _agreed_values(self) -> dict[str, str]:
         values = super()._agreed_values()
-        if self.is_sharded:  # a replica's ranks have different shards; only ranks with the same shards compare them
+        if self.is_sharded:  # a replica's ranks have different shards, so only counterparts compare models
             values["model"] = "sharded"
             values.pop(LEFT_OUT, None)
         return values
@@ -267,7 +267,7 @@ class ReplicaAveragingPolicy(Ported):
         timer = asyncio.get_running_loop().call_later(_LEAVING_TOLD_AFTER_S, self._warn_of_leaving_alone)
         try:
             await reduce_and_broadcast(lambda: 0, sum, group=self._replica, world=self._world)
-        except AsyncdistError:  # a rank of the replica is lost, or has left with an error that it reports itself
+        except AsyncdistError:  # a rank of the replica is lost, or has left with an error and reports it
             return
         finally:
             timer.cancel()
@@ -316,7 +316,7 @@ class ReplicaAveragingPolicy(Ported):
     async def _metric_of_replica(self, local_metric: MetricSource) -> MetricSource:
         """Return the mean metric of the replica on its leader, and None on other ranks.
 
-        If the leader has no new measurement, return a callable metric that reports none.
+        If the leader has no new measurement, return a callable metric that returns `NOT_MEASURED`.
         """
         value = self._read_new_metric(local_metric)
         own = torch.tensor([math.nan if value is None else value], dtype=torch.float64, device="cpu")

@@ -41,7 +41,7 @@ APPLICATION: Final = 2
 
 
 class Status(NamedTuple):
-    """What a rank reports to its leader at a swap point.
+    """A rank's report to its leader at a swap point.
 
     Attributes:
         metric: Metric of the rank if a report is due; otherwise None.
@@ -59,7 +59,7 @@ class Status(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What a leader sends to its followers at a swap point.
+    """A leader's message to its followers at a swap point.
 
     Attributes:
         happenings: Events of the leader's state machine since the last swap point.
@@ -95,12 +95,12 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         self.has_come = False
         self._leading: LeadingMember | None = None
         self._following: FollowingMember | None = None
-        self._followed = Followed()  # the coordinator that the leader has reported, on a follower
+        self._followed = Followed()  # on a follower: the coordinator reported by the leader
         self._replica: Group
         self._counterparts: Mapping[int, int]
         self._ending: Channel[Leave]
         self._has_leader_left = False
-        self._is_torn = False  # whether a step was interrupted, so that the ranks of the replica may differ
+        self._is_torn = False  # whether a step was interrupted; the replica's ranks may then differ
 
     def place(self, world: World, replica: Group, counterparts: Group, leaders: Sequence[int]) -> None:
         """Set the ranks of this replica, leader first, this rank's counterparts in all replicas, and all leaders."""
@@ -191,7 +191,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return info
 
     async def _swap(self, local_metric: Callable[[], Any]) -> StepInfo:
-        """Exchange status and decision with the ranks of the replica at a swap point, and carry out the decision."""
+        """At a swap point, exchange status and decision with the ranks of the replica, and execute the decision."""
         reshard(self.model)
         said = await self._exchange(functools.partial(self._status, local_metric), self._decide)
         decision = Decision(*said)
@@ -206,7 +206,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return info
 
     async def _exchange(self, fn: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any:
-        """Call ``fn`` on every rank of the replica, and return on all ranks what ``decide`` returns on the leader."""
+        """Gather the results of ``fn`` on the leader, and return the leader's result of ``decide`` on all ranks."""
         return await reduce_and_broadcast(fn, decide, group=self._replica, world=self._world)
 
     def _status(self, local_metric: Callable[[], Any]) -> tuple[Any, ...]:
@@ -268,7 +268,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return info
 
     async def _copy(self, iteration: int) -> str:
-        """Take a snapshot, unless the leader has begun it; return the reason why it cannot be sent, or ""."""
+        """Take this rank's snapshot (a leader has begun it already); return why it cannot be sent, or ""."""
         if self._following is not None:
             snapshot = self._following.on_step()
             assert isinstance(snapshot, TakeSnapshot), f"{snapshot} where the leader took a snapshot"

@@ -14,16 +14,16 @@ from asyncdist.collectives.agreement.agreements import Agreements
 from asyncdist.collectives.agreement.messages import Meeting
 from asyncdist.tensors.flat_state import Fingerprint, first_difference
 
-#: Name, in error messages, of the checksum of the parameters that parameters="trainable" leaves out.
+#: Name in error messages for the checksum of the parameters that parameters="trainable" excludes.
 LEFT_OUT: Final = "the hash of the parameters that are not trained"
-#: Name of the value that marks a start after exhausted memory. A difference in this value is reported first.
+#: Name of the value that marks a start after running out of memory. A difference in this value is reported first.
 BEGINS_AGAIN: Final = "a start after exhausted memory"
 _WHOSE_START: Final = "a policy's ranks are the ranks of its group=, by default all"
 
 
 @contextlib.contextmanager
 def told_of_rivals(agreements: Agreements, meeting: Meeting) -> Iterator[None]:
-    """While the body agrees on the start of a policy, detect ranks that wait for each other in different starts.
+    """Detect ranks that wait for each other in different starts, while the body agrees on the start of a policy.
 
     Raises:
         DisagreementError: Ranks wait in starts with different ranks, or in a start and in a replay buffer. The message
@@ -41,7 +41,7 @@ def told_of_rivals(agreements: Agreements, meeting: Meeting) -> Iterator[None]:
 
 @contextlib.contextmanager
 def told_of_missing(rank: int) -> Iterator[None]:
-    """Add a hint about ``group=`` to a StartTimeoutError of the body, which starts a policy."""
+    """Add a hint about ``group=`` to a StartTimeoutError raised in the body, which starts a policy."""
     try:
         yield
     except StartTimeoutError as error:
@@ -58,13 +58,13 @@ async def explained(
     start: Start[Any],
     timeout_s: float,
 ) -> DisagreementError:
-    """Return a failed start's error with more detail: where the models differ, or how to make frozen parameters equal.
+    """Add detail to a failed start's error: where the models differ, or how to make frozen parameters equal.
 
-    All members, which have the same error, call this function and compare their models. They use a new group, since the
-    caller of a cancelled start may already be using the policy's group for something else.
+    All members have the same error, and call this function to compare their models. They use a new group, since the
+    caller of a cancelled start may already be using the policy's group for another purpose.
 
     Returns:
-        The explained error; ``error`` itself if it has a different reason.
+        The error with more detail; ``error`` itself if it has a different reason.
     """
     difference = error.facts.get("difference")
     if difference == LEFT_OUT:
@@ -102,7 +102,7 @@ async def _difference_in(group: Group, world: World, mine: Fingerprint) -> Disag
 
 
 def _wrapping(mine: Fingerprint, theirs: Fingerprint) -> str | None:
-    """Return a description of the difference if only one model is wrapped, for example by torch.compile; else None."""
+    """Describe the difference if only one of the models is wrapped, for example by torch.compile; else return None."""
     for long, short, where in ((mine, theirs, "here and not there"), (theirs, mine, "there and not here")):
         prefix = long.lines[0][0][0].removesuffix(short.lines[0][0][0])
         wrapped = [tuple(prefix + name for name in names) for names, *_ in short.lines]

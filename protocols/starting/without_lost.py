@@ -14,7 +14,7 @@ from asyncdist.collectives.agreement.messages import Meeting
 from asyncdist.messaging.services import Services
 from asyncdist.waits import WaitId, WaitKind
 
-#: Seconds by which this rank may notice a loss later than another rank.
+#: Maximum number of seconds between the times at which two ranks notice the same loss.
 _HEARD_AFTER_S: Final = 1.0
 
 
@@ -23,13 +23,13 @@ async def start_without_lost(
 ) -> None:
     """Start a policy without lost ranks; repeat the start if it fails because another rank is lost.
 
-    Members notice a loss at different times. If a member has tried to start with a lost rank, its start fails, and the
-    member tries again. A restarted rank is not a member yet.
+    Members notice a loss at different times. A start that includes a lost rank fails, and the member tries again
+    without that rank. A restarted rank is not yet a member.
 
     Args:
         services: Services of this rank, which is not a restarted rank.
         start: Function that starts the policy with the given ranks; all these ranks call it.
-        timeout_s: Seconds after the first start in which the start may be repeated.
+        timeout_s: Seconds after the first attempt during which the start may be repeated.
 
     Raises:
         AsyncdistError: ``start`` has failed for a reason other than a loss.
@@ -44,7 +44,7 @@ async def start_without_lost(
             has_other_reason = isinstance(error, DisagreementError) and error.facts.get("difference") != "ranks"
             if has_other_reason or services.engine.failure is not None or services.time() >= give_up_at:
                 raise
-            # The error may come from a rank that noticed the loss earlier than this rank.
+            # Another rank may have noticed a loss earlier than this rank, and caused this error.
             until = min(give_up_at, services.time() + _HEARD_AFTER_S)
             hears = functools.partial(_has_changed, services, lost)
             if not await services.engine.until(hears, WaitId(WaitKind.LOSSES), deadline=until):
