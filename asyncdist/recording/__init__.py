@@ -1,4 +1,4 @@
-"""Records the events of each rank: keeps the latest in memory, writes all to a file, and reads the file back."""
+"""Records each rank's events: keeps the latest events in memory, writes all events to a file, and reads such files."""
 
 from asyncdist import compiled
 

@@ -1,4 +1,4 @@
-"""Prints the output of commands, and copes with readers that close it early, as ``head`` does."""
+"""Prints the output of commands, and handles readers that close the pipe early, as ``head`` does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncdist.validation import printable
 def print_to(command: str, write: Callable[[], None]) -> int:
     """Call ``write``, which prints to standard output, and return the exit code of ``command``.
 
-    Output is dropped after its reader has closed it. Characters that the encoding lacks become backslash escapes.
+    Output is discarded once its reader has closed the pipe. Unencodable characters become backslash escapes.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -30,6 +30,6 @@ def print_to(command: str, write: Callable[[], None]) -> int:
 
 
 def refuse(command: str, error: object) -> int:
-    """Print in one line why a command fails; return its exit code."""
+    """Print a one-line error message for a command; return its exit code."""
     print(f"asyncdist {command}: {printable(str(error))}", file=sys.stderr)
     return 2

@@ -1,11 +1,11 @@
-"""Defines the events of a rank, keeps the latest of them in memory, and passes all of them to a recording.
+"""Defines the events of a rank, keeps the latest events in memory, and passes all events to a recording.
 
 An event has a time, a kind and fields. In a file, a kind is represented by its index in :data:`KINDS`, so new kinds and
-new fields are appended (see :mod:`asyncdist.recording.writer`). Some fields are needed only for replays: ``pass`` is
-the number of a polling pass modulo 65536, -1 for a message that a task received without a pass, and -2 for a message
-before the world was open. ``turn`` counts the passes and yields of the current safe point. ``woken`` and ``begun``
-count the waits that have ended and begun since the last safe point began; ``woken`` of a safe point itself counts from
-the previous one. The beginning of a safe point without events is not recorded.
+new fields are appended (see :mod:`asyncdist.recording.writer`). Some fields are needed only for replays. ``pass`` is
+the number of a polling pass modulo 65536, -1 if a task received the message without a pass, or -2 if the message
+arrived before the world was open. ``turn`` counts the passes and yields of the current safe point. ``woken`` and
+``begun`` count the waits that have ended and begun since the last safe point began; in the event of a safe point,
+``woken`` counts from the previous safe point. The beginning of a safe point without events is not recorded.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Field: TypeAlias = int | float | str | WaitId | Sequence[int] | Sequence[float] 
 
 
 def whole(field: Field) -> int:
-    """Return a field that is known to be an integer, for the type checker."""
+    """Narrow a field to int for the type checker."""
     assert isinstance(field, int), f"the field must be an integer, got {field!r}"
     return field
 
 
-#: Kinds of events, each with the names of its fields. The field ``seconds`` is a duration that ends at the event.
+#: Kinds of events, each with its field names. The field ``seconds`` is a duration that ends at the event.
 KINDS: Final[dict[str, tuple[str, ...]]] = {
     # A policy started on this rank; its number identifies it in other events.
     "policy": ("policy", "class_name", "name", "average_every", "model_nbytes", "ranks"),
@@ -61,7 +61,7 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     # Another rank was lost, or returned as a new process.
     "lost": ("rank", "turn", "woken"),
     "returned": ("rank", "incarnation"),
-    # Main ended with this error; "" if it returned.
+    # Main ended with this error, or "" if it returned.
     "over": ("error",),
     # For replays: a safe point began or ended, a line of code read the clock, or a deadline expired.
     "safe_point": ("has_ended", "turns", "woken"),
@@ -79,9 +79,9 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "collective": ("tag", "turn", "woken"),
     # MPI reduced floating-point numbers in its own order. ``result`` is hexadecimal; "" if the result is too large.
     "reduced": ("tag", "nbytes", "result"),
-    # A number was measured that depends on timing alone, such as the part of a tensor that another rank has written.
+    # A timing-dependent number was measured, such as the part of a tensor that another rank has written so far.
     "measured": ("what", "value"),
-    # The file ends before its rank, because it has reached its size limit or can no longer be written.
+    # The file ends before its rank does, because the file has reached its size limit or can no longer be written.
     "cut": ("why",),
     # A rank that was restarted or joined late started with the state of another rank, including its weights.
     "joined": ("policy", "round", "iteration", "donor"),

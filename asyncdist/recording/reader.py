@@ -1,4 +1,4 @@
-"""Reads recordings in the format of :mod:`asyncdist.recording.writer`, up to the first damage.
+"""Reads recordings in the format of :mod:`asyncdist.recording.writer`, up to the first damaged byte.
 
 All headers and events are checked by :mod:`asyncdist.recording.schema`.
 """
@@ -26,7 +26,7 @@ from asyncdist.validation import printable
 
 logger = logging.getLogger("asyncdist.recording.reader")
 
-#: Maximum number of jobs that an error names if a folder has recordings of several; the latest jobs are named.
+#: Maximum number of jobs, the latest ones, that an error names if a folder has recordings of several jobs.
 _JOB_COUNT_MAX: Final = 8
 #: Number of bytes that are read, and checked, at a time.
 _READ_NBYTES: Final = 1 << 16
@@ -45,7 +45,7 @@ class RankRecording:
         schema: Checks the events.
         header_nbytes: Size of the header in bytes.
         nbytes: Size of the file in bytes when it was opened. Later events of a running rank are not read.
-        damage: Description of the damage at the end of the file; "" if the file is intact.
+        damage: Description of the damage at which reading stops; "" if the file is intact.
     """
 
     path: Path
@@ -66,11 +66,11 @@ class RankRecording:
         return self.header.incarnation
 
     def unix_s(self, time_s: float) -> float:
-        """Return the time of an event in seconds since 1970, by the clock of the rank's host."""
+        """Convert the time of an event to seconds since 1970, according to the clock of the rank's host."""
         return self.header.unix_s + time_s - self.header.clock_s
 
     def conditions(self) -> Conditions:
-        """Read the initial conditions of a replay from the header; raise RecordingError if they are invalid."""
+        """Read the initial conditions for a replay from the header; raise RecordingError if they are invalid."""
         with self.path.open("rb") as file:
             data = file.read(self.header_nbytes)
         try:
@@ -87,7 +87,7 @@ class RankRecording:
                 yield from read(block.content, block.time_s)
 
     def check(self) -> str:
-        """Check the whole file; return a description of the damage at its end, or "". Raise for invalid content."""
+        """Check the whole file. Return a description of the damage, or ""; raise RecordingError for invalid content."""
         damage, waiting, nbytes = "", list[_Block](), 0
         for block in self.blocks():
             if isinstance(block, str):
@@ -188,7 +188,7 @@ def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Re
 
 
 def told_of_other_version(recording: Recording) -> str | None:
-    """Return a sentence that names both versions if a different version of asyncdist made the recording; else None."""
+    """Return a sentence naming both versions if a different asyncdist version wrote the recording; else None."""
     for each in recording.ranks:
         if each.header.asyncdist != __version__:
             return f"{each.path} was written by asyncdist {each.header.asyncdist}, but this is asyncdist {__version__}"
@@ -196,7 +196,7 @@ def told_of_other_version(recording: Recording) -> str | None:
 
 
 def _chosen_job(root: Path, found: Sequence[RankRecording], job: str | None) -> str:
-    """Return the job to read. Raise RecordingError if it is not in the folder, or not given and not unique."""
+    """Return the job to read. Raise RecordingError if ``job`` is not in the folder, or is None but not unique."""
     jobs = sorted({each.header.job: each.header.unix_s for each in found}.items(), key=lambda item: item[1])
     names = [name for name, _ in jobs]
     known = ", ".join(names[-_JOB_COUNT_MAX:])
@@ -237,7 +237,7 @@ class _Part:
         self._left = nbytes
 
     def read(self, nbytes: int) -> bytes:
-        """Return at most ``nbytes`` of the next bytes; b"" at the end."""
+        """Return at most the next ``nbytes`` bytes; b"" at the end."""
         data = self._file.read(min(nbytes, self._left))
         self._left -= len(data)
         return data

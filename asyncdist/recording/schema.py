@@ -1,8 +1,8 @@
 """Defines the valid content of a recording; each header and each event is checked when it is read.
 
-A recording is untrusted input, from a different version, a damaged disk or an attacker. msgspec decodes the bytes
-directly into the types below and refuses wrong types, numbers outside their bounds, and missing or unknown fields. It
-builds only objects of these types, so a few bytes cannot allocate gigabytes.
+A recording is untrusted input: a different version, a damaged disk or an attacker may have produced it. msgspec decodes
+the bytes directly into the types below and rejects wrong types, out-of-range numbers, and missing or unknown fields. It
+creates only objects of these types, so a few bytes cannot allocate gigabytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncdist.validation import printable
 SIZE_MAX: Final = 1 << 16
 #: Maximum size of a header or a block, in bytes. Writers make blocks of 32 KiB, or larger for a longer event.
 OBJECT_NBYTES_MAX: Final = 1 << 22
-#: Maximum of a monotonic clock (some 300 years) and of the wall clock (the year 9999), in seconds.
+#: Maximum times on a monotonic clock (some 300 years) and on the wall clock (the year 9999), in seconds.
 CLOCK_S_MAX: Final = 1e10
 _UNIX_S_MAX: Final = 253402300799.0
 
@@ -45,7 +45,7 @@ _Wait: TypeAlias = tuple[
 ]
 #: Value of a field that this version does not know.
 _Other: TypeAlias = bool | int | float | Text | list[int | float] | None
-#: Name of a job, with which the names of its files begin.
+#: Name of a job, which is the prefix of its file names.
 _Job: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9A-Za-z_][0-9A-Za-z_.-]{0,63}\Z")]
 _Name: TypeAlias = Annotated[str, Meta(pattern=r"^[a-z][a-z_]{0,31}\Z")]
 
@@ -92,8 +92,8 @@ class Header(Struct, frozen=True, kw_only=True):
         transport: Description of the transport, for users.
         asyncdist: Version of asyncdist.
         script, script_digest, arguments: Path of the program, its SHA-256 and its arguments.
-        clock_s, unix_s: Clock of events and wall clock at the same moment, in seconds.
-        kinds: Kinds of events, each with the names of its fields.
+        clock_s, unix_s: The same moment on the event clock and on the wall clock, in seconds.
+        kinds: Kinds of events, each with its field names.
     """
 
     job: _Job
@@ -121,9 +121,9 @@ class Conditions(Struct, frozen=True, kw_only=True):
 
     Attributes:
         nonce: Random number of the job.
-        thread_count: Number of torch's threads.
+        thread_count: Number of torch threads.
         hosts: For each rank, the first rank on its host; None if all ranks are on one host.
-        first_seed: Seed of torch when it was imported; None if not recorded.
+        first_seed: Torch's initial seed at import; None if not recorded.
         sent_before_count: Number of messages sent before the world was open.
         tells_sleeps: Whether the file contains the firing of asyncio's timers.
         tells_collectives: Whether the file contains all ends of collectives after which a task continued.
@@ -164,7 +164,7 @@ _OFFSET: Final = Annotated[int, Meta(ge=-(10**16), le=10**16)]
 
 
 def _types_of_fields(size: int) -> Mapping[str, Any]:
-    """Return the types of event fields for ``size`` ranks, keyed by the field's name or by ``kind.name``."""
+    """Return the types of event fields for ``size`` ranks, keyed by field name or by ``kind.field``."""
     rank = Annotated[int, Meta(ge=0, lt=size)]
     rank_or_none = Annotated[int, Meta(ge=-1, lt=size)]
     ranks = Annotated[list[rank], Meta(max_length=size)]
@@ -193,12 +193,12 @@ def _types_of_fields(size: int) -> Mapping[str, Any]:
     }
 
 
-#: Makes an event from a tuple, in half the time of its constructor, because there are millions of events.
+#: Creates an event from a tuple in half the time of the constructor; a recording may have millions of events.
 _new_event: Final = functools.partial(tuple.__new__, Event)
 
 
 class EventError(Exception):
-    """A block has content that no writer writes. The message names the event, the field and the allowed values."""
+    """A block has invalid content. The message names the event, the field and the allowed values."""
 
 
 class EventSchema:
@@ -224,7 +224,7 @@ class EventSchema:
         self._counter = _unpacker()
 
     def _struct_of(self, place: int, name: str, declared: Sequence[str], types: Mapping[str, Any]) -> type[Struct]:
-        """Return the type of a kind's events: arrays of the kind's index, the offset in microseconds and the fields."""
+        """Return the type of one kind's events: an array of the kind's index, the offset in microseconds, fields."""
         is_known = name not in self.unknown
         required = min(_REQUIRED_COUNTS.get(name, 64), len(declared)) if is_known else 0
         fields: list[Any] = [("offset_us", _OFFSET)]
@@ -244,7 +244,7 @@ class EventSchema:
             self._refuse(content, error)
 
     def reader(self) -> Callable[[bytes, float], list[Event]]:
-        """Return a function that decodes the content of a block, given its time, into the events of known kinds."""
+        """Return a function that decodes a block's content, given the block's time, into the events of known kinds."""
         unpacker, names = _unpacker(), self._names
 
         def read(content: bytes, time_s: float) -> list[Event]:
@@ -258,7 +258,7 @@ class EventSchema:
         return read
 
     def _count(self, content: bytes) -> int:
-        """Return the number of complete objects, which the decoder needs; the decoder reports an incomplete object."""
+        """Return the number of complete objects, which the decoder needs. The decoder reports incomplete objects."""
         self._counter.feed(content)
         count = 0
         try:
@@ -284,7 +284,7 @@ class EventSchema:
         raise EventError(f"{event}: {_in_words(found['what'])}") from error
 
     def _name_of(self, content: bytes, number: int) -> str:
-        """Return the kind of the event with this number; "" if its kind is unknown."""
+        """Return the kind of the event with this index; "" if the kind is unknown."""
         unpacker = _unpacker()
         unpacker.feed(content)
         try:

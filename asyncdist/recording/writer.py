@@ -8,8 +8,8 @@ The file is a stream of MessagePack objects (https://github.com/msgpack/msgpack/
    :data:`~asyncdist.recording.events.KINDS`, the microseconds since the block's time, and the fields.
 
 A block is written with one system call when it is large or old, and when the rank fails or ends. A killed process
-therefore loses about the last second, and a file that ends within a block loses only that block. If the file cannot be
-written, one warning is logged and training continues.
+therefore loses only the events of about the last second, and a truncated file loses only its last block. If the file
+cannot be written, one warning is logged and training continues.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ logger = logging.getLogger("asyncdist.recording.writer")
 
 FORMAT: Final = "asyncdist recording"
 VERSION: Final = 2
-#: Suffix of the files of a recording.
+#: Suffix of recording files.
 SUFFIX: Final = ".record"
 LIMIT_NBYTES: Final = 1 << 28
 #: Minimum duration of a recorded wait, in seconds.
 WAIT_S_MIN: Final = 0.001
 
 _BLOCK_NBYTES: Final = 1 << 15
-#: Number of bytes reserved for the block that records that the size limit is reached.
+#: Number of bytes reserved for the block that records that the size limit has been reached.
 _CUT_NBYTES: Final = 160
 _BLOCK_AGE_S: Final = 1.0
 _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
@@ -119,7 +119,7 @@ def header_of(*, job: str, rank: int, size: int, incarnation: int, transport: st
         "script_digest": _digest_of(script),
         "arguments": [readable(word) for word in sys.argv[1:]]
         if script
-        else [],  # a notebook's arguments are those of its kernel
+        else [],  # in a notebook, sys.argv has the kernel's arguments
     }
 
 
@@ -158,7 +158,7 @@ class RecordWriter:
         self._block = bytearray()
         self._process_id = os.getpid()
         self._block_began_at = clock()
-        self._is_at_safe_point = False  # whether a safe point has begun and is not recorded yet
+        self._is_at_safe_point = False  # whether a safe point has begun that is not recorded yet
         self._woken_count = 0
         self._turn_count = -1  # turns of a safe point whose end is not recorded yet; -1 if there is none
         self._has_sent = False
@@ -175,7 +175,7 @@ class RecordWriter:
         try:
             self._options.folder.mkdir(parents=True, exist_ok=True)
             path = self._options.folder / name
-            # In a folder of several users, another one may have made a link or a pipe with this name.
+            # In a shared folder, another user may have created a link or a pipe with this name.
             path.unlink(missing_ok=True)
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -198,10 +198,10 @@ class RecordWriter:
         begin = len(block)
         try:
             _encode_into((code, int((time_s - self._block_began_at) * 1e6), *fields), block, -1)
-        except UnicodeEncodeError:  # for example from the name of a file in an error message
+        except UnicodeEncodeError:  # for example because of a file name in an error message
             del block[begin:]  # removes the part of the event that was encoded
             _encode_into((code, int((time_s - self._block_began_at) * 1e6), *_readable_fields(fields)), block, -1)
-        # A report on a job without progress is written at once, because the process may be killed next.
+        # A report that the job makes no progress is written at once, because the process may soon be killed.
         if self._is_block_due(time_s) or (self._has_sent and code in (_STEP, _POLICY)) or code == _TOLD:
             self.flush()
 
@@ -213,7 +213,7 @@ class RecordWriter:
         self.add(self._clock(), kind, fields)
 
     def begin_safe_point(self, woken_count: int) -> None:
-        """Record, together with the next event, that a safe point begins and how many waits have ended."""
+        """Note that a safe point begins after ``woken_count`` ended waits; this is recorded before the next event."""
         if self._is_over:
             return
         if self._turn_count >= 0:  # no event since the last safe point
@@ -224,7 +224,7 @@ class RecordWriter:
         self._is_at_safe_point, self._woken_count = True, woken_count
 
     def end_safe_point(self, turn_count: int) -> None:
-        """Record the end of a safe point: now if the rank has sent messages, otherwise together with the next event."""
+        """Record the end of a safe point, at once if the rank has sent messages, otherwise before the next event."""
         if self._is_over:
             return
         self._turn_count = turn_count
@@ -232,7 +232,7 @@ class RecordWriter:
             self.flush()
 
     def _add_safe_point(self, time_s: float) -> None:
-        """Record the beginning of a safe point, its end, or, if it had no events, both as one event."""
+        """Record the beginning or the end of a safe point, or both as one event if no event occurred in between."""
         block = self._block
         if not block:
             self._block_began_at = time_s
@@ -293,7 +293,7 @@ class RecordWriter:
         self._end()
 
     def _write_cut(self, why: str) -> None:
-        """Record why the file ends, if there is room; otherwise it looks like the file of a killed rank."""
+        """Record why the file ends, if there is room. Without this event, it looks like the file of a killed rank."""
         if self._file is None:
             return
         content = _encode((_CODES["cut"], 0, why))

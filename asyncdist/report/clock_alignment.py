@@ -1,10 +1,10 @@
 """Aligns the clocks of a recording's hosts.
 
 The ranks of a host share its monotonic clock, so they have one offset, taken from the rank that began first. Hosts are
-compared by their wall clocks, which may differ by milliseconds. If a message would then arrive before it was sent, the
-receiving host is moved forward by the least time that corrects this (the longest paths in the graph of such
+aligned by their wall clocks, which may differ by milliseconds. If a message would then arrive before it was sent, the
+receiving host's clock is moved forward by the least time that corrects this (the longest paths in the graph of such
 constraints, as in Duda et al., "Estimating global time in distributed systems", ICDCS 1987). If no offsets can correct
-all messages, because one clock runs faster than another, the offsets are not changed.
+all messages, because one clock runs faster than another, the wall-clock offsets are kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncdist.recording.reader import RankRecording, Recording
 
 #: Source, destination and tag of a sequence of messages.
 Line: TypeAlias = tuple[int, int, int]
-#: Maximum number of rounds of corrections. More rounds than hosts mean that the constraints contradict each other.
+#: Maximum number of correction rounds. If more rounds than hosts are needed, the constraints contradict each other.
 _ROUND_COUNT_MAX: Final = 64
 
 
@@ -89,7 +89,7 @@ class Clocks:
 
 
 def _first_time_of(each: RankRecording) -> float:
-    """Return the time of a file's header or first event, whichever is earlier; ranks may send before the header."""
+    """Return the time of a file's header or first event, whichever is earlier; a rank may send before its header."""
     return min([each.header.clock_s, *(event.time_s for event in itertools.islice(each.events(), 1))])
 
 

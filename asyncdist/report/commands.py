@@ -22,7 +22,7 @@ class _WriteError(Exception):
 
 @contextlib.contextmanager
 def _writing(what: str, allowed: str) -> Iterator[None]:
-    """Convert an OSError in the block to an error that says why ``what`` cannot be written and what -o accepts."""
+    """Convert an OSError in the body to an error that says why ``what`` cannot be written and what -o accepts."""
     try:
         yield
     except OSError as error:
@@ -36,7 +36,7 @@ def _name(text: str) -> str:
 
 
 def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the commands to a command line. Parsed options have ``call``, a function that returns the exit code."""
+    """Add the subcommands. In the parsed options, ``call`` is a function that returns the exit code."""
     report = add_parser(
         "report",
         help="write a recording as one HTML page",
@@ -81,7 +81,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command that was chosen; return the exit code."""
+    """Run the chosen command; return the exit code."""
     try:
         return int(options.call(options))
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Writes the sentences at the beginning of a report from a summary of the job."""
+"""Generates the sentences at the beginning of a report from the job's summary."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Final
 from asyncdist.report.summary import Round, Summary
 from asyncdist.wording import plural, ranks_in_words, seconds_in_words
 
-#: A rank is slow if its median step takes longer than this factor times the median over all ranks.
+#: A rank is slow if its median step time exceeds the median over all ranks by this factor.
 SLOW_FACTOR: Final = 1.25
-#: The start-up is mentioned if the first step ends later than this number of median steps after the job began.
+#: The startup time is mentioned if the first step ends later than this number of median step times after the job began.
 _LATE_START_STEPS: Final = 3.0
 #: Maximum number of ranks, or of pairs of ranks, that a sentence names.
 _COUNT_MAX: Final = 8
@@ -21,7 +21,7 @@ _REASON_COUNT_MAX: Final = 3
 
 
 def conclusions(summary: Summary) -> list[str]:
-    """Return sentences on the ends of ranks, steps, metrics, rounds, the descent of weights, and messages."""
+    """Return sentences about how ranks ended, steps, metrics, rounds, the ancestry of the weights, and messages."""
     return [
         *_ends(summary),
         *_steps(summary),
@@ -152,6 +152,6 @@ def _messages(summary: Summary) -> Iterator[str]:
 
 
 def _at_start(ranks: Sequence[int]) -> str:
-    """Name ranks, with a capital letter for the start of a sentence."""
+    """Name ranks, capitalised for the start of a sentence."""
     named = ranks_in_words(ranks, span_count_max=_COUNT_MAX)
     return named[0].upper() + named[1:]

@@ -18,18 +18,18 @@ from asyncdist.report.conclusions import conclusions
 from asyncdist.report.summary import Round, Summary, summarise
 from asyncdist.wording import ranks_in_words, size_in_words
 
-#: Maximum number of ranks that are drawn as one line each; for more ranks, quantiles are drawn.
+#: Maximum number of ranks for which each rank has its own line; for more ranks, quantiles are drawn.
 LINE_COUNT_MAX: Final = 64
-#: Maximum numbers of rounds and of replacements that are drawn, chosen evenly from all of them.
+#: Maximum numbers of rounds and of replacements to draw; if there are more, an evenly spaced selection is drawn.
 ROUND_COUNT_MAX: Final = 400
 MARK_COUNT_MAX: Final = 1500
 #: Number of columns of the heat maps over time.
 COLUMN_COUNT: Final = 200
-#: The metric's scale shows the values between the first and the last of these quantiles.
+#: The metric axis covers the values between these two quantiles.
 _SCALE_QUANTILES: Final = (0.02, 0.25, 0.75, 0.98)
-#: The metric's scale extends at most this number of quartile distances beyond the quartiles.
+#: The metric axis extends at most this number of interquartile ranges beyond the quartiles.
 _SCALE_SPREADS: Final = 8.0
-#: The metric's scale shows all values if this makes it at most this number of times longer.
+#: The metric axis shows all values if it becomes at most this many times longer.
 _SCALE_FACTOR: Final = 2.0
 _QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
 #: Minimum range of a colour scale, as a fraction of the step time, because ranks always differ slightly.
@@ -223,7 +223,7 @@ def _metric(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
 
 
 def _set_metric_range(figure: go.Figure, series: Sequence[Any], summary: Summary) -> str:
-    """Limit the metric's scale so that rare, distant values are left out; return a sentence that says so, or "".
+    """Limit the range of the metric axis to exclude rare outliers; return a sentence that says so, or "".
 
     Each value is weighted by the time until the next value, so ranks that report often do not count more than others.
     """
@@ -254,7 +254,7 @@ def _set_metric_range(figure: go.Figure, series: Sequence[Any], summary: Summary
 
 def _spread(values: Any) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns of columns before the first value of any rank
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns about columns before the first value of any rank
         return np.nanquantile(values, (0.0, 0.25, 0.5, 0.75, 1.0), axis=0)
 
 
@@ -343,7 +343,7 @@ def _over_time(summary: Summary, bins: str, what: str) -> tuple[str, go.Figure |
     begin_s = min((each.first_s for each in series if each.first_s < summary.duration_s), default=0.0)
     values = np.array([each.means(begin_s, summary.duration_s, columns) for each in series])
     middles = begin_s + (np.arange(columns) + 0.5) * (summary.duration_s - begin_s) / columns
-    for row in values:  # a value holds until the next one
+    for row in values:  # a value is shown until the next value
         known = np.flatnonzero(np.isfinite(row))
         if len(known):
             filled = np.maximum.accumulate(np.where(np.isfinite(row), np.arange(columns), -1))

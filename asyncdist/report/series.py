@@ -8,14 +8,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-#: Histogram bins are logarithmic, from 100 ns to 10^6 s; each bin is 5.9 % wider than the previous one.
+#: Histogram bins are logarithmic, from 100 ns to 10^6 s; each bin is 5.9 % wider than the previous bin.
 _PER_DECADE: Final = 40
 _LOWEST_DECADE: Final = -7
 _BIN_COUNT: Final = 13 * _PER_DECADE
 
 
 class LogHistogram:
-    """Counts positive values in bins of equal ratio; quantiles are exact within 6 %, and mostly within 1 %."""
+    """Counts positive values in logarithmic bins; quantiles are accurate to within 6 %, and mostly to within 1 %."""
 
     __slots__ = ("_counts", "_largest", "_sums", "count")
 
@@ -35,7 +35,7 @@ class LogHistogram:
         self._sums[place] += value
 
     def middle(self) -> float:
-        """Return the mean of the values in the median's bin, which is exact if they are equal; NaN without values."""
+        """Return the mean of the values in the median's bin; NaN without values."""
         if not self.count:
             return math.nan
         place = int(np.searchsorted(np.cumsum(self._counts), max(self.count / 2, 1)))
@@ -47,13 +47,13 @@ class LogHistogram:
             return math.nan
         wanted, up_to = max(fraction * self.count, 1), np.cumsum(self._counts)
         place = int(np.searchsorted(up_to, wanted))
-        # Assumes that a bin's values are spread over it evenly.
+        # Assumes that values are evenly distributed within a bin.
         within = 1 - (up_to[place] - wanted) / self._counts[place]
         return min(float(10 ** (_LOWEST_DECADE + (place + within) / _PER_DECADE)), self._largest)
 
 
 class TimeBins:
-    """Averages values over time, in at most ``capacity`` bins, which double their width when more time has passed."""
+    """Averages values over time in at most ``capacity`` bins, whose width doubles when a value lies beyond them."""
 
     __slots__ = ("_begin_s", "_capacity", "_counts", "_sums", "_width_s")
 
@@ -65,7 +65,7 @@ class TimeBins:
         self._begin_s: float | None = None
 
     def add(self, time_s: float, value: float) -> None:
-        """Add a value at a time in seconds. A time before the first value counts as the time of the first value."""
+        """Add a value at ``time_s``. A time before the first value counts as the time of the first value."""
         if self._begin_s is None:
             self._begin_s = time_s
         since_s = time_s - self._begin_s
@@ -104,7 +104,7 @@ class TimeBins:
 
 
 class Thinned:
-    """Stores every n-th row of a series, at most ``capacity`` rows, and the last row; ``count`` counts all rows."""
+    """Stores the last row of a series and every n-th row, at most ``capacity``; ``count`` counts all rows."""
 
     __slots__ = ("_capacity", "_every", "_last", "_rows", "count")
 

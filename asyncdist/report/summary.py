@@ -16,9 +16,9 @@ from asyncdist.recording.reader import Recording, RecordingError
 from asyncdist.report.clock_alignment import Clocks, Line
 from asyncdist.report.series import LogHistogram, Thinned, TimeBins
 
-#: Maximum number of metrics that are stored, divided among the ranks.
+#: Maximum number of metric values that are stored, divided among the ranks.
 _METRIC_COUNT: Final = 20_000
-#: Maximum number of ranks, at which each table of all pairs of ranks takes 32 MB.
+#: Maximum number of ranks; with this number, each table of all pairs of ranks takes 32 MB.
 SIZE_MAX: Final = 2048
 #: Maximum number of policies that a rank has open at once, each of which belongs to a different population.
 POPULATION_COUNT_MAX: Final = 8
@@ -32,7 +32,7 @@ RoundNumber: TypeAlias = tuple[int, int, int]
 
 
 class Applied(NamedTuple):
-    """A replacement of a rank's weights."""
+    """An event in which a rank's weights were replaced."""
 
     time_s: float
     rank: int
@@ -82,9 +82,9 @@ class Round:
 
 @dataclass(slots=True)
 class RankSummary:
-    """Summary of one rank: seconds between the ends of two steps, and seconds that ``policy.step`` itself took.
+    """Summary of one rank: seconds between the ends of consecutive steps, and seconds that ``policy.step`` itself took.
 
-    ``lag_bins`` are the seconds by which the rank reported the metric of an iteration after the first rank, over time.
+    ``lag_bins`` show, over time, how many seconds after the first rank this rank reported the metric of an iteration.
     """
 
     intervals: LogHistogram = field(default_factory=LogHistogram)
@@ -95,11 +95,11 @@ class RankSummary:
 
 @dataclass(slots=True)
 class Population:
-    """A group of policies, one on each rank, and their successors, among which weights are exchanged.
+    """A group of policies that exchange weights, one on each rank, and their successors.
 
     Policies that a rank has open at the same time belong to different populations. ``metrics`` are the times and values
-    of the metric, by rank. ``shares``, of shape (size, size), are the shares of each rank's last weights (row) that
-    descend from the ranks' first weights (columns).
+    of the metric, by rank. ``shares``, of shape (size, size), are the fractions of each rank's final weights (row) that
+    descend from each rank's initial weights (column).
     """
 
     name: str
@@ -125,7 +125,7 @@ class Summary:
             a restarted rank, the error of its last process.
         message_count: Number of messages of all ranks, including messages of policies and of the runtime.
         sent_counts, received_counts: Numbers of messages of the program's own channels, by (source, destination, tag).
-        told: Texts in ``news`` that summarise reports on a job without progress, which several ranks may record.
+        told: Summaries, in ``news``, of reports that the job made no progress; several ranks may record the same one.
     """
 
     size: int
@@ -230,7 +230,7 @@ class _Populations:
 
 @dataclass(slots=True)
 class _Span:
-    """Counts the open policies of one name on all ranks; the last of them ended at ``ended_s``."""
+    """Counts the open policies with one name on all ranks; ``ended_s`` is the time at which the last policy ended."""
 
     open_count: int = 0
     ended_s: float = -np.inf
@@ -289,10 +289,10 @@ def _population(summary: Summary, place: int, name: str = "") -> Population | No
 
 
 def _round_of(applied: Applied, decided: Sequence[Round]) -> Round | None:
-    """Return the round of a replacement among the rounds that its coordinator decided with the same number.
+    """Return the round of a replacement, chosen among ``decided``: its coordinator's rounds with the same number.
 
-    If these rounds belong to several policies, the round with the replacement's policy number is preferred, then the
-    latest round, because a policy may have different numbers on different ranks.
+    These rounds may belong to several policies. A round with the replacement's policy number is preferred, and
+    otherwise the latest round, because a policy may have different numbers on different ranks.
     """
     its = [each for each in decided if applied.rank in each.replacers]
     return max(its, key=lambda each: (each.number[1] == applied.policy, each.began_s), default=None)
@@ -413,7 +413,7 @@ def _news_of(event: Event) -> str:
 
 
 def _follow(summary: Summary) -> None:
-    """Compute the ancestry of each rank's last weights, and the time at which each round's average was last applied.
+    """Compute the ancestry of each rank's final weights, and the time at which each round's average was last applied.
 
     A rank's ancestry changes only when its weights are replaced; training does not change it.
     """

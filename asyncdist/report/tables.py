@@ -1,8 +1,8 @@
 """Converts a recording to tables: one for each kind of event, and one of the ranks.
 
-Each row has the rank, its incarnation and the time in seconds since the job began, followed by the fields of
-:data:`asyncdist.recording.events.KINDS`. A field with one of the first three names gets the table's name as a prefix,
-for example ``lost_rank``. Lists are JSON strings, for example ``[0, 2]``.
+The row of an event begins with the rank, its incarnation and the time in seconds since the job began. The fields listed
+in :data:`asyncdist.recording.events.KINDS` follow. If a field has the name of one of the first three columns, the
+table's name is added as a prefix, for example ``lost_rank``. Lists are JSON strings, for example ``[0, 2]``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from asyncdist.report.whole_files import whole_folder
 
 Value: TypeAlias = int | float | str | None
 
-#: First columns of the tables of events.
+#: First columns of each event table.
 _FIRST: Final = ("rank", "incarnation", "time_s")
-#: Columns of the table of ranks.
+#: Columns of the rank table.
 RANKS: Final = ("rank", "incarnation", "hostname", "pid", "transport", "began_at_s", "damage")
 _BATCH: Final = 10_000
-#: Columns of strings. The types are declared in case a column's first rows have no values; the default is integer.
+#: String columns. Types are declared because the first rows of a column may have no values; the default is integer.
 _TEXTS: Final = frozenset(
     {
         *("class_name", "name", "state", "reason", "route", "what", "error", "why", "result"),
@@ -138,10 +138,10 @@ def export_parquet(recording: Recording, folder: Path) -> list[Path]:
 
 
 def query(recording: Recording, statement: str) -> tuple[list[str], Iterator[Sequence[Value]]]:
-    """Run a SQL statement, in SQLite's dialect, on the tables; return the names of the columns, and the rows.
+    """Run an SQL statement, in SQLite's dialect, on the tables; return the column names and the rows.
 
-    Only the tables whose names are in the statement are read. Raise QueryError if SQLite refuses the statement, perhaps
-    only while rows are read, or if the statement returns no rows.
+    Only tables named in the statement are read. Raise QueryError if the statement is not a query, or if SQLite rejects
+    it; SQLite may do so only while the rows are read.
     """
     words = set(re.findall(r"\w+", statement.lower()))
     wanted = [table for table in (*KINDS, "ranks") if table in words]
@@ -168,7 +168,7 @@ def query(recording: Recording, statement: str) -> tuple[list[str], Iterator[Seq
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """Allow only SQLite's reading actions; see https://www.sqlite.org/c3ref/set_authorizer.html."""
+    """Allow only read actions of SQLite; see https://www.sqlite.org/c3ref/set_authorizer.html."""
     if action == sqlite3.SQLITE_FUNCTION:
         return sqlite3.SQLITE_DENY if second == "load_extension" else sqlite3.SQLITE_OK
     if (

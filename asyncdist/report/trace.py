@@ -26,7 +26,7 @@ from asyncdist.report.whole_files import whole_file
 
 Entry: TypeAlias = dict[str, Any]
 
-#: Tracks, represented by threads. They begin at 1, because thread 0 would get the process's number in Perfetto.
+#: Tracks, represented as threads. Their numbers begin at 1, because Perfetto replaces thread 0 by the process number.
 STEPS, ROUNDS, SENT, RECEIVED, WAITS = range(1, 6)
 TRACKS: Final = {STEPS: "steps", ROUNDS: "rounds", SENT: "sent", RECEIVED: "received", WAITS: "waits"}
 #: Kinds of events that are drawn as points on the track of rounds.
@@ -49,13 +49,13 @@ _POINTS: Final = frozenset(
         "joined",
     }
 )
-#: Drawn duration of a message in microseconds, because an arrow needs a span at each end.
+#: Duration for which a message is drawn, in microseconds; each end of an arrow needs a span.
 _MESSAGE_US: Final = 0.1
-#: Microseconds by which a wait may seem to begin before the previous one ended, because uvloop's clock counts in ms.
+#: Microseconds by which a wait may appear to begin before the previous wait ended: uvloop's clock has 1 ms resolution.
 _WAIT_SLACK_US: Final = 1000.0
 #: Process number of the first profile's first process, and the distance to the next profile's first process.
 _PROFILER_PID: Final = 1_000_000
-#: Number of identifiers that are reserved for the arrows of one line of messages, or of one profile.
+#: Number of identifiers reserved for the arrows of one line (source, destination, tag) or of one profile.
 _ARROWS: Final = 1 << 32
 _PROFILER_ARROWS: Final = 1 << 62
 
@@ -140,9 +140,9 @@ def _meta(kind: str, pid: int, track: int, name: str) -> Entry:
 
 
 class _Arrows:
-    """Numbers the arrows of messages: the k-th message sent on a line is the k-th message received on it.
+    """Numbers the arrows of messages: the k-th message sent on a line is the k-th message received on that line.
 
-    Messages of a restarted rank have no arrows, because the messages of its processes cannot be distinguished.
+    Messages of a restarted rank have no arrows, because they cannot be assigned to its individual processes.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -175,7 +175,7 @@ class _Arrows:
 
 
 class _Messages:
-    """Converts the messages that one process sent or received, in order of time, without overlaps."""
+    """Converts the messages that one process sent or received, in chronological order, without overlaps."""
 
     def __init__(self, pid: int, rank: int, arrows: _Arrows) -> None:
         self._pid = pid
@@ -253,7 +253,7 @@ class _Tracks:
         self._metrics[policy] = next(name for name in names if name not in self._metrics.values())
 
     def rest(self, at_us: float) -> Iterator[Entry]:
-        """Yield the roles that lasted until the end."""
+        """Yield the spans of roles that lasted until the end."""
         for policy in list(self._roles):
             yield from self._role(policy, at_us)
 
@@ -265,9 +265,9 @@ class _Tracks:
     def _added(
         self, track: int, name: str, began_us: float, until_us: float, facts: Entry, *, slack_us: float = 0.0
     ) -> Iterator[Entry]:
-        """Yield a span, on an additional track if it overlaps another span, and cut before 0.
+        """Yield a span, clipped to begin at 0 or later, and on an additional track if it overlaps another span.
 
-        Perfetto ignores overlapping spans, and spans that begin before 0, such as a wait before the rank's file began.
+        Perfetto ignores overlapping spans and spans that begin before 0, such as a wait before the rank's file began.
         """
         ends_us = self._ends_us[track]
         free = [place for place, end_us in enumerate(ends_us) if round(end_us, 3) <= round(began_us + slack_us, 3)]
@@ -288,7 +288,7 @@ def _span(pid: int, track: int, name: str, began_us: float, until_us: float, fac
 
 
 def _profile(recording: Recording, clocks: Clocks, path: Path, number: int) -> list[Entry]:
-    """Read a trace of torch's profiler; convert its times to the job's, and give it new process numbers.
+    """Read a trace of torch's profiler; convert its times to the job's time, and renumber its processes.
 
     The trace names its rank if the program uses torch.distributed. Otherwise, the process number determines the rank.
     """

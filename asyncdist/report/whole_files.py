@@ -1,4 +1,4 @@
-"""Writes files completely or not at all: a file that was truncated by a full disk is removed."""
+"""Writes files atomically: a file that is incomplete, for example because the disk is full, is removed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SHARED_MODE: Final = stat.S_ISVTX | stat.S_IWOTH
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file in the same folder, which replaces ``path`` when the block has ended.
+    """Yield the path of a temporary file in the same folder, which replaces ``path`` when the context ends.
 
-    If the block fails, the temporary file is removed and ``path`` remains unchanged. Devices and pipes, such as
+    If the body raises, the temporary file is removed and ``path`` remains unchanged. Devices and pipes, such as
     ``/dev/stdout``, and files in a folder without write permission are written directly.
     """
     target = _target(path)
@@ -45,9 +45,9 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder inside ``folder``, whose files are moved to ``folder`` when the block has ended.
+    """Yield a temporary folder inside ``folder``, whose files are moved to ``folder`` when the context ends.
 
-    If the block fails, the temporary folder is removed, and ``folder`` too if it did not exist before.
+    If the body raises, the temporary folder is removed. ``folder`` is also removed if it did not exist before.
     """
     if folder.is_symlink():
         _target(folder)
@@ -83,10 +83,10 @@ def _target(path: Path) -> Path:
 
 
 def is_planted(found: os.stat_result, folder: os.stat_result, user: int) -> bool:
-    """Return whether a file in a folder of all users is another user's link, pipe or device, a possible trap.
+    """Return whether a file in a shared folder is another user's link, pipe or device, which may be an attack.
 
-    Linux uses the same rule for links if ``fs.protected_symlinks`` is set. ``found`` is the status of the file itself,
-    not of a link's target; ``user`` is this user's number.
+    Linux applies the same rule to links if ``fs.protected_symlinks`` is set. ``found`` is the status of the file
+    itself, not of a link's target; ``user`` is this user's ID.
     """
     is_shared = folder.st_mode & _SHARED_MODE == _SHARED_MODE
     return is_shared and not stat.S_ISREG(found.st_mode) and found.st_uid not in (user, folder.st_uid)
