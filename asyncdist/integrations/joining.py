@@ -127,6 +127,16 @@ def warn_of_unlabelled_lines(world: World, cure: str) -> None:
         )
 
 
+def log_once_that_rank_0_pushes() -> None:
+    """Log a warning once that the other ranks do not push their models to the hub."""
+    if "pushes" not in _told:
+        _told.add("pushes")
+        logger.warning(
+            "selective averaging: only rank 0 pushes to the hub, because all ranks would push to the same repository; "
+            "to push a different rank's model, call model.push_to_hub(...) on that rank"
+        )
+
+
 def _warning_of_monitor(monitor: str, mode: MetricMode) -> str:
     """Return a warning if the name of the monitored metric contradicts ``mode``, otherwise ""."""
     direction = is_larger_better(monitor)

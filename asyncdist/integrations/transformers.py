@@ -24,7 +24,14 @@ from typing import Any, Unpack
 from asyncdist import validation
 from asyncdist.blocking.policies import Policy
 from asyncdist.blocking.world import World
-from asyncdist.integrations.joining import Selective, hide_ranks, join, selective_averaging, warn_of_unlabelled_lines
+from asyncdist.integrations.joining import (
+    Selective,
+    hide_ranks,
+    join,
+    log_once_that_rank_0_pushes,
+    selective_averaging,
+    warn_of_unlabelled_lines,
+)
 from asyncdist.integrations.metrics import RunningLoss
 from asyncdist.integrations.random_numbers import draw_apart, shuffle_apart
 from asyncdist.integrations.replicas import Replica, replica_of, show_replica
@@ -46,8 +53,9 @@ class SelectiveAveraging(TrainerCallback):
     """Replaces the worst ranks' weights with the average of good ranks' weights during training.
 
     Weights change after an optimizer step. If there are several ranks, each writes to a subfolder ``rank0``, ``rank1``,
-    ... of ``output_dir``, and only rank 0 shows a progress bar. A model made by ``model_init`` is equal on all ranks,
-    because ``arguments.seed`` is. During training, each rank uses different random numbers for shuffling and dropout.
+    ... of ``output_dir``, and only rank 0 shows a progress bar and pushes to the Hugging Face Hub. A model made by
+    ``model_init`` is equal on all ranks, because ``arguments.seed`` is. During training, each rank uses different
+    random numbers for shuffling and dropout.
 
     Args:
         average_every: Number of optimizer steps between two reports of a rank's metric.
@@ -117,6 +125,8 @@ class SelectiveAveraging(TrainerCallback):
         if self._world.size > 1 and not hasattr(args, "asyncdist_rank"):  # no earlier trainer has changed the arguments
             args.asyncdist_rank = self._world.rank  # type: ignore[attr-defined]
             output = str(args.output_dir)
+            if args.hub_model_id is None:
+                args.hub_model_id = Path(output).absolute().name  # the trainer would name the repository rank0
             if (logs := getattr(args, "logging_dir", None)) is not None:  # exists in transformers 4 and earlier
                 args.logging_dir = _logs_of_rank(logs, output, self._folder)  # type: ignore[attr-defined]
             args.output_dir = os.path.join(output, self._folder)
@@ -137,6 +147,12 @@ class SelectiveAveraging(TrainerCallback):
             except BaseException as error:
                 self._training.end(error)
                 raise
+
+    def _may_push(self) -> bool:
+        """Return whether this rank may push to the hub, to whose repository all ranks would push. Rank 0 logs this."""
+        if self._world.rank == 0 and self._world.size > self._size:
+            log_once_that_rank_0_pushes()
+        return self._number == 0
 
     def _give_folder_to_reporters(self, trainer: Trainer) -> None:
         """Give this rank a separate folder below TENSORBOARD_LOGGING_DIR."""
@@ -309,4 +325,21 @@ def _attach_to_trainers() -> None:
     Trainer.train = train_with_averages  # type: ignore[method-assign]
 
 
+def _push_only_from_rank_0(name: str) -> None:
+    """Patch a method of ``Trainer`` that uses the hub to do nothing on ranks that may not push.
+
+    A patch of the class is needed: the trainer's constructor creates the repository before it calls any callback.
+    """
+    push: Callable[..., Any] = getattr(Trainer, name)
+
+    @functools.wraps(push)
+    def push_if_allowed(self: Trainer, *args: Any, **options: Any) -> Any:
+        averaging = (one for one in self.callback_handler.callbacks if isinstance(one, SelectiveAveraging))
+        return push(self, *args, **options) if all(one._may_push() for one in averaging) else None
+
+    setattr(Trainer, name, push_if_allowed)
+
+
 _attach_to_trainers()
+for _name in ("init_hf_repo", "_push_from_checkpoint", "push_to_hub"):
+    _push_only_from_rank_0(_name)
