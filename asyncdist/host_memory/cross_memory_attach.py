@@ -1,4 +1,4 @@
-"""Copies bytes directly to or from the memory of another process on this host, without the help of that process.
+"""Copies bytes directly to or from the memory of another process on this host, without that process's help.
 
 Between two processes on a host, MPI copies a large message once, and gloo copies it twice. Linux also lets the sender
 write into the receiver's memory (``process_vm_writev``). There are three uses:
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 TOKEN_NBYTES: Final = 16
-#: Bytes that one call writes, which blocks the writer for a third to half of a millisecond.
+#: Number of bytes written by one call, which blocks the writer for a third to half of a millisecond.
 PIECE_NBYTES: Final = 4 << 20
 _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 
@@ -50,7 +50,7 @@ class AttachToken:
         self.address = ctypes.addressof(self._memory)
 
     def revoke(self) -> None:
-        """Stop access by other processes. A process that has just checked the token may still write one piece."""
+        """Revoke other processes' access. A process that has just checked the token may still write one piece."""
         ctypes.memset(self._memory, 0, TOKEN_NBYTES)
 
 
@@ -77,7 +77,7 @@ class PeerProcess:
             raise OSError(errno.ESRCH, "the process has ended or has revoked its token")
 
     def write(self, source: int, target: int, nbytes: int) -> None:
-        """Copy bytes from this process to the other one.
+        """Copy bytes from this process to the other process.
 
         Args:
             source: Address of the bytes in this process. They must not change during the call.
@@ -85,13 +85,13 @@ class PeerProcess:
             nbytes: Number of bytes.
 
         Raises:
-            OSError: Not all bytes were written, because the process has ended or has no such memory.
+            OSError: Not all bytes were written, because the process has ended or the address range is invalid.
         """
         self.check()
         self._copy(self._write, source, target, nbytes)
 
     def read(self, source: int, target: int, nbytes: int) -> None:
-        """Copy bytes from the other process to this one.
+        """Copy bytes from the other process to this process.
 
         Args:
             source: Address of the bytes in the other process. They must not change before the token is revoked.
@@ -114,8 +114,8 @@ class PeerProcess:
 class _Copy:
     """A system call that copies memory. Its arguments are reused, since creating them costs more than the call.
 
-    ``here`` and ``there`` are addresses in this and in the other process. ``keeps_gil`` is for calls that are shorter
-    than a release of the GIL.
+    ``here`` and ``there`` are addresses in this and in the other process. ``keeps_gil`` keeps the GIL during calls that
+    take less time than releasing it.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class _Copy:
         return count
 
     def of(self, here: int, there: int, nbytes: int) -> int:
-        """Copy other bytes, or the first part of them; return the number of bytes copied."""
+        """Copy ``nbytes`` bytes, or only the first of them; return the number of bytes copied."""
         self._here.address, self._there.address = here, there
         self._here.nbytes = self._there.nbytes = nbytes
         return self()
@@ -185,7 +185,7 @@ class DirectWrite:
 
     @property
     def rest(self) -> memoryview:
-        """Bytes that are not written yet."""
+        """Bytes that have not been written yet."""
         return self._view[self.written_nbytes :]
 
     def write_piece(self) -> int:

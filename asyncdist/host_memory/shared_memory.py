@@ -1,9 +1,9 @@
 """Allocates memory that other ranks on the host can map and read, so that no messages are needed.
 
-The memory is an anonymous file (``memfd_create``), which other processes open through ``/proc/PID/fd``. Nothing is
-collective or blocks, so a late or lost rank delays no other rank. The file has no name in a file system, so a killed
-rank leaves nothing behind. It does not count against ``/dev/shm``, which has 64 MiB in many containers. Its pages are
-allocated immediately and its size is fixed, so later accesses never raise SIGBUS.
+The memory is an anonymous file (``memfd_create``), which other processes open through ``/proc/PID/fd``. No operation is
+collective or blocking, so a late or lost rank delays no other rank. The file has no name in a file system, so a killed
+rank leaves nothing behind. It does not count against the size of ``/dev/shm``, which is 64 MiB in many containers. Its
+pages are allocated immediately and its size is fixed, so later accesses never raise SIGBUS.
 
 The file has a random name, by which a process checks that a descriptor belongs to it. Ranks in another container, of
 another user, or on a system other than Linux do not find it, and use messages instead.
@@ -31,8 +31,8 @@ class Address:
     """The information that other processes need to find and map a process's shared memory.
 
     Attributes:
-        pid: Process id of the owner.
-        descriptor: File descriptor in the owner.
+        pid: Process ID of the owner.
+        descriptor: The owner's file descriptor.
         token: Unique random name of the file.
     """
 
@@ -69,8 +69,8 @@ class SharedMemory:
     Attributes:
         tensor: uint8 tensor over the memory, initially zeros.
         address: Address to send to other processes.
-        views: For each group (a weak key): a key that identifies the memory of all members, and the members' tensors in
-            the group's order; None instead of the tensors if some member cannot map all of them.
+        views: For each group (a weak key), a pair: a key that identifies the memory of all members, and the members'
+            tensors in the group's order. The tensors are None if some member cannot map all of them.
 
     Raises:
         OSError: This system does not support such memory, or does not have enough.

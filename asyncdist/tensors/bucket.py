@@ -20,7 +20,7 @@ class Bucket:
     """Copies tensors to and from one flat tensor.
 
     Args:
-        flat: 1-D tensor for the copies, of the tensors' dtype or a wider one.
+        flat: 1-D tensor for the copies, of the tensors' dtype or a wider dtype.
         pairs: Each tensor, in any memory layout and on any device, with its view of ``flat``. The views are in order
             and leave no gaps.
         memory: Shared memory of the host's ranks that begins with ``flat``; None if ``flat`` is not shared.
@@ -63,7 +63,7 @@ class Bucket:
 
     @torch.no_grad()
     def copy_out(self, start: int, values: Tensor) -> None:
-        """Write 1-D ``values`` into the tensors, from offset ``start`` of the flat tensor on, which is not changed.
+        """Write 1-D ``values``, which begin at offset ``start`` of the flat tensor, into the tensors only.
 
         Calls must be in order. A tensor that is not contiguous is written when its last values arrive.
         """
@@ -118,7 +118,7 @@ class Bucket:
         return bisect.bisect_left(self._starts, start), bisect.bisect_right(self._starts, end) - 1
 
     def _cut(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (index, first element, end element) of each tensor that lies partly in the range; at most two."""
+        """Yield (index, first element, end element) of each tensor that lies partly in the range, at most two."""
         low, high = self._whole(start, end)
         if self._starts[low] > start:
             first = self._starts[low - 1]

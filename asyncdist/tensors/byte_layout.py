@@ -20,10 +20,10 @@ ALIGNMENT_NBYTES: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of a chunk in which all elements have one dtype.
+    """Part of a chunk whose elements all have the same dtype.
 
     Attributes:
-        dtype: Dtype in the model.
+        dtype: Dtype of the elements in the model.
         first: Index of the piece's first element in the flat tensor of this dtype.
         count: Number of elements.
         offset: Offset of the piece in the chunk, in bytes.
@@ -95,7 +95,7 @@ class Packing:
         return FlatBuffers(self._entries, tensors, views)
 
     def pieces(self, start: int, end: int) -> Iterator[Piece]:
-        """Yield the pieces between two bytes, which are multiples of ``ALIGNMENT_NBYTES`` or the end."""
+        """Yield the pieces between two byte offsets, each a multiple of ``ALIGNMENT_NBYTES`` or the total size."""
         for segment in self._segments:
             first, last = max(start, segment.start), min(end, segment.end)
             if first < last:

@@ -1,7 +1,7 @@
 """Views tensors as bytes, for all code that sends, stores or receives tensors.
 
-There are three pitfalls: a contiguous tensor may have any stride in a dimension of one element; conjugation and
-negation may be pending; and numpy supports neither bfloat16 nor float8.
+There are three pitfalls. A contiguous tensor may have any stride in a dimension of size 1, its conjugation or negation
+may be pending, and numpy supports neither bfloat16 nor float8.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def oddity_of(tensor: Tensor) -> str | None:
-    """Describe why a tensor has no plain values in memory, as in "a nested tensor"; return None if it has."""
+    """Describe a tensor without plain values in memory, as in "a nested tensor"; return None for a plain tensor."""
     if tensor.is_meta:
         return "a meta tensor (it has no values)"
     if tensor.is_quantized:
@@ -82,7 +82,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 def _as_bytes(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor's bytes as a 1-D uint8 tensor.
 
-    Strides are ignored, since a dimension of one element may have any stride.
+    Strides are ignored, since a dimension of size 1 may have any stride.
     """
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(

@@ -27,7 +27,7 @@ class DeviceCopy:
         return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
 
     def cancel(self) -> None:
-        """Do nothing, since a copy cannot be cancelled and ends automatically."""
+        """Do nothing, since a copy cannot be cancelled, and completes on its own."""
 
 
 @functools.cache

@@ -5,7 +5,7 @@ one 1-D tensor per dtype. Weights are written in place: the model's tensors rema
 
 - If several names share memory, they are one entry with all these names. Entries never overlap.
 - The layout depends only on names, shapes and dtypes, so that equal fingerprints mean equal layouts.
-- Every arithmetic step is elementwise and rounded separately, so that chunks do not change results.
+- Every arithmetic step is elementwise and rounded separately, so that results do not depend on the chunk size.
 """
 
 import functools
@@ -156,12 +156,12 @@ class FlatState:
     Args:
         model: Any module. It is not changed.
         takes_shards: Whether DTensors are allowed; the state then contains only this rank's shard of each.
-        trained_only: Whether to leave out parameters that require no gradient, which must be equal on all ranks.
-        states: Optimizer states that belong to the weights; they become the last entries.
+        trained_only: Whether to leave out parameters that require no gradient; these must be equal on all ranks.
+        states: Optimizer states that are averaged with the weights; they become the last entries.
 
     Attributes:
         fingerprint: Identifies the layout. For a DTensor it includes the placement and the global shape.
-        mesh_ranks: Ranks, in torch.distributed's numbering, over which entries are sharded; empty if none is sharded.
+        mesh_ranks: Global ranks of torch.distributed over which entries are sharded; empty if no entry is sharded.
 
     Raises:
         TypeError: The model is not an `nn.Module`.
@@ -261,7 +261,7 @@ class FlatState:
             accumulate: Whether the buffers are used for sums: floating dtypes are widened to at least float32, complex
                 dtypes to at least complex64.
             device: Device of the buffers. Host memory is pinned if the model is in CUDA memory.
-            new: Allocator to use instead of `torch.zeros(size, dtype=...)` for a model in host memory. It need not
+            new: Allocator that replaces `torch.zeros(size, dtype=...)` for a model in host memory. It need not
                 initialise the memory.
         """
         pinned = bool(self._devices) and torch.device(device).type == "cpu"
@@ -285,7 +285,7 @@ class FlatState:
             torch._foreach_copy_(into.views, tensors)
 
     def start_snapshot(self, into: FlatBuffers) -> "DeviceCopy | None":
-        """Begin to copy the model's current state into buffers in pinned host memory, without waiting for a device.
+        """Start copying the model's current state into buffers in pinned host memory, without waiting for a device.
 
         CUDA tensors are copied on a separate stream, after the work queued on the current stream. Later work waits for
         the copy, so that the next optimizer step cannot change the weights too early. The buffers must not be used
@@ -383,7 +383,7 @@ class FlatState:
         return list(zip(self.tensors(buffers), buffers.views, strict=True))
 
     def tensors(self, buffers: FlatBuffers) -> list[Tensor]:
-        """Return each entry's current tensor in the model; for a DTensor this rank's shard, which requires no gradient.
+        """Return each entry's current tensor in the model; for a DTensor, this rank's shard without gradient tracking.
 
         Raises:
             ValueError: The buffers were made for a different layout, or the model's layout has changed.
@@ -433,7 +433,7 @@ class FlatState:
         return [now[name] for name in names]
 
     def left_out_digest(self) -> str:
-        """Return a hash of the names, shapes, dtypes and values of the parameters that are left out."""
+        """Return a hash of the names, shapes, dtypes and values of the left-out parameters."""
         keys: list[str | None] = []
         tensors: list[Tensor] = []
         gather(self._model, keys, tensors)
@@ -561,7 +561,7 @@ def _mix(tensor: Tensor, average: Tensor, momentum: float) -> None:
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor's memory as pairs of real numbers, ignoring a pending conjugation."""
+    """View a complex tensor's memory as pairs of real numbers, ignoring a pending conjugation."""
     return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
 
 

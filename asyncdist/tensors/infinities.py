@@ -1,8 +1,8 @@
 """Distinguishes infinities that belong to a model from non-finite values of a rank that has diverged.
 
-Buffers and frozen parameters, such as attention masks, may contain -inf permanently. The infinities in these entries
-when a policy starts are called *known*. All other non-finite values are *unsound*: NaN, an infinity in a trained
-parameter, and a known infinity that has appeared, disappeared or moved.
+Buffers and frozen parameters, such as attention masks, may contain -inf permanently. The infinities that these entries
+contain when a policy starts are called *known*. NaNs, infinities in trained parameters, and any later change of the
+infinities in buffers and frozen parameters are called *unsound*.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def all_finite(values: Any) -> bool:
 
 
 def _stored(tensor: Tensor) -> Sequence[Tensor]:
-    """Return dense tensors that contain all stored values of a tensor."""
+    """Return dense tensors that contain all values that ``tensor`` stores."""
     if tensor.is_nested:
         return torch.unbind(tensor)
     if tensor.layout == torch.strided:

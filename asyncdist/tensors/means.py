@@ -5,7 +5,7 @@ of the weights. Product, sum and quotient are rounded separately, so that the re
 on the width of vector instructions. Two rules are added:
 
 - **The mean of finite values is finite.** When a sum overflows, it is continued with values scaled by 2^-64, and its
-  divisor is scaled as well. Scaling by a power of two is exact here, so the result equals that of an unbounded sum.
+  divisor is scaled as well. Scaling by a power of two is exact here, so the result is the same as without overflow.
   (Without this rule, two attention masks of ``finfo.min`` would add up to -inf.)
 - **The mean of equal values is that value.** If the quotient equals the quotient for tensors that all equal the last
   tensor, the mean is the last tensor's value. (In float32, (x + x + x) / 3 differs from x for one x in seven.) If the
@@ -27,16 +27,16 @@ from typing import Final
 import torch
 from torch import Tensor
 
-#: Number of elements per piece: 256 KiB of float32 stay in a core's own cache during all passes.
+#: Number of elements per piece: 256 KiB of float32, which stay in a core's private cache during all passes.
 _PIECE_COUNT: Final = 1 << 16
-#: Number of elements for which the mean of equal values is computed at once, to limit the memory of temporaries.
+#: Number of elements for which the mean of equal values is computed at a time, to limit the size of temporaries.
 _STRETCH_COUNT: Final = 12 << 10
 _SCALE: Final = 2.0**-64
 _LARGEST: Final = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.float64)}
-#: Sums of up to 2^20 values of this size are finite.
+#: Magnitude up to which sums of 2^20 values are finite.
 _SAFE: Final = {dtype: largest * 2.0**-20 for dtype, largest in _LARGEST.items()}
 _INTEGERS: Final = {torch.float32: torch.int32, torch.float64: torch.int64}
-#: Largest exponent of 2 by which a weight may exceed the first one before the sums are scaled down.
+#: Largest exponent of 2 by which a weight may exceed the first weight before the sums are scaled down.
 _WEIGHT_EXPONENT_MAX: Final = 20
 _WEIGHT_MIN: Final = 2.0**-100
 
@@ -45,8 +45,8 @@ class WeightedMean:
     """Computes the weighted mean of tensors that arrive in turn, each in chunks.
 
     Pass the tensors in rank order: call :meth:`begin` for each tensor and then :meth:`add` for each of its chunks.
-    After a chunk of the last tensor, the accumulator contains the mean of this part. Only one piece is allocated,
-    unless sums overflow.
+    When a chunk of the last tensor has been added, the corresponding part of the accumulator contains the mean. Only
+    one piece is allocated, unless sums overflow.
 
     Args:
         count: Number of tensors.
@@ -85,8 +85,8 @@ class WeightedMean:
         Args:
             into: Contiguous 1-D slice of the accumulator, of float32, complex64 or wider. The first tensor overwrites
                 it.
-            chunk: 1-D tensor of the same length, of any dtype that fits into the accumulator's; not changed. None if
-                ``into`` already contains the first tensor's values.
+            chunk: 1-D tensor of the same length, of any dtype that fits into the accumulator's; not
+                changed. None if ``into`` already contains the first tensor's values.
         """
         if into.requires_grad or (chunk is not None and chunk.requires_grad):
             into, chunk = into.detach(), None if chunk is None else chunk.detach()
@@ -151,7 +151,7 @@ class WeightedMean:
         into.copy_(torch.where(scaled, careful, total))
 
     def _divide(self, into: Tensor) -> None:
-        """Divide the sum by the sum of the weights; if this is exactly 1, the values are unchanged."""
+        """Divide the sum by the sum of the weights; a divisor of exactly 1 leaves the values unchanged."""
         divisor = sum(self._weights)
         if not self._is_careful:
             divide(into, divisor)
@@ -275,7 +275,7 @@ def _mean_of_equal(values: Tensor, weights: Sequence[float]) -> Tensor:
 
 
 def _is_within(values: Tensor, bound: float) -> bool:
-    """Return whether all values are finite and at most ``bound`` in size.
+    """Return whether all values are finite and at most ``bound`` in magnitude.
 
     ``bound`` must exceed the square root of the dtype's largest value.
     """

@@ -29,7 +29,7 @@ class Scratch:
         return self._kept.get(model, {}).pop(purpose, None)
 
     def give_back(self, model: nn.Module, purpose: str, thing: Any) -> None:
-        """Cache ``thing`` for the next :meth:`take`. Over the limit, remove the least recently used model."""
+        """Cache ``thing`` for the next :meth:`take`. If the limit is exceeded, evict the least recently used model."""
         things = self._kept.pop(model, {})
         things[purpose] = thing
         self._kept[model] = things
@@ -37,5 +37,5 @@ class Scratch:
             del self._kept[next(iter(self._kept))]
 
     def forget(self, model: nn.Module) -> None:
-        """Remove all objects of a model."""
+        """Remove all cached objects of a model."""
         self._kept.pop(model, None)

@@ -1,4 +1,4 @@
-"""Finds the tensors of a model with their names, and checks that each tensor has its own memory."""
+"""Finds the named tensors of a model, and checks that each tensor has its own memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def gather(module: nn.Module, keys: list[str | None], tensors: list[Tensor]) -> 
     This takes a third of the time of `named_modules`, which dominated the rounds of small models.
 
     Args:
-        keys: List to which keys are appended: the keys of the module's tensors, then None; then for each submodule its
-            key and, recursively, its keys; then None. `names_of` computes the names from it.
+        keys: List to which keys are appended: the keys of the module's tensors; None; for each submodule its key, and
+            recursively the keys inside it; None. `names_of` computes the names from this list.
         tensors: List to which the tensors are appended, in the order of their keys.
     """
     for key, tensor in module._parameters.items():
@@ -80,8 +80,8 @@ def take_local_parts(names: Sequence[str], tensors: list[Tensor]) -> tuple[dict[
     """Replace DTensors in ``tensors`` by this rank's shards. Raise ValueError for a partial placement.
 
     Returns:
-        A description of each DTensor's sharding by name, and all ranks, in torch.distributed's numbering, over which
-        any tensor is sharded.
+        A description of each DTensor's sharding by name, and the global ranks of torch.distributed over which any
+        tensor is sharded.
     """
     shardings: dict[str, str] = {}
     meshes: set[int] = set()
@@ -115,7 +115,7 @@ def frozen_places(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a hash of names, shapes, dtypes and values. For a wrapper subclass, the wrapped tensors' values count."""
+    """Return a hash of names, shapes, dtypes and values; for a wrapper subclass, the values of the wrapped tensors."""
     found = hashlib.sha256()
     for name, tensor in named:
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())

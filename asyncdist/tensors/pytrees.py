@@ -1,7 +1,7 @@
 """Describes and compares trees of tensors, and packs their leaves into one flat tensor per dtype.
 
 A tree is a pytree of `optree`: a tensor, or dicts, lists, tuples, named tuples and registered dataclasses of trees.
-optree sorts a dict's keys, so that equal outlines mean equal layouts of the flat tensors on all ranks.
+optree sorts the keys of dicts, so equal outlines imply equal layouts of the flat tensors on all ranks.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def is_foreign(kind: Kind) -> bool:
 
 
 def path_in(name: str, path: str) -> str:
-    """Return ``path``, a path of an :class:`Outline`, with its leading "tree" replaced by ``name``."""
+    """Replace the leading "tree" of ``path``, a path in an :class:`Outline`, by ``name``."""
     return name + path.removeprefix("tree")
 
 
@@ -101,9 +101,9 @@ def lines_from_text(text: str) -> Lines:
 
 
 def first_difference(lines: Sequence[Lines], ranks: Sequence[int]) -> tuple[str, str]:
-    """Return the first path at which a rank's tree differs from the first rank's, and a clause that describes it.
+    """Return the first path at which a rank's tree differs from the first rank's, and a description of the difference.
 
-    At least one element of ``lines``, the lines of each rank's tree, must differ from the first.
+    ``lines`` contains the lines of each rank's tree; at least one element must differ from the first.
     """
     first = lines[0]
     rank, other = next((r, found) for r, found in zip(ranks, lines, strict=True) if found != first)
@@ -136,7 +136,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def unpack(flats: dict[torch.dtype, Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Split flat tensors from ``pack(leaves)`` into pieces with each leaf's shape and device, which share their memory.
+    """Split flat tensors from ``pack(leaves)`` into tensors of each leaf's shape and device, as views if on the CPU.
 
     For a flat tensor of shape [m, n], the pieces have an additional leading dimension m. A flat tensor's dtype may
     differ from its key.

@@ -1,9 +1,9 @@
-"""Encodes Python values as bytes with their exact types, for values that ranks exchange.
+"""Encodes the Python values that ranks exchange as bytes, preserving their exact types.
 
-Python's pickle runs code, and msgpack has no tuples, no integers beyond 64 bits and no tensors. A value is therefore
-written as msgpack, in which every type that msgpack lacks is a map with one integer key that identifies the type.
-Subclasses raise an error, since they would be decoded as their base type. Decoding checks everything, and allocates at
-most as much memory as the data.
+Unpickling can execute arbitrary code, and msgpack has no tuples, no integers beyond 64 bits and no tensors. A value is
+therefore written as msgpack, and each type that msgpack lacks as a map whose only key is an integer that identifies the
+type. Instances of subclasses raise an error, since they would be decoded as their base type. Decoding checks all data,
+and allocates at most as much memory as the data.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DTYPES: Final = {
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder().decode
 
-#: Position of a nested value: the position of its container, and its index or key in it. None is the outermost value.
+#: Position of a nested value: its container's position, and its index or key there. None for the outermost value.
 _Where: TypeAlias = "tuple[_Where, Any] | None"
 
 
@@ -81,7 +81,7 @@ def type_name(kind: type) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the torch dtype with a name such as ``"float32"``. Raise KeyError if the name is unknown."""
+    """Return the torch dtype named ``name``, such as ``"float32"``. Raise KeyError if the name is unknown."""
     return _DTYPES[name]
 
 

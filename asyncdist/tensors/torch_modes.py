@@ -15,12 +15,12 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 
 _DEVICES: Final = ("cpu", "cuda")
-#: Guards of inference mode that are kept alive, since deleting them would change the thread's mode.
+#: Inference mode guards that are kept alive, since deleting them would change the thread's mode.
 _kept: Final[list[Any]] = []
 
 
 class _Casts(NamedTuple):
-    """Settings of autocast, for the CPU and for CUDA."""
+    """Autocast settings for the CPU and for CUDA."""
 
     enabled: tuple[bool, ...] = (False, False)
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
@@ -80,7 +80,7 @@ class RankModes:
         self._modes[rank] = self._first
 
     def restore(self) -> None:
-        """Restore the thread's modes from before the ranks. Must be the last call."""
+        """Restore the modes that the thread had before the ranks were started. Must be the last call."""
         self.switch(self.outside)
         if self._guard is not None:
             _kept.append(self._guard)
@@ -145,7 +145,7 @@ class _InItsModes(Coroutine[Any, Any, Any]):
 
 
 def _create_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    """Task factory that gives a task the modes of the rank that creates the task."""
+    """Task factory that gives each task the modes of the rank that creates the task."""
     context = options.get("context")
     place = _rank_here.get(None) if context is None else context.get(_rank_here)
     return asyncio.Task(coroutine if place is None else _InItsModes(coroutine, *place), loop=loop, **options)
@@ -153,9 +153,9 @@ def _create_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
 
 @contextmanager
 def of_ranks(loop: asyncio.AbstractEventLoop, size: int) -> Iterator[list[Context]]:
-    """Give each rank on a loop its own modes, and yield the context in which each rank's first task must be started.
+    """Give each rank on a loop its own modes; yield one context per rank, in which to start the rank's first task.
 
-    The modes are initially the caller's. The loop must run nothing else.
+    Each rank's initial modes are the caller's. The loop must run nothing else.
     """
     contexts = [copy_context() for _ in range(size)]
     if size == 1:

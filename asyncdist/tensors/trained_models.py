@@ -1,4 +1,4 @@
-"""Records which models of a rank were trained before, so that their weights may differ between ranks."""
+"""Records which of a rank's models have been trained before, so that their weights may differ between ranks."""
 
 from __future__ import annotations
 

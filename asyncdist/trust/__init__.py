@@ -1,1 +1,1 @@
-"""Decides which other processes a process trusts: private folders of its user, and secrets of jobs."""
+"""Decides which other processes a process trusts, by means of the user's private folders and job secrets."""

@@ -13,7 +13,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Final
 
-#: Minimum number of characters, since shorter secrets can be guessed.
+#: Minimum number of characters of a secret, since shorter secrets can be guessed.
 LENGTH_MIN: Final = 16
 _DIGEST: Final = "sha256"
 SEAL_NBYTES: Final = hashlib.new(_DIGEST).digest_size
@@ -21,7 +21,7 @@ SEAL_NBYTES: Final = hashlib.new(_DIGEST).digest_size
 
 @dataclass(frozen=True, slots=True)
 class JobSecret:
-    """Seals values and authenticates connections with the secret of a job.
+    """Seals values and authenticates connections with the job's secret.
 
     Attributes:
         key: The secret; empty if the job has none. ``repr`` does not show it.

@@ -23,7 +23,7 @@ from asyncdist.trust import private_folders
 #: The kernel's struct flock on 64-bit Linux: type, whence, start, length, pid.
 _FLOCK: Final = struct.Struct("hhqqi4x")
 _PREFIX: Final = "rank-"
-#: File whose content differs between hosts, and is equal in all containers of one host.
+#: File whose content differs between hosts, but is the same in all containers on a host.
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 #: Age in seconds after which the file of another rank may be removed.
 _STALE_S: Final = 3600.0
@@ -65,7 +65,7 @@ class LivingRank:
         return None
 
     def begin(self) -> None:
-        """Register this process. Does nothing if no folder is writable."""
+        """Register this process. Do nothing if no folder is writable."""
         for folder in private_folders.candidates(self._bases) if self._descriptor is None else ():
             with contextlib.suppress(OSError), private_folders.opened(folder, makes=True) as parent:
                 self._remove_stale(parent)

@@ -17,7 +17,7 @@ from typing import Final
 
 from asyncdist.validation import printable
 
-#: Error numbers of opening a link, a file, or a folder that this user may not enter.
+#: Error numbers that opening a link, a file, or a folder without permission can produce.
 _NOT_OURS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EACCES)
 #: Number of folder names to try in each base folder, in case other users have taken some of them.
 _COUNT: Final = 8
@@ -38,15 +38,15 @@ class NotPrivateError(PermissionError):
 
 @contextlib.contextmanager
 def opened(path: str | Path, *, parent: int | None = None, makes: bool = False) -> Iterator[int]:
-    """Open a private folder during the body of ``with``, which gets its descriptor.
+    """Open a private folder for the body of ``with``, and yield its descriptor.
 
     Args:
         path: Path of the folder; relative to ``parent`` if ``parent`` is not None.
-        parent: Descriptor of the folder that contains it.
-        makes: Whether to make the folder if it does not exist.
+        parent: Descriptor of the parent folder, if any.
+        makes: Whether to create the folder if it does not exist.
 
     Raises:
-        NotPrivateError: The path exists, but is not a folder that only this user may enter.
+        NotPrivateError: The path exists, but is not a folder private to this user.
     """
     if makes:
         with contextlib.suppress(FileExistsError):

@@ -1,4 +1,4 @@
-"""Stores secrets in files that only this user can read, in the user's private folder or at a path of the user."""
+"""Stores secrets in files that only this user can read, in the user's private folder or at a path set by the user."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Final
 
 from asyncdist.trust import job_secret, private_folders
 
-#: File name of the secret of single-host jobs whose launcher sets none.
+#: Name of the secret file for single-host jobs whose launcher sets no secret.
 SHARED: Final = "secret"
 _NBYTES_MAX: Final = 4096
 #: Number of attempts to read or create the shared secret; an unusable file is removed between attempts.
 _ATTEMPT_COUNT: Final = 2
-#: Seconds between two checks that the file of a secret still exists.
+#: Seconds between two checks that a secret file still exists.
 _RENEWAL_S: Final = 5.0
 
 
@@ -48,10 +48,10 @@ def _read_open(descriptor: int, path: str) -> str:
 
 
 def why_not_secret(found: os.stat_result, reader: int) -> str:
-    """Return why users other than root and the reader may know the content of a file; "" if they may not.
+    """Return why users other than root and the reader may know a file's content; an empty string if they may not.
 
-    A file of root that a group may read, such as a Kubernetes Secret, is accepted, because root decides who is in the
-    group. If the reader is root, a file of any user is accepted.
+    A group-readable file owned by root, such as a Kubernetes Secret, is accepted, because root decides who is in the
+    group. If the reader is root, a file owned by any user is accepted.
     """
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISREG(found.st_mode):
@@ -64,7 +64,7 @@ def why_not_secret(found: os.stat_result, reader: int) -> str:
 
 
 def name_of(port: int) -> str:
-    """Return the file name of a launcher's secret for ranks that join its job at this port."""
+    """Return the name of a launcher's secret file for ranks that join its job at ``port``."""
     return f"{SHARED}-{port}"
 
 
@@ -131,7 +131,7 @@ class RenewedSecret:
 
 
 def _remove_left(parent: int) -> None:
-    """Remove unlocked files, which :func:`keep` wrote in processes that were killed."""
+    """Remove the unlocked files, which :func:`keep` wrote in processes that have been killed."""
     for name in os.listdir(parent):
         port = name.removeprefix(f"{SHARED}-")
         if not port.isdecimal() or name != name_of(int(port)):
@@ -147,7 +147,7 @@ def _remove_left(parent: int) -> None:
 
 
 def find(name: str, bases: Iterable[str]) -> str | None:
-    """Return the secret in asyncdist's file with this name; None if there is none."""
+    """Return the secret in asyncdist's own file ``name``; None if there is no such file."""
     for folder in private_folders.candidates(bases):
         with contextlib.suppress(OSError, ValueError), private_folders.opened(folder) as parent:
             return _read_in(parent, name)

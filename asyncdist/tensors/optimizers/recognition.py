@@ -1,7 +1,8 @@
-"""Finds copies of the weights among the tensors that an optimizer stores, by name and value.
+"""Finds copies of the weights, by name and value, among the tensors that an optimizer stores.
 
-A mirror equals the weights after each step of the optimizer, whatever its name. Slow weights, origins and compensations
-are recognised by their names. Any other tensor that closely resembles the weights follows them in an unknown way.
+A mirror equals the weights after each optimizer step, whatever its name. Slow weights, origins and compensations are
+recognised by their names. Any other tensor that closely resembles the weights is assumed to follow them in an unknown
+way.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ _MASTERS: Final = frozenset(
 _ORIGINS: Final = frozenset(("x0",))
 #: Names of the rounding errors of the weights (Kahan summation).
 _COMPENSATIONS: Final = frozenset(("kahan_comp", "kahan_compensation", "compensation"))
-#: Names of bias-corrected averages over time, which cannot be recognised by their values.
+#: Names of bias-corrected moving averages of the weights, which cannot be recognised by their values.
 _LAGGING: Final = frozenset(("ema", "param_ema", "pbar"))
 #: Names of weights to leave unchanged: Prodigy's initial weights, and copies used only within one step.
 _KEPT: Final = frozenset(("p0", "param_init", "old_p", "backup_params", "param_buffer"))
-#: Names of moments and gradients. For some loss functions these equal the weights.
+#: Names of moments and gradients, which equal the weights for some loss functions.
 _MOMENTS: Final = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "prev", "prev_grad", "previous_grad", "last_grad", "grad")
 )
@@ -84,7 +85,7 @@ def _shows_step(parameter: Tensor, state: Mapping[str, Any]) -> bool:
 
 
 def _is_untouched(tensor: Tensor, parameter: Tensor) -> bool:
-    """Return whether a tensor is in the state in which a constructor leaves it: zeros, or a copy of the parameter."""
+    """Return whether a tensor still has a value that constructors assign: zeros, or a copy of the parameter."""
     if type(tensor) not in (Tensor, nn.Parameter) or not _is_floating(tensor):
         return False
     return not tensor.any() or (tensor.shape == parameter.shape and _are_equal(tensor, parameter))
@@ -108,7 +109,7 @@ class Copy:
 
 
 def kind_of(key: str, held: Sequence[Held]) -> Kind | None:
-    """Return the rule by which an optimizer's tensors of one name follow the weights; None if none is known."""
+    """Return the rule by which an optimizer's tensors named ``key`` follow the weights; None if no rule is known."""
     if key in _MASTERS or (key not in _MOMENTS and _is_mirror(held)):
         return "mirror"
     if key in SLOW:
@@ -119,7 +120,7 @@ def kind_of(key: str, held: Sequence[Held]) -> Kind | None:
 
 
 def follows_unknown(key: str, held: Sequence[Held]) -> bool:
-    """Return whether the tensors of one name, for which no rule is known, seem to follow the weights."""
+    """Return whether the tensors named ``key``, for which no rule is known, seem to follow the weights."""
     return key in _LAGGING or (key not in _KEPT | _MOMENTS and _tracks(held))
 
 
@@ -143,7 +144,7 @@ def _varies(parameter: Tensor) -> bool:
 
 
 def _tracks(held: Sequence[Held]) -> bool:
-    """Return whether tensors, taken together, are close to their parameters."""
+    """Return whether the tensors as a whole are close to their parameters."""
     own = sample_of([local_part(each.parameter) for each in held])
     other = sample_of([each.tensor for each in held])
     if own.numel() < PROOF_COUNT or not (own.isfinite().all() and other.isfinite().all()):

@@ -1,4 +1,4 @@
-"""Resets the state of an optimizer after its weights were replaced, since it describes the old weights."""
+"""Resets an optimizer's state, which describes the old weights, after the weights were replaced."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 def reset_optimizer_state(optimizer: Any) -> None:
     """Clear moments and step counts in place; parameter groups and hyperparameters are kept.
 
-    Wrapped optimizers are reset as well. Slow weights of a wrapper are kept, since only its constructor creates them.
+    Wrapped optimizers are reset as well. A wrapper's slow weights are kept, since only its constructor creates them.
     """
     states: list[Any] = []
     for each in reversed(wrapped_optimizers(optimizer)):  # a wrapper is handled after the optimizers inside it
@@ -46,7 +46,7 @@ def _has_slow_weights(optimizer: Any) -> bool:
 
 
 def _reset_adagrad(optimizer: torch.optim.Adagrad) -> None:
-    """Restore the state that the constructor made, since Adagrad's step needs it up to torch 2.12."""
+    """Restore the state that the constructor created, since Adagrad's step needs it up to torch 2.12."""
     for group in optimizer.param_groups:
         start = group["initial_accumulator_value"]
         for parameter in group["params"]:

@@ -14,7 +14,7 @@ next step. :mod:`asyncdist.tensors.optimizers.recognition` finds the copies, of 
 - **Compensations** of Kahan summation, the rounding errors of the old weights. They become zero.
 
 Any other tensor that follows the weights is logged once and left unchanged. An optimizer creates its state at its first
-step, so everything except the layout of :class:`AveragedStates` is looked up when needed.
+step, so this module searches the state only when needed; only the layout of :class:`AveragedStates` is known earlier.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
 Verdict: TypeAlias = Literal["kept", "undone", "unknown"]
 
-#: Minimum ratio of the distance between old and new weights to the length of a step. Above this ratio, weights at their
-#: old values prove that the optimizer has restored them.
+#: Ratio of the distance between old and new weights to the length of a step. Above this ratio, a return to the old
+#: values proves that the optimizer has restored them.
 _LENGTH_RATIO: Final = 4.0
 
 logger = logging.getLogger("asyncdist.optimizers")
@@ -83,7 +83,7 @@ class OptimizerWeights:
         is_reset: Whether the optimizer's state is cleared afterwards.
 
     Attributes:
-        is_watching: Whether :meth:`check_kept` must still find out if the optimizer keeps the new weights.
+        is_watching: Whether :meth:`check_kept` has yet to determine if the optimizer keeps the new weights.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, states: AveragedStates, *, is_reset: bool = False) -> None:
@@ -239,8 +239,8 @@ class _Replaced:
     def judge(self) -> Verdict:
         """Return whether the optimizer keeps the new weights; call this after each step until the result is known.
 
-        Old values prove nothing if one step is as long as the distance to them, as when ranks train alike and one is a
-        step behind. The next step shows how long a step is.
+        A return to the old values proves nothing if a single step is as long as the distance to them, for example if
+        ranks train alike and one rank is a step behind. The next step shows how long a step is.
         """
         now, back = self._sample(), self._back
         if back is None:
@@ -279,7 +279,7 @@ def _follow(copy: Copy, before: Tensor | None) -> None:
 
 
 def _schedule_free_of(optimizer: Any) -> Any:
-    """Return the schedule-free optimizer among an optimizer and those inside it; None if there is none."""
+    """Return the schedule-free optimizer among an optimizer and the optimizers inside it; None if there is none."""
     return next((each for each in wrapped_optimizers(optimizer) if _is_schedule_free(each)), None)
 
 

@@ -13,7 +13,7 @@ _OWN_ATTRIBUTES: Final = frozenset(("state", "param_groups", "defaults"))
 
 
 def wrapped_optimizers(optimizer: Any) -> tuple[Any, ...]:
-    """Return an optimizer and all optimizers in its attributes, directly or indirectly, each once."""
+    """Return an optimizer and all optimizers reachable through its attributes, each once."""
     found: list[Any] = []
     waiting = [optimizer]
     while waiting:
@@ -39,7 +39,7 @@ def attributes_of(optimizer: Any) -> dict[str, Any]:
 
 
 def items_of(value: Any) -> Iterable[Any]:
-    """Return the values of a list, tuple or mapping; for any other value a tuple of this value."""
+    """Return the values of a list, tuple or mapping; for any other value, a tuple that contains only this value."""
     if isinstance(value, Mapping):
         return list(value.values())
     return value if isinstance(value, (list, tuple)) else (value,)
