@@ -51,7 +51,7 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.one_sided.policy")
 
-#: Largest number of attempts of one replacement; an attempt fails if a snapshot is overwritten while it is read.
+#: Maximum number of attempts per replacement; an attempt fails if a snapshot is overwritten while it is read.
 _ATTEMPT_COUNT: Final = 3
 _NEVER: Final = 1 << 62
 

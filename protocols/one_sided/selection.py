@@ -29,7 +29,7 @@ REPLACEMENT_MODES: Final[tuple[ReplacementMode, ...]] = get_args(ReplacementMode
 SAMPLE_COUNT: Final = 32
 #: Minimum number of ranks whose metrics a rank reads to choose donors in a large group with the mode `"age"`.
 AGE_SAMPLE_COUNT: Final = 8
-#: Largest number of donors if neither `donor_count` nor `donor_ratio` is given.
+#: Maximum number of donors if neither `donor_count` nor `donor_ratio` is given.
 DEFAULT_DONOR_COUNT_MAX: Final = 8
 DEFAULT_DONOR_RATIO: Final = 0.5
 

@@ -80,7 +80,7 @@ class OneSidedStatistics:
         return format_table("", rows)
 
     def format_times(self) -> str:
-        """Return a table of durations, with one line for each of publish, read and apply."""
+        """Return a table of durations, with one row each for publish, read and apply."""
         rows = [
             (name, f"{found.total_s:.4f} s in {found.count}, {1e3 * found.largest_s:.2f} ms at most")
             for name, found in self.timing.items()

@@ -87,7 +87,7 @@ class LandingPiece(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """One chunk from one donor; ``chunk`` is its memory in the ring, or None for a chunk in the accumulator itself."""
+    """One chunk from one donor. ``chunk`` is its memory in the ring; None if it is received into the accumulator."""
 
     piece: LandingPiece
     page: int

@@ -182,7 +182,7 @@ class Reading:
 
 
 class PartReading:
-    """Reads one part of a snapshot, or the mean of a part, from a donor's memory, with the interface of a stream.
+    """Reads one part of a snapshot, or of a mean, from another rank's memory; has the interface of a stream.
 
     Args:
         pieces: For each piece, the index of its tensor, the index of its first element, and the receiving tensor.

@@ -115,7 +115,7 @@ class FollowingMember(RoundMember):
     def repeat(self, happenings: Sequence[Happening], counterparts: Mapping[int, int]) -> Iterator[Instructions]:
         """Repeat the leader's events, and yield the instructions for each event.
 
-        The caller must carry out these instructions before it requests the next ones.
+        The caller must execute the instructions for one event before it requests those for the next event.
 
         Args:
             counterparts: For each replica's leader, the rank of that replica with the same shards as this rank.

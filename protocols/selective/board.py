@@ -92,7 +92,7 @@ class Board:
 
         Args:
             policy: Number of the policy, or the number that the policies of all islands share.
-            key: Key of requests for admission to the policy; None if the policy accepts no requests.
+            key: Key of admission requests to the policy; None if the policy accepts no requests.
             on_request: Function that handles a request, and returns False if it can never be granted.
         """
         self._policies[policy] = handler

@@ -52,7 +52,7 @@ class Coordinator:
     """Exchanges the coordinator's messages with the members, and carries out the decisions of its state machine.
 
     Args:
-        members: Ranks of the policy that take part, as far as is known.
+        members: Ranks of the policy that are known to take part.
         ranks: All ranks of the policy's group.
         epoch: 0 for the coordinator that the members have agreed on; larger for a later coordinator.
     """
@@ -160,7 +160,7 @@ class Coordinator:
         return self._core.members()
 
     def note_newcomer(self, rank: int, incarnation: int) -> None:
-        """Schedule a restarted rank's request for admission."""
+        """Schedule the handling of a restarted rank's admission request."""
         self._newcomers[rank] = incarnation
         self._services.engine.recheck()
 

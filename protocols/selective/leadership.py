@@ -100,7 +100,7 @@ class Leadership:
         services.shared(Board)
 
     def begin(self) -> None:
-        """Handle the loss of ranks that were lost, or have left, since the start was agreed on."""
+        """Handle the ranks that were lost or have left since the start was agreed on."""
         absent = sorted({*self._services.gone, *self._replaced})
         self._unnoted.extend(absent)  # all at once: if this rank takes over, no absent rank may become a member
         for rank in absent:
@@ -204,7 +204,7 @@ class Leadership:
                 self._board.close(self._scopes.between)
 
     def _on_request(self, request: Request, source: int) -> bool:
-        """Answer a request for admission if this rank coordinates; return whether it may still be granted."""
+        """Answer an admission request if this rank coordinates; return whether the request may still be granted."""
         if self._serving is None or source not in self._members:
             is_waiting = (
                 self._succession.is_newcomer and self._admitted.get(self._services.rank) != self._services.incarnation

@@ -12,8 +12,8 @@ State      Meaning                      Left by
 ========== ============================ ==================================================
 IDLE       no part in a round           an assignment
 CHOSEN     donor; the next step copies  a step
-COPYING    donor; the weights are       the end of the copy, whether or not
-           being copied                 all values are finite
+COPYING    donor; the weights are       the end of the copy
+           being copied
 GIVING     donor; the snapshot can be   the end of the round
            requested
 ASKING     replacer; the round can      `Frozen`
@@ -129,13 +129,13 @@ class EnterEpoch(NamedTuple):
 
 
 class RefuseUpTo(NamedTuple):
-    """Instruction: from now on, abort requests for a snapshot of this round or an earlier one."""
+    """Instruction: from now on, abort requests for snapshots of rounds up to this one."""
 
     round: float
 
 
 class RefuseMeans(NamedTuple):
-    """Instruction: from now on, abort requests for a part of the mean of this round or an earlier one."""
+    """Instruction: from now on, abort requests for parts of the means of rounds up to this one."""
 
     round: int
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from asyncdist.protocols.selective.round.plan import place_of, unpack_freeze, unpack_plan
 
-#: Largest number of different reasons that are counted separately.
+#: Maximum number of different reasons that are counted separately.
 REASON_LIMIT: Final = 32
 DONOR: Final = "donor"
 REPLACER: Final = "replacer"

@@ -4,8 +4,8 @@ This module contains the policy that each member runs. :mod:`protocols.selective
 and :mod:`protocols.selective.coordinator` is the coordinator's task. One round on a member:
 
 1. Every ``average_every`` steps the member reports its metric and continues to train.
-2. The coordinator may assign a role to the member. A **donor** copies its weights inside its next ``step``. A
-   **replacer** requests the donors' snapshots.
+2. The coordinator may assign the member a role. A **donor** copies its weights inside its next ``step``. A **replacer**
+   requests the donors' snapshots.
 3. When all donors have answered, the coordinator freezes the round: its donors no longer change. The replacer adds up
    the snapshots in rank order.
 4. The replacer's next ``step`` applies the average and notifies the coordinator, which ends the round.
@@ -243,7 +243,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         self._open_at_start(scopes, meeting.leader, lost_members(self._world, self._members, meeting))
 
     def _open_at_start(self, scopes: PolicyScopes, coordinator: int, replaced: Sequence[int]) -> None:
-        """Open a policy that starts on all members at the same time; ``replaced`` lists lost or restarted members."""
+        """Open a policy that starts on all members together; ``replaced`` lists the lost or restarted members."""
         self._open(scopes, coordinator, replaced=replaced)
 
     def _open(

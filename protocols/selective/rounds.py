@@ -46,7 +46,7 @@ class RoundCoordinator:
         """Begin with all members live and no reports.
 
         Args:
-            members: Ranks of the policy that take part, as far as is known.
+            members: Ranks of the policy that are known to take part.
             stream_safe_points: Number of safe points that the sender and the receiver of one snapshot each need: chunks
                 per snapshot divided by chunks in flight, rounded up.
             model_nbytes: Size of a snapshot in bytes, for the choice of `route="auto"`.
@@ -159,11 +159,11 @@ class RoundCoordinator:
         return (*told, *self.on_report(rank, *facts, now, interval_s=joined.interval_s))
 
     def members(self) -> tuple[tuple[int, int], ...]:
-        """Return the ranks that take part, each with its incarnation."""
+        """Return the rank and incarnation of each member that takes part."""
         return self.roster.taking_part()
 
     def on_newcomer(self, rank: int, incarnation: int, now: float) -> tuple[Send, ...]:
-        """Handle a restarted rank's request for admission. Requests are repeated, since answers can be lost."""
+        """Handle an admission request from a restarted rank, which repeats it, since answers can be lost."""
         member = self._members.get(rank)
         if member is not None and member.live and member.admitted:
             member.incarnation = incarnation  # admitted by an earlier coordinator, whose message was lost

@@ -32,7 +32,7 @@ _SHARDED_SAVING_STREAMS: Final = 128
 _STREAM_NBYTES: Final = 64 << 10
 #: Replacers on a host share parts, which takes a step longer, if the host saves at least this many bytes.
 SHARED_NBYTES_MIN: Final = 1 << 20
-#: Largest number of models that a rank may send or receive if only the ranks of one host are reducers.
+#: Maximum number of models that a rank may send or receive if only the ranks of one host are reducers.
 _MODELS_MAX: Final = 2
 _NO_GUESTS: Final[Mapping[int, float]] = {}
 

@@ -91,7 +91,7 @@ def free_s(holds: Mapping[int, float], cadence_s: float) -> float:
 
 
 def slow_ranks(holds: Mapping[int, float], allowed_s: float) -> frozenset[int]:
-    """Return the members with which a round would exceed ``allowed_s``; empty if fewer than two others remain."""
+    """Return the members whose estimate exceeds ``allowed_s``; empty if fewer than two other members remain."""
     slow = frozenset(rank for rank, hold_s in holds.items() if hold_s > allowed_s)
     return slow if len(holds) - len(slow) >= 2 else frozenset()
 

@@ -1,1 +1,1 @@
-"""Lets a restarted rank rejoin a running policy: requests for admission, and the transfer of a member's state."""
+"""Lets a restarted rank rejoin a running policy: admission requests, and the transfer of a member's state."""

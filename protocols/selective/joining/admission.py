@@ -15,7 +15,7 @@ from asyncdist.protocols.selective.round.state import Member, ReportRecord
 from asyncdist.protocols.selective.selection import Decision, SelectiveRules
 from asyncdist.protocols.selective.waiting import HELD_SHARE
 
-#: Largest number of newcomers that are admitted in one round.
+#: Maximum number of newcomers that are admitted in one round.
 NEWCOMER_COUNT_MAX: Final = 8
 #: Time limit of the first attempt: this many cadences (times between reports) or rounds, whichever is longer.
 _FIRST_CADENCES: Final = 2.0

@@ -18,7 +18,7 @@ _STATE_MODEL_COUNT_MAX: Final = 16
 
 
 class Arrival:
-    """Makes a restarted rank a member, after the coordinator has answered its request for admission."""
+    """Makes a restarted rank a member, after the coordinator has answered its admission request."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Arrival:
         self._nbytes_max = _STATE_NBYTES_MAX + _STATE_MODEL_COUNT_MAX * model_nbytes
 
     async def complete(self, application: Application, leadership: Leadership) -> None:
-        """Repeat the request for admission, and receive the state of a member, until this rank is admitted."""
+        """Repeat the admission request, and receive a member's state, until this rank is admitted."""
         while self._member.is_joining:
             await application.until(self._has_news)
             welcome = application.take_welcome()

@@ -84,7 +84,7 @@ AdmissionMessage: TypeAlias = Request | Welcome | Refusal | Over | Ambiguous
 
 
 def key_of(ranks: Sequence[int], values: Mapping[str, str]) -> int:
-    """Return the key of requests for admission: a number for all policies of one class and name on these ranks."""
+    """Return the key of admission requests: one number for all policies with this class and name on these ranks."""
     return wire.scope_of(ranks, f"{values.get('class')} {values.get('name')}", 0)
 
 
@@ -94,7 +94,7 @@ def digest_of(ranks: Sequence[int], values: Mapping[str, str]) -> str:
 
 
 class RequestBoard(Protocol):
-    """Interface for sending requests for admission and receiving the answers."""
+    """Interface for sending admission requests and receiving the answers."""
 
     def send(self, message: AdmissionMessage, dest: int) -> None:
         """Send a message, unless ``dest`` cannot be reached."""
@@ -104,7 +104,7 @@ class RequestBoard(Protocol):
 
 
 class Application:
-    """Sends one newcomer's requests for admission, and evaluates the answers.
+    """Sends one newcomer's admission requests, and evaluates the answers.
 
     Args:
         timeout_s: Seconds to wait for each answer of the coordinator.
@@ -217,8 +217,8 @@ class Application:
         Raises:
             DisagreementError: The class, name, model or an option differs, or several policies have this class and
                 name.
-            LateError: All other ranks have left the world, or have left the policy and started no new one before the
-                timeout.
+            LateError: All other ranks have left the world, or have left the policy and started no new policy before
+                the timeout.
             ClosedError: All other ranks were restarted as well.
             StartTimeoutError: No coordinator has answered before the timeout.
             RankLostError: No other rank is left.
