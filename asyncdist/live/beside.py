@@ -64,7 +64,7 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
     console, view, is_gone = Console(stderr=is_on_stderr), top.JobView(), False
     own: str | None = None  # name of the child's job
     with (
-        contextlib.suppress(OSError),  # the terminal is closed at the end
+        contextlib.suppress(OSError),  # the terminal may be closed at the end
         Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live,
     ):
         pipes = [pipe for pipe in (child.stdout, child.stderr) if pipe is not None]
@@ -79,7 +79,7 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
                 view.ask(found[job])
                 try:
                     live.update(view.drawn(console), refresh=True)
-                except OSError:  # the terminal was closed; the child ends, too, or ignores that
+                except OSError:  # the terminal was closed, which usually ends the child, too
                     is_gone = True
             came = signal.sigtimedwait({*local_host.PASSED_ON_SIGNALS, signal.SIGCHLD}, top.PERIOD_S)
             if came is not None and came.si_signo != signal.SIGCHLD:
@@ -93,9 +93,9 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
 
 
 def _copy(pipe: IO[bytes], console: Console) -> None:
-    """Print each line of the pipe above the table; of a progress bar, print only its last state.
+    """Print each line from the pipe above the table; for a progress bar, print only its last state.
 
-    The pipe is read to the end even if the terminal is closed, because the ranks would block otherwise.
+    The pipe is read to the end even if the terminal is closed; otherwise, the ranks would block on a full pipe.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     begun = ""
@@ -111,7 +111,7 @@ def _copy(pipe: IO[bytes], console: Console) -> None:
 
 
 def _last_state(line: str) -> str:
-    """Return the last state of a rewritten line, because rich before 15 prints all states."""
+    """Return the last state of a line rewritten with carriage returns; rich before 15 would print all states."""
     return line.rstrip("\r").rpartition("\r")[2]
 
 

@@ -30,8 +30,8 @@ class PolicyCounters:
         round: Newest round in which this rank had a role; None before the first.
         replacement_count: Number of times that the policy has replaced the weights.
         abandoned_count: Number of abandoned rounds that should have replaced the weights.
-        staleness_steps: Age, in steps, of the oldest snapshot in the last replacement; None before the first.
-        coordinator: Rank of the coordinator; None until the role has moved to a different rank.
+        staleness_steps: Age, in steps, of the oldest snapshot in the last replacement; None before the first one.
+        coordinator: Rank of the current coordinator; None while the initial coordinator has not been replaced.
         latest: Description of the last replacement.
     """
 
@@ -53,8 +53,8 @@ class RankCounters:
 
     Attributes:
         job: Eight hexadecimal digits, the same on all ranks of a job.
-        time_s: Time of reading, in seconds on the rank's clock.
-        policies: Open policies; if there are none, the policy that was closed last.
+        time_s: Time at which the counters were read, in seconds on the rank's clock.
+        policies: Open policies; if there are none, the most recently closed policy.
         sent_count, received_count: Numbers of messages on channels.
         sent_nbytes: Number of bytes of tensors sent in streams, by policies and the program.
         received_nbytes: Number of bytes of tensors received, or read from other ranks' memory.
@@ -145,7 +145,7 @@ def from_bytes(data: bytes) -> RankCounters:
 
 Kind: TypeAlias = Literal["counter", "gauge"]
 
-#: Exported numbers: name without prefix, kind and meaning. The last word of a name is the unit, if there is one.
+#: Exported numbers: unprefixed name, kind and meaning. The last word of a name is the unit, if there is one.
 EXPORTED: Final[Mapping[str, tuple[Kind, str]]] = {
     "steps": ("counter", "Number of steps of the policy."),
     "steps_per_second": ("gauge", "Steps per second since the previous export; not in Prometheus."),
@@ -174,7 +174,7 @@ class Sample:
 
 
 def samples(counters: RankCounters, before: RankCounters | None = None) -> Iterator[Sample]:
-    """Yield the counters as single numbers, with rates since the counters ``before`` if they are given."""
+    """Yield the counters as individual numbers. If ``before``, the earlier counters, is given, rates are included."""
     for policy in counters.policies:
         labels = {"policy": printable(policy.policy)}
         yield Sample("steps", policy.step, labels)

@@ -10,14 +10,14 @@ from typing import Final, Literal, TypeAlias
 from asyncdist import validation
 
 Sink: TypeAlias = Literal["prometheus", "tensorboard", "wandb", "opentelemetry"]
-#: Module that each sink needs; the extra that installs the module has the sink's name.
+#: Module that each sink needs. The sink's name is also the name of the extra that installs the module.
 NEEDED: Final[Mapping[Sink, str]] = {
     "prometheus": "prometheus_client",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "opentelemetry": "opentelemetry.metrics",
 }
-#: Default address of ports, to which only programs on this host can connect.
+#: Default address to listen on, which accepts connections only from this host.
 LOCAL: Final = "127.0.0.1"
 _ALLOWED: Final = "a port, HOST:PORT, tensorboard:FOLDER, wandb, wandb:PROJECT or opentelemetry"
 
@@ -40,9 +40,9 @@ class Destination:
 
 
 def destinations(named: object, what: str = "metrics") -> tuple[Destination, ...]:
-    """Parse a user's destinations: a port number, a string with one or several, a sequence of these, or None.
+    """Parse a user's destinations: a port number, a string with one or more destinations, a sequence of these, or None.
 
-    Raise TypeError or ValueError, which names the option ``what``, if a destination is not valid.
+    If a destination is invalid, raise a TypeError or ValueError that names the option ``what``.
     """
     if named is None:
         return ()
@@ -74,7 +74,7 @@ def _destination(named: object, what: str) -> Destination:
 
 
 def missing(destination: Destination) -> str | None:
-    """Return a message that says what to install for a destination; None if nothing is missing."""
+    """Return a message that says what must be installed for a destination; None if nothing is missing."""
     module = NEEDED[destination.sink]
     try:
         is_there = importlib.util.find_spec(module) is not None

@@ -19,7 +19,7 @@ logger = logging.getLogger("asyncdist.live.exporting")
 
 #: Seconds between two writes to sinks other than Prometheus.
 PERIOD_S: Final = 5.0
-#: Maximum number of seconds for which the end of a run waits for the last write.
+#: Maximum number of seconds to wait for the last write at the end of a run.
 END_S: Final = 5.0
 
 
@@ -50,7 +50,7 @@ class Exporter:
             self._thread.start()
 
     def end(self) -> None:
-        """Write for the last time, and stop. If this takes longer than END_S, the thread is abandoned."""
+        """Write the counters a last time, and stop. If this takes longer than END_S, abandon the thread."""
         if self._thread.is_alive():
             self._is_over.set()
             self._thread.join(END_S)
@@ -81,7 +81,7 @@ class Exporter:
             return WandbWriter(destination.where, self._read())
         if destination.sink == "opentelemetry":
             return OpenTelemetryWriter()
-        from asyncdist.live.prometheus import PrometheusServer  # needs the library prometheus_client
+        from asyncdist.live.prometheus import PrometheusServer  # imports prometheus_client, which may not be installed
 
         port = destination.port + self._local_rank
         if port > 65535:
@@ -92,7 +92,7 @@ class Exporter:
         return PrometheusServer(self._read, destination.where, port)
 
     def _guarded(self, destination: Destination, act: Callable[..., object], *args: object) -> bool:
-        """Call ``act``, and return whether it has succeeded; log a warning if it has not."""
+        """Call ``act``, and return whether it succeeded; log a warning if it raised."""
         try:
             act(*args)
         except Exception as error:  # libraries and the system may raise anything

@@ -1,7 +1,7 @@
 """Passes the final counters of ended ranks to the last table of ``asyncdist run --live``.
 
-A rank that has ended cannot answer requests. When its main has ended, each rank therefore writes its counters to the
-folder in ASYNCDIST_LAST_COUNTERS, which ``asyncdist run --live`` creates.
+A rank that has ended cannot answer requests. Each rank therefore writes its counters when its main has ended, to the
+folder named by ASYNCDIST_LAST_COUNTERS, which ``asyncdist run --live`` creates.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def leave(folder: str, counters: RankCounters) -> None:
 
 
 def collect(folder: str, job: str | None) -> list[RankCounters]:
-    """Return the counters in ``folder``, by rank; for a restarted rank, the counters of its newest process.
+    """Return the counters in ``folder``, sorted by rank; for a restarted rank, the counters of its newest process.
 
     Only ranks of ``job`` are included, because a rank may have started a different job; None includes all jobs.
     """

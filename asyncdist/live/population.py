@@ -27,7 +27,7 @@ class _World(Protocol):
 
 
 class PopulationView:
-    """A table of the ranks that this process hosts; raises AsyncdistError if rich, which draws it, is missing."""
+    """A table of the ranks in this process, drawn with rich; raises AsyncdistError if rich is not installed."""
 
     def __init__(self) -> None:
         try:
@@ -38,7 +38,7 @@ class PopulationView:
         self._readings = Readings()
 
     def watched(self, main: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
-        """Wrap ``main`` so that the table shows its world."""
+        """Wrap ``main`` so that the table includes its world."""
 
         @functools.wraps(main)
         async def watched_main(world: Any, *args: Any) -> T:
@@ -55,7 +55,7 @@ class PopulationView:
         return self._readings.rows()
 
     def screen(self) -> Table:
-        """Return the current table, in the size of the terminal or the cell."""
+        """Return the current table, sized for the terminal or the cell."""
         import rich
 
         console = rich.get_console()

@@ -61,7 +61,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class PrometheusServer:
-    """Exports the counters of a rank until it is closed; raises OSError if it cannot listen on the address."""
+    """Serves the counters of a rank until closed; raises OSError if it cannot listen on the address."""
 
     def __init__(self, read: Callable[[], RankCounters], host: str, port: int) -> None:
         registry = CollectorRegistry(auto_describe=False)

@@ -1,4 +1,4 @@
-"""Draws the counters of ranks as a table for a terminal or a notebook, with rich."""
+"""Formats the counters of ranks as a rich table for a terminal or a notebook."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 #: Seconds over which rates are computed.
 _WINDOW_S: Final = 5.0
-#: Number of lines of a terminal that do not show ranks: the summary, the names of columns, and the cursor.
+#: Number of terminal lines that do not show ranks: the summary, the column headers and the cursor line.
 _FRAME_HEIGHT: Final = 3
 _NOTE_COUNT_MAX: Final = 6
 #: Number of spaces between columns.
@@ -72,11 +72,11 @@ class Readings:
 def screen(
     rows: Sequence[Row], width: int, height: int | None = None, *, before_end_s: Mapping[int, float] | None = None
 ) -> Table:
-    """Return a summary line, the table of the ranks below it, and notes on some ranks.
+    """Return a summary line, the table of the ranks, and notes on some ranks, from top to bottom.
 
-    Less important columns are omitted if the terminal is too narrow. If not all ranks fit into ``height`` lines, those
-    with the fewest steps are shown. ``before_end_s`` is, for a job that has ended, the age in seconds of the last
-    answers of ranks that left no final counters.
+    Less important columns are omitted if the terminal is too narrow. If not all ranks fit into ``height`` lines, the
+    ranks with the fewest steps are shown. ``before_end_s`` is given for a job that has ended. It contains, for each
+    rank without final counters, the number of seconds between its last answer and the end of the job.
     """
     from rich.table import Table
     from rich.text import Text
@@ -114,7 +114,7 @@ def table(rows: Sequence[Row], width: int) -> Table:
         drawn.add_column(column.name, justify=side, no_wrap=True, overflow="ellipsis", max_width=width_max)
     for row in rows:
         for number, policy in enumerate(_policies_of(row)):
-            # Text is used because rich interprets markup in plain strings.
+            # Text is used because rich would interpret markup in plain strings.
             cells = [Text(_cell(column, row, policy)) for column in columns]
             is_first = number == 0
             drawn.add_row(*(c if is_first or k.is_of_policy else "" for c, k in zip(cells, columns, strict=True)))
@@ -157,7 +157,7 @@ def _waiting(row: Row, _: PolicyCounters | None) -> str:
 
 
 def _columns(rows: Sequence[Row], width: int) -> dict[_Column, int]:
-    """Return the columns that fit and are not empty, with the width of each."""
+    """Return the widths of the columns that fit and are not empty."""
     policies = [policy for row in rows if row.now is not None for policy in row.now.policies]
     candidates: list[tuple[int, _Column]] = [
         (0, _of_rank_number()),
@@ -188,7 +188,7 @@ def _columns(rows: Sequence[Row], width: int) -> dict[_Column, int]:
 
 
 def _width_of(column: _Column, rows: Sequence[Row]) -> int:
-    """Return the width of a column in characters. Text may be truncated, but a truncated number would be wrong."""
+    """Return the width of a column in characters. Text may be truncated, but numbers are always shown in full."""
     cells = [_cell(column, row, policy) for row in rows for policy in _policies_of(row)]
     needed = max([column.width, len(column.name), *map(len, cells)])
     return min(needed, _TEXTS.get(column.name, needed))
@@ -225,7 +225,7 @@ def _amount(nbytes: float) -> str:
 
 
 def _together(rows: Sequence[Row]) -> str:
-    """Return the summary line of all ranks."""
+    """Return the line that summarises all ranks."""
     there = [row for row in rows if row.now is not None]
     if not there or there[0].now is None:
         return "no rank has answered yet"

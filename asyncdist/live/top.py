@@ -46,7 +46,7 @@ def allow_all_text() -> None:
 
 
 class JobView:
-    """Asks the ranks of a job for their counters, and draws them as a table."""
+    """Asks the ranks of a job for their counters, and displays them as a table."""
 
     def __init__(self) -> None:
         self._readings = Readings()
@@ -56,7 +56,7 @@ class JobView:
         self._answered_at_s: dict[int, float] = {}
 
     def ask(self, places: Sequence[Place]) -> None:
-        """Ask all ranks at once for their counters, and ask ranks that make no steps what they are doing."""
+        """Ask all ranks concurrently for their counters, and ask ranks that make no steps what they are doing."""
         answers = sockets.exchange(places, sockets.COUNTERS)
         self._answered_at_s |= dict.fromkeys(answers, time.monotonic())
         for data in answers.values():
@@ -79,11 +79,11 @@ class JobView:
         return now - self._moved[rank][1] >= _STILL_S
 
     def drawn(self, console: Console) -> Table:
-        """Return the table of the ranks' last answers, in the size of the terminal."""
+        """Return the table of the ranks' latest answers, sized for the terminal."""
         return _screen(self._rows, console)
 
     def drawn_at_end(self, console: Console, left: Sequence[RankCounters] = ()) -> Table:
-        """Return the table of a job that has ended, from the ranks' final counters or, with their age, last answers."""
+        """Return the table of an ended job: the ranks' final counters, or else their last answers with their age."""
         now = time.monotonic()
         for counters in left:
             known = self._readings.row(counters.rank).now
@@ -103,8 +103,8 @@ def _screen(rows: Sequence[Row], console: Console, before_end_s: Mapping[int, fl
 def run(name: str | None) -> int:
     """Show the table until the job ends or Ctrl-C is pressed; return the exit code.
 
-    If the output is not a terminal, or cannot be redrawn (``TERM=dumb``), the table is printed once, after one second,
-    which rates need. ``name`` is the name of the job, or the pid of one of its processes or of their parent; None
+    If the output is not a terminal, or cannot be redrawn (``TERM=dumb``), the table is printed once, after one second
+    for measuring rates. ``name`` is the name of the job, or the pid of one of its processes or of their parent; None
     selects the only job.
     """
     if not has_rich():

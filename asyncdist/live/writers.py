@@ -1,4 +1,4 @@
-"""Writes the counters of a rank to TensorBoard, Weights & Biases or OpenTelemetry, with their own libraries."""
+"""Writes the counters of a rank to TensorBoard, Weights & Biases or OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncdist.live.counters import EXPORTED, RankCounters, Sample, samples
 
 logger = logging.getLogger("asyncdist.live.writers")
 
-#: OpenTelemetry's units, by the last word of a counter's name.
+#: OpenTelemetry units, by the last word of a counter's name.
 _UNITS: Final = {"bytes": "By", "seconds": "s"}
 
 
@@ -24,17 +24,17 @@ class Writer(Protocol):
         """Write the rank's current counters."""
 
     def close(self) -> None:
-        """Complete the output."""
+        """Finish writing, and close the output."""
 
 
 class _Numbers:
-    """Converts counters to named numbers, with the rate of steps since the previous conversion."""
+    """Converts counters to named numbers, including the step rate since the previous conversion."""
 
     def __init__(self) -> None:
         self._before: RankCounters | None = None
 
     def of(self, counters: RankCounters) -> Iterator[tuple[str, Sample]]:
-        """Yield each number with its name, in which a policy's name is a folder. Roles are left out."""
+        """Yield each number, except roles, with its path-like name: ``asyncdist/POLICY/NUMBER``."""
         for sample in samples(counters, self._before):
             if sample.name != "role":
                 policy = sample.labels.get("policy", "")
@@ -43,7 +43,7 @@ class _Numbers:
 
 
 class TensorBoardWriter:
-    """Writes to a folder for each rank, such as ``FOLDER/rank00003``, at the policy's number of steps."""
+    """Writes to one folder per rank, such as ``FOLDER/rank00003``; the global step is the policy's number of steps."""
 
     def __init__(self, folder: str, rank: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -58,12 +58,12 @@ class TensorBoardWriter:
         self._writer.flush()
 
     def close(self) -> None:
-        """Complete the file."""
+        """Close the event file."""
         self._writer.close()
 
 
 class WandbWriter:
-    """Writes a run of Weights & Biases for each rank, in the job's group; offline unless WANDB_MODE is set."""
+    """Writes one Weights & Biases run per rank, in the job's group; offline unless WANDB_MODE is set."""
 
     def __init__(self, project: str, counters: RankCounters) -> None:
         import wandb
@@ -85,12 +85,12 @@ class WandbWriter:
         self._run.log({name: sample.value for name, sample in self._numbers.of(counters)})
 
     def close(self) -> None:
-        """Complete the run."""
+        """Finish the run."""
         self._run.finish()
 
 
 class OpenTelemetryWriter:
-    """Passes counters to the meter provider that the program or ``opentelemetry-instrument`` has set."""
+    """Records counters with the meter provider that the program or ``opentelemetry-instrument`` has set."""
 
     def __init__(self) -> None:
         from opentelemetry import metrics
@@ -115,7 +115,7 @@ class OpenTelemetryWriter:
         for path, sample in self._numbers.of(counters):
             attributes = {"rank": counters.rank, **sample.labels}
             if not math.isfinite(sample.value):
-                continue  # the library refuses NaN and infinities, with a warning for each
+                continue  # the library rejects NaN and infinities, and warns each time
             if EXPORTED[sample.name][0] == "gauge":
                 self._instruments[sample.name].set(sample.value, attributes)
             else:

@@ -1,4 +1,4 @@
-"""The command ``asyncdist story``: prints what the ranks of a job on this host do, or what recorded ranks did last."""
+"""Implements ``asyncdist story``: prints what a job's ranks on this host are doing, or what recorded ranks did last."""
 
 from __future__ import annotations
 

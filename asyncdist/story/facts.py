@@ -7,13 +7,13 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-#: State of main: it awaits something, has returned, computes, or blocks in a call that uses no CPU.
+#: State of main: it awaits, has returned, computes, or blocks in a call that uses no CPU time.
 MainState: TypeAlias = Literal["awaits", "returned", "computes", "blocks"]
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective in progress on a rank, the ``number``-th (from 1) of its group that the rank has started."""
+    """A collective in progress on a rank: the ``number``-th, counted from 1, that the rank has started in the group."""
 
     tag: int
     number: int
@@ -29,7 +29,7 @@ class Wait:
         what: Description of the awaited event; "" if the task is about to run.
         line: Line of the user's code, as in ``"main (train.py:12)"``; "" if unknown.
         seconds: Seconds that the wait has lasted; None if unknown.
-        peers: Ranks, any of which can end the wait.
+        peers: Ranks that can end the wait; any one of them suffices.
         ends_by_itself: Whether a timer or a thread ends the wait.
     """
 
@@ -45,7 +45,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class ChannelState:
-    """A channel of the user's program, with the numbers of its messages on this rank."""
+    """A channel of the user's program, with its message counts on this rank."""
 
     name: str
     tag: int
@@ -78,7 +78,7 @@ class RankStory:
         job: Name of the job, eight hexadecimal digits.
         program: Path of the script.
         line: Line of the user's code in which main keeps the loop from running; otherwise "".
-        inner_line: Innermost line in that call, if it is not the user's; otherwise "".
+        inner_line: Innermost line in that call, if it is not in the user's code; otherwise "".
         still_s: Seconds since the rank last did a step or received a message.
         waits: Waits of main and of spawned tasks.
         started: Number of started collectives, by the group's tag.
@@ -112,7 +112,7 @@ _decoder: Final = msgspec.msgpack.Decoder(RankStory)
 
 
 def to_bytes(story: RankStory) -> bytes:
-    """Encode the story as MessagePack, which can represent NaN. Undecodable bytes in strings become ``?``."""
+    """Encode the story as MessagePack, which can represent NaN. Unencodable characters in strings become ``?``."""
     try:
         return msgspec.msgpack.encode(story)
     except UnicodeEncodeError:

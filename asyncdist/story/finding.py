@@ -15,7 +15,7 @@ _COMMAND_LENGTH_MAX: Final = 60
 
 
 def find_job(name: str | None) -> str:
-    """Return the name of a job that runs on this host; raise LookupError, listing the jobs, if it is not unique.
+    """Return the name of a job on this host; raise LookupError, listing the jobs, if there is not exactly one match.
 
     ``name`` is the name of the job, or the pid of one of its processes or of their launcher; None for the only job.
     """
@@ -44,7 +44,7 @@ def _refusal(name: str | None, found: Mapping[str, Sequence[Place]]) -> str:
 
 
 def _described(places: Sequence[Place]) -> str:
-    """Return the command of a job, and the number of its ranks on this host, as text."""
+    """Describe a job: its command, and the number of its ranks on this host."""
     first = places[0].pid
     words: list[str] = []
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Describes events as text, if they show the progress of a rank; omits the numerous steps, metrics and messages."""
+"""Describes events that show a rank's progress, as text; omits frequent events (steps, metrics and messages)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from asyncdist.recording.events import Event
 from asyncdist.wording import ranks_in_words, seconds_in_words
 
-#: First words of a recorded report that was made before the job was aborted.
+#: Beginning of a recorded report that was made before the job was aborted.
 ABORT: Final = "the job is aborted"
 
 

@@ -1,4 +1,4 @@
-"""Describes from a recording what each rank did last, for jobs that have ended or were killed."""
+"""Describes, from its recording, what each rank of a job did last, for jobs that have ended or were killed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class _LastOf:
     """Collects what a rank did last.
 
     Attributes:
-        last_s: Time of its last event, in seconds since 1970.
-        over: Error with which main ended, "" if main returned; None if no end is recorded.
-        cut: Reason why the file ends before main; "" if none is recorded.
-        told: Last recorded reports on its host's ranks; the key says whether a report preceded an abort.
+        last_s: Time of the rank's last event, in seconds since 1970.
+        over: Error that ended main; "" if main returned; None if the end of main is not recorded.
+        cut: Reason why the file ends before main does; "" if none is recorded.
+        told: Latest recorded reports on the ranks of its host, keyed by whether the report preceded an abort.
         latest: Latest other events, oldest first.
         sent, received: Number of messages, by peer and tag.
     """
@@ -45,11 +45,11 @@ class _LastOf:
 
 
 def tell_recording(folder: str, job: str | None = None) -> str:
-    """Return what each rank of a recorded job did last, as several lines.
+    """Describe what each rank of a recorded job did last, in several lines.
 
-    A wait is recorded when it ends. A wait in progress at the end of the job is known only if a signal ended it, or if
-    the running job reported what its ranks were doing, because it made no progress or was aborted. ``job`` selects one
-    of several jobs in the folder. Raise RecordingError if it is not unique or cannot be read.
+    A wait is recorded when it ends. A wait that was in progress at the end of the job is known in two cases: a signal
+    ended the wait, or the running job reported what its ranks were doing, because it made no progress or was aborted.
+    ``job`` selects one of several jobs in the folder. Raise RecordingError if the job is not unique or is unreadable.
     """
     recording = read_recording(folder, job)
     ranks = {each.rank: _last_of(each) for each in recording.ranks}  # the last process of each restarted rank
@@ -114,7 +114,7 @@ def _rank(rank: int, last: _LastOf, end_s: float) -> list[str]:
     how = f"its recording {last.cut or 'ends before main does'}"
     if last.over:
         words = [line.strip() for line in last.over.splitlines() if line.strip()]
-        # The message may be a whole traceback, from a worker.
+        # The message may contain the whole traceback of a worker.
         how = f"ended by {' ... '.join([*words[:1], *words[1:][-1:]]).rstrip(': ')}"
     lines = [f"  rank {rank}: {how}; its last event was {age} before the job's last event"]
     if last.steps:
@@ -133,7 +133,7 @@ def _rank(rank: int, last: _LastOf, end_s: float) -> list[str]:
 
 
 def _told(ranks: dict[int, _LastOf], end_s: float) -> list[str]:
-    """Return each host's last reports on its ranks: one made for lack of progress, and one made before an abort."""
+    """Return each host's last report on a lack of progress, and its last report before an abort."""
     latest: dict[tuple[str, bool], tuple[float, str]] = {}
     for last in ranks.values():
         for event in last.told.values():

@@ -32,7 +32,7 @@ from asyncdist.trust import private_folders
 
 logger = logging.getLogger("asyncdist.story.sockets")
 
-#: Requests to a rank's socket, their answers, and TOLD, a notice that a job without progress was already reported.
+#: Requests to a rank's socket, the answers, and TOLD, a notice that the lack of progress was already reported.
 STORY: Final = b"story\n"
 COUNTERS: Final = b"count\n"
 PULSE: Final = b"pulse\n"
@@ -42,9 +42,9 @@ NO: Final = b"0"
 TOLD: Final = b"told!\n"
 #: Maximum length of the report that follows TOLD, in bytes.
 TOLD_NBYTES_MAX: Final = 1 << 15
-#: Seconds that a rank may take to answer, which it does from a thread while it computes.
+#: Seconds that a rank may take to answer. A separate thread answers even while the rank computes.
 ANSWER_S: Final = 1.0
-#: Age in seconds up to which directories without a socket are kept.
+#: Minimum age, in seconds, at which directories without a socket are removed.
 _BEGINNING_S: Final = 10.0
 _TRY_COUNT: Final = 10
 #: Maximum length of a Unix socket's path in bytes, without the terminating 0.
@@ -195,7 +195,7 @@ def clear(base: Path) -> None:
 
 
 def _clear_job(base: int, path: Path) -> None:
-    """Remove the sockets and the folder of a job without living processes. Files of other kinds are kept."""
+    """Remove the sockets and the folder of a job without living processes. Other files are kept."""
     with contextlib.suppress(OSError), private_folders.opened(path.name, parent=base) as folder:
         names = [name for name in os.listdir(folder) if _NAME.fullmatch(name) and _is_own_socket(name, folder)]
         found = _places(path, names)
@@ -242,12 +242,12 @@ def jobs() -> dict[str, list[Place]]:
 
 
 def ask(asked: Sequence[Place], timeout_s: float = ANSWER_S) -> dict[int, RankStory]:
-    """Ask all ranks at once what they are doing; return the answers that arrive in time, by rank."""
+    """Ask all ranks concurrently what they are doing; return the answers that arrive in time, by rank."""
     return dict(_decoded(exchange(asked, STORY, timeout_s)))
 
 
 def exchange(asked: Sequence[Place], question: bytes, timeout_s: float = ANSWER_S) -> dict[int, bytes]:
-    """Send a request to all ranks at once; return the answers that arrive in time, by rank."""
+    """Send a request to all ranks concurrently; return the answers that arrive in time, by rank."""
     answers: dict[int, bytes] = {}
     with selectors.DefaultSelector() as ready, contextlib.ExitStack() as opened:
         waiting = 0
@@ -300,7 +300,7 @@ def _answer(place: Place, question: bytes) -> bytes:
 
 
 def say_told(place: Place, story: str = "") -> None:
-    """Notify a rank that a job without progress has already been reported; ``story`` is the report to record."""
+    """Notify a rank that the job's lack of progress has already been reported; ``story`` is the report to record."""
     client = _connect(place, TOLD + story.encode("utf-8", "replace")[:TOLD_NBYTES_MAX])
     if client is not None:
         client.close()

@@ -13,7 +13,7 @@ from asyncdist.story.waiting import awaited_ranks, by_root, circle, stuck_ranks
 from asyncdist.validation import printable
 from asyncdist.wording import ordinal, plural, ranks_in_words, seconds_in_words
 
-#: Number of ranks up to which details of all ranks are shown; in larger jobs, only of ranks that compute or block.
+#: Maximum number of ranks whose details are all shown; in larger jobs, only ranks that compute or block have details.
 DETAIL_COUNT_MAX: Final = 8
 #: Maximum number of groups of ranks with the same state that are shown.
 GROUP_COUNT_MAX: Final = 24
@@ -42,19 +42,19 @@ class Silent:
 
 
 def in_short(story: RankStory, stories: Mapping[int, RankStory]) -> str:
-    """Describe what a rank's main does, as one line."""
+    """Describe what a rank's main is doing, in one line."""
     return printable(_what_main_does(story, {**stories, story.rank: story}))
 
 
 def tell_rank(story: RankStory) -> str:
-    """Describe what one rank is doing, as several lines."""
+    """Describe what one rank is doing, in several lines."""
     own = {story.rank: story}
     lines = [f"rank {story.rank} (of {story.size}, pid {story.pid}) {_what_main_does(story, own)}"]
     return "\n".join(map(printable, [*lines, *_details(story, own)]))
 
 
 def tell_job(stories: Mapping[int, RankStory], silent: Sequence[Silent] = ()) -> str:
-    """Describe which ranks wait for which, for all ranks that have answered, as several lines."""
+    """Describe, in several lines, which ranks each of the ranks that have answered waits for."""
     some = next(iter(stories.values()), None)
     if some is None:
         return "\n".join(printable(_tell_silent(each, stories)) for each in silent)
@@ -197,7 +197,7 @@ def _tell_silent(silent: Silent, stories: Mapping[int, RankStory]) -> str:
 
 
 def _messages_on_other_tags(stories: Mapping[int, RankStory]) -> list[str]:
-    """Return lines about channels whose messages a waiting rank cannot receive, because it has not opened their tag."""
+    """Return lines about channels whose messages a waiting rank cannot receive, because it has not opened the tag."""
     lines = []
     opened = {rank: {channel.tag for channel in story.channels} for rank, story in stories.items()}
     for rank, story in stories.items():

@@ -1,4 +1,4 @@
-"""Decides which rank waits for which, and which ranks are deadlocked, from descriptions of what they are doing."""
+"""Finds which ranks each rank waits for, and which ranks are deadlocked, from descriptions of what they are doing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _may_end(wait: Wait, needs: Sequence[int], stuck: Collection[int], lost: Col
 
 
 def circle(stuck: Collection[int], stories: Mapping[int, RankStory]) -> tuple[int, ...]:
-    """Return ranks that wait in a circle, each for the next and the last for the first; () if there are none."""
+    """Return a cycle of ranks, each of which waits for the next, and the last for the first; () if there is none."""
     for start in sorted(stuck):
         path = [start]
         while True:
@@ -68,7 +68,7 @@ def circle(stuck: Collection[int], stories: Mapping[int, RankStory]) -> tuple[in
 
 
 def by_root(stories: Mapping[int, RankStory]) -> list[int]:
-    """Return the ranks in the order in which they are shown: ranks that do not wait, then by number of waiters."""
+    """Return the ranks in display order: ranks that do not wait first, then ranks with more waiters before others."""
     waiters = dict.fromkeys(stories, 0)
     for rank, story in stories.items():
         for needed in main_needs(story, stories):
