@@ -93,7 +93,7 @@ class Board:
         Args:
             policy: Number of the policy, or the number that the policies of all islands share.
             key: Key of admission requests to the policy; None if the policy accepts no requests.
-            on_request: Function that handles a request, and returns False if it can never be granted.
+            on_request: Function that handles a request, and returns whether the request may still be granted.
         """
         self._policies[policy] = handler
         if key is not None:

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, TypeAlias
 from asyncdist.messaging.wire import EPOCH_MAX
 from asyncdist.protocols.selective.waiting import NOISE_S
 
-#: Number of times that a rank is nominated, once per report of the nominating rank, before the next rank's turn.
+#: Number of nominations of a rank, one per report of the nominating rank, before the next rank is nominated.
 NOMINATION_COUNT_MAX: Final = 3
 #: Number of members that ask the coordinator for answers. One is not enough, since it may be lost or slow as well.
 WATCHER_COUNT: Final = 3
