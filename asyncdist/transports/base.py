@@ -1,6 +1,6 @@
 """Defines the contract that every transport fulfils: nonblocking messages, addressed by rank and tag.
 
-The conformance tests check for every transport:
+The conformance tests check every transport for:
 
 - **Ordering.** Messages with the same source and tag arrive in the order in which they were sent (MPI-4.1 section 3.5).
   Across sources and tags, the order of completion is arbitrary.
@@ -67,7 +67,7 @@ class Request(Protocol):
 
 
 class PersistentReceive(Request, Protocol):
-    """A receive from any source, for one tag, that is posted repeatedly into the same buffer."""
+    """A receive from any source on one tag that is posted repeatedly with the same buffer."""
 
     def start(self) -> None:
         """Post the receive, which must not be posted already."""
@@ -85,14 +85,13 @@ class Capabilities:
         wakes: Whether the transport calls a function, the doorbell, when a message arrives, so that no polling is
             needed.
         misses_wakes: Whether the doorbell may fail to ring, so that slow periodic polling is needed as well.
-        rings_from_threads: Whether other threads than the event loop's may ring the doorbell.
-        shares_process: Whether all ranks are in this process, so that they are ended together.
+        rings_from_threads: Whether threads other than the event loop's may ring the doorbell.
+        shares_process: Whether all ranks run in this process, so that they end together.
         one_sided_reads: Whether ranks on a host read each other's memory windows even while the owner computes.
         shares_memory: Whether ranks on one host are processes that may map each other's memory
             (:mod:`asyncdist.host_memory.shared_memory`).
         written_share: Fraction of a large tensor, from 0 to 1, that the sender writes directly into the memory of a
-            receiver on its host (:mod:`asyncdist.host_memory.cross_memory_attach`). The backend sends the rest, at the
-            same time.
+            receiver on its host (:mod:`asyncdist.host_memory.cross_memory_attach`), while the backend sends the rest.
     """
 
     native_collectives: bool
@@ -108,7 +107,7 @@ class Capabilities:
 
 
 class GroupHandle(Protocol):
-    """A backend's own communicator for a group of ranks; roots are positions in the group.
+    """A backend's own communicator for a group of ranks; a root is given as its position in the group.
 
     Each method except ``free`` starts a nonblocking collective. Without ``receive``, ``all_reduce`` works in place.
     """
@@ -135,7 +134,7 @@ class CollectiveCheckerProtocol(Protocol):
 
 
 class Transport(abc.ABC):
-    """Sends and receives messages over one backend, under the contract that the module's docstring describes.
+    """Sends and receives messages over one backend, under the contract described in the module's docstring.
 
     Attributes:
         incarnation: Number of restarts of this rank. For a restarted rank, all other ranks count as lost until it is
@@ -165,20 +164,20 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
-        """Start to send ``buffer`` to ``dest``, which may be this rank."""
+        """Start sending ``buffer`` to ``dest``, which may be this rank."""
 
     def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:
-        """Start to send ``buffer`` and test once; return None if it has been sent, as small messages usually are."""
+        """Start sending ``buffer`` and test once; return None if it has been sent, as small messages usually are."""
         request = self.isend(buffer, dest, tag)
         return None if request.test() else request
 
     def prepare_send(self, nbytes: int, dest: int, tag: int) -> PersistentSend | None:
-        """Return a send of ``nbytes`` bytes that can be started repeatedly; None if the backend has none."""
+        """Return a send of ``nbytes`` bytes that can be started repeatedly; None if the backend does not support it."""
         return None
 
     @abc.abstractmethod
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
-        """Start to receive a message from ``source``, or from ``ANY_SOURCE``, into ``buffer``."""
+        """Start receiving a message from ``source``, or from ``ANY_SOURCE``, into ``buffer``."""
 
     @abc.abstractmethod
     def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
@@ -191,7 +190,7 @@ class Transport(abc.ABC):
 
     @property
     def local_rank(self) -> int:
-        """Position of this rank among the ranks of its host; its rank if this position is unknown."""
+        """Index of this rank among the ranks of its host; the rank itself if the index is unknown."""
         number = environment.local_rank()
         return self.rank if number is None else number
 
@@ -207,7 +206,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
-        """Make a communicator for ``ranks``, which all call this; return None if the backend has no communicators."""
+        """Make a communicator. Collective among ``ranks``. Return None if the backend has no communicators."""
 
     @abc.abstractmethod
     def lost_ranks(self) -> frozenset[int]:
@@ -244,14 +243,14 @@ class Transport(abc.ABC):
         del listen
 
     def on_finalize(self, leave: Callable[[], None]) -> None:  # noqa: B027 only user code that ends MPI needs this
-        """Call ``leave`` just before the user's program ends the backend."""
+        """Call ``leave`` just before the user's program finalizes the backend."""
 
     def set_return_listener(self, listen: Callable[[int, int], None]) -> None:
         """Call ``listen(rank, incarnation)`` when a lost rank has a new process, which :meth:`accept` connects."""
         del listen
 
     def accept(self, rank: int, incarnation: int) -> bool:
-        """Connect to the new process of a rank; return False if that process has ended."""
+        """Connect to the new process of ``rank``; return False if that process has ended."""
         del rank, incarnation
         return False
 

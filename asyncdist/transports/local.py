@@ -15,7 +15,7 @@ from asyncdist.wording import plural
 
 
 class LocalHub:
-    """Connects ``size`` ranks in one process."""
+    """Connects ``size`` ranks within one process."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -40,7 +40,7 @@ class LocalHub:
 
     @property
     def lost(self) -> frozenset[int]:
-        """Ranks that were lost."""
+        """Ranks that have been lost."""
         return frozenset(self._lost)
 
     def send(self, buffer: Buffer, source: int, dest: int, tag: int) -> Send:

@@ -1,8 +1,8 @@
 """Matches messages with receives for backends that only transfer bytes, on the loop of the receiving rank.
 
-As in MPI, the first fitting receive or message in the queue of a tag is matched. The matched receive *accepts* the
-message. Its buffer may be filled later, since the bytes may still be in the sender's buffer. Threads of a backend do
-not call this module directly, but queue calls in a :class:`CallbackQueue`, which the loop empties.
+As in MPI, the first matching receive or message in a tag's queue is selected. The matched receive *accepts* the
+message. Its buffer may be filled later, since the bytes may still be in the sender's buffer. A backend's threads do not
+call this module directly, but queue calls in a :class:`CallbackQueue`, which the loop empties.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from asyncdist.transports.base import (
     as_bytes,
 )
 
-#: Largest unexpected message from this process that is copied immediately, in bytes. Larger ones stay in the sender's
-#: buffer.
+#: Largest unexpected message from a rank of this process that is copied immediately, in bytes. Larger messages stay in
+#: the sender's buffer.
 EAGER_NBYTES: Final = 65536
 
 
@@ -37,7 +37,7 @@ class CallbackQueue:
     is empty, even if calls are added in the meantime, so no wake-up is missed.
 
     Attributes:
-        calls: Pairs of a function and its argument. Requests read this directly when they are tested.
+        calls: Pairs of a function and its argument. The ``test`` methods of requests read this attribute directly.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class CallbackQueue:
         self._putting = threading.Lock()
 
     def set_bell(self, ring: Callable[[], None]) -> None:
-        """Set the function that wakes the loop, called by any thread, and immediately if a call is queued."""
+        """Set the function that wakes the loop. Any thread may call it; it is called now if a call is queued."""
         self._ring = ring
         if self.calls:
             ring()
@@ -234,7 +234,7 @@ class Matcher:
         self._gone: dict[int, RankLostError] = {}
 
     def post(self, receive: Receive) -> None:
-        """Match ``receive`` with the first fitting message, now or when one arrives."""
+        """Match ``receive`` with the first matching message, now or when one arrives."""
         waiting = self._unexpected.get(receive.tag, ())
         for message in waiting:
             if receive.wanted in (ANY_SOURCE, message.source):
@@ -257,7 +257,7 @@ class Matcher:
         return True
 
     def deliver(self, message: Message) -> bool:
-        """Match ``message`` with the first fitting receive; return False if the message must wait for a receive."""
+        """Match ``message`` with the first matching receive; return False if no such receive is posted yet."""
         posted = self._posted.get(message.tag, ())
         for receive in posted:
             if receive.wanted in (ANY_SOURCE, message.source):
@@ -313,7 +313,7 @@ class MatchedTransport(Transport):
 
     @abc.abstractmethod
     def _send_away(self, view: memoryview, dest: int, tag: int) -> Request:
-        """Start to send to another rank."""
+        """Start sending to another rank."""
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         view = as_bytes(buffer)

@@ -6,10 +6,11 @@ these rules:
 
 - It requests MPI_THREAD_FUNNELED, since a single thread calls MPI. A Test is then 15 to 25 % cheaper than under the
   default MPI_THREAD_MULTIPLE, under which Test has also deadlocked over TCP when a peer died.
-- It tests each request separately, since after the death of a rank mpi4py cannot report which of several completed.
-- It uses only mpi4py's upper-case calls, which send buffers without pickling.
-- No message may be larger than its receive. Open MPI 5.0.11 reports an error, but from 4 KiB on it has already written
-  past the end of the buffer (shared memory with CMA). Frames therefore have a maximum size, and streams have a grant.
+- It tests each request separately, since mpi4py cannot report which of several requests completed if a rank has died.
+- It uses only mpi4py's upper-case methods, which send buffers without pickling.
+- No message may be larger than its receive buffer. Open MPI 5.0.11 reports an error, but for messages of 4 KiB or more
+  it has already written past the end of the buffer (shared memory with CMA). Frames therefore have a maximum size, and
+  the size of a stream is granted by its receiver.
 - It does not use MPI windows, since creating them is collective and blocks, and mapped memory is read at least as fast.
 - Nothing blocks except creating and freeing a communicator, which all members do at the same time.
 """
@@ -43,7 +44,8 @@ from asyncdist.wording import plural
 
 logger = logging.getLogger("asyncdist.transports.mpi")
 
-#: Seconds to wait for the other ranks to open their worlds before a warning. Imports from slow disks take long.
+#: Seconds to wait for the other ranks to open their worlds before a warning is logged. Imports from slow disks take
+#: long.
 OPEN_PATIENCE_S: Final = 30.0
 #: Maximum number of prepared sends, which use about 1 KiB of memory each.
 REPEATED_SEND_COUNT_MAX: Final = 1024
@@ -101,7 +103,7 @@ def _failed_meeting(error: Any, who: str, when: str) -> TransportError:
 
 @contextlib.contextmanager
 def _meeting(mpi: Any, awaited: str) -> Iterator[None]:
-    """Raise TransportError if an MPI call in the body, which all ranks make together, fails."""
+    """Raise TransportError if an MPI call in the body of ``with``, which all ranks make together, fails."""
     try:
         yield
     except mpi.Exception as error:
@@ -131,7 +133,7 @@ def _unlink_shared_memory() -> None:
 
 @contextlib.contextmanager
 def _warns_of_absent_ranks(everybody: Any) -> Iterator[None]:
-    """Log a warning, from a timer thread, if the blocking call in the body, which needs all ranks, takes long."""
+    """Log a warning from a timer thread if the blocking collective call in the body of ``with`` takes long."""
     timer = threading.Timer(
         OPEN_PATIENCE_S,
         logger.warning,
@@ -187,7 +189,7 @@ class MpiMessages(Transport):
         self._leave_key: int | None = None
 
     def _check_world(self) -> None:
-        """Raise TransportError if this process can no longer open a world."""
+        """Raise TransportError if this process cannot open a world any longer."""
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         return SendRequest(self._isend(buffer, dest, tag), buffer, self._fail, dest)

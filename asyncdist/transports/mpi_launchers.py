@@ -23,7 +23,7 @@ def check_world_size(
     environ: Mapping[str, str] = environment.VARIABLES,
     list_plugins: Callable[[], Sequence[str]] = slurm.list_plugins,
 ) -> None:
-    """Raise TransportError if MPI's world has a different size than the number of ranks that the launcher started.
+    """Raise TransportError if the size of MPI's world differs from the number of ranks that the launcher started.
 
     A library that does not belong to the launcher often makes N worlds of one rank each.
 
@@ -106,14 +106,14 @@ def oversubscription_hint(environ: Mapping[str, str] = environment.VARIABLES) ->
 
 
 def library_flavour(version: str) -> Flavour | None:
-    """Return the MPI implementation that a library's version string names; None if unknown."""
+    """Return the MPI implementation named in a library's version string; None if unknown."""
     if "Open MPI" in version:
         return "openmpi"
     return "mpich" if "MPICH" in version else None
 
 
 def _fails_with_pmix(library: str, size: int | None) -> bool:
-    """Return whether the library is an MPICH without PMIx; before version 5 it can start one rank (``size`` None)."""
+    """Return whether the library is MPICH without PMIx. MPICH before version 5 can start one rank (``size`` None)."""
     found = re.search(r"MPICH Version:\s*(\d+).*^MPICH configure:([^\n]*)", library, re.MULTILINE | re.DOTALL)
     return found is not None and "pmix" not in found[2] and (size is not None or int(found[1]) >= 5)
 

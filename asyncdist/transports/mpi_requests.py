@@ -10,12 +10,12 @@ from typing import Any, Final, NoReturn
 
 from asyncdist.transports.base import ANY_SOURCE
 
-#: Marks the source in a status that MPI has not filled in.
+#: Source in a status that MPI has not filled in yet.
 NOBODY: Final = -77
 
 
 class SendRequest:
-    """Wraps the MPI request of a send or a one-sided read; its status contains no information."""
+    """Wraps the MPI request of a send or a one-sided read, whose status contains no information."""
 
     __slots__ = ("_buffer", "_fail", "_peer", "_request")
 
@@ -97,12 +97,12 @@ class ReceiveRequest:
 class WildcardReceive(ReceiveRequest):
     """Wraps a persistent receive from any source in a job that continues when ranks die (ULFM; MPI-5.0).
 
-    When a rank dies, each test of the receive raises MPI_ERR_PROC_FAILED_PENDING until the death is acknowledged. Then
-    the receive continues, unless its status shows that a message has completed it in the same call.
+    When a rank dies, each test of the receive raises MPI_ERR_PROC_FAILED_PENDING until the death is acknowledged. The
+    receive then continues, unless the failed test's status shows that a message has arrived.
 
     Args:
-        acknowledge: Called with an exception of a test. If the exception reports a death, the function acknowledges the
-            death and returns True.
+        acknowledge: Function that is called with an exception raised by a test. If the exception reports a death, the
+            function acknowledges the death and returns True.
         lost: Ranks that are known to be lost; messages from these ranks are dropped.
     """
 

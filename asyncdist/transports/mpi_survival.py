@@ -9,8 +9,8 @@ The following rules were found by experiment with Open MPI 5.0.11:
   inside the ``except`` block, before any other test. Otherwise these receives never complete.
 - MPI_Finalize is never called, since it may hang after a death. Before a rank exits, it exchanges goodbyes with all
   live ranks, so that no rank mistakes this exit for a death.
-- Open MPI does not treat an exit with a nonzero code as a death. If a rank exits in this way without notifying the
-  others, the guardian process (:mod:`asyncdist.launch.guardians`) turns the exit into death by a signal.
+- Open MPI does not treat an exit with a nonzero code as a death. If a rank exits with such a code without notifying the
+  others, its guardian process (:mod:`asyncdist.launch.guardians`) turns the exit into a death by a signal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("asyncdist.transports.mpi_survival")
 
-#: Seconds that a closing rank waits for the goodbyes of the others, which may still wait for their last requests.
+#: Seconds that a closing rank waits for the other ranks' goodbyes, which their last requests may delay.
 _GOODBYE_S: Final = 15.0
 _GOODBYE_PERIOD_S: Final = 0.0005
 
@@ -192,7 +192,7 @@ class SurvivingMpiTransport(MpiMessages):
 
 
 class _FailedRequest:
-    """Request that fails when it is tested, for a send to a lost rank."""
+    """Request of a send to a lost rank, which fails when it is tested."""
 
     cancelled: Final = False
     source: Final = ANY_SOURCE

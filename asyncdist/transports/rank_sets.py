@@ -1,6 +1,6 @@
 """A set of ranks that uses one bit per rank, because Python's sets use some 50 bytes per element.
 
-Every rank stores several such sets, so that a world of 10,000 simulated ranks would need gigabytes.
+Every rank stores several such sets. With Python's sets, a world of 10,000 simulated ranks would need gigabytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RankSet(MutableSet[int]):
 
     @classmethod
     def of_bits(cls, bits: int) -> RankSet:
-        """Return the set of the ranks whose bits are set in an integer."""
+        """Return the set of ranks whose bits are set in ``bits``."""
         made = cls()
         made.bits = bits
         return made

@@ -21,7 +21,7 @@ logger = logging.getLogger("asyncdist.transports.select")
 
 
 def detect(transport: str) -> environment.Launch:
-    """Return how this process was started, which includes a process group that the program has initialised.
+    """Return how this process was started, including any process group that the program has initialised.
 
     Raises:
         TransportError: This process is a child of a rank, or imports the script for multiprocessing.
@@ -62,7 +62,7 @@ def open_transport(name: str, started: environment.Launch) -> Transport:
 
 
 def _open_mpi(started: environment.Launch) -> MpiMessages:
-    """Open MPI, and check that launcher and library belong together and that the launcher started this process."""
+    """Initialise MPI; check that the library belongs to the launcher, and that the launcher started this process."""
     from asyncdist.transports.mpi import MpiTransport
     from asyncdist.transports.mpi_survival import SurvivingMpiTransport
 
@@ -90,7 +90,7 @@ def _open_mpi(started: environment.Launch) -> MpiMessages:
 
 
 def _open_torch() -> Transport:
-    """Open the torch transport, whose ranks meet in the user's process group or at the address in the environment."""
+    """Open the torch transport; its ranks meet through the user's process group or the address in the environment."""
     from asyncdist.transports.torch_distributed.meeting.rendezvous import is_group_initialised
     from asyncdist.transports.torch_distributed.transport import TorchTransport
 

@@ -36,8 +36,8 @@ def close_connections(group: Any) -> None:
 def prove_connections(groups: Sequence[Any], rank: int, size: int, timeout: timedelta, store: SealedStore) -> None:
     """Check, over each connection of new gloo groups, that the process at the other end knows the job's secret.
 
-    gloo accepts any process that reaches its port and names the number of a connection. Such a process cannot send the
-    proof, so the groups are abandoned.
+    gloo accepts any process that reaches its port and sends a connection's number. A process without the secret cannot
+    send the proof, so the groups are abandoned.
 
     Args:
         timeout: Timeout for all proofs together.

@@ -1,4 +1,4 @@
-"""Sends messages to one peer over gloo's blocking point-to-point calls, with threads that wait for them.
+"""Sends messages to one peer over gloo's blocking point-to-point calls, which separate threads wait for.
 
 gloo's requests cannot be polled: a ``Work`` completes only inside ``wait()`` (pytorch#30723). Threads therefore wait,
 in C++ and without the GIL, and queue the received data for the loop. asyncdist uses two private gloo groups: *control*
@@ -8,16 +8,16 @@ large ones.
 - **Small messages** are sent inside control frames, which arrive in a ring of posted receives. At most ``WINDOW_COUNT``
   frames are unacknowledged, and messages sent in the meantime share the next frame.
 - **Large messages** are announced in a frame and passed to gloo immediately. gloo transfers the bytes when the receiver
-  has found the matching receive and posts its buffer, so that nothing is copied, and no message is longer than its
-  receive, which would end the process.
+  has found the matching receive and posts its buffer. Nothing is therefore copied, and no message is larger than its
+  receive buffer, which would end the process.
 - **Streams** need no announcement, since their receives are posted first
   (:mod:`asyncdist.transports.torch_distributed.gloo_streams`).
 - **Acknowledgements** in every frame report which sends have completed. Only then does the loop call ``wait()`` on
   these sends, which returns immediately. Dropping a handle without ``wait()`` would block the connection forever.
-- **Loss**: when a peer dies, the receive that is always posted to it fails on each of the two groups. The second of the
-  two waiting threads to end notifies the loop. By then all data of the peer has arrived.
-- **Close**: waiting threads wake up only if their connections are closed, which a wait with a timeout does. A thread
-  that still waits when the interpreter exits would abort the process.
+- **Loss**: on each of the two groups, a receive from the peer is always posted, and fails when the peer dies. The
+  second of the two waiting threads to end notifies the loop. By then all data from the peer has arrived.
+- **Close**: waiting threads wake up only if their connections are closed, which gloo does when another wait times out.
+  A thread that still waits when the interpreter exits would abort the process.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ WINDOW_COUNT: Final = 8
 #: Twice the window, since some frames are sent even if the window is full.
 _RING_COUNT: Final = 2 * WINDOW_COUNT
 _ACK_AFTER_COUNT: Final = WINDOW_COUNT // 2
-#: Number of frames that are handled in one batch when receives are posted again and sends are waited for. Each posted
-#: receive wakes the peer's gloo. A wait with cold caches takes 5 us, the next three 0.5 us each.
+#: Number of frames per batch when receives are posted again and sends are waited for. Each posted receive wakes the
+#: peer's gloo. In a batch, the first wait takes 5 us, because the caches are cold, and the next three 0.5 us each.
 _BATCH_COUNT: Final = 4
 
 #: Size to which shorter frames are padded, so that their memory can be reused.
@@ -100,7 +100,7 @@ class _Download(Transfer):
 
 
 class _Frame:
-    """Memory for a frame and a reusable tensor over it, which takes 6 us to make with cold caches."""
+    """Memory for a frame, with a reusable tensor over it, since creating a tensor takes 6 us with cold caches."""
 
     __slots__ = ("data", "tensors")
 
@@ -138,7 +138,7 @@ class Link:
         on_lost: Called once, on the loop, when the peer is lost.
 
     Attributes:
-        error: Error that reports the loss of the peer; None before.
+        error: Error that reports the loss of the peer; None while it is connected.
         said_goodbye: Whether the peer has announced that it closes.
         is_replaced: Whether a restarted process has replaced the peer, so that late messages of the peer are dropped.
     """
@@ -185,7 +185,7 @@ class Link:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def send(self, view: memoryview, tag: int) -> Send:
-        """Start to send a message. A small message is sent immediately if the window has room."""
+        """Start sending a message. A small message is sent immediately if the window has room."""
         send = Send(self._callbacks, view.nbytes)
         send.error = self.error
         if send.error is not None:
@@ -205,7 +205,7 @@ class Link:
         return send
 
     def send_granted(self, view: memoryview, tag: int) -> Send:
-        """Start to send a message on the tag of a stream, whose receive the peer posts; see ``gloo_streams``."""
+        """Start sending a message on a stream's tag, where the peer posts a receive for it; see ``gloo_streams``."""
         if self.error is None:
             return self._passage(tag).send(view)
         send = Send(self._callbacks, view.nbytes)
@@ -259,7 +259,7 @@ class Link:
     # -- receiving --------------------------------------------------------------------------------------------------
 
     def receive_granted(self, buffer: Buffer, tag: int) -> Receive:
-        """Post a receive on the tag of a stream; the message must not be larger than ``buffer``."""
+        """Post a receive on a stream's tag; the message must not be larger than ``buffer``."""
         if self.error is None:
             return self._passage(tag).receive(buffer)
         receive = Receive(self._matcher, buffer, self.peer, tag)

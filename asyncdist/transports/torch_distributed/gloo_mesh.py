@@ -22,13 +22,14 @@ T = TypeVar("T", Send, Receive)
 logger = logging.getLogger("asyncdist.transports.torch_distributed.gloo_mesh")
 
 #: Maximum seconds that the training thread keeps the GIL while a thread of the transport waits for it. Python's default
-#: of 5 ms would add up: a frame takes the GIL twice, a large message four times at each end.
+#: is 5 ms, and these waits add up: each end acquires the GIL twice for a frame, and four times for a large message.
 _SWITCH_INTERVAL_S: Final = 0.0002
 _GOODBYE_S: Final = 0.5
 #: Maximum seconds for all threads together to end. They take milliseconds once their connections are closed, but longer
 #: if many ranks share a core: 32 ranks have thousands of threads.
 JOIN_S: Final = 30.0
-#: The same limit after the loss of a peer or a failure, when a wait for bytes in transit may never end.
+#: Maximum seconds for the threads to end after the loss of a peer or a failure, when a wait for data in transit may
+#: never end.
 HOPELESS_JOIN_S: Final = 0.4
 _ABORT_S: Final = 0.05
 
@@ -39,7 +40,7 @@ class Mesh:
     Args:
         groups: Groups for frames and for large messages of all ranks that began the world; empty if this rank has no
             peers or joined later.
-        reception: Connects to ranks that join later or are restarted; None if this is not allowed.
+        reception: Connects to ranks that join later or are restarted; None if such ranks are not allowed.
 
     Attributes:
         vacant: Ranks that have not had a process yet.
@@ -140,7 +141,7 @@ class Mesh:
             self.missed |= {rank}
 
     def accept(self, rank: int, incarnation: int) -> bool:
-        """Replace the previous process of ``rank`` by a newly connected one; return False if that is not possible."""
+        """Replace the lost process of ``rank`` by the newly connected process; return False if there is none."""
         if rank not in self.lost or self._met.get(rank, (None,))[0] != incarnation:
             return False
         _, (control, bulk) = self._met.pop(rank)

@@ -4,8 +4,8 @@ On the tag of a stream, called a *granted* tag, a receive names its source and i
 ends therefore pass their requests to gloo immediately, and gloo matches them in order.
 
 - A trailer of eight bytes contains the message's size, which may be smaller than the buffer.
-- gloo cannot cancel a receive. A receiver that cancels one asks the sender to answer it with an empty message. If a
-  message for this receive is already in transit, the sender ignores the request.
+- gloo cannot cancel a receive. To cancel a receive, the receiver asks the sender to answer it with an empty message. If
+  a message for this receive is already in transit, the sender ignores the request.
 - The thread that has received a message acknowledges it in a control frame, before it notifies the receiver's loop. A
   sender therefore never waits for a receiver whose training blocks its loop.
 """
@@ -52,9 +52,9 @@ class Passage:
 
     Args:
         place: Rank of the peer in gloo's group.
-        start: Starts a thread with the given name and function, unless a thread of that name exists.
-        acknowledge: Notifies the peer, from any thread, that one of its messages has arrived.
-        ask_for_nothing: Asks the peer to answer the receive of the given number with an empty message.
+        start: Function that starts a thread with a given name and target, unless a thread of that name exists.
+        acknowledge: Thread-safe function that notifies the peer that one of its messages has arrived.
+        ask_for_nothing: Function that asks the peer to answer the receive with a given number with an empty message.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Passage:
         self._to_land: queue.SimpleQueue[_GrantedReceive | None] = queue.SimpleQueue()
 
     def send(self, view: memoryview) -> Send:
-        """Start to send the next message, for which the peer has posted a receive or will post one."""
+        """Start sending the next message, for which the peer has posted a receive or will post one."""
         send = self._send(view, view.nbytes)
         self._send_nothing()
         return send

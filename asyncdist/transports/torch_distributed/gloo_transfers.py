@@ -36,7 +36,7 @@ class Transfer:
 
     Args:
         data: Bytes to send, or buffer to receive into.
-        mark: Number in the sender's trailer.
+        mark: Number that the sender writes into the trailer.
 
     Attributes:
         works: gloo's handles of the data and the trailer, in this order.

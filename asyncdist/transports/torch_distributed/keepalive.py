@@ -1,8 +1,9 @@
 """Makes the kernel probe whether the hosts of peers are still alive (TCP keepalive).
 
-When a host is unplugged, crashes or is cut off, nothing is sent: without probes, an idle connection stays open forever,
-and others for 15 minutes. Messages between ranks could not distinguish a dead host from a rank that computes for ten
-minutes. Probes can, since the kernel of a live host answers them even while the process computes.
+A host that is unplugged, crashes or is cut off sends nothing more. Without probes, an idle connection to it stays open
+forever, and a connection with unacknowledged data for 15 minutes. Messages between ranks could not distinguish a dead
+host from a rank that computes for ten minutes. Probes can, since a live host's kernel answers them even while the
+process computes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def probed_connections() -> Iterator[None]:
 
 
 def probe_all(descriptors: Iterable[int] | None = None) -> None:
-    """Enable probes on connections to other hosts: among these descriptors, or among all of this process."""
+    """Enable probes on connections to other hosts, among ``descriptors`` or all descriptors of this process."""
     for descriptor in _descriptors() if descriptors is None else descriptors:
         with contextlib.suppress(OSError), _opened(descriptor) as connection:
             if _is_to_another_host(connection):

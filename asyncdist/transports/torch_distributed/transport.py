@@ -20,7 +20,7 @@ from asyncdist.transports.torch_distributed.meeting.rendezvous import Rendezvous
 from asyncdist.trust.living_ranks import LivingRank
 from asyncdist.wording import plural
 
-#: Seconds that the ranks wait for each other at the start.
+#: Seconds that the ranks wait for each other at startup.
 START_TIMEOUT_S = 300.0
 _GROUP_TIMEOUT: Final = timedelta(seconds=60)
 
@@ -53,7 +53,7 @@ class TorchTransport(MatchedTransport):
 
     Args:
         rendezvous: Place where the ranks meet; None if the user's process group defines the ranks.
-        granted_tags: Tags of streams, on which each receive names its source and is large enough for its message.
+        granted_tags: Stream tags, on which each receive names its source and is large enough for its message.
         start_timeout_s: Seconds to wait for the other ranks; 300 by default.
 
     Raises:

@@ -1,7 +1,8 @@
 """Makes gloo groups even if ranks end in the meantime: either all ranks get the groups, or none.
 
-gloo looks for the ranks in the store and then connects to them, both in C++, where a thread cannot be interrupted, and
-detects late that a process has ended. This module therefore waits in the store itself, where a check can end the wait.
+gloo looks up the ranks in the store and then connects to them. Both steps run in C++, where a thread cannot be
+interrupted, and detect the end of a process late. This module therefore waits for the store itself, so that a check can
+end the wait.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from asyncdist.errors import TransportError
 from asyncdist.transports.torch_distributed import gloo_groups
 from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
 
-#: Seconds between two reads of the store, and seconds added for each rank.
+#: Seconds between two reads of the store, and seconds added to this interval for each rank.
 _PAUSE_S: Final = 0.01
 _PAUSE_PER_RANK_S: Final = 0.0005
 _ALL, _SOME = "all ranks are connected", "not all ranks are connected"
@@ -38,7 +39,7 @@ def make_gloo_groups(
     Args:
         store: Part of the store that only this attempt uses.
         connect_s: gloo's timeout for connecting, in seconds, once all ranks have arrived.
-        timeout_s: Timeout for the rest, in seconds.
+        timeout_s: Timeout for all other steps, in seconds.
         check: Function called repeatedly while waiting; raises an error to give up.
 
     Raises:

@@ -5,16 +5,17 @@ store contains a log of the processes that have arrived since the world began. A
 several times a second. When two processes have recorded that they want to connect, each of them makes two gloo groups
 of two in a thread, and retries after a failure.
 
-- A process connects to a new process only after it considers the previous process of that rank lost. The first one that
-  does so records a welcome for the new process, which opens its world only then.
+- A process connects to a new process only after it considers the previous process of that rank lost. The first process
+  to connect records a welcome for the new process, which waits for this before it opens its world.
 - The launcher records in the store which processes have ended, so that no process waits for them.
 - A process that reads a later incarnation of its own rank in the log records that it is alive. The new process then
   raises an error.
 - If a world begins with fewer processes than ranks, the highest ranks are vacant. A process of such a rank always joins
   later. Since it may have no predecessor, every process connects to it and welcomes it.
-- A rank that is restarted before its world has begun takes part in the beginning. So does a rank that is restarted
-  after the others have left their world. If a rank is killed before all are connected, all ranks gather again.
-- If no process of the world is alive, no process can welcome a new one. The new processes then begin the next world.
+- A rank that is restarted before its world has begun, or after the others have left their world, takes part in the
+  beginning of a world. If a rank is killed before all are connected, all ranks gather again.
+- If no process of the world is alive, no process can welcome a new process. The new processes then begin the next
+  world.
 """
 
 from __future__ import annotations
@@ -45,14 +46,15 @@ logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.newco
 _PERIOD_S: Final = 0.1
 #: Number of reads of the log after which a process writes the name of the running world again, in case it was deleted.
 _LOOKS_PER_RENEWAL: Final = 10
-#: Seconds that a new process waits for its welcome. The loss of a process is detected within 1 s, of a host within 30
-#: s.
+#: Seconds that a new process waits for its welcome. The loss of a process is detected within 1 s, the loss of a host
+#: within 30 s.
 _WELCOME_S: Final = 60.0
 #: Seconds that two processes have to arrive for an attempt to connect, and seconds for connecting in each attempt. If
 #: one process ends during an attempt, the other waits in gloo for five times as long. A lost packet costs 1 s.
 _PAIR_S: Final = 20.0
 _PAIR_CONNECT_S: Final = (0.5, 1.0, 2.0, 2.0)
-#: Seconds for connecting the first groups (gloo detects late that a process has ended), and number of attempts.
+#: Seconds for connecting the first groups, seconds added for each rank, and number of attempts. gloo detects late that
+#: a process has ended.
 _CONNECT_S: Final = 10.0
 _CONNECT_PER_RANK_S: Final = 0.5
 _ATTEMPT_COUNT: Final = 3
@@ -72,10 +74,10 @@ class Entrance:
         common: Part of the store that belongs to the job.
         store: Part of the store that belongs to the world.
         incarnation: Number of restarts of this rank since the world began; 0 if this process began the world.
-        vacant: Ranks that had not had a process yet.
+        vacant: Ranks that had not had a process when this process entered the world.
         nonce: Number that all processes of the world share.
-        process: Launcher's name of this process: its rank and the number of all its starts.
-        running: Value in the store by which later processes find this world.
+        process: Launcher's name of this process: its rank and the number of restarts by the launcher.
+        running: Value that the store contains so that later processes find this world.
         groups: Groups of all ranks if this process began the world; otherwise empty.
 
     Raises:
@@ -298,7 +300,7 @@ def _read(store: Any, number: int, newest: list[int]) -> int:
 
 
 def _have_left(store: Any, newest: list[int], rank: int, first_count: int) -> bool:
-    """Return whether a process has closed the world and none is left in it, so that new processes would only wait."""
+    """Return whether all processes in the world have closed it; False if no process has closed it."""
     others = [(other, n) for other, n in enumerate(newest) if other != rank and (n or other < first_count)]
     closed = [process for process in others if store.check([f"closed/{process[0]}.{process[1]}"])]
     inside = [(other, n) for other, n in others if not n or store.check([f"welcome/{other}.{n}"])]
@@ -308,7 +310,7 @@ def _have_left(store: Any, newest: list[int], rank: int, first_count: int) -> bo
 def _have_died(
     store: Any, newest: list[int], rank: int, first_count: int, has_exited: Callable[[int, int], bool]
 ) -> bool:
-    """Return whether all processes that were in the world have ended, so that only new processes are left."""
+    """Return whether all processes of the world have ended, so that only new processes remain."""
     others = [(other, n) for other, n in enumerate(newest) if other != rank and (n or other < first_count)]
     living = [process for process in others if not has_exited(*process)]
     return not any(not n or store.check([f"welcome/{other}.{n}"]) for other, n in living)
@@ -372,7 +374,7 @@ class Reception:
         on_met: Callable[[tuple[int, int, list[Any]]], None],
         on_missed: Callable[[tuple[int, int]], None],
     ) -> None:
-        """Start to read the log, and call these functions on the loop.
+        """Start reading the log, and call these functions on the loop.
 
         Args:
             on_announced: Called with the rank and incarnation of each new process.

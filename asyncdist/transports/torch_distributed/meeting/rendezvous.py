@@ -6,9 +6,9 @@ any rank continues, so that the user's ``init_process_group`` can use MASTER_POR
 
 A store may contain keys of earlier processes, and torchrun's agents may disagree on their number of restarts. A world
 is therefore identified by a random token of its rank 0. Every rank writes a hello with its own random token. Rank 0
-answers each hello, also a newer one of the same rank, with the world's token. When all ranks have registered under this
-token, rank 0 lets them continue. If rank 0 is restarted before that, its new process answers all hellos with another
-token, which the ranks adopt.
+answers each hello, including a repeated hello of a restarted rank, with the world's token. When all ranks have
+registered under this token, rank 0 lets them continue. If rank 0 is restarted before that, its new process answers all
+hellos with a new token, which the ranks adopt.
 
 Rank 0 does not expect ranks beyond its own WORLD_SIZE. A rank without an answer therefore repeats its hello under a key
 that rank 0 also reads. Rank 0 answers, and both ranks report that their sizes differ.
@@ -40,14 +40,14 @@ logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.rende
 
 #: Seconds between two reads of the store. A wait inside the store would ignore signals and log warnings.
 _PAUSE_S: Final = 0.02
-#: Seconds added for each rank, since the store answers only some ten thousand requests per second.
+#: Seconds added to this interval for each rank, since the store answers only some ten thousand requests per second.
 _PAUSE_PER_RANK_S: Final = 0.0005
 _CONNECT_S: Final = 1.0
 _SHORTEST_CONNECT_S: Final = 0.1
 _UNANSWERED: Final = "unanswered"
-#: Seconds without a served store after which one rank of each host logs that it waits.
+#: Seconds after which one rank of each host logs that it waits, if no process serves the store.
 NOTICE_S: Final = 5.0
-#: Seconds after which rank 0 logs the missing ranks; imports on many hosts take long.
+#: Seconds after which rank 0 logs the missing ranks; imports may take long on many hosts.
 MISSING_NOTICE_S: Final = 30.0
 
 
@@ -143,14 +143,14 @@ def join_world(
 
 
 def _address_of(store: Any) -> str:
-    """Return the address at which the user's store is served; an empty string if it is a file or unknown."""
+    """Return the address on which the user's store is served; an empty string for a file or an unknown store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", ""))
 
 
 def open_store(rendezvous: Rendezvous, deadline: float) -> SealedStore:
-    """Return the store at which the ranks meet, which other worlds use as well."""
+    """Return the store through which the ranks meet, which other worlds use as well."""
     return _place_of(rendezvous).open(deadline)
 
 
@@ -368,7 +368,7 @@ class _Place:
         return self._store
 
     def forget(self) -> None:
-        """Open a new store for the next world, as the ranks that have not arrived will do."""
+        """Make the next world open a new store, as the ranks that have not arrived will do."""
         self._store = None
 
     def free_port(self) -> None:

@@ -28,7 +28,7 @@ _PAUSE_S: Final = 0.01
 _REPORT_PERIOD_S: Final = 60.0
 #: Expected value that a read passes to ``compare_set``; never equal to a sealed value, which is longer.
 _NOTHING: Final = "?"
-#: Number of times that a value without a valid seal is overwritten if another process keeps writing it.
+#: Maximum number of times that a value without a valid seal is overwritten if another process keeps writing it.
 _ATTEMPT_COUNT: Final = 8
 
 
@@ -43,7 +43,7 @@ class Refusals:
         self._quiet_until = float("-inf")
 
     def note(self, key: str, value: bytes) -> None:
-        """Count a refused value, unless the same value was the last one refused under this key."""
+        """Count a refused value, unless it is the same as the last refused value for this key."""
         with self._guard:
             if self._seen.get(key) == value:
                 return
@@ -53,8 +53,7 @@ class Refusals:
             if now < self._quiet_until:
                 return
             count, self._count, self._quiet_until = self._count, 0, now + _REPORT_PERIOD_S
-        # Other ranks than rank 0 also warn, since rank 0 refuses nothing if only the others cannot read its announced
-        # port.
+        # Ranks other than 0 also warn, since rank 0 refuses nothing if only the others cannot read its announced port.
         level = logging.WARNING if environment.local_rank() in (None, 0, 1) else logging.INFO
         more = f" and {count - 1} more" if count > 1 else ""
         logger.log(

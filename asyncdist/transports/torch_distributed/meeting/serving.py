@@ -13,16 +13,16 @@ TIMEOUT: Final = timedelta(seconds=60)
 
 
 def serve(address: str, port: int, *, size: int | None = None, is_open: bool = False) -> Any:
-    """Serve a store at one address of this host, or at all its addresses.
+    """Serve a store on one address of this host, or on all its addresses.
 
     Args:
-        address: Address at which the other processes look for the store; a name stands for all addresses.
+        address: Address to which the other processes connect. For a host name, the store listens on all addresses.
         port: Port of the store; 0 lets the system choose one.
         size: Number of processes; None if unknown.
-        is_open: Whether to listen at all addresses, since processes know the host by different addresses.
+        is_open: Whether to listen on all addresses, because processes know the host by different addresses.
     """
     listener = None if is_open else local_host.listen_at(address, port)
-    shares_process = port != 0  # share a store of the user's program at this port
+    shares_process = port != 0  # share a store that the user's program serves on this port
     if listener is None:
         return TCPStore(address, port, size, True, TIMEOUT, wait_for_workers=False, multi_tenant=shares_process)
     return TCPStore(
