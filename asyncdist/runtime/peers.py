@@ -106,7 +106,8 @@ class Peers:
         answered: Ranks that have acknowledged a failure, have failed, or have ended.
         turns: Lets one collective start of this rank run at a time.
         announcements: Messages along the tree; None if this rank notifies all others directly.
-        warns_of_losses: Whether the lowest present rank logs a warning for each lost rank; false if the launcher does.
+        warns_of_losses: Whether the lowest present rank logs a warning for each lost rank; false if the launcher or the
+            transport logs the losses.
     """
 
     def __init__(self, services: Services, group: Group) -> None:

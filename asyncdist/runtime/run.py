@@ -117,13 +117,13 @@ def run(
             unread message, a request, a stream slot, a snapshot or a task.
         watchdog_s: Seconds after main's return until a warning lists the spawned tasks, if all of them are still
             waiting; ``math.inf`` for never.
-        stall_s: Seconds without a step or a message on any rank of this host after which the waits of all these ranks
-            are printed once, with their lines (``docs/hangs.md``); ``math.inf`` for never. The default is the variable
-            ASYNCDIST_STALL_S (``asyncdist run --stall-s``), or 60. If a value is set, a warning is also logged for a
-            main that has waited in one line for this time (up to twice as long) while other ranks continue: for a
-            message, a stream, a collective, or a future or event of its own. If no value is set, this warning is logged
-            after 300 s and only for collectives, since a main that waits for messages may be a server.
-        stall_aborts: Whether to raise StallError instead of this warning if main waits for its peers.
+        stall_s: Seconds after which the waits of all ranks of this host are printed once, with line numbers, if none of
+            them has made a step or received a message (``docs/hangs.md``); ``math.inf`` for never. The default is the
+            variable ASYNCDIST_STALL_S (``asyncdist run --stall-s``), or 60. If a value is set, a warning is also logged
+            when main has waited in one line for this time (up to twice as long) while other ranks continue. The wait
+            may be for a message, a stream, a collective, or main's own future or event. If no value is set, the warning
+            is logged after 300 s and only for collectives, since a main that waits for messages may be a server.
+        stall_aborts: Whether to raise StallError instead of logging this warning, if main waits for its peers.
         record: Folder in which each rank records its steps, metrics, rounds, messages and waits.
             :mod:`asyncdist.recording.writer` describes the files, and :func:`asyncdist.recording.reader.read_recording`
             reads them. The default is the variable ASYNCDIST_RECORD (``asyncdist run --record``). If the folder cannot
@@ -138,7 +138,7 @@ def run(
     Raises:
         TypeError: ``main`` is not a coroutine function, or cannot be called with a world and ``args``.
         ValueError: An option is not valid, for example the name of the transport.
-        RankLostError: Another rank failed; it has printed its traceback.
+        RankLostError: Another rank failed and has printed its traceback.
         StallError: main waited for its peers for too long (``stall_aborts``).
         TransportError: The transport cannot be used, or launcher and MPI library do not match.
         LocalProtocolError: This code already runs inside a world; a rank has only one.
@@ -240,7 +240,7 @@ def run_local(
     inference mode and autocast are separate for each rank. If an event loop is already running, as in a notebook, the
     ranks run in a separate thread.
 
-    The other options are those of :func:`run`.
+    The other options are the same as for :func:`run`.
 
     Args:
         main: Coroutine function whose first argument is the :class:`World`.
@@ -340,12 +340,12 @@ async def open_world(
 ) -> AsyncIterator[World]:
     """Open a world inside a running event loop, for notebooks and tests: ``async with ad.open_world() as world``.
 
-    The options are those of :func:`run`. ``ranks`` must be 1, since a single rank runs the block.
+    The options are the same as for :func:`run`. ``ranks`` must be 1, since a single rank runs the block.
 
     Raises:
         ValueError: ``ranks`` is not 1; the message names the call that hosts several ranks.
         LocalProtocolError: This code already runs inside a world, even a simulated or local one.
-        BaseException: An exception of the block, or one of those that :func:`run` raises.
+        BaseException: An exception raised by the block, or an exception that :func:`run` raises.
     """
     refuse_inside_a_world()
     if ranks != 1:

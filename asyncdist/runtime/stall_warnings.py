@@ -270,7 +270,7 @@ def wait_with_parts(
 
 
 def _joined(task: asyncio.Task[Any], world: World) -> tuple[str, Iterable[Any]] | None:
-    """Return the user's call that waits for several tasks, and the tasks; None if ``task`` waits for something else."""
+    """Return a name for the wait of ``task`` and the tasks that it waits for; None if it waits for something else."""
     frames, waiter = frames_of(task), waiter_of(task)
     position = next(i for i in reversed(range(len(frames))) if not is_library(frames[i]))
     called = frames[position + 1 :]

@@ -65,7 +65,7 @@ class AveragedStates:
         return found
 
     def change(self, model: nn.Module, optimizer: Any) -> None:
-        """Use the states of a different optimizer from now on. Raise ValueError if they do not have the same names."""
+        """Use the states of a different optimizer from now on. Raise ValueError if their names differ."""
         other = AveragedStates(model, optimizer)
         if other.names != self.names:
             raise ValueError(
