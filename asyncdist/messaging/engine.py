@@ -273,7 +273,7 @@ class Engine(Poller):
         return () if what.peer is None else (what.peer,)
 
     def awaited_s(self, waiter: Any) -> float | None:
-        """Return the seconds since the wait of the future ``waiter`` began; None if it is not a wait of this engine."""
+        """Return how long the future ``waiter`` has been waited for, in seconds; None if it is not this engine's."""
         found = self._waiters.get(waiter)
         return None if found is None else self.loop.time() - found[1]
 

@@ -10,7 +10,7 @@ from asyncdist.waits import WaitId, WaitKind
 
 
 class OutboundStream(StreamEnd):
-    """Sends the chunks of one stream to the granting rank. They must not change until :meth:`run` has returned."""
+    """Sends the chunks of one granted stream. The chunks must not change until :meth:`run` has returned."""
 
     _kind = WaitKind.STREAM_SEND
 
@@ -45,7 +45,7 @@ class OutboundStream(StreamEnd):
         self._engine.recheck()
 
     def start(self) -> bool:
-        """Send the first window of chunks; return whether these were all chunks and have left this rank already."""
+        """Send the first window of chunks; return whether all chunks of the stream have already left this rank."""
         self._post_more()
         return self.has_left and self._error is None
 
@@ -122,7 +122,7 @@ class OutboundStream(StreamEnd):
         self._engine.recheck()
 
     def count_sent(self, nbytes: int) -> None:
-        """Add ``nbytes`` to the number of bytes that were sent or directly written."""
+        """Add ``nbytes`` to the number of bytes sent as messages or written directly."""
         self.sent_nbytes += nbytes
         self._slots.sent_nbytes += nbytes
 

@@ -229,7 +229,7 @@ class Services:
         return found
 
     def shared(self, make: Callable[[Services], T]) -> T:
-        """Return this rank's only object made by ``make``: the result of the first call ``make(self)``."""
+        """Return the result of ``make(self)``, which is called once per rank and cached."""
         if make not in self._shared:
             self._shared[make] = make(self)
         found: T = self._shared[make]

@@ -261,7 +261,7 @@ class UserStreams:
             self._writer.add(sender)
 
     def _written_nbytes(self, nbytes: int, source: int) -> int:
-        """Return the number of bytes that ``source`` may write directly; at first, send an offer and return 0."""
+        """Return the number of bytes that ``source`` may write directly; at first, offer access and return 0."""
         if nbytes < WRITTEN_NBYTES_MIN or not self._written_share:
             return 0
         if source in self._finders:

@@ -63,7 +63,7 @@ class Bucket:
 
     @torch.no_grad()
     def copy_out(self, start: int, values: Tensor) -> None:
-        """Write 1-D ``values``, which begin at offset ``start`` of the flat tensor, into the tensors only.
+        """Write 1-D ``values`` into the tensors, beginning at offset ``start``; the flat tensor is not changed.
 
         Calls must be in order. A tensor that is not contiguous is written when its last values arrive.
         """

@@ -136,10 +136,10 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def unpack(flats: dict[torch.dtype, Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Split flat tensors from ``pack(leaves)`` into tensors of each leaf's shape and device, as views if on the CPU.
+    """Split flat tensors from ``pack(leaves)`` into one tensor per leaf, with the leaf's shape and device.
 
-    For a flat tensor of shape [m, n], the pieces have an additional leading dimension m. A flat tensor's dtype may
-    differ from its key.
+    Results on the CPU are views of the flat tensors. For a flat tensor of shape [m, n], the results have an additional
+    leading dimension m. A flat tensor's dtype may differ from its key.
     """
     offsets = dict.fromkeys(flats, 0)
     found = []
