@@ -12,7 +12,7 @@ from asyncdist.simulation.distributions import Duration, LogNormal, check_durati
 from asyncdist.simulation.faults import Fault, check_plan
 from asyncdist.simulation.links import Network, check_ranks
 
-#: Upper bound of a computation that is lengthened to overrun a timer, as a multiple of its normal duration.
+#: Maximum duration of a computation that is extended to overrun a timer, as a multiple of its normal duration.
 OVERRUN_STEP_COUNT: Final = 1000
 #: Maximum number of seconds between a timer and the end of a computation that overruns it.
 OVERRUN_S: Final = 1e-5
@@ -24,7 +24,7 @@ class Compute:
 
     Attributes:
         step_s: Computing time before a safe point, in virtual seconds, on every rank.
-        factors: Factors on ``step_s``, by rank. A factor also lengthens the rank's turns, as :class:`SlowRank` does.
+        factors: Multipliers of ``step_s``, by rank. They also lengthen the rank's turns, as :class:`SlowRank` does.
         pause_probability: Probability of a pause at each safe point.
         pause_s: Duration of a pause, in virtual seconds.
         overrun_probability: Probability, at each safe point, that the computation lasts until just after one of the
@@ -56,13 +56,13 @@ class Compute:
         check_ranks("Compute.factors", list(self.factors), size)
 
     def draw_overrun_probability(self, rng: random.Random) -> float:
-        """Draw the probability of an overrun for one simulation."""
+        """Choose the overrun probability of one simulation."""
         if self.overrun_probability is not None:
             return self.overrun_probability
         return 0.05 if not isinstance(self.step_s, (float, int)) and rng.random() < 1 / 8 else 0.0
 
     def sampler(self, rank: int, rng: random.Random) -> Callable[[], float]:
-        """Return a function that draws the computing time of ``rank`` before a safe point, in seconds."""
+        """Return a function that samples the computing time of ``rank`` before a safe point, in seconds."""
         draw_step_s, draw_pause_s = sampler(self.step_s, rng), sampler(self.pause_s, rng)
         factor, probability = self.factors.get(rank, 1.0), self.pause_probability
         if not probability:

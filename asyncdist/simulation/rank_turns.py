@@ -33,13 +33,13 @@ IDLE_TURN_COUNT_MAX: Final = 100_000
 _IDLE_TURN_COUNT_OF_A_RANK: Final = 100
 #: Number of clock reads in one callback that take no time.
 _FREE_READ_COUNT: Final = 1000
-#: Seconds that each further clock read takes at first. The duration grows with every 1000 reads.
+#: Initial duration, in seconds, of each further clock read. The duration grows with every 1000 reads.
 _READ_S: Final = 1e-5
 #: Clock reads and sleeps in one callback after which it is assumed to loop forever; the reads take 450 s.
 READ_COUNT_MAX: Final = 300_000
 #: Prefixes of modules that read clocks on behalf of user code.
 _READERS: Final = ("asyncdist.", "asyncio.")
-#: Upper bound of the time between consecutive turns, in seconds. The time is drawn; messages may arrive within it.
+#: Maximum time between consecutive turns, in seconds. The time is random; messages may arrive during it.
 TURN_S: Final = 2e-6
 
 
@@ -70,7 +70,7 @@ class Turns:
     Args:
         before_turn: Called with the rank before each turn; or None.
         enter: Called with the rank before a callback that may run user code, if another rank's user code ran last.
-        background: Function whose bound methods run no user code.
+        background: Unbound method whose calls run no user code.
 
     Attributes:
         dead: Whether the rank has been killed and takes no more turns.
@@ -115,7 +115,7 @@ class Turns:
     # -- turns ------------------------------------------------------------------------------------------------------
 
     def _schedule(self) -> None:
-        """Request a turn, because an outside event has made a callback ready."""
+        """Schedule a turn, because an outside event has made a callback ready."""
         self._is_woken()
         if not self._has_turn and not self._busy:
             self._has_turn = True
@@ -305,7 +305,7 @@ class Turns:
         self._ready[self._ready_count_before :] = timers + [handle for handle in late if not isinstance(handle, Timer)]
 
     def has_computed(self) -> None:
-        """Record that user code reached a safe point, so that this turn does not count as idle."""
+        """Record that user code has reached a safe point, so that this turn does not count as idle."""
         self._scheduler.idle_turn_count = 0
 
     def _do_what_was_put_off(self) -> None:

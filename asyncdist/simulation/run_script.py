@@ -50,12 +50,12 @@ from asyncdist.simulation.faults import Fault
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.simulate import STOPPED, simulate
 
-#: Maximum number of lines that print the results of all ranks.
+#: Maximum number of lines for the results of all ranks.
 _RESULT_LINE_COUNT: Final = 10
 _PROGRESS_LINE_EVERY_S: Final = 5.0
 #: Maximum lag of a file's modification time behind the clock, in nanoseconds.
 _FILE_CLOCK_NS: Final = 20_000_000
-#: tqdm's format of a progress bar, but always with seeds per second instead of seconds per seed.
+#: tqdm's progress bar format, but always with seeds per second instead of seconds per seed.
 _BAR: Final = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
 
 
@@ -388,7 +388,7 @@ def _exit_before_run(script: Script, error: SystemExit | None) -> int:
 
 
 def print_failures(report: SimReport[Any] | None, error: BaseException | None, command: str = "sim") -> bool:
-    """Print the first failure with its traceback, as this command of asyncdist. Return whether there was one."""
+    """Print the first failure with its traceback, for the subcommand ``command``; return whether one occurred."""
     results = () if report is None else report.results
     failed = {rank: result for rank, result in enumerate(results) if isinstance(result, BaseException)}
     if error is None:  # the script may have caught the error of its run
@@ -413,7 +413,7 @@ def print_failures(report: SimReport[Any] | None, error: BaseException | None, c
 
 
 def results_of(report: SimReport[Any], without: str = "None") -> list[str]:
-    """Describe how each rank ended, one line per group of equal neighbours; ``without`` is shown for no result."""
+    """Describe how each rank ended, one line per run of equal results; ``without`` is shown if there is no result."""
     texts = [without if result is None else _brief(result) for result in report.results]
     for rank in report.killed_ranks:
         texts[rank] = "killed"
@@ -500,7 +500,7 @@ def _bar(count: int) -> Iterator[Callable[[ExploreReport], None]]:
     with tqdm(total=count, file=sys.stderr, dynamic_ncols=True, bar_format=_BAR, unit=" seeds") as bar:
 
         def show(report: ExploreReport) -> None:
-            bar.start_t = time.time() - report.seconds  # excludes the time in which the processes start from the rate
+            bar.start_t = time.time() - report.seconds  # excludes the startup time of the processes from the rate
             bar.last_print_t = max(bar.last_print_t, bar.start_t)
             bar.set_postfix_str(report.in_short, refresh=False)
             bar.update(report.seed_count - bar.n)

@@ -1,7 +1,7 @@
 """Implements virtual time: the clock of a simulation, and its queue of future events.
 
 A future event is a rank's *turn* (:mod:`asyncdist.simulation.rank_turns`), a timer, or an event of the network. Events
-at the same time happen in an order drawn from the seed.
+at the same time happen in a random order, determined by the seed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ EVENT_COUNT_MAX: Final = 1_000_000
 _COLLECT_EVERY: Final = 10_000
 #: Number of collections of the youngest generation for each collection of the middle generation.
 _MIDDLE_EVERY: Final = 16
-#: With many ranks, one in this many collections is carried out, because most young objects are still alive.
+#: With many ranks, only one in this number of collections is run, because most young objects are still alive.
 _MANY_RANKS_EVERY: Final = 8
-#: Number of collections from which a simulation is considered long.
+#: Minimum number of collections in a simulation that is considered long.
 _MANY_COLLECTIONS: Final = 4
 #: Minimum number of cancelled timers in the heap before they are removed, as in asyncio.
 _CANCELLED_COUNT_MIN: Final = 100
 
 
 class EndlessLoopError(LocalProtocolError):
-    """Tasks run in an endless loop without waiting; ``rank`` is set if they belong to only one rank.
+    """Tasks loop endlessly without waiting; ``rank`` is set if all of them belong to one rank.
 
     The error raised by :func:`asyncdist.simulate` lists the tasks, and its ``report`` is the SimReport so far.
     """
@@ -43,7 +43,7 @@ class Scheduler:
     """The virtual clock and the event queue of a simulation.
 
     Args:
-        rng: Draws the order of events at the same time.
+        rng: Random generator for the order of simultaneous events.
         on_many: Called in a long simulation of many ranks, each time the number of events has doubled; or None.
 
     Attributes:
@@ -82,7 +82,7 @@ class Scheduler:
         heappush(self._heap, (when if when > now else now, self.random(), self._pushed_count, action, args))
 
     def add_timer(self, when: float, fire: Callable[..., object], timer: Timer) -> None:
-        """Schedule ``fire(timer)`` at ``when``, unless ``timer`` is cancelled before."""
+        """Schedule ``fire(timer)`` at ``when``; it is not called if ``timer`` is cancelled before."""
         timer.scheduler = self
         self.at(when, fire, (timer,))
 
@@ -91,7 +91,7 @@ class Scheduler:
         self._cancelled_count += 1
         if self._cancelled_count > _CANCELLED_COUNT_MIN and 2 * self._cancelled_count > len(self._heap):
             self._heap[:] = [entry for entry in self._heap if not _is_cancelled(entry[4])]
-            heapify(self._heap)  # the order is total, so it does not change
+            heapify(self._heap)  # keeps the order of events, which is total
             self._cancelled_count = 0
 
     def _next_when(self) -> float:

@@ -1,8 +1,8 @@
 """Runs a scenario with many seeds until one fails, then shrinks its fault plan and prints a command that repeats it.
 
-A scenario is a function of a module, ``scenario(seed, faults=None) -> SimReport``, that runs a simulation and raises if
-the result is wrong. ``faults`` replaces the fault plan that the scenario would draw from the seed, which makes it
-possible to shrink the plan.
+A scenario is a module-level function, ``scenario(seed, faults=None) -> SimReport``, that runs a simulation and raises
+if the result is wrong. ``faults`` replaces the fault plan that the scenario would derive from the seed, so that the
+plan can be shrunk.
 
 The report does not depend on the number of processes, because results are processed in the order of the seeds, up to
 the first failure.
@@ -37,12 +37,12 @@ from asyncdist.wording import plural
 
 #: Number of trace events that are shown with a failure.
 TAIL_EVENT_COUNT: Final = 20
-#: Maximum number of runs that shrink a plan.
+#: Maximum number of runs for shrinking a plan.
 _SHRINK_RUN_COUNT: Final = 300
 #: Seconds of work that a process receives at a time: short enough for a progress bar, long enough to be efficient.
 _CHUNK_S: Final = 0.5
 _CHUNK_SEED_COUNT_MAX: Final = 64
-#: Number of characters of an assertion's message, without its numbers, that are compared to recognise equal failures.
+#: Number of initial characters of assertion messages, without numbers, that must match in equal failures.
 _PREFIX_LENGTH: Final = 40
 
 
@@ -54,7 +54,7 @@ class Scenario(Protocol):
 
         Args:
             seed: Seed of all random choices.
-            faults: Fault plan; None for the plan that belongs to the seed.
+            faults: Fault plan; None for the plan derived from the seed.
         """
 
 
@@ -71,7 +71,7 @@ class Failure:
         faults: Fault plan of that simulation.
         minimal_faults: Minimal plan, with simple numbers, that fails in the same way; None if none was found, with the
             reason in ``note``.
-        shrink_run_count: Number of runs that shrank the plan.
+        shrink_run_count: Number of runs made to shrink the plan.
         repeat: Shell command that repeats the failure, with the minimal plan if there is one.
         note: Further remarks; may be empty.
     """
@@ -272,9 +272,9 @@ def check_ranks_ended_well(report: SimReport[Any]) -> None:
 
 
 def is_end_by_signal(report: SimReport[Any], rank: int) -> bool:
-    """Return whether a signal of the fault plan ended ``rank``, directly or because the rank that received it was lost.
+    """Return whether a signal of the fault plan ended ``rank``, directly or through the loss of the signalled rank.
 
-    A program cannot prevent a signal from ending the whole job. By contrast, it may survive a killed rank.
+    A program may survive a killed rank, but it cannot prevent a signal from ending the whole job.
     """
     result, interrupted = report.results[rank], report.interrupted_ranks()
     if isinstance(result, RankLostError) and interrupted:
@@ -336,7 +336,7 @@ class _Progress:
 
     def add(self, chunk: _Chunk) -> None:
         now = time.perf_counter()
-        if self._began_at is None:  # excludes the time in which the processes start
+        if self._began_at is None:  # excludes the time that the processes take to start
             self._began_at = now - chunk.seconds
         self._seconds = now - self._began_at
         self._seed_count += len(chunk.results)
@@ -424,7 +424,7 @@ def _shrink(
 
 
 class _Attempts:
-    """Tests whether fault plans fail as the first one did. Each plan runs once, and the number of runs is limited."""
+    """Tests whether fault plans fail as the original plan did. Runs each plan once, up to a maximum number of runs."""
 
     def __init__(self, runner: Inline | Pool, failed: _Failed) -> None:
         self._runner = runner

@@ -20,7 +20,7 @@ import torch
 
 from asyncdist import environment
 
-#: Root logger, which gets a handler so that Python does not print the warnings of a thousand seeds to standard error.
+#: Root logger, which gets a handler so that the warnings of thousands of seeds are not printed to standard error.
 _log = logging.getLogger()
 
 #: Seconds that a dropped call may still run before its process is killed.
@@ -64,7 +64,7 @@ class Inline:
         _log.addHandler(self._no_log)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Call ``function(payload, *args)``, and return a future that has its result."""
+        """Call ``function(payload, *args)``, and return a completed future with its result."""
         future: Future[Any] = Future()
         future.set_result(function(self._payload, *args))
         return future
@@ -104,7 +104,7 @@ class Pool:
             )
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Schedule ``function(payload, *args)`` in one of the workers, and return a future of its result."""
+        """Schedule ``function(payload, *args)`` in one of the workers, and return a future for its result."""
         if len(self._processes) < self._process_count:  # workers are started one by one, when they are needed
             others = set(multiprocessing.active_children())
             with (
@@ -160,9 +160,9 @@ def _sigint_blocked() -> Iterator[None]:
 
 
 def _modules_of_others_ignored() -> contextlib.AbstractContextManager[None]:
-    """Let processes that the body starts import no module of the working directory, perhaps a folder of all users.
+    """Prevent processes that the body starts from importing modules of the working directory, which may be shared.
 
-    Otherwise they would do so before they have the module path of this process.
+    Otherwise they might do so before they receive this process's module path.
     """
     return environment.variable_set(environment.SAFE_PATH_VARIABLE, "1")
 

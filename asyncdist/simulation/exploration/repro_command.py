@@ -16,15 +16,15 @@ from typing import Any, Final
 from asyncdist import environment
 from asyncdist.simulation.faults import Fault
 
-#: Names of ``sysconfig`` paths that are on ``sys.path`` of any Python, and of the scripts' folder.
+#: Names of the ``sysconfig`` paths that every Python has on ``sys.path``, and of the scripts folder.
 _OWN_PATHS: Final = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
 
 
 def repeat_line(scenario: Any, seed: int, faults: Sequence[Fault] | None = None, hash_seed: str | None = None) -> str:
     """Return a shell command that runs one seed of a scenario, and fails if the seed fails.
 
-    A scenario may provide a method ``repeat_line`` that returns the command. ``faults`` is None for the fault plan that
-    belongs to the seed. ``hash_seed`` is the PYTHONHASHSEED of the process that ran the seed.
+    A scenario may provide a method ``repeat_line`` that returns the command. If ``faults`` is None, the seed determines
+    the fault plan. ``hash_seed`` is the PYTHONHASHSEED of the process that ran the seed.
     """
     own = getattr(scenario, "repeat_line", None)
     if own is not None:
@@ -43,7 +43,7 @@ def repeat_line(scenario: Any, seed: int, faults: Sequence[Fault] | None = None,
 
 
 def hash_seed_prefix(default: str | None = None) -> str:
-    """Return a shell prefix that sets PYTHONHASHSEED to this process's value; empty if this is unset or ``default``."""
+    """Return a shell prefix that sets PYTHONHASHSEED as in this process; empty if it is unset or ``default``."""
     number = environment.hash_seed()
     return "" if number in (None, default) else f"{environment.HASH_SEED_VARIABLE}={number} "
 
@@ -69,13 +69,13 @@ def _reference(scenario: Any) -> tuple[list[str], str]:
         imports, _ = _reference(type(scenario))
         return imports, repr(scenario)
     module = scenario.__module__
-    if module == "__main__":  # the script that was started can also be imported by its name
+    if module == "__main__":  # the main script can also be imported by its module name
         module = Path(getattr(sys.modules["__main__"], "__file__", "")).stem or module
     return [f"from {module} import {scenario.__qualname__.partition('.')[0]}"], scenario.__qualname__
 
 
 def _import_paths() -> list[str]:
-    """Return the entries of ``sys.path`` that a Python started in the current folder would not have."""
+    """Return the entries of ``sys.path`` that a Python interpreter started in the current folder would lack."""
     here = Path.cwd()
     own = [Path(sysconfig.get_path(name)).resolve() for name in _OWN_PATHS]
     found: dict[str, None] = {}

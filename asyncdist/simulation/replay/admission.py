@@ -1,4 +1,4 @@
-"""Decides which message a receive of a replayed rank may return now."""
+"""Decides which message a receive of a replayed rank may return."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Admission:
     def open(self, engine: ObservedEngine) -> None:
         """Begin to admit messages in the recorded order, just before main starts."""
         self._engine = engine
-        self._early.clear()  # drops messages recorded before main, because a simulated start may need fewer
+        self._early.clear()  # drops messages recorded before main, because a simulated start may use fewer messages
 
     @property
     def has_permitted(self) -> bool:
@@ -109,7 +109,7 @@ class Admission:
         return self._mailbox.pop(key)
 
     def _leave_no_more_to_task(self, taken: TakenByTask) -> None:
-        """Deliver the messages that the task received right after this one, because it tests less often in a replay."""
+        """Deliver the messages that the task received just after ``taken``, because it tests less often in a replay."""
         for sight in itertools.takewhile(taken.is_beside, self._agenda.sights()):
             if not isinstance(sight, TakenByTask) or sight.keys[0][1] != taken.keys[0][1]:
                 break

@@ -43,9 +43,9 @@ class Agenda:
         is_open: Whether the rank's world is open. Before that, no input is delivered.
         progress_count: Number of inputs delivered and safe points begun.
         progressed_at_s: Virtual time at which ``progress_count`` last grew.
-        catch_up: Delivers all inputs that are due. The first n inputs of the record, where n is its argument, are not
-            deferred.
-        seen_count: Number of inputs delivered, of the kinds that are counted between clock readings.
+        catch_up: Function that delivers all inputs that are due. Its argument is the number of inputs, from the start
+            of the record, that must not be deferred.
+        seen_count: Number of inputs delivered, counting only kinds of inputs that clock readings count.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Agenda:
         return self._log.entries if self._point is None else self._point.sights
 
     def is_to_come(self, what: WaitId) -> bool:
-        """Return whether the rest of the record contains a timer, or the end of a collective, with this identity."""
+        """Return whether a timer, or the end of a collective, with this identity remains in the record."""
         return self._named[what] > 0
 
     def remove(self, sight: Sight) -> None:
@@ -141,7 +141,7 @@ class Agenda:
     # -- safe points ------------------------------------------------------------------------------------------------
 
     def is_point_due(self) -> bool:
-        """Return whether the rank has ended as many waits and sent as many messages as before its next safe point."""
+        """Return whether the numbers of ended waits and sent messages have reached those of the next safe point."""
         point = self._log.entries[0] if self._log.entries else None
         return not isinstance(point, SafePoint) or (
             point.woken_count <= self._engine.woken_count and point.sent_count <= self._sent_count
@@ -160,7 +160,7 @@ class Agenda:
         return first if isinstance(first, TakenByTask) and first.late_for is not None else None
 
     def wakes_one_before_point(self, sight: Taken) -> bool:
-        """Return whether exactly one wait ended between this input, which is next, and the next safe point."""
+        """Return whether the record has exactly one ended wait between this next input and the next safe point."""
         if self._point is not None or len(sight.keys) == 1:
             return False
         entry = next(iter(self._log.entries), None)
@@ -217,7 +217,7 @@ class Agenda:
     def is_due(self, sight: Sight, ending_count: int = 0) -> bool:
         """Return whether the rank has reached the point at which an input was recorded."""
         if not isinstance(sight, Taken) and not self.is_possible(sight):
-            return False  # this input needs a timer or a wait of this rank itself
+            return False  # this input first needs a timer or a wait of this rank
         return (
             sight.woken_count <= self._engine.woken_count + ending_count
             and sight.begun_count <= self._engine.begun_count
@@ -225,7 +225,7 @@ class Agenda:
         )
 
     def is_before_next_begin(self, sight: Sight) -> bool:
-        """Return whether this input was recorded before the beginning of the rank's next wait."""
+        """Return whether this input was recorded before the rank's next wait began."""
         engine = self._engine
         return (
             type(sight) in (Taken, Fired)
@@ -284,17 +284,17 @@ class Agenda:
             return self._now()
         readings = self._log.clock[sys._getframe(1).f_lineno]
         if readings and readings[0].seen_count > self.seen_count and not self._engine._in_pass:
-            # In the recorded run, the rank received more inputs before this reading, and the caller depends on them.
+            # In the recorded run, the rank received more inputs before this reading, and the caller may depend on them.
             self.catch_up(readings[0].seen_count)
         while len(readings) > 1 and readings[0].seen_count < self.seen_count >= readings[1].seen_count:
-            readings.popleft()  # was read by a task that runs only in the recorded run, where it had nothing to do
+            readings.popleft()  # made by a task that ran only in the recorded run, without any effect
         if readings and readings[0].seen_count <= self.seen_count:
             self._time_s = readings.popleft().seconds
         return self._time_s
 
 
 def _may_bring(sight: Taken, left: Left) -> bool:
-    """Return whether these recorded messages may complete a collective, or make it fail."""
+    """Return whether these recorded messages may complete the collective of ``left``, or make it fail."""
     tags_of = [tag for _, tag in sight.keys if tag in COLLECTIVE_TAGS]
     return bool(tags_of) if left.what == FAILED else any(left.what == end_of_collective(tag) for tag in tags_of)
 

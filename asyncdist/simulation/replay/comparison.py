@@ -34,7 +34,7 @@ class Comparison:
         self._other_order = ""
 
     def note_other_order(self, nbytes: int) -> None:
-        """Record that later numbers may differ, because MPI reduced ``nbytes`` in an order that is not repeated."""
+        """Record that later numbers may differ, because MPI reduced ``nbytes`` in an unrepeatable order."""
         self._other_order = (
             f"; before that, MPI reduced {nbytes} bytes of floating-point numbers in an order that a replay cannot"
             " repeat"
@@ -49,7 +49,7 @@ class Comparison:
         event = Event(time_s, kind, fields)
         decisions = self._log.decisions[kind]
         if not decisions:
-            if self._log.is_over and not has_stopped:  # events after the end of main are not decisions and may differ
+            if self._log.is_over and not has_stopped:  # events after the end of main may differ
                 raise self.divergence(f"the recording has no further {kind}, but the replay has [{event}]")
             return
         expected = decisions.popleft()
@@ -105,7 +105,7 @@ def _name_of(tag: int) -> str:
 
 
 def _essence(event: Event) -> tuple[str, list[Any]]:
-    """Return an event's kind and the fields that a replay must repeat. NaN equals NaN."""
+    """Return an event's kind and the fields that a replay must repeat, in a form in which NaN equals NaN."""
     named = zip(KINDS[event.kind], event.fields, strict=False)
     plain = ((name, list(field) if isinstance(field, (tuple, list)) else field) for name, field in named)
     return event.kind, [field if field == field else "nan" for name, field in plain if name not in _NOT_REPEATED]

@@ -21,7 +21,7 @@ _SIGNALS: Final = (f"SystemExit: {128 + signal.SIGTERM}", "KeyboardInterrupt")
 
 
 def cut_at_signals(records: Mapping[int, Sequence[Event]]) -> dict[int, Sequence[Event]]:
-    """Return each rank's events, cut before a signal that ended the rank and before messages whose send is cut off."""
+    """Cut each rank's events before a signal that ended the rank, and before receives whose send was cut off."""
     ends = {rank: _end(events) for rank, events in records.items()}
     if any(ends[rank] < len(events) for rank, events in records.items()):
         _make_consistent(ends, {rank: _Messages.of(events) for rank, events in records.items()})
@@ -29,7 +29,7 @@ def cut_at_signals(records: Mapping[int, Sequence[Event]]) -> dict[int, Sequence
 
 
 def _end(events: Sequence[Event]) -> int:
-    """Return the number of events before a signal, or up to the last step if its error was raised in user code."""
+    """Return the number of events before a signal; if its exception was raised in user code, up to the last step."""
     end = 0
     for place, event in enumerate(events):
         if event.kind == "interrupted":
@@ -45,7 +45,7 @@ def _end(events: Sequence[Event]) -> int:
 class _Messages:
     """Indices of the sends and receives in a rank's record.
 
-    ``sent`` is keyed by receiver and tag. ``end`` is the number of events; the last sends of a killed rank may be
+    ``sent`` is keyed by receiver and tag. ``end`` is the number of events. The last sends of a killed rank may be
     missing.
     """
 
@@ -66,7 +66,7 @@ class _Messages:
         return found
 
     def first_received_after(self, ends: Mapping[int, int], rank: int, messages: Mapping[int, _Messages]) -> int | None:
-        """Return the index of this rank's first receive whose message was sent after the end of its source's record."""
+        """Return the index of the rank's first receive whose message was sent after the end of the source's record."""
         counts: Counter[Key] = Counter()
         for place, (source, tag) in self.received:
             if place >= ends[rank]:

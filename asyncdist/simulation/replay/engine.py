@@ -59,7 +59,7 @@ class ReplayedEngine(ObservedEngine):
             await gate.see_all_before_begin(condition)
         if deadline is None or gate.agenda.is_done:
             if gate.agenda.is_cut_short:
-                deadline = None  # the rank stops at the end of its record
+                deadline = None  # the wait never ends, because the rank stops at the end of its record
             return await super().until(condition, what, deadline=deadline, is_of_request=is_of_request, peers=peers)
         with gate.deadlines.waiting(what, deadline, self.recheck) as entry:
             gate.lookout.look_soon()
@@ -108,7 +108,7 @@ class ReplayedEngine(ObservedEngine):
                 await waiter
                 return
         if task is tasks.main and not waiter.done():
-            tasks.main = None  # main is no longer about to reach a safe point
+            tasks.main = None  # main waits for something other than a safe point
         tasks.waiters[task] = waiter
         tasks.counted |= set() if is_of_request else {task}
         try:
@@ -152,7 +152,7 @@ class ReplayedEngine(ObservedEngine):
         await yield_to_loop()
 
     async def repeat_sent(self, what: WaitId, dest: int) -> bool:
-        """Wait until the recorded point at which the sending task continued, because a replayed send takes no time."""
+        """Wait, because a replayed send takes no time, until the recorded point at which the sending task continued."""
         if not self._gate.agenda.is_to_come(what):
             return False
         waiter: asyncio.Future[None] = self.loop.create_future()
@@ -183,7 +183,7 @@ class ReplayedEngine(ObservedEngine):
             raise self.failure  # the job failed before the end of this collective
 
     async def _leave(self, what: WaitId) -> None:
-        """Wait until the task continued after the collective in the recorded run."""
+        """Wait until the point at which the task continued after the collective in the recorded run."""
         gate = self._gate
         is_to_come = gate.agenda.is_to_come(what)
         if not is_to_come and not gate.log.tells_collectives:

@@ -27,9 +27,9 @@ from asyncdist.waits import WaitId, WaitKind
 
 #: Virtual seconds for which a message is deferred until a safe point that followed it in the recorded run.
 _DEFERRAL_S: Final = 1.0
-#: Virtual seconds for which a message is deferred until work in a thread ends, which may sleep in virtual time.
+#: Virtual seconds for which a message is deferred until work in a thread ends; the work may sleep in virtual time.
 _WORK_S: Final = 100.0
-#: Number of times that the rank's other tasks run so that they reach the point at which an input was recorded.
+#: Maximum number of times that the rank's other tasks run, to reach the point at which an input was recorded.
 _TRY_COUNT: Final = 20
 
 
@@ -57,8 +57,8 @@ class Gate:
 
     Args:
         found: List to which differences from the record are appended.
-        is_cut_off: Returns whether a rank has stopped at the end of its record, or of the record of a rank that it
-            needs. If its second argument is true, ranks that wait at the end of their record count as stopped.
+        is_cut_off: Returns whether a rank has stopped at the end of its own record, or at the end of the record of a
+            rank that it needs. If the second argument is true, ranks that wait at the end of their record count, too.
 
     Attributes:
         has_stopped: Whether the rank has reached the end of its record or of its main.
@@ -111,7 +111,7 @@ class Gate:
 
     @property
     def has_stopped_at_cut(self) -> bool:
-        """Whether the rank has stopped at the end of its record, or of the record of a rank that it needs."""
+        """Whether the rank has stopped at the end of its own record or of the record of a rank that it needs."""
         return self._goes_no_further or (self.has_stopped and not self.log.is_over)
 
     @property
@@ -196,7 +196,7 @@ class Gate:
         return True
 
     def _end_streams(self, taken: Taken) -> None:
-        """End the streams whose last part was sent in the same pass, so that tasks continue in order of their waits."""
+        """End the streams whose last part was sent in the same pass, so that tasks resume in order of their waits."""
         for sight in list(itertools.takewhile(taken.is_beside, self.agenda.sights())):
             if not isinstance(sight, Fired) or not is_end_of_stream(sight.what) or not self.timers.has(sight.what):
                 return
@@ -204,7 +204,7 @@ class Gate:
             self.timers.fire(sight.what)
 
     def _wake_user(self, keys: Collection[Key]) -> None:
-        """Wake the user's task first if it waits for one of these messages, because a recorded timeout woke it."""
+        """Wake the user's task before others if it waits for one of these messages, as a recorded timeout did."""
         if (waiter := self.tasks.waiters.get(self.tasks.user)) is None:
             return
         what, peers = self._engine.awaited(waiter), frozenset(self._engine.awaited_peers(waiter))
@@ -212,7 +212,7 @@ class Gate:
             resolve_waiter(waiter, None)
 
     def _catch_up(self, seen_count: int = 0) -> None:
-        """Deliver all recorded inputs that are due and possible; those up to number ``seen_count`` are not deferred."""
+        """Deliver all recorded inputs that are due and possible. The first ``seen_count`` inputs are not deferred."""
         while (sight := self.agenda.next()) is not None and self.agenda.is_due(sight):
             if self.admission.has_permitted and self._engine.poll() == 0 and self.admission.has_permitted:
                 return
@@ -236,9 +236,9 @@ class Gate:
         return any(request.is_for(sight.keys[0]) for request in requests if hasattr(request, "is_for"))
 
     def _is_deferred(self, sight: Sight) -> bool:
-        """Return whether to defer a recorded input, because a different task must continue before the input wakes one.
+        """Return whether to defer a recorded input until a task other than the one that it wakes has continued.
 
-        The different task reaches a safe point, or continues after a collective, a sleep or work in a thread. In the
+        That other task reaches a safe point, or continues after a collective, a sleep or work in a thread. In the
         recorded run, it was ready when a polling pass received the message. The deferral ends after a limited time, in
         case user code does wait for the input.
         """
@@ -302,7 +302,7 @@ class Gate:
         self.lookout.look_soon()  # the next recorded input may be due after this wait
 
     def _is_main_running(self) -> bool:
-        """Return whether the current task is main, whose next safe point waits for earlier inputs anyway."""
+        """Return whether the current task is main; main's next safe point waits for earlier inputs anyway."""
         return self.tasks.main is not None and asyncio.current_task(self._loop) is self.tasks.main
 
     # -- safe points ------------------------------------------------------------------------------------------------
@@ -381,7 +381,7 @@ class Gate:
             await self._until_possible(sight)
             if not isinstance(sight, Passed):
                 return
-            self._show(sight)  # was recorded by the task that continues in this turn
+            self._show(sight)  # recorded by the task that continues in this turn
             self._engine.recheck()
 
     async def _see(self, sight: Sight) -> None:
@@ -411,7 +411,7 @@ class Gate:
         await self._loop.create_future()
 
     async def see_without_wait(self, waiter: asyncio.Future[None]) -> None:
-        """Deliver, before user code waits, the messages for which it did not wait in the recorded run."""
+        """Before user code waits, deliver the messages for which it did not wait in the recorded run."""
         while not waiter.done() and (sight := self.agenda.next()) is not None:
             is_there = self.agenda.is_seen_at_point(sight) and self.agenda.is_due(sight)
             if not is_there or not await self._until_possible(sight):
@@ -420,7 +420,7 @@ class Gate:
                 self._show(sight)
 
     async def see_all_before_reading(self) -> None:
-        """Deliver the inputs that were recorded before the next clock reading, which the task that begins now makes."""
+        """Deliver the inputs recorded before the next clock reading, which the starting task is about to make."""
         seen_count = self.agenda.seen_before_reading()
         while self.agenda.seen_count < seen_count and (sight := self.agenda.next()) and self.agenda.is_due(sight):
             await self._see(sight)

@@ -35,7 +35,7 @@ class ReplayedJob:
     Attributes:
         decision_count: Number of recorded decisions.
         left_count: Number of recorded decisions that the replay has not reached; final when the simulation is over.
-        cut_ranks: Ranks whose record ends before their main returns.
+        cut_ranks: Ranks whose record ends before main returns.
     """
 
     def __init__(self, recording: Recording, on_open: Callable[[World], object] | None) -> None:
@@ -79,7 +79,7 @@ class ReplayedJob:
             raise self._difference
 
     def _judge(self) -> None:
-        """Find the first difference from the records once, before ranks are cancelled and make further decisions."""
+        """Find the first difference from the records. Only the first call acts: cancelled ranks make new decisions."""
         if self._is_judged:
             return
         self._is_judged = True
@@ -96,7 +96,7 @@ class ReplayedJob:
         return None
 
     def _is_cut_off(self, rank: int, or_waits: bool) -> bool:
-        """Return whether a rank has stopped, or if ``or_waits`` is true waits, at the end of a record that it needs."""
+        """Return whether a rank has stopped at the end of a record that it needs, or waits there if ``or_waits``."""
         return rank in self._cut_off(
             {each for each, gate in self._gates.items() if gate.has_stopped_at_cut or (or_waits and gate.is_at_cut)}
         )
@@ -125,7 +125,7 @@ class ReplayedJob:
 
 
 class _Watch:
-    """Detects that no rank of a replay makes progress; ``gates``, keyed by rank, may change during the replay."""
+    """Detects when no rank of a replay makes progress; ``gates``, keyed by rank, may change during the replay."""
 
     def __init__(self, gates: Mapping[int, Gate]) -> None:
         self._gates = gates

@@ -81,13 +81,13 @@ class Lost(Sight):
     rank: int
 
 
-#: Identity of the wait of a task for the failure of a collective.
+#: Identity of a task's wait for the failure of a collective.
 FAILED: Final = WaitId(WaitKind.COLLECTIVE_FAILURE)
 
 
 @dataclass(slots=True)
 class Left(Sight):
-    """A task continued after a collective that failed (``what`` is :data:`FAILED`) or that MPI had carried out."""
+    """A task continued after a collective that failed (``what`` is :data:`FAILED`) or that MPI carried out."""
 
     what: WaitId
 
@@ -139,9 +139,9 @@ class RankLog:
         decisions: Decisions by kind, because the order between kinds depends on the order of tasks.
         is_over: Whether the end of main is recorded.
         is_native: Whether MPI carried out collectives.
-        results: Results of MPI's reductions, by the group's tag: the number of bytes, and the bytes, or b"" if they
-            were too many to record.
-        measured: Numbers that depend on timing alone, by their identity.
+        results: Results of MPI's reductions, by the group's tag: the number of bytes, and the bytes, which are b"" if
+            there were too many to record.
+        measured: Timing-dependent numbers, by their identity.
         tells_sleeps: Whether the record contains the firing of asyncio's timers.
         tells_collectives: Whether the record contains all ends of collectives after which a task continued.
     """
@@ -192,7 +192,7 @@ def log_of(
 
 
 class _Reader:
-    """Fills a RankLog event by event; ``tells_ends``: collectives' ends are recorded instead of their messages."""
+    """Fills a RankLog event by event. If ``tells_ends``, the record has collectives' ends instead of their messages."""
 
     def __init__(self, log: RankLog, sent_before_count: int, *, tells_ends: bool) -> None:
         self._log = log
@@ -213,7 +213,7 @@ class _Reader:
                 if not (self._tells_ends and _is_of_collectives(tag)):  # a replay may send different messages
                     self._read_message(event, number, (source, tag))
             case "sent", (int(), int(tag), *_):
-                self._last_pass = -1  # a later message of the pass may be a reply to this one
+                self._last_pass = -1  # a later message of the same pass may be a reply to this message
                 self._sent_count += not (log.is_native and _is_of_collectives(tag))
             case "deadline" | "timer" | "failed" | "collective" | "lost", _:
                 self._sights.append(_seen(event, self._sent_count))
@@ -247,7 +247,7 @@ class _Reader:
         self._sights = self._log.entries if has_ended else point.sights
 
     def _read_message(self, event: Event, number: int, key: Key) -> None:
-        """Add a message, received by the polling pass ``number``; negative if a task received it."""
+        """Add a message received by the polling pass ``number``, which is negative if a task received the message."""
         self._log.tags.add(key[1])
         if number == BEFORE_WORLD:
             self._log.early[key] += 1
@@ -265,7 +265,7 @@ class _Reader:
 
 
 def _seen(event: Event, sent_count: int) -> Sight:
-    """Return an input that is not a message: the end of a wait, a failure, or a loss."""
+    """Convert an event to an input that is not a message: the end of a wait, a failure, or a loss."""
     turn, woken_count = int(event.get("turn") or 0), int(event.get("woken") or 0)
     at = (turn, woken_count, sent_count, event.time_s)
     match event.kind:

@@ -1,4 +1,4 @@
-"""Delivers recorded inputs to a replayed rank that waits outside its safe points, and pauses a rank that is early."""
+"""Delivers recorded inputs to a replayed rank outside its safe points, and pauses a rank that gets ahead."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from asyncdist.simulation.replay.log import Sight
 from asyncdist.simulation.replay.timers import Deadlines, Timers
 from asyncdist.simulation.scheduler import Handle
 
-#: Virtual seconds between two checks of the next recorded input. Other ranks need no virtual time to provide it.
+#: Virtual seconds between two checks of the next recorded input. Other ranks take no virtual time to provide it.
 PAUSE_S: Final = 1e-5
 #: Longest pause between two checks of the next recorded input, in virtual seconds.
 PAUSE_MAX_S: Final = 0.1
-#: Virtual seconds after which a replay without the expected input is considered to differ from the record.
+#: Virtual seconds without the expected input after which a replay is considered to differ from the record.
 PATIENCE_S: Final = 300.0
 
 
@@ -58,7 +58,7 @@ class Lookout:
         self.look_soon()
 
     def note_end(self) -> None:
-        """Record that main has ended; inputs are delayed only briefly from now on."""
+        """Record that main has ended; from now on, inputs are delayed only briefly."""
         self._has_main_ended = True
         self.look_soon()
 
@@ -86,7 +86,7 @@ class Lookout:
             if self._has_main_ended:
                 self._show_all()
         elif self._agenda.is_possible(sight) and not self._admission.has_permitted:
-            # The rank waits before this input is due, because its tasks ran in a different order.
+            # The rank is waiting although this input is not due yet, because its tasks ran in a different order.
             if sight is not self._put_off:
                 self._put_off = sight
                 self.look_soon(PATIENCE_S)
@@ -105,7 +105,7 @@ class Lookout:
         return False
 
     def _show_all(self) -> None:
-        """Delay nothing from now on, because ranks may end in a different order than in the recorded run."""
+        """Stop delaying inputs, because ranks may end in a different order than in the recorded run."""
         self._agenda.clear()
         self._admission.clear()
         self._release()
@@ -137,7 +137,7 @@ class Hold:
         self._context: contextvars.Context
 
     def open(self, engine: ObservedEngine) -> None:
-        """Store the engine and the context, just before main starts in this context."""
+        """Store the engine and the current context, in which main is about to start."""
         self._engine = engine
         self._context = contextvars.copy_context()
 
@@ -149,7 +149,7 @@ class Hold:
         if sight is None or not self._agenda.must_be_there(sight, ending_count) or self._agenda.is_possible(sight):
             return
         if self._agenda.exit_after(sight) is not None:
-            return  # a collective ends first, and other ranks may need this rank for it
+            return  # a collective must end first, and other ranks may need this rank for it
         self.is_on = True
         self._until_s = self._loop.time() + PATIENCE_S
         self._go_on(PAUSE_S)

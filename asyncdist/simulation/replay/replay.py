@@ -31,11 +31,11 @@ class Replayed:
     """Result of a replay.
 
     Attributes:
-        report: Report of the simulation. A rank whose record ends before its main has no result.
+        report: Report of the simulation. A rank whose record ends before its main returns has no result.
         decision_count: Number of recorded decisions, including weights, that the replay repeated.
         left_count: Number of recorded decisions that the replay did not reach, because they depend on a rank whose
             record ends earlier.
-        cut_ranks: Ranks whose record ends before their main, for example because they were killed.
+        cut_ranks: Ranks whose record ends before their main returns, for example because they were killed.
     """
 
     report: SimReport[Any]
@@ -57,8 +57,8 @@ def replay(
     Args:
         main: Coroutine function that was recorded.
         args: Further arguments of ``main``.
-        recording: Recording of one job, with a file of each rank.
-        on_open: Called with the world of each rank before its main begins.
+        recording: Recording of one job, with a file for each rank.
+        on_open: Called with the world of each rank before the rank's main begins.
 
     Raises:
         DivergenceError: A rank differs from its record; the error names the first difference.

@@ -87,7 +87,7 @@ class _ReplayedScript(Script):
         return self.recording.ranks[0].conditions().capabilities.shares_process
 
     def begin_process(self, rank: int) -> None:
-        """Seed torch so that it draws the recorded numbers before the world is open.
+        """Seed torch so that it generates the recorded numbers before the world is open.
 
         ``torch.seed()`` returns the recorded seed unless another seed was set before the rank opened its world.
         """
@@ -106,12 +106,12 @@ class _ReplayedScript(Script):
 
 
 def _why_foreign(script: Path, folder: Path, user: int) -> str | None:
-    """Return why a script that only a recording names may be another user's; None if it may be run.
+    """Return why a script named only by a recording may be another user's; None if the script may be run.
 
     Args:
-        script: Path of the script, which may not exist.
-        folder: Current folder, perhaps one of all users, such as ``/tmp``.
-        user: Number of this user.
+        script: Path of the script, which might not exist.
+        folder: Current folder, possibly shared by all users, such as ``/tmp``.
+        user: User ID of this user.
     """
     if not script.is_relative_to(folder):
         return "is not in the current folder"

@@ -122,7 +122,7 @@ class Wakings:
         self._engine = engine
 
     def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
-        """Call ``wake`` at the point at which the task woke in the recorded run, or now if this is not recorded."""
+        """Call ``wake`` at the point at which the task woke in the recorded run, or at once if none is recorded."""
         if self._is_to_come(what):
             self._keep(self._loop.time(), what, wake, None)
         else:
@@ -136,7 +136,7 @@ class Wakings:
         args: tuple[object, ...],
         context: contextvars.Context | None,
     ) -> object:
-        """Set a timer of asyncio, which fires at the same point as in the recorded run."""
+        """Set an asyncio timer that fires at the same point as in the recorded run."""
         return self._keep(when_s, what, functools.partial(callback, *args), context)
 
     def _keep(

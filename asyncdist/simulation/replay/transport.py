@@ -1,4 +1,4 @@
-"""Transports the messages of a replay, which arrive at once; each rank's gate decides when they are received."""
+"""Transports the messages of a replay. They arrive at once; each rank's gate decides when they are received."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncdist.transports.base import (
 
 
 class ReplayTransport(Transport):
-    """Transport of one rank of a replay; only messages bypass the simulated transport ``inner``."""
+    """Transport of one rank of a replay. Messages bypass the simulated transport ``inner``, which does the rest."""
 
     def __init__(
         self, inner: Transport, gate: Gate, mailboxes: Sequence[Mailbox], header: Header, conditions: Conditions
@@ -131,7 +131,7 @@ class _SentToLost(_Sent):
 
 
 class _Receive:
-    """A receive that completes when its message is admitted, or fails when its rank is notified of a loss."""
+    """A receive that completes when a matching message is admitted, or fails when the rank is notified of a loss."""
 
     def __init__(self, admission: Admission, lost: Collection[int], buffer: memoryview, source: int, tag: int) -> None:
         self._admission = admission
