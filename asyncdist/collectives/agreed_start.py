@@ -59,7 +59,7 @@ class Start(Generic[T]):
         return f"{key.subject} {wire.scope_of(self.meeting.ranks, key.subject, key.occurrence):x}"
 
     async def agree(self, values: Mapping[str, str], **options: Any) -> Agreed:
-        """Wait until all members agree on the start. The work must call this first, and always ends after that."""
+        """Wait until all members agree on the start. The work must call this method first, and then run to its end."""
         agreed = await self._agreements.meet(self.meeting, values, caller=self, **options)
         self._is_on = True
         return agreed
@@ -151,9 +151,9 @@ async def start_together(
     Args:
         ranks: Ranks that start the operation.
         work: Called with the start; must first await its :meth:`Start.agree`.
-        give_back: Releases the result of the work. Called if the caller has given up.
+        give_back: Called to release the result of the work if the caller has given up.
         leader: Rank that decides the agreement; by default the first of ``ranks``.
-        is_held: Whether a cancelled caller waits for the leader's answer, because the work must not happen later.
+        is_held: Whether a cancelled caller waits for the leader's answer, so that no work happens later.
         outlives_leader: Whether the operation continues if the leader is lost, so that members accept its decision
             from each other.
     """
@@ -164,10 +164,10 @@ async def start_together(
 
 
 async def assemble(agreements: Agreements, ranks: Sequence[int], what: str) -> None:
-    """Wait until all ``ranks`` are ready for a call that blocks until all of them have entered the call.
+    """Wait until all ``ranks`` are ready for a call that blocks until every rank has entered it.
 
-    No rank therefore blocks while another rank computes. A ready rank polls for a moment without yielding to its loop,
-    since another of its tasks may be about to compute.
+    This prevents a rank from blocking while another rank computes. A ready rank polls briefly without yielding to its
+    loop, because another of its tasks may be about to compute.
     """
     if len(ranks) > 1:
         await agreements.agree(ranks, what, {}, timeout_s=None, hold_s=_HOLD_S)

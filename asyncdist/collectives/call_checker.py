@@ -1,8 +1,8 @@
-"""Checks in simulations, where all ranks share a process, that the members of a group make the same collective calls.
+"""Checks, in simulations only, that all members of a group make the same collective calls.
 
 Members must call their group's collectives in one order, with equal root, reduction, shape and dtype (MPI-4.1 section
-6.1). Otherwise messages are matched wrongly, or never. Between processes, this check would take an additional message
-per collective.
+6.1). Otherwise messages are matched wrongly, or never. In a simulation, all ranks share a process. Between processes,
+this check would take an additional message per collective.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from asyncdist.errors import DisagreementError
 
-#: Name that stands for every operation that exchanges headers, because the headers already contain its name.
+#: Common name of all operations that exchange headers; their headers already contain the operation.
 HELPER: Final = "a helper"
 #: Modules that are not user code.
 _OURS: Final = ("asyncdist.", "asyncio.")
@@ -74,7 +74,7 @@ class CollectiveChecker:
             rank: The caller's rank in the world.
 
         Raises:
-            DisagreementError: Another member has made a different call as its collective with the same number.
+            DisagreementError: Another member's collective with the same number is a different call.
         """
         if len(ranks) == 1:
             return

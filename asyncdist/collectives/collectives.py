@@ -4,13 +4,13 @@ All members must await the same collectives in the same order, with tensors of e
 of any dtype, layout and device, and are sent as bytes through CPU memory.
 
 If the backend has native collectives, these are started nonblocking and polled (MPI-4.1 section 6.12). Otherwise
-collectives are made of messages (:mod:`asyncdist.collectives.algorithms.by_messages`). Reductions made of messages run
-in rank order, so their results do not depend on timing; native reductions run in the backend's order.
+collectives consist of messages (:mod:`asyncdist.collectives.algorithms.by_messages`). Reductions by messages run in
+rank order, so their results do not depend on timing; native reductions run in the backend's order.
 
 If a member leaves the world or frees the group before it has started a collective, the other members get ClosedError,
 even while they wait (:mod:`asyncdist.collectives.membership`). The loss of a member ends all collectives of its groups
-with RankLostError. A simulation detects different calls of members (:mod:`asyncdist.collectives.call_checker`). Between
-processes, only operations that exchange headers (:mod:`asyncdist.collectives.error_exchange`) detect them.
+with RankLostError. A simulation detects mismatched calls (:mod:`asyncdist.collectives.call_checker`). Between
+processes, only operations that exchange headers (:mod:`asyncdist.collectives.error_exchange`) detect mismatches.
 
 **Cancellation**: a cancelled collective continues in the background until it completes, because the other members have
 entered it; its result is lost. Later collectives of this rank in the group wait for its completion.
@@ -47,12 +47,12 @@ T = TypeVar("T")
 
 
 class Collectives:
-    """Runs the collectives of one rank. Ranks in arguments are ranks in the world.
+    """Runs the collectives of one rank. Arguments that are ranks are world ranks.
 
     Args:
         spawn: Starts a background task.
-        membership: Records which collectives each member takes part in. None inside a sequence of collectives, which
-            counts as one collective.
+        membership: Records in which collectives each member takes part. None inside a sequence of collectives, because
+            the sequence counts as one collective.
         buffers: Memory that reductions reuse; shared between a rank and its sequences.
     """
 
@@ -158,7 +158,7 @@ class Collectives:
     async def all_mean_bucket(self, bucket: Bucket, group: Group) -> None:
         """Replace the tensors of a bucket, of equal lengths and dtype on all members, by their means over all members.
 
-        The tensors are copied in pieces: each piece just before it is sent, and again when its mean has arrived.
+        Tensors are copied in pieces: each piece is copied out just before it is sent, and back when its mean arrives.
         """
         if self._membership is not None:
             await self.join(self.start_sequence(group, lambda alone: alone.all_mean_bucket(bucket, group)), group)
@@ -304,7 +304,7 @@ class Collectives:
         *,
         reduction: str | None = None,
     ) -> None:
-        """In a simulation, compare the call with the other members' calls."""
+        """In a simulation, compare this call with the other members' calls."""
         if self._checker is not None:
             dtype, shape = (None, None) if tensor is None else (tensor.dtype, tensor.shape)
             self._checker.note(
@@ -312,7 +312,7 @@ class Collectives:
             )
 
     def _begin(self, membership: MembershipLog, group: Group) -> int:
-        """Count the beginning of a collective for the group and for recordings; return the collective's number."""
+        """Count a collective that begins, for the group and for recordings; return the collective's number."""
         self._engine.note_collective_begun()
         return membership.begin(group)
 
@@ -386,7 +386,7 @@ class Collectives:
     def _forget(self, tag: int, task: asyncio.Task[Any]) -> None:
         if self._newest.get(tag) is task:
             del self._newest[tag]
-            self._engine.recheck()  # because a task that frees the group may wait for this collective
+            self._engine.recheck()  # a task that frees the group may be waiting for this collective
 
     async def _in_turn(
         self,

@@ -196,7 +196,7 @@ def _check_same_call(headers: Sequence[ResultHeader]) -> None:
 async def collect(
     collectives: Collectives, group: Group, outcome: LocalResult, call: Call
 ) -> tuple[list[ResultHeader], list[bytes] | None]:
-    """Return every member's header, and the payloads; these are None except on the root, and if a member failed."""
+    """Return all members' headers, and the payloads: None on ranks other than the root, and if a member failed."""
     headers = await exchange_headers(collectives, group, outcome, call)
     root = call.root
     sizes = [header.later_nbytes for header in headers]

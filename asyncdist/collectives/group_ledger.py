@@ -22,7 +22,7 @@ from asyncdist.errors import LocalProtocolError, RemoteProtocolError
 from asyncdist.messaging import wire
 from asyncdist.transports.base import GroupHandle
 
-#: First tag for groups, which follows the tag of the world's group, and number of tags for groups.
+#: First tag for groups, just after the tag of the world's group, and number of tags for groups.
 _FIRST_TAG: Final = tags.COLLECTIVE_FIRST + 1
 _COUNT_MAX: Final = tags.COLLECTIVE_LAST - tags.COLLECTIVE_FIRST
 

@@ -48,7 +48,7 @@ class Group:
 
     Attributes:
         ranks: Ranks of the members in the world.
-        index: Position of this rank in ``ranks``; -1 if this rank is not a member and may only read ``ranks``.
+        index: Index of this rank in ``ranks``; -1 if this rank is not a member and may only read ``ranks``.
         tag: Tag of the group's collectives if there is no native communicator.
         native: Native communicator of the backend, or None.
     """
@@ -107,7 +107,7 @@ class Group:
 
     @classmethod
     def seen_from_outside(cls, ranks: Sequence[int]) -> Group:
-        """Make a group object for a rank that is not a member, which may only read ``ranks``."""
+        """Make a group object for a rank that is not a member, and that may only read the object's ``ranks``."""
         return cls(tuple(ranks), -1, -1, None)
 
 

@@ -1,8 +1,8 @@
 """Tracks which collectives each member takes part in, so that no rank waits for a member that has left.
 
 The members of a group start its collectives in the same order. Each rank counts the collectives that it has started in
-each group, and sends these counts when it leaves the world, or one count when it frees a group. In collectives with
-higher numbers, which the departed rank does not join, the other members get ClosedError. Collectives with lower numbers
+each group. It sends all counts when it leaves the world, and a group's count when it frees that group. In collectives
+with higher numbers, which the departed rank does not join, the other members get ClosedError. All earlier collectives
 continue, because the departed rank completes its part.
 
 The count of a lost member is unknown. A loss therefore ends all current and later collectives of all groups with the
@@ -67,7 +67,7 @@ class MembershipLog:
         return self._started[group.tag]
 
     def leave(self) -> None:
-        """Refuse to start further collectives, because this rank leaves, so that :meth:`started` is final."""
+        """Refuse to start further collectives from now on, because this rank leaves; :meth:`started` is then final."""
         self._has_left = True
 
     def started(self) -> tuple[tuple[int, int], ...]:
@@ -106,7 +106,7 @@ class MembershipLog:
             self.end(entry)
 
     def spoil(self, group: Group, error: BaseException) -> None:
-        """Record that a collective has failed. Its messages may still arrive, unless all members raised ``error``."""
+        """Record a collective that failed with ``error``. Unless all members raised it, messages may still arrive."""
         if not isinstance(error, (RemoteError, DisagreementError)):
             self._spoiled.add(group.tag)
 

@@ -50,7 +50,7 @@ logger = logging.getLogger("asyncdist.collectives.one_sided")
 Targets: TypeAlias = Sequence[memoryview]
 Take: TypeAlias = Callable[[int], None]
 
-#: Largest number of other members to which an owner sends each version's record. In larger groups, readers ask for it.
+#: Maximum number of other members to which an owner sends each version's record. In larger groups, readers request it.
 TOLD_COUNT_MAX: Final = 32
 
 _SUBJECT: Final = "new window"
@@ -94,12 +94,12 @@ class VersionedWindow(abc.ABC):
         """Make the version begun with :meth:`begin` available to readers, and return its record."""
 
     async def published_by(self, rank: int, *, deadline: float = math.inf) -> VersionRecord | None:
-        """Return the newest record of another member; None without a version, or an answer before ``deadline``."""
+        """Return another member's newest record; None if it has no version, or does not answer by ``deadline``."""
         return (await self.published_by_each((rank,), deadline=deadline)).get(rank)
 
     @abc.abstractmethod
     async def published_by_each(self, ranks: Sequence[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:
-        """Return the newest record of each of these members, in order. Members without a version are left out."""
+        """Return the newest record of each of these members, in order. Members without a version are omitted."""
 
     @abc.abstractmethod
     async def read(self, rank: int, record: VersionRecord, targets: Targets, take: Take, *, deadline: float) -> None:

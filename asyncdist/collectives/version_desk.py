@@ -92,7 +92,7 @@ class VersionDesk:
         self._windows.pop(window, None)
 
     async def ask(self, window: int, ranks: Collection[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:
-        """Ask all of these ranks at once, and return their newest records in the order of ``ranks``.
+        """Ask all of these ranks concurrently, and return their newest records in the order of ``ranks``.
 
         Ranks that have no version, have left, or do not answer before the deadline are left out.
         """

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from asyncdist.messaging.channels import Channel
     from asyncdist.messaging.engine import Engine
 
-#: Seconds after its timeout that a member still waits for the leader's decision, which names the missing ranks.
+#: Seconds that a member waits, after its timeout, for the leader's decision, which names the missing ranks.
 MEMBER_PATIENCE_S: Final = 5.0
 #: The error that the other members receive if this rank was cancelled.
 _CANCELLED: Final = ("CancelledError", "it was cancelled while it waited for the other ranks")
@@ -151,7 +151,8 @@ class Agreements:
     ) -> Meeting:
         """Request the next agreement on ``subject``. The caller must then call :meth:`meet` or :meth:`stay_away`.
 
-        The start is counted now, and not when it begins, so that an abandoned start has the same number on all ranks.
+        The start is counted at the request rather than at its beginning, so that abandoned starts are counted equally
+        on all ranks.
         """
         key = self._next_occurrence(self.incarnations.key_of(subject, ranks))
         leader = ranks[0] if leader is None else leader
@@ -240,7 +241,7 @@ class Agreements:
 
     @contextlib.contextmanager
     def objecting(self, ranks: Sequence[int], subject: str) -> Iterator[None]:
-        """Send exceptions of the body, which checks a collective's arguments, also to the other members."""
+        """Also send exceptions of the body, which checks a collective's arguments, to the other members."""
         try:
             yield
         except Exception as error:
@@ -270,7 +271,7 @@ class Agreements:
         if not self.is_ending:
             with contextlib.suppress(AsyncdistError):  # raised if no other rank is left
                 self._object(Objection(meeting.key.text, *words), meeting.leader)
-            self._engine.recheck()  # because this rank may itself be the waiting leader
+            self._engine.recheck()  # this rank may itself be the waiting leader
 
     @property
     def is_ending(self) -> bool:

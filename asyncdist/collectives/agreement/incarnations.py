@@ -32,11 +32,11 @@ class Incarnations:
         return f"{subject} (restarted: {' '.join(words)})" if words else subject
 
     def key_of(self, subject: str, ranks: Sequence[int]) -> AgreementKey:
-        """Return the key that all starts of ``subject`` by the current processes of ``ranks`` have in common."""
+        """Return the key for all starts of ``subject`` by the current processes of ``ranks``."""
         return AgreementKey.of(self.qualified(subject, ranks), ranks)
 
     def replaced(self, key: AgreementKey) -> tuple[int, ...]:
-        """Return the members for which ``key`` names an earlier process than their current one, after a restart."""
+        """Return the restarted members for which ``key`` names an earlier process than the current one."""
         if not self._known:
             return ()
         found = _QUALIFIED.search(key.subject)

@@ -78,7 +78,7 @@ class LedAgreements:
         self._has_left = False
         # For undecided large agreements:
         self._direct: dict[AgreementKey, set[int]] = {}  # members whose relayed joins are ignored
-        self._called: dict[AgreementKey, tuple[Inquiry, set[int]]] = {}  # members that were asked after the timeout
+        self._called: dict[AgreementKey, tuple[Inquiry, set[int]]] = {}  # members asked after the timeout
         self._doubted: dict[
             AgreementKey, tuple[Objection, int]
         ] = {}  # objections that take effect when a rank answers that it has not joined

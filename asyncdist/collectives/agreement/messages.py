@@ -55,7 +55,7 @@ class AgreementKey:
 
     @property
     def of_all_occurrences(self) -> AgreementKey:
-        """Key that all starts of the operation by these ranks have in common."""
+        """Key for all starts of the operation by these ranks."""
         return AgreementKey(self.subject, self.ranks)
 
     def has_member(self, rank: int) -> bool:

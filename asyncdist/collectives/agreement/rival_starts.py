@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 #: Seconds that a leader waits for members before the first reminder, and between two reminders.
 REMIND_AFTER_S: Final = 1.0
-#: Maximum number of missing ranks that a leader reminds, since one that detects the deadlock is enough.
+#: Maximum number of missing ranks that a leader reminds. A single rank that detects the deadlock is enough.
 _REMINDED_COUNT_MAX: Final = 16
 #: Maximum number of ranks that an error lists.
 _NAMED_COUNT_MAX: Final = 8
@@ -57,7 +57,7 @@ class OpenStart:
 
     Attributes:
         have_all_come: Whether all members have joined.
-        rivals: Rival starts because of which this rank has objected, by their text.
+        rivals: Rival starts that made this rank object, by their text.
         doubted_since: For each other start, by key: the time of its first reminder, in seconds on the loop's clock.
     """
 
@@ -91,8 +91,8 @@ class Rivals:
         next_occurrence: Counts a start that this rank does not join, and returns the key of its agreement.
 
     Attributes:
-        sent_count, received_count: Numbers of reminders. A watchdog subtracts these from its message counts, since
-            reminders are no sign of progress.
+        sent_count, received_count: Numbers of reminders. A watchdog subtracts these from its message counts, because
+            reminders do not indicate progress.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Rivals:
 
     @contextlib.contextmanager
     def starting(self, meeting: Meeting) -> Iterator[OpenStart]:
-        """Detect deadlocks between ``meeting`` and other starts while the body runs, which sets ``have_all_come``."""
+        """Detect deadlocks of ``meeting`` with other starts while the body runs. The body sets ``have_all_come``."""
         start = self._starts[meeting.key] = OpenStart(meeting)
         self._remind_later(start)
         try:
@@ -170,7 +170,7 @@ class Rivals:
                 return
 
     def rival_of(self, key: AgreementKey, refusal: str) -> Rival | None:
-        """Return the rival start because of which ``key`` was refused with the text ``refusal``, or None."""
+        """Return the rival start that caused the refusal of ``key`` with the text ``refusal``, or None."""
         return self._starts[key].rivals.get(refusal) if key in self._starts else None
 
     def on_reminder(self, reminder: Reminder, leader: int) -> None:

@@ -28,7 +28,7 @@ _KEPT_COUNT_MAX: Final = 4096
 
 @dataclass(slots=True)
 class _LateVerdict:
-    """Decision of an agreement that failed before all members joined, and the absent members, which must get it."""
+    """Decision of an agreement that failed before all members joined, and the absent members that must receive it."""
 
     verdict: Verdict
     absent: set[int]
@@ -104,7 +104,7 @@ class Caller(Protocol):
 
 
 class Absentees:
-    """Finds the ranks because of which an agreement cannot succeed. The given sets may change later.
+    """Finds the ranks whose absence prevents an agreement from succeeding. The given sets may change later.
 
     Args:
         bound_to: Ranks that are not members, but whose loss ends the agreement.
@@ -238,7 +238,7 @@ def is_go(verdict: Verdict) -> bool:
 
 
 def start_timeout_error(verdict: Verdict) -> StartTimeoutError:
-    """Return the error for missing ranks; its ``difference`` names a value that differs between the other ranks."""
+    """Return the error that names the missing ranks; ``difference`` names a value that differs among the others."""
     difference = {"difference": verdict.difference} if verdict.difference else {}
     return StartTimeoutError(
         f"{verdict.key}: {ranks_in_words(verdict.missing)} did not join within {verdict.waited_s:g} s",

@@ -1,8 +1,7 @@
 """Reduces a large tensor in rank order by passing the partial result from rank to rank, piece by piece.
 
-The last rank gets the result. No rank needs more memory than its own tensor and a few pieces. The pieces move at the
-same time, so n ranks and p pieces take n + p hops. A reduction along a tree would need fewer hops, but its result would
-differ in rounding.
+The last rank gets the result. No rank needs more memory than its own tensor and a few pieces. The pieces are pipelined,
+so n ranks and p pieces take n + p hops. A reduction along a tree would need fewer hops, but would round differently.
 
 If a rank fails, it sends the next rank a notice instead of the total, so that no rank waits forever.
 """
@@ -28,7 +27,7 @@ class Passing:
         result: Tensor of the same length, which receives the result on the last member.
 
     Attributes:
-        is_whole: On the last member, whether ``result`` is complete. False if the reduction needs all tensors at once.
+        is_whole: Whether ``result`` is complete, on the last member. False if the reduction needs all tensors at once.
     """
 
     def __init__(self, engine: Engine, group: Group, values: Tensor, fold: LeftFold, result: Tensor) -> None:
@@ -45,7 +44,7 @@ class Passing:
         """Receive the total from the previous rank, add this rank's values, and send the total to the next rank.
 
         Returns:
-            The error because of which this rank or the next rank has not received the total, or None.
+            Error that kept this rank or the next rank from receiving the total, or None.
         """
         if self._dest is None:
             return await self._take_all(None) or error
@@ -56,7 +55,7 @@ class Passing:
             if error is not None:
                 await outlet.tell(error)
             else:
-                await outlet.put(memoryview(bytearray(1)))  # an end mark, by which the receiver detects different sizes
+                await outlet.put(memoryview(bytearray(1)))  # an end mark, so that the receiver detects different sizes
             return await outlet.flush() or error
 
     async def _take_all(self, outlet: Outlet | None) -> AsyncdistError | None:

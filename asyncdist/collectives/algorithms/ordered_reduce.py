@@ -31,9 +31,9 @@ Reduction: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
 #: Size of a piece in bytes. With pieces of 1, 2, 4 and 16 MiB, 64 MiB between two ranks took 36, 26, 22 and 33 ms of
 #: CPU time under other load.
 PIECE_NBYTES: Final = 4 << 20
-#: Number of pieces that are begun before a piece is reduced, and again before its result is awaited.
+#: Number of further pieces that are begun before a piece is reduced, and again before its result is awaited.
 _AHEAD_COUNT: Final = 4
-#: Number of bytes reduced at once, which fit into a core's own cache together with temporaries.
+#: Number of bytes reduced at once; together with temporaries, they fit into a core's private cache.
 _BLOCK_NBYTES: Final = 256 << 10
 #: Alignment in bytes: a cache line, and a multiple of every element's size.
 _ALIGNMENT_NBYTES: Final = 64
@@ -71,7 +71,7 @@ class BufferPool:
     def __init__(self) -> None:
         self._kept: Tensor | None = None
 
-    @torch.inference_mode(False)  # because the memory outlives the caller's mode
+    @torch.inference_mode(False)  # the memory outlives the caller's mode
     def take(self, nbytes: int) -> Tensor:
         """Return memory of at least ``nbytes`` bytes for the caller's exclusive use until :meth:`give_back`."""
         kept, self._kept = self._kept, None

@@ -28,13 +28,13 @@ from asyncdist.errors import AsyncdistError, RankLostError
 from asyncdist.messaging.engine import Engine
 from asyncdist.tensors.byte_views import byte_view, empty_stack
 
-#: Largest row, in bytes, that is gathered along the tree. With larger rows, members near the root would receive and
-#: store too many bytes.
+#: Largest row, in bytes, that is gathered along the tree. With larger rows, members near the root would have to receive
+#: and store too many bytes.
 ROW_NBYTES_MAX: Final = 16 << 10
-#: Bytes before the result of a reduction, the first of which tells whether there is a result; 64 keep it aligned.
+#: Size of the prefix of a reduction's result. Its first byte tells whether there is a result; 64 bytes keep it aligned.
 _HEAD_NBYTES: Final = 64
 
-#: Function that takes the first and the last number of some members, and returns the byte range of their data.
+#: Function that maps a range of members, given by its first and last number, to the byte range of their data.
 Stretch: TypeAlias = Callable[[int, int], tuple[int, int]]
 
 

@@ -1,7 +1,7 @@
 """Sends bytes between two members of a group in pieces, or sends a notice of an error instead.
 
-A small amount of bytes is one message. More bytes are sent in pieces, so that a member can relay the first pieces
-before the last ones have arrived, and end with a message of one byte, by which the receiver detects different sizes.
+Few bytes are sent as one message. More bytes are sent in pieces, so that a member can relay the first pieces before the
+last pieces have arrived. A final message of one byte lets the receiver detect different sizes.
 
 A member that cannot send the expected bytes sends a *notice* instead: an empty message, followed by the reason. No
 member therefore waits for bytes that a lost member had to relay.

@@ -41,7 +41,7 @@ PIECE_NBYTES: Final = 64 << 20
 SHARED_NBYTES_MIN: Final = 64 << 10
 #: Number of result buffers: one that is being written, and one that is being read.
 _RESULT_COUNT: Final = 2
-#: Number of bytes reduced at once, which fit into a core's own cache together with their result.
+#: Number of bytes reduced at once; together with their result, they fit into a core's private cache.
 _BLOCK_NBYTES: Final = 512 << 10
 #: Alignment in bytes: a cache line, and a multiple of every element's size.
 _ALIGNMENT_NBYTES: Final = 64
@@ -50,7 +50,7 @@ _NOWHERE: Final = bytes(Address.PACKED_NBYTES)
 
 
 def is_worth_sharing(count: int, dtype: torch.dtype) -> bool:
-    """Return whether sharing a flat tensor of this size between a host's ranks is faster than sending it."""
+    """Return whether a host's ranks reduce a flat tensor of this size faster through shared memory than by messages."""
     return count * dtype.itemsize >= max(1, SHARED_NBYTES_MIN)
 
 
