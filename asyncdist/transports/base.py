@@ -9,6 +9,7 @@ The conformance tests check every transport for:
 - **Ownership.** A buffer belongs to the transport from the call until its request has completed.
 - **Loss.** If a peer is lost, the requests that involve this peer raise :class:`~asyncdist.errors.RankLostError`. Other
   requests continue.
+- **Self-sends** work.
 - **One thread.** All calls are made by the thread that runs the event loop.
 
 Transports do not depend on asyncio, on the format of frames, or on any protocol.
@@ -82,8 +83,10 @@ class Capabilities:
 
     Attributes:
         native_collectives: Whether ``new_group`` returns handles that can run collectives.
+        survives_rank_loss: Whether the other ranks continue if a rank is lost.
         wakes: Whether the transport calls a function, the doorbell, when a message arrives, so that no polling is
             needed.
+        tag_max: Largest tag of a message.
         misses_wakes: Whether the doorbell may fail to ring, so that slow periodic polling is needed as well.
         rings_from_threads: Whether threads other than the event loop's may ring the doorbell.
         shares_process: Whether all ranks run in this process, so that they end together.
