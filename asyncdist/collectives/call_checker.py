@@ -25,12 +25,12 @@ _OURS: Final = ("asyncdist.", "asyncio.")
 
 
 class CollectiveCall(NamedTuple):
-    """A collective call's arguments that must be equal on all members.
+    """Arguments of a collective call that must be equal on all members.
 
     Attributes:
-        root: Root's rank in the world, or None.
-        reduction: Reduction, for example ``"sum"``, or None.
-        dtype, shape: Dtype and shape of the caller's tensor, or None.
+        root: Rank of the root in the world; None if the collective has no root.
+        reduction: Name of the reduction, for example ``"sum"``; None if there is none.
+        dtype, shape: Dtype and shape of the caller's tensor; None if they are not compared.
     """
 
     operation: str
@@ -51,7 +51,7 @@ class CollectiveCall(NamedTuple):
 
 @dataclass(slots=True)
 class _First:
-    """The first member's call of a collective, stored until all members have called the collective."""
+    """First member's call of a collective, stored until all members have called it."""
 
     rank: int
     call: CollectiveCall
@@ -103,7 +103,7 @@ class CollectiveChecker:
 
 
 def _users_line() -> str:
-    """Return the innermost line of user code on the stack and the collective that it calls; empty if there is none."""
+    """Return the user's innermost line on the stack, with the collective that it calls; empty if there is none."""
     inner = sys._getframe(2)
     while (frame := inner.f_back) is not None:
         if not str(frame.f_globals.get("__name__")).startswith(_OURS):

@@ -175,7 +175,7 @@ class Collectives:
             bucket.copy_out(0, await self.all_mean(bucket.flat.clone(), group))
 
     async def _shared_views(self, bucket: Bucket, group: Group) -> list[torch.Tensor] | None:
-        """Return every member's shared memory if all members are on one host and sharing is faster; else None."""
+        """Return all members' shared memory; None if members are on different hosts or sharing is not faster."""
         is_wanted = group.size > 1 and is_worth_sharing(len(bucket.flat), bucket.flat.dtype)
         if not is_wanted or not self._engine.transport.capabilities.shares_memory:
             return None
@@ -304,7 +304,7 @@ class Collectives:
         *,
         reduction: str | None = None,
     ) -> None:
-        """In a simulation, compare this call with the other members' calls."""
+        """Compare this call with the other members' calls, if this is a simulation."""
         if self._checker is not None:
             dtype, shape = (None, None) if tensor is None else (tensor.dtype, tensor.shape)
             self._checker.note(
@@ -312,7 +312,7 @@ class Collectives:
             )
 
     def _begin(self, membership: MembershipLog, group: Group) -> int:
-        """Count a collective that begins, for the group and for recordings; return the collective's number."""
+        """Count a new collective, for the group and for recordings, and return its number in the group."""
         self._engine.note_collective_begun()
         return membership.begin(group)
 
@@ -334,7 +334,7 @@ class Collectives:
         await self._engine.note_collective(group.tag)
 
     async def _follow(self, group: Group, number: int, request: Request, what: WaitId) -> None:
-        """Wait for a native collective to complete or fail. It continues if the caller is cancelled."""
+        """Wait until a native collective completes or fails. The collective continues if the caller is cancelled."""
         assert self._membership is not None, "the collectives of a sequence are part of its task"
         membership, engine, waiter = self._membership, self._engine, self._engine.loop.create_future()
 

@@ -70,12 +70,12 @@ class LocalResult:
 
 @dataclass(frozen=True, slots=True)
 class ResultHeader:
-    """Header that a member sends to describe its result.
+    """Header with which a member describes its result.
 
     Attributes:
         status: 0 for no result, 1 for a value, 2 for an error.
         nbytes: Size of the payload in bytes.
-        inline: The payload, if it fits into the header.
+        inline: Payload, if it fits into the header.
     """
 
     rank: int
@@ -180,7 +180,7 @@ async def exchange_headers(
 
 
 def _check_same_call(headers: Sequence[ResultHeader]) -> None:
-    """Raise DisagreementError unless all members made equal calls. If a member has failed, roots are not compared."""
+    """Raise DisagreementError unless all calls are equal. Roots are not compared if a member has failed."""
     first = headers[0]
     ignores_root = any(header.has_error for header in headers)
     for header in headers:

@@ -35,7 +35,7 @@ class Freed:
     """Message with which a member notifies the others that it has freed a group.
 
     Attributes:
-        serial: Serial number among the groups of these ranks.
+        serial: Serial number of the group among the groups of the same ranks.
         started: Number of collectives that the sender has started and ended.
         lost: Ranks that the sender knows to be lost.
     """
@@ -48,11 +48,11 @@ class Freed:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A group of this rank, with the members that have freed it.
+    """Records which members of a group have freed it.
 
     Attributes:
-        freed: For each member that has freed the group, the number of collectives that it had started.
-        done_count: Number of leading members, in the group's order, that have freed the group or left the world.
+        freed: Number of collectives that each member had started when it freed the group, by rank.
+        done_count: Number of members at the start of the group's order that have freed the group or left the world.
     """
 
     group: Group

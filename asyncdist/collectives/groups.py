@@ -20,14 +20,14 @@ class Lease:
     """Mutable state of a group: its identity, and whether this rank has freed it.
 
     Attributes:
-        serial: Serial number among the groups of these ranks in this order; equal on all members. 0 if the group cannot
-            be freed.
+        serial: Serial number of the group among the groups of the same ranks in the same order; equal on all members. 0
+            if the group cannot be freed.
         key: Number derived from the ranks and the serial number; equal on all members.
         subjects: Names of agreements that are removed with the group.
         bound_to: Ranks that are not members, but whose loss ends the group's collectives.
-        joint_work: This rank's newest call in progress that runs several collectives as one
+        joint_work: Newest call in progress on this rank that runs several collectives as one
             (:mod:`asyncdist.functional.joint_work`).
-        made_after: Number of losses that this rank knew of when the group was made; a later loss of a member ends the
+        made_after: Number of losses known to this rank when it created the group. A later loss of a member ends the
             group's collectives.
     """
 
@@ -49,8 +49,8 @@ class Group:
     Attributes:
         ranks: Ranks of the members in the world.
         index: Index of this rank in ``ranks``; -1 if this rank is not a member and may only read ``ranks``.
-        tag: Tag of the group's collectives if there is no native communicator.
-        native: Native communicator of the backend, or None.
+        tag: Message tag of the group's collectives if there is no native communicator.
+        native: Native communicator of the backend; None if there is none.
     """
 
     ranks: tuple[int, ...]

@@ -35,7 +35,7 @@ class Participation:
 
 @dataclass(slots=True)
 class _Leavers:
-    """Ranks that left the world with equal counts of started collectives. ``started`` has the counts by group tag."""
+    """Ranks that left the world after they had started equal numbers of collectives, ``started`` by group tag."""
 
     started: dict[int, int]
     ranks: RankSet = field(default_factory=RankSet)
@@ -145,7 +145,7 @@ class MembershipLog:
         return next((each.started.get(group.tag, 0) for each in self._left.values() if rank in each.ranks), None)
 
     def _has_lost(self, group: Group, rank: int) -> bool:
-        """Return whether ``rank`` was lost after the group was made, even if the rank was restarted."""
+        """Return whether ``rank`` was lost after the group's creation, even if it has been restarted since."""
         return self._lost_at.get(rank, 0) > group.lease.made_after
 
     def on_freed(self, group: Group, rank: int, started: int) -> None:

@@ -63,7 +63,7 @@ class Retired:
 
 @dataclass(frozen=True, slots=True)
 class _Card:
-    """Message with a member's part of the all-gather that opens a window."""
+    """Message with one member's data in the all-gather that opens a window."""
 
     data: bytes
 
@@ -166,11 +166,11 @@ async def open_versioned_window(
 
 
 async def _drop(memories: list[torch.Tensor] | None) -> None:
-    """Do nothing, because the memory is released when no rank maps it any longer."""
+    """Do nothing, because the memory is released when the last rank unmaps it."""
 
 
 async def _map_memories(services: Services, group: Group, nbytes: int, scope: int) -> list[torch.Tensor] | None:
-    """Return all members' shared memory, in the group's order; None if a member has none, or is on a different host."""
+    """Return all members' shared memory in the group's order; None unless all have memory and share one host."""
     memory = None
     with contextlib.suppress(OSError):  # raised if this system has no shared memory, or not enough
         memory = SharedMemory(nbytes)
@@ -273,7 +273,7 @@ class _SharedWindow(VersionedWindow):
             )
 
     def _look(self, rank: int) -> tuple[int, list[VersionRecord]]:
-        """Return the number of the version that ``rank`` is writing, and the complete records of ``rank``."""
+        """Return the number of the version that ``rank`` is writing, and the records of its complete versions."""
         order_memory()
         head = bytes(self._memories[rank][:_HEAD_NBYTES])
         order_memory()
@@ -310,7 +310,7 @@ def _same(one: VersionRecord, two: VersionRecord) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """A stream of one version to one reader, identified by the reader's rank and slot (``key``)."""
+    """Stream of one version to one reader. Its ``key`` contains the reader's rank and slot."""
 
     version: int
     key: tuple[int, int]
@@ -361,7 +361,7 @@ class _StreamedWindow(VersionedWindow):
         return record
 
     def _tell(self, message: VersionRecord | Retired) -> None:
-        """Send a message to all other members, unless the group is large."""
+        """Send a message to all other members. In a large group, send nothing."""
         for rank in self._others if self._desk is None else ():
             if rank not in self._retired:
                 try:
@@ -425,7 +425,7 @@ class _StreamedWindow(VersionedWindow):
         return not self._closed and version >= 1 and (version == self.version or is_previous)
 
     def _chunks(self, grant: Grant, version: int) -> list[memoryview]:
-        """Return the chunks that ``grant`` requests; empty if the version does not exist or the sizes do not fit."""
+        """Return the chunks that ``grant`` requests; empty if the version does not exist or the sizes are invalid."""
         is_sound = 0 < grant.nbytes <= self._nbytes and grant.chunk_nbytes == self._chunk_nbytes
         if not is_sound or not self._has(version):
             return []

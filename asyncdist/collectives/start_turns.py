@@ -35,13 +35,13 @@ from asyncdist.waits import WaitId, WaitKind
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
-    """A start that all members have requested, and that waits for its turn on this rank; ordered by ``number``."""
+    """Start that all members have requested, and that waits for its turn on this rank."""
 
     number: int
     meeting: Meeting
 
     def place(self) -> tuple[int, Runs, str, int]:
-        """Return the sort key of the start in the order of all starts."""
+        """Return the key by which waiting starts are sorted."""
         key = self.meeting.key
         return self.number, key.ranks, key.subject, key.occurrence
 
@@ -87,9 +87,9 @@ class Turns:
 
     @contextlib.contextmanager
     def _limited(self, start: Start[Any], timeout_s: float) -> Iterator[None]:
-        """Raise StartTimeoutError in the caller of ``start`` after the remaining time; the body continues.
+        """Raise StartTimeoutError in the caller of ``start`` after the remaining time, while the body continues.
 
-        The remaining time is counted from now, since a blocked loop may have received the leader's answer late.
+        The remaining time begins now, since a blocked loop may have received the leader's answer late.
         """
         engine = self._services.engine
         left_s = start.left_s(timeout_s)
@@ -112,7 +112,7 @@ class Turns:
             timer.cancel()
 
     async def _agree(self, number: int, meeting: Meeting, taken: Callable[[], Runs]) -> Agreed:
-        """Wait for this start's turn, make it the current start, and join its second agreement."""
+        """Wait for this start's turn, make it the current start, and return the result of its second agreement."""
         engine, waiting = self._services.engine, self._waiting
         entry = _Waiting(number, meeting)
         bisect.insort(waiting, entry, key=_Waiting.place)

@@ -31,7 +31,7 @@ class VersionRecord:
     """Describes one version of a rank's exposed state.
 
     Attributes:
-        iteration: Iteration of the owner at which the version was copied.
+        iteration: Training iteration of the owner when the version was copied.
         metric: Metric of the version; NaN if the version must not be used.
     """
 
@@ -60,7 +60,7 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class _Inquiry:
-    """A question of this rank in progress: the answers so far, and the ranks that have not answered."""
+    """Answers to an open question of this rank, and the ranks that have not answered yet."""
 
     unanswered: set[int] = field(default_factory=set)
     found: dict[int, VersionRecord] = field(default_factory=dict)

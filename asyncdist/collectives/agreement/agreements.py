@@ -73,7 +73,7 @@ class Agreements:
     """Runs all agreements of one rank, over the world's system channel.
 
     Args:
-        channel: Channel for sending. The world receives its messages and calls the ``on_`` methods.
+        channel: System channel for sending. The world receives messages from it, and calls the ``on_`` methods.
 
     Attributes:
         comings: Joins large agreements for this rank.
@@ -330,7 +330,7 @@ class Agreements:
     async def _until_all_have_come(
         self, meeting: Meeting, joins: Mapping[int, Join], gone: Absentees, timeout_s: float | None
     ) -> None:
-        """Wait until all members have joined, one of them will never join, or the time is up."""
+        """Wait until all members have joined, a member is known never to join, or the timeout has passed."""
         key, ranks = meeting.key, meeting.ranks
 
         def is_over() -> bool:
@@ -400,7 +400,7 @@ class Agreements:
         return verdict or self._verdict_without(meeting, gone, is_leaderless=has_no_leader())
 
     def _verdict_without(self, meeting: Meeting, gone: Absentees, *, is_leaderless: bool) -> Verdict:
-        """Return a refusal for an agreement whose leader, or another needed rank, is gone."""
+        """Return the refusal of an agreement whose leader, or another required rank, is gone."""
         key, leader = meeting.key, meeting.leader
         all_lost = self._absences.lost_to(key)
         lost = tuple(rank for rank in (*meeting.ranks, *meeting.bound_to) if rank in all_lost)
@@ -412,7 +412,7 @@ class Agreements:
         return Verdict(key.text, gone=lost, lost=lost)
 
     def _hold(self, is_over: Callable[[], bool], seconds: float) -> None:
-        """Poll until ``is_over()`` or for ``seconds``, without yielding to other tasks, which might compute."""
+        """Poll for ``seconds``, or until ``is_over()`` is true, without yielding to tasks that might compute."""
         deadline = time.perf_counter() + seconds
         while seconds and not is_over() and time.perf_counter() < deadline:
             self._engine.poll()
@@ -450,7 +450,7 @@ class Agreements:
                 self._take(spread.verdict)
 
     def _take(self, verdict: Verdict) -> None:
-        """Handle the first decision of a large agreement, of which copies may arrive on several paths."""
+        """Handle the decision of a large agreement once, although copies may arrive on several paths."""
         if self.comings.takes(verdict):
             self._deliver(verdict)
 

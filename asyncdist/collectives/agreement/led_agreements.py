@@ -45,14 +45,14 @@ class LedAgreements:
     """Decides the agreements that this rank leads.
 
     Args:
-        send_anyway: Sends a message to another rank, even if that rank has left.
-        deliver: Handles a decision on this rank.
-        has_come: Returns whether this rank has joined an agreement.
+        send_anyway: Function that sends a message to another rank, even if that rank has left.
+        deliver: Function that handles a decision on this rank.
+        has_come: Function that returns whether this rank has joined an agreement.
 
     Attributes:
-        joins: For each undecided agreement, the joins of its members by rank.
+        joins: Received joins of each undecided agreement, by member.
         over: Decisions of failed agreements that some members have not received.
-        withdrawn: Keys, for all occurrences, of large agreements from which this rank has withdrawn.
+        withdrawn: All-occurrence keys of the large agreements from which this rank has withdrawn.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class LedAgreements:
             self._refuse(objection, objector)
 
     def _decided(self, key: AgreementKey) -> Verdict | None:
-        """Return the decision of a large agreement that has ended, or from which this rank has withdrawn; else None."""
+        """Return the decision of a large agreement: a refusal if this rank has withdrawn, None if undecided."""
         heard = self._relays.heard.get((key, self._rank))
         if heard is None and (self._has_left or key.of_all_occurrences in self.withdrawn):
             return Verdict(key.text, gone=(self._rank,))
@@ -174,7 +174,7 @@ class LedAgreements:
                 self._on_called(key)
 
     def _on_called(self, key: AgreementKey) -> None:
-        """Refuse an agreement after its missing members have been asked to join, unless all members have joined."""
+        """Refuse an agreement whose missing members have all been asked to join, unless all have joined since."""
         if key in self._called:
             inquiry, _ = self._called.pop(key)
             joins = self.joins.get(key, {})
@@ -243,7 +243,7 @@ class LedAgreements:
                     self._send(verdict, rank)
 
     def _postpone(self, objection: Objection, source: int) -> None:
-        """Release ``source`` from an agreement, which it will join again later, unless all members have joined."""
+        """Unless all members have joined, release ``source`` from an agreement, which it will join again later."""
         key = objection.key
         joins = self.joins.get(key, {})
         if source in joins and len(joins) < len(key.members()):

@@ -135,7 +135,7 @@ class Join(Keyed):
 
     Attributes:
         taken: Resource numbers, such as group tags, in use on the sender.
-        marks: The sender's mark, a number that may differ between members; or empty.
+        marks: Empty, or the sender's mark: a number that may differ between members.
     """
 
     subject: str
@@ -188,7 +188,7 @@ class Verdict(Keyed):
         difference: Name of the value that differs; for an objection, the class name of the exception.
         refusal: Description of the difference; for an objection, the message of the exception.
         missing: Ranks that have not joined in time.
-        waited_s: Seconds of the first timeout that passed.
+        waited_s: Length in seconds of the first timeout that passed.
         gone: Ranks that have left or are lost, and will not join.
         lost: The lost ranks among ``gone``.
         agreed: Smallest resource number that no member uses.
@@ -296,11 +296,11 @@ class Meeting:
     """An agreement that this rank has requested, and must then either join or decline.
 
     Attributes:
-        leader: Rank that decides.
+        leader: Rank that decides the agreement.
         began_at: Time of the request, in seconds on the loop's clock.
         bound_to: Ranks that are not members, but whose loss ends the agreement.
-        outlives_leader: Whether the operation continues if the leader is lost, so that members accept its decision from
-            each other (:mod:`asyncdist.collectives.agreement.termination`).
+        outlives_leader: Whether the operation continues if the leader is lost. If so, members accept the leader's
+            decision from each other (:mod:`asyncdist.collectives.agreement.termination`).
     """
 
     key: AgreementKey
@@ -319,9 +319,9 @@ class Agreed:
     """Result of an agreement with the decision "go".
 
     Attributes:
-        number: Smallest resource number, for example for a group tag, that no member uses.
-        time: Number of this start of the operation, from 1, including failed starts; equal on all ranks. The started
-            operation must be numbered with it.
+        number: Smallest resource number, for example of a group tag, that no member uses.
+        time: Number of this start of the operation, counted from 1 and including failed starts; equal on all ranks. The
+            started operation must have this number.
         marks: Up to two different numbers that members passed as their ``mark``; equal on all ranks.
     """
 

@@ -48,12 +48,12 @@ _KEPT_COUNT_MAX: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One rank's position in the tree of an agreement. Sets of ranks are bit sets.
+    """Position of one rank in the tree of an agreement. Sets of ranks are bit sets.
 
     Attributes:
-        parts: Pairs of a child's rank and the ranks in the child's subtree.
-        everybody: All ranks in this rank's subtree, including itself.
-        levels: Number of levels below this rank.
+        parts: For each child, a pair of its rank and the set of ranks in its subtree.
+        everybody: Set of all ranks in this rank's subtree, including this rank.
+        levels: Number of tree levels below this rank.
     """
 
     parent: int
@@ -64,14 +64,15 @@ class _Place:
 
 @dataclass(slots=True)
 class _Coming:
-    """The joins of one agreement in this rank's subtree.
+    """Joins of one agreement that have arrived from this rank's subtree.
 
     Attributes:
         come: Bit set of the ranks that have joined.
-        said: Bit sets of the joined ranks that have not been reported to the parent, by the ranks' named values.
+        said: Maps named values to the bit set of the joined ranks with these values that have not been reported to the
+            parent.
         taken: Resource numbers, such as group tags, in use on unreported ranks.
         marks: Up to two different numbers that unreported ranks passed as their ``mark``.
-        late_count: Number of reports so far.
+        late_count: Number of reports sent to the parent.
     """
 
     come: int = 0
@@ -180,7 +181,7 @@ class Relays:
             logger.debug("%s: %s", key, error)
 
     def _pass_on(self, key: AgreementKey, leader: int) -> None:
-        """Report the joins that have not been reported yet to the parent, or to the leader if the parent is gone."""
+        """Send the unreported joins to the parent, or to the leader if the parent is gone."""
         coming = self._coming.get((key, leader))
         if coming is None or not coming.said:
             return
@@ -199,10 +200,10 @@ class Relays:
     def _first_differing(
         said: dict[tuple[tuple[str, str], ...], int], key: AgreementKey, leader: int
     ) -> Iterator[tuple[tuple[tuple[str, str], ...], int]]:
-        """Yield up to three pairs of named values and the bit set of ranks that passed them.
+        """Yield up to three pairs of named values and the bit set of the ranks that passed them.
 
-        The pairs are: ranks without values, ranks with the first values, and all other ranks, which are reported with
-        the second values (see :class:`Gathered`).
+        The bit sets contain the ranks without values, the ranks with the first values, and all other ranks, which are
+        reported with the second values (see :class:`Gathered`).
         """
         if () in said:
             yield (), said[()]
@@ -227,12 +228,12 @@ class Relays:
 
 @functools.lru_cache(64)
 def _late(key: AgreementKey) -> WaitId:
-    """Return the identity of the timer after which joined members are reported although others have not joined."""
+    """Return the identity of the timer that reports the joined members although other members are missing."""
     return WaitId(WaitKind.GATHERED_MEMBERS, name=key.text)
 
 
 def _order(runs: Runs, leader: int) -> dict[int, None]:
-    """Return the ranks in tree order: the leader, and then the others in the group's order."""
+    """Return the ranks in tree order, as keys: the leader, then the other members in the group's order."""
     return dict.fromkeys((leader, *(rank for first, last in runs for rank in range(first, last + 1))))
 
 

@@ -38,11 +38,11 @@ _NAMED_COUNT_MAX: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A start of an operation whose members and this rank, which is in a different start, wait for each other.
+    """Start that waits for this rank while this rank, in a different start, waits for members of the first.
 
     Attributes:
-        text: Description of both starts, for the error.
-        waiting: Members that wait for this rank in the rival start.
+        text: Description of both starts, for the error message.
+        waiting: Ranks that wait for this rank in the rival start.
     """
 
     key: AgreementKey
@@ -57,8 +57,8 @@ class OpenStart:
 
     Attributes:
         have_all_come: Whether all members have joined.
-        rivals: Rival starts that made this rank object, by their text.
-        doubted_since: For each other start, by key: the time of its first reminder, in seconds on the loop's clock.
+        rivals: Rival starts because of which this rank has objected, by their text.
+        doubted_since: Arrival time of the first reminder of each other start, by key, in seconds on the loop's clock.
     """
 
     meeting: Meeting
@@ -73,9 +73,9 @@ class Duty:
     """Service for other ranks, such as a replay buffer, during which this rank cannot join any start.
 
     Attributes:
-        served: Returns the ranks that must leave the service before it ends.
+        served: Function that returns the ranks that must leave the service before it ends.
         text: Description of the service, such as "serves the replay buffer 'replay'".
-        doubted_since: For each start, by key: the time of its first reminder, in seconds on the loop's clock.
+        doubted_since: Arrival time of the first reminder of each start, by key, in seconds on the loop's clock.
     """
 
     served: Callable[[], Iterable[int]]
@@ -88,11 +88,11 @@ class Rivals:
 
     Args:
         joins: Joins of the agreements that this rank leads; updated by their owner.
-        next_occurrence: Counts a start that this rank does not join, and returns the key of its agreement.
+        next_occurrence: Function that counts a start that this rank does not join, and returns its agreement's key.
 
     Attributes:
-        sent_count, received_count: Numbers of reminders. A watchdog subtracts these from its message counts, because
-            reminders do not indicate progress.
+        sent_count, received_count: Numbers of sent and received reminders. A watchdog subtracts them from its message
+            counts, because reminders do not indicate progress.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Rivals:
         self._engine.recheck()
 
     def _object_because_of_duty(self, reminder: Reminder, leader: int) -> None:
-        """Object to a start if one of its waiting members must leave a service of this rank before the service ends."""
+        """Object to a start if one of its waiting members uses a service that keeps this rank from joining."""
         now = self._engine.clock()
         for duty in self._duties:
             waiting = sorted(rank for rank in duty.served() if is_in(rank, reminder.present))
@@ -191,7 +191,7 @@ class Rivals:
         start.timer = self._engine.call_later(REMIND_AFTER_S, what, self._remind, start)
 
     def _remind(self, start: OpenStart) -> None:
-        """Remind missing members of ``start`` if this rank leads it; else check the starts that this rank leads."""
+        """Remind the missing members if this rank leads ``start``; otherwise check the starts that it leads."""
         if start.have_all_come:
             return
         meeting = start.meeting
@@ -239,7 +239,7 @@ def find_rival(reminder: Reminder, leader: int, rank: int, now: float, starts: C
 
 
 def _duty_text(rank: int, duty: str, waiting: Sequence[int], key: AgreementKey) -> str:
-    """Return an error text: why a start waits for a rank that will not join, and what to do."""
+    """Return an error message that says why a rank will not join a start, and how to start without it."""
     others = sorted(key.members() - {rank})
     named = others if len(others) <= _NAMED_COUNT_MAX else "ranks"
     have, they_wait = ("has", "it waits") if len(waiting) == 1 else ("have", "they wait")

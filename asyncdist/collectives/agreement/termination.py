@@ -40,7 +40,7 @@ _KEPT_COUNT_MAX: Final = 64
 
 @dataclass(slots=True)
 class _Asking:
-    """A request for a lost leader's decision: the absent ranks, and the members that have not answered."""
+    """Request for a lost leader's decision, with the absent ranks and the members that have not answered."""
 
     absent: Set[int] = frozenset()
     silent: set[int] = field(default_factory=set)
@@ -141,7 +141,7 @@ class Termination:
 
 
 def _keep(kept: dict[AgreementKey, Any], key: AgreementKey, value: object) -> None:
-    """Store ``value`` under ``key``, and remove the oldest entry beyond the maximum number."""
+    """Store ``value`` under ``key``, and remove the oldest entry if there are more than the maximum."""
     kept.pop(key, None)
     kept[key] = value
     if len(kept) > _KEPT_COUNT_MAX:

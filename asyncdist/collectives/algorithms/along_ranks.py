@@ -20,14 +20,14 @@ from asyncdist.tensors.byte_views import byte_view
 
 
 class Passing:
-    """This rank's part of one reduction along the ranks of a group.
+    """Performs this rank's part of one reduction along the ranks of a group.
 
     Args:
         values: This rank's tensor: flat, contiguous, on the CPU, with equal length and dtype on all members.
         result: Tensor of the same length, which receives the result on the last member.
 
     Attributes:
-        is_whole: Whether ``result`` is complete, on the last member. False if the reduction needs all tensors at once.
+        is_whole: Whether ``result`` is complete on the last member. False if the reduction needs all tensors at once.
     """
 
     def __init__(self, engine: Engine, group: Group, values: Tensor, fold: LeftFold, result: Tensor) -> None:

@@ -104,7 +104,7 @@ class MessageCollectives:
             raise lost
 
     async def _gather_or_tell(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
-        """Gather on ``root``. After a loss, the root notifies the other members, which wait for a broadcast."""
+        """Gather on ``root``. After the loss of a rank, ``root`` notifies the members, which await a broadcast."""
         try:
             await self._gather_directly(group, send, receive, root)
         except RankLostError as error:

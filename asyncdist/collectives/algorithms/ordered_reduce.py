@@ -132,7 +132,7 @@ class _Folding:
         self._under_way: deque[list[Request]] = deque()
 
     async def run(self) -> None:
-        """Reduce all pieces. Each turn begins one piece, reduces an earlier piece, and finishes a still earlier one."""
+        """Reduce all pieces. Each turn begins one piece, reduces an earlier one, and finishes an even earlier one."""
         count = len(self._pieces)
         try:
             for turn in range(count + 2 * _AHEAD_COUNT):
@@ -151,7 +151,7 @@ class _Folding:
                     self._engine.disown(request)
 
     def _begin(self, turn: int) -> None:
-        """Start to send each member its share of a piece, and to receive this rank's share from each member."""
+        """Start sending each member its share of a piece, and receiving this rank's share from each member."""
         piece = self._pieces[turn]
         if self._bucket is not None:
             self._bucket.copy_in(piece.start, piece.end)
@@ -162,7 +162,7 @@ class _Folding:
         )
 
     def _fold_share(self, turn: int) -> None:
-        """Reduce this rank's share of a piece; start to send the result to all members and to receive theirs."""
+        """Reduce this rank's share of a piece, then start sending the result to, and receiving results from, others."""
         piece, buffer = self._pieces[turn], self._buffers[turn % len(self._buffers)]
         own = piece.share(self._group.index)
         parts = [*buffer[:, : own.stop - own.start]]
@@ -183,7 +183,7 @@ class _Folding:
         return self._results[turn % len(self._results), : piece.count]
 
     def _exchange(self, sides: Sequence[tuple[Tensor, Tensor, int]]) -> None:
-        """For each tuple (tensor to send, tensor to receive, rank) start both transfers; skip empty tensors."""
+        """Start both transfers for each (tensor to send, tensor to receive, rank); skip empty tensors."""
         transport, tag = self._engine.transport, self._group.tag
         requests: list[Request] = []
         self._under_way.append(requests)  # added first, in case a later request cannot be started

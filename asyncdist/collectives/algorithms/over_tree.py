@@ -165,7 +165,7 @@ class TreeCollectives:
     # -- up and down ------------------------------------------------------------------------------------------------
 
     async def _collect(self, place: Place, view: memoryview, stretch: Stretch) -> AsyncdistError | None:
-        """Receive the subtree's bytes, and send them with this member's bytes to the parent; return the first error."""
+        """Receive the bytes of the subtree and send them, with this member's, to the parent; return the first error."""
         engine, tag = self._engine, place.tag
         error: AsyncdistError | None = None
         for child in place.children:  # An error does not end the loop, because the next child waits for its send.
@@ -191,8 +191,8 @@ class TreeCollectives:
         """Relay the root's bytes, or a notice of an error, to all members; return the first error.
 
         Args:
-            has: Returns the byte range that a subtree already has; None if subtrees have no bytes.
-            error: Earlier error of this member, of which its children are notified.
+            has: Function that returns the byte range that a subtree already has; None if subtrees have no bytes.
+            error: Earlier error on this member, which is reported to its children.
         """
         has = has or _nothing
         feeds = [
@@ -219,7 +219,7 @@ class TreeCollectives:
     async def _take_down(
         self, view: memoryview, own: tuple[int, int], parent: int, tag: int, feeds: Sequence[_Feed]
     ) -> AsyncdistError | None:
-        """Receive all bytes except the range ``own`` from the parent, and relay each piece when it has arrived."""
+        """Receive all bytes except the range ``own`` from the parent, and relay each piece as it arrives."""
         first, end = own
         for low, high in (*pieces(0, first), *pieces(end, len(view))):
             error = await attempt(take(self._engine, piece_of(view, low, high), parent, tag))

@@ -73,7 +73,7 @@ def store(numbers: Tensor, tensor: Tensor, op: ReduceOp) -> None:
 
 
 def _to_ordered(numbers: Tensor, op: ReduceOp) -> Tensor:
-    """Return floats as integers that sort in the same order, and NaN as the integer that ``op`` always selects."""
+    """Map floats to integers with the same order, and NaN to the integer that ``op`` selects over all others."""
     bits = numbers.view(torch.int32 if numbers.itemsize == 4 else torch.int64)
     limits = torch.iinfo(bits.dtype)
     return torch.where(numbers.isnan(), limits.min if op == "min" else limits.max, _flipped(bits))
@@ -84,5 +84,5 @@ def _from_ordered(ordered: Tensor) -> Tensor:
 
 
 def _flipped(bits: Tensor) -> Tensor:
-    """Flip all bits except the sign of negative floats, so that the floats sort as integers. Its own inverse."""
+    """Flip all but the sign bit of negative floats, so that the bits sort as integers. Its own inverse."""
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)

@@ -142,7 +142,7 @@ async def fold_on_host(
 
 
 class _Folding:
-    """One reduction through shared memory: views of the members' flat tensors and result buffers, and its phases."""
+    """Performs one reduction on views of the members' flat tensors and result buffers in shared memory."""
 
     def __init__(self, group: Group, bucket: Bucket, views: Sequence[Tensor], fold: FoldInto) -> None:
         self._group = group
@@ -167,7 +167,7 @@ class _Folding:
             self._fold(block[0], block[1:])
 
     def store(self, number: int) -> None:
-        """Copy a piece's results from every member's result buffer into the tensors."""
+        """Copy the results of a piece from all members' result buffers into this rank's tensors."""
         piece = self.pieces[number]
         for index in range(self._group.size):
             share = piece.share(index)
@@ -189,7 +189,7 @@ def _results_start(count: int, dtype: torch.dtype) -> int:
 
 
 def _result_nbytes(count: int, dtype: torch.dtype) -> int:
-    """Return the size of a result buffer in bytes: half of a piece, the largest share that a member can have."""
+    """Return the size of a result buffer in bytes: half a piece, since no share is larger."""
     return _aligned(-(-min(PIECE_NBYTES // dtype.itemsize, count) // 2) * dtype.itemsize)
 
 
