@@ -150,12 +150,12 @@ async def start_together(
 
     Args:
         ranks: Ranks that start the operation.
-        work: Called with the start; must first await its :meth:`Start.agree`.
-        give_back: Called to release the result of the work if the caller has given up.
+        work: Coroutine function that is called with the start, and first awaits its :meth:`Start.agree`.
+        give_back: Function that releases the result of the work if the caller has given up.
         leader: Rank that decides the agreement; by default the first of ``ranks``.
         is_held: Whether a cancelled caller waits for the leader's answer, so that no work happens later.
-        outlives_leader: Whether the operation continues if the leader is lost, so that members accept its decision
-            from each other.
+        outlives_leader: Whether the operation continues if the leader is lost. If so, members accept the leader's
+            decision from each other.
     """
     meeting = agreements.next_meeting(ranks, subject, leader, outlives_leader=outlives_leader)
     start = Start(services.engine, agreements, meeting, give_back, part_of)

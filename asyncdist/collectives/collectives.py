@@ -50,9 +50,9 @@ class Collectives:
     """Runs the collectives of one rank. Arguments that are ranks are world ranks.
 
     Args:
-        spawn: Starts a background task.
-        membership: Records in which collectives each member takes part. None inside a sequence of collectives, because
-            the sequence counts as one collective.
+        spawn: Function that starts a background task.
+        membership: Record of the collectives in which each member takes part. None inside a sequence of collectives,
+            because the sequence counts as one collective.
         buffers: Memory that reductions reuse; shared between a rank and its sequences.
     """
 
@@ -283,7 +283,7 @@ class Collectives:
         """Start a sequence of collectives that counts as one collective of the group.
 
         Args:
-            work: Called with a :class:`Collectives` object for the sequence.
+            work: Coroutine function that is called with a :class:`Collectives` object for the sequence.
 
         Returns:
             A task to await with :meth:`join`. It must not be cancelled, because the other members take part in it.

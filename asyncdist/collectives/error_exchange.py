@@ -118,9 +118,10 @@ async def attempt(
     """Call ``fn``, await its result if it is awaitable, and convert the value to bytes. Never raises.
 
     Args:
-        fn: The function; None if this rank computes nothing.
-        to_payload: Converts the value to bytes.
-        checks: Checks of the operation's arguments, called first. Their errors are handled like those of ``fn``.
+        fn: Function to call; None if this rank computes nothing.
+        to_payload: Function that converts the value to bytes.
+        checks: Functions that check the operation's arguments, called first. Their errors are handled like an error of
+            ``fn``.
     """
     try:
         for check in checks:

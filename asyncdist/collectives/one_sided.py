@@ -106,10 +106,10 @@ class VersionedWindow(abc.ABC):
         """Read the first bytes of a version of ``rank`` into the targets.
 
         Args:
-            record: Record of the version, from ``published_by``.
+            record: Record of the version, as returned by ``published_by``.
             targets: Buffers for the chunks, in order, of ``chunk_nbytes`` each except the last. Chunks i and i +
                 ``streams.WINDOW_COUNT`` may share a buffer.
-            take: Called with the index of each chunk after its arrival. If ``read`` raises, all chunks must be
+            take: Function called with the index of each chunk after its arrival. If ``read`` raises, all chunks must be
                 discarded, because they may belong to different versions.
 
         **Cancellation**: the targets may still be written until the owner has answered.

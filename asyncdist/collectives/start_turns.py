@@ -65,7 +65,8 @@ class Turns:
         Args:
             timeout_s: Seconds, from the request, to wait for the other members and for the turn. At least 5 s are
                 allowed for the turn.
-            taken: Returns the numbers that are in use on this rank; the members agree on a number that no member uses.
+            taken: Function that returns the resource numbers in use on this rank. The members agree on a number that no
+                member uses.
 
         Raises:
             StartTimeoutError: Some members did not join in time.

@@ -16,7 +16,7 @@ LOOP_NBYTES_MAX: Final = _LOOP_NBYTES_MAX
 
 
 def _remainders() -> array[int]:
-    """Return a table with eight rows; row n contains the CRC32 remainder of each byte followed by n zero bytes."""
+    """Return the CRC32 table of eight rows. Row n has the remainder of each byte value followed by n zero bytes."""
     first = [~zlib.crc32(bytes([byte]), 0xFFFFFFFF) & 0xFFFFFFFF for byte in range(256)]
     rows = [first]
     for _ in range(7):
@@ -28,7 +28,7 @@ _REMAINDERS: Final = _remainders()
 
 
 def _after_word(crc: int) -> int:
-    """Return the CRC after four more bytes, which the caller has combined with ``crc`` by XOR."""
+    """Return the CRC after four more bytes, which the caller has XORed into ``crc``."""
     return (
         _REMAINDERS[768 + (crc & 0xFF)]
         ^ _REMAINDERS[512 + (crc >> 8 & 0xFF)]

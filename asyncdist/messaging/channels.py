@@ -171,7 +171,7 @@ class Channel(Generic[MessageT]):
             await yield_to_loop()
 
     async def _has_waited_for(self, request: Request | None, dest: int) -> bool:
-        """Wait until a message has left this rank; return False if it had already left."""
+        """Wait until a message has left this rank; return whether a wait was necessary."""
         engine, tag = self._engine, self.demultiplexer.tag
         name = engine.name_send(WaitKind.MESSAGE_LEFT, dest, tag)
         if request is None:
@@ -194,7 +194,7 @@ class Channel(Generic[MessageT]):
         return True
 
     def _watch(self, request: Request, dest: int, on_done: Callable[[AsyncdistError | None], None]) -> None:
-        """Track a message that did not leave immediately; when it leaves, call ``on_done`` with its error or None."""
+        """Track a message that has not left yet. Call ``on_done`` with None when it leaves, or with its error."""
         demultiplexer = self.demultiplexer
 
         def on_left(error: AsyncdistError | None) -> None:
@@ -206,7 +206,7 @@ class Channel(Generic[MessageT]):
         self._engine.watch(request, self._sending(dest), on_left)
 
     def _sending(self, dest: int) -> WaitId:
-        """Return the identity of the wait until a message to ``dest`` has left."""
+        """Return the identity of a wait for a message to ``dest`` to leave this rank."""
         return WaitId(WaitKind.MESSAGE_SEND, self.demultiplexer.tag, dest, name=self.name)
 
     def _on_sent(self, error: AsyncdistError | None) -> None:
@@ -332,7 +332,7 @@ class Channel(Generic[MessageT]):
             self._wake_all()
 
     def _check_senders(self) -> None:
-        """Raise RankLostError if no rank can still send, and the senders' last messages have had time to arrive."""
+        """Raise RankLostError if no sender is left, and the last messages of the senders have had time to arrive."""
         error = self.lost_senders()
         if error is None:
             self._is_forsaken = None

@@ -91,14 +91,14 @@ class TagDemultiplexer:
     """Receives the frames of one tag on this rank, and passes each frame to its channel.
 
     Args:
-        nonce: Identifies the job; frames of other jobs are dropped.
+        nonce: Number that identifies the job; frames of other jobs are dropped.
         is_users: Whether the channels belong to the user's program. If so, the tag stalls instead of losing messages.
         sent_to: Set to which the receivers of messages are added.
         heard_from: Set to which the senders of received messages are added.
 
     Attributes:
-        dropped: Number of dropped frames by reason.
-        drop_examples: Description of the last dropped frame by reason.
+        dropped: Number of dropped frames, by reason.
+        drop_examples: Description of the last dropped frame, by reason.
         under_way_count: Number of sent messages that have not left this rank yet.
         slow_dests: Ranks to which a message did not leave immediately.
     """
@@ -139,7 +139,7 @@ class TagDemultiplexer:
         engine.add_pollable(self.receiver)
 
     def _explain(self, frame: wire.FrameReader, source: int) -> bool:
-        """Drop or store a frame that belongs to no open channel; return whether the tag must stop receiving."""
+        """Drop or store a frame of no open channel; return whether the tag must stop receiving."""
         route = frame.route()
         channel = self._channels.get(route.scope)
         if route.version != wire.VERSION:
@@ -304,7 +304,7 @@ class TagDemultiplexer:
         return of_closed + sum(channel.statistics().received_count for channel in self._all())
 
     def _all(self) -> Iterator[ReceivingChannel]:
-        """Return the open channels, and the closed channels that still answer messages."""
+        """Return an iterator over the open channels and the closed channels that still answer messages."""
         return itertools.chain(self._channels.values(), self._answering.values())
 
     @property

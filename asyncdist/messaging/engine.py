@@ -70,12 +70,13 @@ class Engine(Poller):
     """Progress engine of one rank: completes requests in passes, and lets coroutines wait for them.
 
     Attributes:
-        collective_waits: Futures on which coroutines in collectives wait, for reports.
-        on_waited: Called with the identity and the duration, in seconds, of each wait; None if waits are not measured.
+        collective_waits: Futures on which coroutines in collectives wait; read by reports.
+        on_waited: Function called with the identity and the duration, in seconds, of each wait; None if waits are not
+            measured.
         is_loop_idle: Function that returns whether the event loop is stopped and has nothing to run; the calling task
             then need not yield. None if tasks run only in the loop.
-        before_safe_point: Function whose result is awaited before each safe point of a simulated rank, to charge the
-            computing time of user code.
+        before_safe_point: Coroutine function, awaited before each safe point of a simulated rank, that charges the
+            computing time of user code; None on real ranks.
         turn: Number of passes and yields made in the current safe point; odd during a yield.
         woken_count: Number of wake-ups counted since the last safe point began; 0 if the rank is not recorded.
         clock: Function that returns the time in seconds. Code whose decisions depend on the time calls this function,
@@ -290,11 +291,11 @@ class Engine(Poller):
 
         Args:
             condition: A cheap function without side effects, called after each pass that completes a request or
-                delivers a message, and by :meth:`recheck`. Its exceptions are raised here.
+                delivers a message, and by :meth:`recheck`. Its exceptions are raised by this method.
             deadline: Time on the loop's clock, in seconds. After it, arrived messages are delivered, and the condition
                 is evaluated once more.
             is_of_request: Whether the wait is for the end of a request, for example a send.
-            peers: Returns the ranks that may end the wait, if there are several.
+            peers: Function that returns the ranks that may end the wait, if there are several.
         """
         drained = has_waited = False
         try:
@@ -336,10 +337,10 @@ class Engine(Poller):
         """Wait until a pass settles ``waiter``. Return False if the deadline passes first.
 
         Args:
-            is_ready: Returns whether the awaited event has happened; called after the deadline, when the messages that
-                have arrived have been delivered.
+            is_ready: Function that returns whether the awaited event has happened; called after the deadline, when the
+                messages that have arrived have been delivered.
             deadline: Time on the loop's clock, in seconds.
-            peers: Returns the ranks that may end the wait, if there are several.
+            peers: Function that returns the ranks that may end the wait, if there are several.
         """
         alarm = Alarm(self.loop, deadline, waiter)
         self._note_wait_begun(True)
@@ -368,7 +369,7 @@ class Engine(Poller):
 
         Args:
             is_of_request: Whether the wait is for the end of a request, for example a send.
-            peers: Returns the ranks that may end the wait, if there are several.
+            peers: Function that returns the ranks that may end the wait, if there are several.
         """
         if self.failure is not None:
             raise self.failure
@@ -492,7 +493,7 @@ class Engine(Poller):
         """Record that a collective, but not the job, has failed; in a replay, wait until the recorded failure."""
 
     def _settled(self, future: asyncio.Future[T], counts: bool) -> Awaitable[T]:
-        """Return an awaitable for the result of ``future``; in a replay, it ends at the recorded time."""
+        """Return an awaitable for the result of ``future``. In a replay, it completes at the recorded time."""
         del counts
         return future
 

@@ -50,7 +50,7 @@ _as_envelope: Final[Callable[[Any], Envelope[Any]]] = functools.partial(tuple.__
 
 
 class _Prepared:
-    """A reusable buffer for messages of one type and size to one rank, with its persistent send."""
+    """Reusable buffer for messages of one type and size to one rank, with its persistent send."""
 
     def __init__(self, kind: int, dest: int, payload_nbytes: int, buffer: FrameBuffer, send: PersistentSend) -> None:
         self.kind = kind
@@ -67,7 +67,7 @@ class Outbox:
         start_send, prepare_send: Transport methods that post and prepare a send.
         sequence: Sequence number of the last message on the tag, from which this channel continues.
         contacts: Set to which the receivers of messages are added.
-        left: Ranks that no longer receive on this channel. :meth:`look_again` must be called after an addition.
+        left: Ranks that no longer receive on this channel. :meth:`look_again` must be called after a rank is added.
 
     Attributes:
         strangers: Restarted ranks to which nothing is sent until they have sent a message on this channel.
@@ -172,7 +172,7 @@ class Outbox:
 
 
 class _LatestMailbox(OrderedDict[int, "Envelope[Any]"]):
-    """Mailbox that keeps only the newest envelope of each source; the source that has waited longest is first."""
+    """Mailbox that keeps only the newest envelope of each source, in order of each source's first unread message."""
 
     def append(self, envelope: Envelope[Any]) -> None:
         self[envelope.source] = envelope
@@ -187,13 +187,13 @@ class Inbox:
     Args:
         overflow: Effect of a full mailbox: ``"stall"`` stops receiving on the tag, ``"error"`` fails the channel,
             ``"latest"`` keeps only the newest message of each source.
-        handler: Function that is called with each arriving message instead of queueing it, or None.
-        fail: Called with the error if a peer overflows the mailbox.
+        handler: Function that is called with each arriving message; None to queue messages in the mailbox.
+        fail: Function called with the error if a peer overflows the mailbox.
         counts_contacts: Whether the senders of messages are added to the receiver's contacts.
 
     Attributes:
-        on_first: Called with a rank when its first message arrives; set only after a restart of a rank.
-        waiters: Futures of waiting tasks; each arriving message wakes one task.
+        on_first: Function called with a rank when its first message arrives; None before the first restart of a rank.
+        waiters: Futures of the waiting tasks. Each arriving message wakes one task.
     """
 
     def __init__(
@@ -363,16 +363,16 @@ class FrameReceiver(Pollable):
 
     Args:
         request: A receive into ``buffer`` that has not been posted.
-        drop: Function that is called with the source, the reason and details when a frame is dropped.
-        explain: Function that handles a frame whose route has no inbox, given its source, and returns whether the tag
-            must stop receiving.
+        drop: Function that is called with the source, the reason and the details when a frame is dropped.
+        explain: Function that handles a frame whose route has no inbox, given the frame's reader and source, and
+            returns whether the tag must stop receiving.
         ring: Function that requests another pass of the engine.
         recheck: Function that makes the engine evaluate the conditions of waiting tasks; called when a test outside a
             pass has delivered a message.
         contacts: Set to which the senders of messages are added.
 
     Attributes:
-        routes: Maps the key of each route to its stamp, its inbox and its decoder.
+        routes: Stamp, inbox and decoder of each route, by the route's key.
         stalled_on: Full inbox that stops the tag from receiving, or this object if ``explain`` stopped it; None if the
             tag receives.
         received_late_count: Number of messages that tasks took from closed inboxes.

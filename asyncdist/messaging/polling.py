@@ -319,7 +319,7 @@ class Poller:
             self.loop.call_soon_threadsafe(self._on_ring_of_thread, context=self._context)
 
     def _on_ring_of_thread(self) -> None:
-        """Make a pass at once, without the additional loop iteration (a system call) that :meth:`ring` causes."""
+        """Make a pass immediately, which saves the loop iteration (a system call) that :meth:`ring` would take."""
         if self._state is not _ASLEEP and self._state is not _IDLE:
             self.ring()
             return
@@ -356,7 +356,7 @@ class Poller:
             self._tick_ended_at = time.perf_counter()
 
     def _poll_for_waiters(self) -> int:
-        """Make a pass. If it raises, make every wait raise its error, since no task awaits the driver."""
+        """Make a pass. If it raises, raise its error in every wait, since no task awaits the driver."""
         try:
             return self.poll()
         except Exception as error:
@@ -364,7 +364,7 @@ class Poller:
             return 0
 
     def _next_tick(self, alone: bool) -> asyncio.Handle | None:
-        """Set the next state and schedule the next pass; ``alone`` tells whether nothing else runs on the loop."""
+        """Set the next state and schedule the next pass. If ``alone`` is true, nothing else runs on the loop."""
         quiet = self._quiet_tick_count
         if self._wakes:
             if self._state is _HOT or (quiet <= 1 and self._misses_wakes):  # HOT: a message arrived during the pass

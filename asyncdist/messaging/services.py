@@ -45,7 +45,7 @@ class ChannelStatistics:
 
 
 class _WatchedContacts(set[int]):
-    """A set of ranks that calls ``listener`` with each added rank."""
+    """Set of ranks that calls ``listener`` with each rank that is added."""
 
     def __init__(self, contacts: Iterable[int], listener: Callable[[int], None]) -> None:
         super().__init__(contacts)
@@ -66,9 +66,9 @@ class Services:
         survives_loss: Whether the other ranks continue when a rank is lost.
         is_admitted: Whether the failure of this rank ends the job. False on a restarted rank until a policy or a group
             admits it.
-        nonce: Identifies the job; frames of other jobs are dropped.
-        hosts: For each rank, the first rank on its host. None if the hosts are unknown, or all ranks share one host.
-            Equal on all ranks, unless a rank was lost while the ranks connected.
+        nonce: Number that identifies the job; frames of other jobs are dropped.
+        hosts: Lowest rank on the host of each rank, indexed by rank. None if the hosts are unknown, or all ranks share
+            one host. Equal on all ranks, unless a rank was lost while the ranks connected.
         slots: Slots of the streams that this rank receives, and byte counts of all its streams.
         gone: Ranks that have left or are lost.
         restarted: Incarnation of each rank that was restarted after this rank was connected to it. Protocols that
@@ -76,14 +76,14 @@ class Services:
         left: Ranks that have stopped, because main has returned or after the failure of a rank.
         sent_to: Ranks to which this rank has sent messages on channels with ``counts_contacts``.
         heard_from: Ranks from which messages on channels with ``counts_contacts`` have arrived.
-        progress_probes: Functions that return the progress of a policy as a
-            :class:`~asyncdist.live.counters.PolicyCounters`. They must be safe to call from a different thread.
+        progress_probes: Thread-safe functions that return the progress of a policy as a
+            :class:`~asyncdist.live.counters.PolicyCounters`.
         last_progress: Progress of the most recently closed policy.
         events: Recent events on this rank.
         read_nbytes: Number of bytes read from the memory of other ranks.
         waited_s: Total seconds that the user's tasks have waited since :meth:`count_waits` was called.
-        end_recording: Function that ends this rank's recording as if its process had died. Its arguments are the wait
-            of main, or None, and the wait's duration in seconds, if the rank has to report them.
+        end_recording: Function that ends this rank's recording as if its process had died. Its arguments are main's
+            wait and the wait's duration in seconds; the wait is None if the rank need not report it.
         reports_in_turn: Whether this rank replays a rank that had its own process. Such a rank delays its failure
             report, because a lower rank may report the same failure.
         leftover_probes: Functions that describe a protocol's unreleased resources; called at the end of the rank.
@@ -160,9 +160,10 @@ class Services:
                 message of each source, ``"stall"`` stops receiving on the tag.
             peer_scope: Scope of sent messages, if the peers' scope differs because they have a different role; by
                 default ``scope``.
-            handler: Called with each arriving message during a pass. None to queue messages in the mailbox.
+            handler: Function called with each arriving message, during a pass; None to queue messages in the mailbox.
             epoch: First epoch, if the protocol has epochs.
-            earlier_handler: Called with each message of an earlier epoch. None to drop and count these messages.
+            earlier_handler: Function called with each message of an earlier epoch; None to drop and count these
+                messages.
             admits_restarted: Whether messages may be sent to a restarted rank that has not sent a message yet.
             counts_contacts: Whether peers of this channel are added to :attr:`sent_to` and :attr:`heard_from`.
         """
@@ -206,7 +207,7 @@ class Services:
         return channel
 
     def _lost_senders(self, name: str, ranks: Sequence[int]) -> RankLostError | None:
-        """Return an error if all other ranks in ``ranks`` are gone forever, and at least one of them is lost."""
+        """Return the error to raise if all other ranks are gone forever and at least one of them is lost; else None."""
         if len(self.gone) < len(ranks) - 1 or self.may_return:
             return None
         lost = self.lost_ranks().intersection(ranks)

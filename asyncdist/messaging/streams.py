@@ -92,7 +92,7 @@ class StreamEnd:
         self._error: AsyncdistError | None = None
 
     def _is_over(self) -> bool:
-        """Return whether the stream has failed; a restart of the peer fails the stream with RankLostError."""
+        """Return whether the stream has failed. If the peer has restarted, fail the stream with RankLostError."""
         if self._slots.incarnation_of(self._peer) != self._incarnation:
             self._error = self._error or RankLostError(f"rank {self._peer} is gone", rank=self._peer)
         return self._error is not None
@@ -167,7 +167,7 @@ class InboundStream(StreamEnd):
 
     @property
     def _answered(self) -> bool:
-        """Whether the whole stream has arrived, or the abort and all chunks before the abort."""
+        """Whether all messages of the stream have arrived; after an abort, all chunks before it and the abort."""
         return self._arrived_count == self._message_count
 
     async def chunks(self, *, deadline: float | None = None) -> AsyncIterator[int]:
@@ -303,13 +303,13 @@ class InboundStream(StreamEnd):
             self.post_up_to(self._arrived_count + max(1, self._window))
 
     def _give_back(self) -> None:
-        """Free the slot, because the sender's answer is complete."""
+        """Free the slot after the sender's complete answer has arrived."""
         self._state = _State.ENDED
         self._withdraw()
         self._slots.give_back(self._peer, self.slot)
 
     def _retire(self) -> None:
-        """Leave the slot taken forever, because the lost sender may still write to the stream's memory."""
+        """Retire the slot: leave it taken forever, because the lost sender may still write to the stream's memory."""
         self._slots.retired_counts[self._peer] += 1
         self._state = _State.ENDED
         self._withdraw()
@@ -317,7 +317,7 @@ class InboundStream(StreamEnd):
             self._slots.kept.append(self._kept)
 
     def _withdraw(self) -> None:
-        """Cancel the posted receives, for which no message will arrive."""
+        """Cancel the posted receives, because no messages will arrive for them."""
         if self._posted:
             for request in list(self._posted.values()):
                 request.cancel()
@@ -332,7 +332,7 @@ class Slots:
         received_nbytes: Number of bytes of completely received streams.
         discarding_count: Number of cancelled streams whose sender has not finished or aborted yet.
         retired_counts: Number of slots that stay taken forever, by sender.
-        kept: Memory to which lost senders may still write.
+        kept: Memory areas to which lost senders may still write.
     """
 
     def __init__(self, engine: Engine, incarnations: Mapping[int, int] | None = None) -> None:

@@ -50,7 +50,7 @@ class AttachAccept:
 
 
 class _Outgoing:
-    """A tensor that is being sent: its bytes, its stream, and the receiver's grant if that has the wrong size."""
+    """A tensor being sent: its bytes, its stream, and the receiver's grant if the grant has the wrong size."""
 
     __slots__ = ("address", "refused", "stream", "view")
 
@@ -254,14 +254,14 @@ class UserStreams:
         self._finders.discard(rank)
 
     def _write(self, sender: DirectWriteSender) -> None:
-        """Start writing a stream's tail directly, or send it as messages if direct writes are unavailable or busy."""
+        """Start writing a stream's tail directly; if direct writes are unavailable or busy, send it as messages."""
         if self._writer is None or (self._writer.is_busy and self._written_share < 1.0):
             sender.send_rest()
         else:
             self._writer.add(sender)
 
     def _written_nbytes(self, nbytes: int, source: int) -> int:
-        """Return the number of bytes that ``source`` may write directly; at first, offer access and return 0."""
+        """Return the number of bytes that ``source`` may write directly; 0, after an offer, until it has access."""
         if nbytes < WRITTEN_NBYTES_MIN or not self._written_share:
             return 0
         if source in self._finders:

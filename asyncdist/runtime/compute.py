@@ -25,10 +25,10 @@ _AUTOCAST_DEVICE_KINDS: Final = ("cpu", "cuda")
 
 
 class TorchModes(NamedTuple):
-    """The torch modes of a thread, which a worker thread copies from its caller.
+    """Torch modes of a thread, which a worker thread copies from its caller.
 
     Attributes:
-        autocast: For each device type: its name, whether autocast is enabled, and the autocast dtype.
+        autocast: Name, autocast switch and autocast dtype of each device type.
         cuda_device: Index of the current GPU; None if this process uses no GPU.
     """
 

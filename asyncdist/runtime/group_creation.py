@@ -70,7 +70,7 @@ class GroupCreation:
         return made
 
     def _stay_away(self, lists: Iterable[Sequence[int]], error: BaseException, part_of: Start[Any] | None) -> None:
-        """Notify the other members that this rank does not join their groups, so that they fail before the timeout."""
+        """Notify the other members that this rank will not join their groups, so that they need not time out."""
         subject = _SUBJECT if part_of is None else _subject_for(part_of)
         for ranks in lists:
             # The list is not a valid group, so no member waits.
@@ -172,7 +172,7 @@ class GroupCreation:
                     self._system.send_nowait(freed, rank)
 
     def _forget(self, group: Group) -> None:
-        """Remove the agreements' and checks' state of a group that all members have freed."""
+        """Remove the state that the agreements and the checker keep of a group that all members have freed."""
         for subject in group.lease.subjects:
             self._agreements.forget(group.ranks, subject)
         checker = self._services.engine.transport.collective_checker
@@ -181,5 +181,5 @@ class GroupCreation:
 
 
 def _subject_for(part_of: Start[Any]) -> str:
-    """Return the agreement's subject for the groups that another collective start needs."""
+    """Return the agreement's subject for groups that a collective start creates."""
     return f"{_SUBJECT} for {part_of.name}"

@@ -76,7 +76,7 @@ def _everybody(size: int) -> tuple[int, ...]:
 async def _exchange_hellos(
     transport: Transport, group: Group, collectives: Collectives
 ) -> tuple[int, tuple[int, ...] | None]:
-    """Compare all versions; return rank 0's nonce for the job, and for each rank the lowest rank on its host."""
+    """Check that all versions are equal; return the job's nonce, and the lowest rank on the host of each rank."""
     version = f"asyncdist {__version__}, frames {wire.VERSION}"
     own = secrets.randbits(32) if transport.launch_nonce is None else transport.launch_nonce
     host = hashlib.sha256(transport.hostname.encode(errors="surrogateescape")).digest()[:_HOST_NBYTES]

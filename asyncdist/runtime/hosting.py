@@ -104,7 +104,7 @@ async def host_rank(
 
 @contextlib.contextmanager
 def _loop_named() -> Iterator[None]:
-    """Add a note to errors of nest_asyncio, which can patch asyncio's loops but not uvloop's."""
+    """Add a note to an error that nest_asyncio raises because it cannot patch uvloop's loops."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -190,7 +190,7 @@ async def hosted(
 
 
 def _abandon(engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
-    """Detach a forked child from the rank's messages and loop."""
+    """Detach a forked child process from the messages and the loop of its parent's rank."""
     rank = engine.transport.rank
     engine.abandon(
         ForkedChildError(f"this process is a forked child of rank {rank} and cannot use its world", rank=rank)
@@ -222,7 +222,7 @@ def _leave_counters(world: World, options: RankOptions) -> None:
 
 
 def _teller(world: World, transport: Transport, options: RankOptions, stack: contextlib.ExitStack) -> Teller | None:
-    """Make the rank report its waits on SIGUSR1 and on request over a socket, until ``stack`` is closed."""
+    """Make the rank report its waits, on SIGUSR1 or on request over a socket, until ``stack`` is closed."""
     main = asyncio.current_task()
     if not options.tells or main is None:
         return None
@@ -239,7 +239,7 @@ def _teller(world: World, transport: Transport, options: RankOptions, stack: con
 async def _task_group(
     world: World, monitor: FailureMonitor, watchdogs: WatchdogOptions, teller: Teller | None
 ) -> AsyncIterator[None]:
-    """Run the body of ``async with``, which is main, in one task group with the tasks that main spawns."""
+    """Run main, the body of ``async with``, in one task group with the tasks that main spawns."""
     error_of_main: BaseException | None = None
     watch = EndWatch(world, watchdogs.watchdog_s)
     stop = monitor.stop if watchdogs.stall_aborts else None
@@ -270,7 +270,7 @@ async def _task_group(
 
 
 def _raise_as_it_is(error: BaseException) -> NoReturn:
-    """Raise ``error`` without the exception being handled as its context, which IPython may not display."""
+    """Raise ``error`` with its original context, since IPython may fail to display the exception group."""
     context = error.__context__
     try:
         raise error

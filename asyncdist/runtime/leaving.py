@@ -85,7 +85,7 @@ def _have_all_left(world: World, transport: Transport) -> Callable[[], bool]:
 
 
 async def _flush(world: World) -> None:
-    """Wait a limited time until no request is outstanding and no background service of this rank is running."""
+    """Wait, for a limited time, until this rank has no outstanding request and no running background service."""
     services, deadline = world.services, world.time() + _FLUSH_S
     await services.engine.until(
         lambda: services.engine.is_idle and services.task_count == 0, WaitId(WaitKind.OWN_REQUESTS), deadline=deadline

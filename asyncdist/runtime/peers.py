@@ -104,9 +104,9 @@ class Peers:
 
     Attributes:
         answered: Ranks that have acknowledged a failure, have failed, or have ended.
-        turns: Lets one collective start of this rank run at a time.
-        announcements: Messages along the tree; None if this rank notifies all others directly.
-        warns_of_losses: Whether the lowest present rank logs a warning for each lost rank; false if the launcher or the
+        turns: Queue that lets one collective start of this rank run at a time.
+        announcements: Exchange of end notices along the tree; None if this rank notifies all others directly.
+        warns_of_losses: Whether the lowest present rank logs a warning for each lost rank. False if the launcher or the
             transport logs the losses.
     """
 
@@ -269,7 +269,7 @@ class Peers:
         self._services.engine.recheck()
 
     def _on_failure(self, rank: int, summary: str) -> None:
-        """Record that a peer has failed, and acknowledge it if this rank has already stopped."""
+        """Record the failure of a peer, and acknowledge it if this rank has already stopped."""
         is_new = rank not in self.answered
         self.answered.add(rank)
         for listener in self._failure_listeners:
@@ -282,7 +282,7 @@ class Peers:
     def _on_departure(self, departure: Departure) -> None:
         """Handle a departure that arrived along the tree, except for ranks that notify this rank directly.
 
-        The notice that a rank has ended always counts, since everything that it sent has arrived before.
+        A notice that a rank has ended is never ignored, since all messages of that rank have arrived before.
         """
         services = self._services
         if self._has_returned and not services.task_count and not services.is_sending:
@@ -306,7 +306,7 @@ class Peers:
         self.mark_gone(ranks)
 
     def _note_losses(self, losses: Losses) -> None:
-        """Record losses that a leaving peer reported; they may be the reason why it left."""
+        """Record the losses that a leaving peer reported, since they may be the reason why it left."""
         for rank, incarnation in losses:
             is_peer = 0 <= rank < self._services.size and rank != self._services.rank
             if is_peer and not self.attendance.has_heard_of(rank, incarnation):

@@ -34,6 +34,6 @@ def spare_collections() -> None:
 
 
 def _end() -> None:
-    """Make all objects collectable again at exit, if a loaded library would print objects that still exist."""
+    """Make frozen objects collectable at exit if a loaded library would otherwise print them as leaks."""
     if any(name in sys.modules for name in _COUNT_AT_THE_END):
         gc.unfreeze()

@@ -138,12 +138,12 @@ class Recording:
 
 
 class ObservedEngine(Engine):
-    """An engine that counts a rank's waits, so that a replay can deliver each message at the recorded position.
+    """Engine that counts a rank's waits, so that a replay can deliver each message at the recorded position.
 
     Attributes:
         has_begun: Whether the world is open; earlier events are not counted.
-        woken_count: Number of waits for messages and conditions that have ended, of collectives that have begun, failed
-            or ended without a message, and of calls of :meth:`wake_by`, since the last safe point began.
+        woken_count: Number of wake-ups since the last safe point began: ends of waits for messages and conditions,
+            collectives that began, failed or ended without a message, and calls of :meth:`wake_by`.
         begun_count: Number of waits for messages and conditions that have begun since the last safe point began.
     """
 

@@ -186,7 +186,7 @@ def run(
 
 
 def _warn_if_alone(words: Sequence[str]) -> None:
-    """Log a warning if the script's arguments request several ranks, but no launcher has started this process."""
+    """Log a warning if the script's arguments request several ranks although no launcher started this process."""
     found = _RANKS_ASKED_FOR.search(" ".join(words[1:]))
     if found is not None and int(found[2]) > 1 and not environment.VARIABLES.get(environment.TRANSPORT_VARIABLE):
         logger.warning(
@@ -293,7 +293,7 @@ def _run_local(
 
 
 def _raise_first(failures: Mapping[int, BaseException], ranks: int, interrupts: Interrupts) -> NoReturn:
-    """Raise the exception of the first rank that failed, with a note that names the rank."""
+    """Raise the exception of the first failed rank, with a note that names the rank."""
     rank = next((rank for rank, error in failures.items() if not is_consequence(error)), min(failures))
     first = failures[rank]
     if interrupts.received is not None:
@@ -407,7 +407,7 @@ def _complete(loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[Rank
 
 @contextmanager
 def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
-    """Make a loop of the given kind; after the body of ``with``, cancel its remaining tasks and close it."""
+    """Yield a new loop of the given kind; after the body of ``with``, cancel the remaining tasks and close the loop."""
     factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     if name == "uvloop" or (name is None and importlib.util.find_spec("uvloop") is not None):
         import uvloop

@@ -128,7 +128,7 @@ class Interrupts:
 
 
 def _restore_signals_in_child() -> None:
-    """Restore, in a forked process, the signal handlers that the parent had before it hosted a rank.
+    """Restore, in a forked child, the signal handlers that the parent had before it hosted a rank.
 
     With the rank's handlers, ``Process.terminate()`` would have no effect, since the child has no tasks to cancel.
     """
@@ -141,7 +141,7 @@ def _restore_signals_in_child() -> None:
 
 
 class _Held:
-    """Blocks signals during a fork; otherwise a child would lose signals that arrive before its handlers are set."""
+    """Blocks signals during a fork, so that a child does not lose signals that arrive before its handlers are set."""
 
     def __init__(self) -> None:
         self._masks = threading.local()
@@ -163,7 +163,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _forget_workers() -> None:
-    """Prevent torch from raising RuntimeError in this ending process because its DataLoader workers have ended."""
+    """Prevent torch from raising RuntimeError because DataLoader workers have ended, while this process exits."""
     if getattr(signal.getsignal(signal.SIGCHLD), "__module__", "") == "torch.utils.data._utils.signal_handling":
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 

@@ -35,8 +35,8 @@ class WatchdogOptions:
     """Times after which long waits are reported, mostly options of :func:`asyncdist.run`; infinity for never.
 
     Attributes:
-        collectives_alone: Whether ``stall_s`` applies only to collectives, since a main that waits for messages may be
-            a server.
+        collectives_alone: Whether ``stall_s`` applies only to collectives, and not to a wait for messages, which may be
+            a server's.
         job_stall_s: Seconds without a step or message on any rank after which the waits of all ranks are printed.
     """
 
@@ -107,8 +107,8 @@ class StallWatch:
     as sleeps and waits with a timeout, are not reported.
 
     Args:
-        end: Called with a StallError if main waits only for its peers. Otherwise, or if ``end`` is None, a warning is
-            logged.
+        end: Function called with a StallError if main waits only for its peers. Otherwise, or if ``end`` is None, a
+            warning is logged.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class StallWatch:
             self._timer.cancel()
 
     def _awaited(self, main: asyncio.Task[Any]) -> list[Any]:
-        """Return the futures that main waits for; an empty list if main's wait is not to be reported."""
+        """Return the futures that main waits for; an empty list if main's wait must not be reported."""
         if self._options.collectives_alone and waiter_of(main) not in self._world.services.engine.collective_waits:
             return []
         return futures_awaited(main, self._world, set()) or []
@@ -209,7 +209,7 @@ def futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | No
 
 
 def _parts_of(task: asyncio.Task[Any]) -> Iterable[Any] | None:
-    """Return the futures and tasks that a task waits for; None if the wait ends automatically."""
+    """Return the futures and tasks that a task waits for; None if the wait ends on its own, like a sleep."""
     frames = {frame.f_code: frame.f_locals for frame in frames_of(task)}
     if not _TIMED.isdisjoint(frames):
         return None
@@ -270,7 +270,7 @@ def wait_with_parts(
 
 
 def _joined(task: asyncio.Task[Any], world: World) -> tuple[str, Iterable[Any]] | None:
-    """Return a name for the wait of ``task`` and the tasks that it waits for; None if it waits for something else."""
+    """Return the name of a wait for other tasks, and these tasks; None if ``task`` waits for something else."""
     frames, waiter = frames_of(task), waiter_of(task)
     position = next(i for i in reversed(range(len(frames))) if not is_library(frames[i]))
     called = frames[position + 1 :]
@@ -286,7 +286,7 @@ def _joined(task: asyncio.Task[Any], world: World) -> tuple[str, Iterable[Any]] 
 
 
 def _join_in_words(join: str, parts: Iterable[Any], world: World, depth: int) -> str:
-    """Describe the waits of several awaited tasks: waits for peers first, and equal waits only once."""
+    """Return a description of the awaited tasks' waits: waits for peers first, equal waits only once."""
     engine = world.services.engine
     counts: dict[tuple[bool, str], int] = {}
     for part in parts:
@@ -333,7 +333,7 @@ def frames_of(task: asyncio.Task[Any]) -> list[types.FrameType]:
 
 
 def _awaits_for_blocking_code(frame: types.FrameType) -> bool:
-    """Return whether a frame belongs to the interface for blocking code, whose function names describe no wait."""
+    """Return whether a frame belongs to :mod:`asyncdist.blocking`, whose function names do not describe waits."""
     return str(frame.f_globals.get("__name__")).startswith("asyncdist.blocking.")
 
 

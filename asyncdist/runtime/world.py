@@ -44,15 +44,15 @@ class WorldStatistics:
     """Counts since the world was opened.
 
     Attributes:
-        engine: Counts of polling passes, completed requests and outstanding requests.
+        engine: Numbers of polling passes, completed requests and outstanding requests.
         sent_count: Number of messages sent on channels.
         received_count: Number of messages received on channels.
-        dropped: Number of undelivered frames by reason.
-        drop_examples: Description of the last undelivered frame by reason.
-        stream_sent_nbytes: Bytes sent in bulk streams.
-        stream_received_nbytes: Bytes received in bulk streams.
-        events: Number of events by kind, for every kind in :mod:`asyncdist.recording.events` except steps and messages.
-            Roles are counted by state, such as ``"role giving"``.
+        dropped: Number of undelivered frames, by reason.
+        drop_examples: Description of the last undelivered frame, by reason.
+        stream_sent_nbytes: Number of bytes sent in bulk streams.
+        stream_received_nbytes: Number of bytes received in bulk streams.
+        events: Number of events of each kind in :mod:`asyncdist.recording.events` except steps and messages. Roles are
+            counted by state, such as ``"role giving"``.
     """
 
     engine: EngineStatistics
@@ -118,14 +118,14 @@ class World:
         rank: Number of this rank, from 0.
         size: Number of ranks.
         process_id: ID of the process that hosts this rank.
-        local_rank: Index of this rank among the ranks of its host, from 0, as assigned by the launcher.
+        local_rank: Index of this rank among the ranks on its host, from 0, as assigned by the launcher.
         group: Group of all ranks.
-        time: Function that returns seconds on the loop's clock, from an arbitrary start.
+        time: Function that returns the loop's time in seconds since an arbitrary start.
         services: Interface for protocols: channels on reserved tags, background tasks, stream slots.
-        collectives: Collectives of this rank, on which :mod:`asyncdist.functional` is built.
+        collectives: Collectives of this rank, which :mod:`asyncdist.functional` is built on.
         agreements: Agreements of this rank, which precede every collective operation.
         scratch: Scratch memory that successive collectives on one model reuse.
-        peers: State of the other ranks, for the runtime.
+        peers: State of the other ranks; used by the runtime.
         virtual_clock: Clock that charges computing time in a simulation; None outside a simulation.
     """
 

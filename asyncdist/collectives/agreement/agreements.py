@@ -117,7 +117,8 @@ class Agreements:
         Args:
             ranks: All members, including this rank.
             subject: Name of the operation; equal on all ranks. It may be started repeatedly.
-            values: Named values that must be equal on all ranks. A leader that is not a member may pass none.
+            values: Named values that must be equal on all ranks. A leader that is not a member may pass an empty
+                mapping.
             timeout_s: Seconds that the leader waits for the last member; None for no limit.
             leader: Rank that compares the values; by default the first of ``ranks``.
             taken: Resource numbers, such as group tags, in use on this rank. The members agree on the smallest number
@@ -183,7 +184,7 @@ class Agreements:
         Args:
             meeting: Result of :meth:`next_meeting`, with which the timeout began.
             caller: Object that is notified of the progress.
-            mark: A number that may differ between members. All members receive up to two different marks, and therefore
+            mark: Number that may differ between members. All members receive up to two different marks, and therefore
                 know whether all marks are equal.
 
         Raises:

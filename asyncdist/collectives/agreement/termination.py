@@ -111,7 +111,8 @@ class Termination:
         """Ask the other members for the decision on ``meeting``; return when it has arrived, or can never arrive.
 
         Args:
-            on_late: Called once after the deadline with the members that have not answered; the wait continues.
+            on_late: Function called once, after the deadline, with the members that have not answered; the wait
+                continues.
         """
         key = meeting.key
         asking = self._asking[key] = _Asking()

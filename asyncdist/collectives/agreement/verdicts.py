@@ -110,7 +110,7 @@ class Absentees:
         bound_to: Ranks that are not members, but whose loss ends the agreement.
         left: All ranks that have left the world or are lost.
         withdrawn: Members that have withdrawn from the agreement's subject.
-        replaced: Returns the members that were lost and restarted.
+        replaced: Function that returns the members that were lost and restarted.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ def judge(
     """Return the decision of an agreement that some members have joined.
 
     Args:
-        joins: Joins of these members by rank.
+        joins: Received joins, by member.
         said: Members whose values are compared, in the group's order; at least one.
     """
     name, refusal = first_difference(joins, said)

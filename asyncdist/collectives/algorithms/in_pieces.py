@@ -77,7 +77,7 @@ class PiecewiseCollectives:
         Args:
             send: Data of this member: one part for all members, or one part for each.
             receive: Memory for one part from each member; None if this member receives nothing.
-            exchange: Starts the collective on one piece.
+            exchange: Function that starts the collective on one piece.
         """
         own = flat_bytes(send).view(-1, part_nbytes)
         parts = None if receive is None else flat_bytes(receive).view(group.size, part_nbytes)

@@ -87,7 +87,7 @@ async def map_shared_buffers(memory: SharedMemory | None, group: Group, all_gath
     It takes a small all-gather, and a second one if the members have not mapped the same memory before.
 
     Args:
-        all_gather: Gathers 1-D uint8 tensors over the group.
+        all_gather: Coroutine function that gathers 1-D uint8 tensors over the group.
 
     Returns:
         Every member's memory. None on all members if a member has no memory, or cannot map another member's memory.

@@ -44,8 +44,8 @@ class Announcements:
     """Exchanges announcements of leaving, ended and failed ranks with this rank's neighbours in the tree.
 
     Args:
-        on_departure: Called with each newly announced departure.
-        on_failure: Called with a failed rank and a summary of its error.
+        on_departure: Function called with each newly announced departure.
+        on_failure: Function called with a failed rank and a summary of its error.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Announcements:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def _answer(self) -> None:
-        """Acknowledge the end of all ranks to the neighbours, if this rank's whole subtree knows of it."""
+        """If this rank's whole subtree knows that all ranks have ended, acknowledge this to the neighbours."""
         for rank in self._departures.take_answers():
             self._send(EndHeard(), rank)
 
@@ -167,7 +167,7 @@ class Announcements:
         engine.recheck()  # waiting tasks check again, since all ranks may have reached the next stage
 
     def _delay_s(self) -> float:
-        """Return the delay of this rank's announcements in seconds; it is halved at each level below the root."""
+        """Return the delay of this rank's announcements in seconds. Each level below the root halves the delay."""
         now = self._loop.time()
         if self._heard_at is None:
             self._heard_at = now

@@ -53,9 +53,9 @@ class Departure:
     Attributes:
         first: Rank of the lowest bit in the first byte of ``bitmap``.
         bitmap: Bit set of the ranks that have reached the stage.
-        started: Pairs of a group's tag and the number of collectives that the ranks have started in the group.
-        lost: Ranks that these ranks know to be lost.
-        told: Ranks that each of these ranks notifies directly, although it has received no message from them.
+        started: Pairs of a group's tag and the number of collectives that each announced rank has started in the group.
+        lost: Ranks known to the announced ranks as lost.
+        told: Ranks that each announced rank notifies directly, although it has received no message from them.
     """
 
     first: int
@@ -130,7 +130,7 @@ class Departures:
 
     @staticmethod
     def _extent(departure: Departure) -> int:
-        """Return one more than the highest rank in the departure; 0 if it names no rank."""
+        """Return one more than the highest rank in the departure; 0 if the departure contains no rank."""
         length = int.from_bytes(departure.bitmap, "little").bit_length()
         return length and departure.first + length
 
@@ -244,7 +244,7 @@ class Departures:
         return Stage.IN_MAIN
 
     def _tell(self, neighbour: int) -> list[Departed]:
-        """Return messages with the departures that ``neighbour`` lacks; an empty list if all ranks have ended."""
+        """Return messages with the departures that ``neighbour`` does not know; empty if all ranks have ended."""
         known, told = self._known if neighbour == self._tree.parent else self._announced, self._told[neighbour]
         ended = known.ended & ~told.ended
         left = known.left & ~told.left & ~ended
@@ -264,7 +264,7 @@ class Departures:
         ]
 
     def _forget_whom_they_tell(self) -> None:
-        """Forget which ranks each ended rank notifies directly, once these direct notices have arrived."""
+        """Forget which ranks an ended rank notifies directly, once all neighbours have been notified of its end."""
         settled = self._known.ended
         for told in self._told.values():
             settled &= told.ended
@@ -298,12 +298,12 @@ class _Reached:
         self.ended |= other.ended
 
     def has_more_than(self, other: _Reached) -> bool:
-        """Return whether a rank has reached a stage here that it has not reached in ``other``."""
+        """Return whether these sets record that a rank has reached a stage, but ``other`` does not."""
         return bool(self.left & ~other.left | self.ended & ~other.ended)
 
 
 def _departures(ranks: int, stage: Stage, account: _Account) -> Iterator[Departure]:
-    """Yield departures that together name ``ranks``; more than one only if the bitmap would be too large."""
+    """Yield departures that together contain ``ranks``; one, unless its bitmap would be too large."""
     while ranks:
         first = (ranks & -ranks).bit_length() - 1
         piece = ranks >> first & (1 << 8 * _BITMAP_NBYTES_MAX) - 1

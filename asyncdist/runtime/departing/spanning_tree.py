@@ -13,11 +13,11 @@ from asyncdist.collectives.agreement.tree_shape import halves, path_to
 
 
 class SpanningTree:
-    """The parent, the children and the subtree of one rank in the tree.
+    """Parent, children and subtree of one rank in the tree.
 
     Attributes:
         level: Depth of this rank in the tree if no rank is lost.
-        first, last: Range of this rank's subtree, which may include lost ranks.
+        first, last: First and last rank of this rank's subtree, which may include lost ranks.
     """
 
     def __init__(self, size: int, rank: int) -> None:
@@ -61,7 +61,7 @@ class SpanningTree:
             self.children = tuple(self._living_children(self._rank, self._own_last))
 
     def _living_children(self, rank: int, last: int) -> Iterator[int]:
-        """Yield the living children of ``rank``, replacing each lost child by its own living children."""
+        """Yield the living children of ``rank``. Each lost child is replaced by its own living children."""
         for first, end in halves(rank, last):
             yield from self._living_below(first, end)
 

@@ -143,7 +143,7 @@ async def fail(
 
 
 async def _rank_that_tells(world: World, error: BaseException) -> int | None:
-    """Return a lower rank that prints the same traceback, for example of a mistake in the script, or None."""
+    """Return a lower rank that prints the same traceback, for example after a script error; None if there is none."""
     if not isinstance(error, Exception) or is_consequence(error):
         return None
     await _hear_why(world, _HEAR_WHY_S * world.rank / world.size)
@@ -158,7 +158,7 @@ def _print_alike(rank: int, teller: int | None, error: BaseException) -> None:
 
 
 async def _hear_why(world: World, seconds: float) -> None:
-    """Wait for a peer's failure report, which may still be in transit and explain this rank's error."""
+    """Wait for a failure report of a peer, which may still be in transit and may explain this rank's error."""
     engine = world.services.engine
     deadline = engine.loop.time() + seconds
     while engine.failure is None:

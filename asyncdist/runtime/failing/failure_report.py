@@ -84,7 +84,7 @@ class FailureReport:
 
 
 def _let_interrupts_kill() -> None:
-    """Make Ctrl-C end the process without a traceback while the interpreter exits."""
+    """Make Ctrl-C during the interpreter's exit end the process without a traceback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 

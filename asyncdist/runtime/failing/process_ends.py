@@ -35,10 +35,10 @@ def exit_immediately(code: int) -> NoReturn:
 
 
 class _Forks:
-    """Records whether this process has hosted a rank, and prepares its forked children for their end.
+    """Records whether this process has hosted a rank, and prepares its forked children for their exit.
 
     Attributes:
-        abandon: Functions to call in each child, by the object that registered them.
+        abandon: Functions that each child calls, by the object that registered them.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class _Forks:
         self._error_before: BaseException | None = None
 
     def prepare_child(self) -> None:
-        """Make a new child drop the rank's state, and exit without the rank's ``atexit`` functions."""
+        """Drop the rank's state in a new child, and make the child exit without the rank's ``atexit`` functions."""
         if not self.has_hosted:
             return
         for abandon in self.abandon.values():

@@ -156,7 +156,7 @@ class Teller:
                     logger.debug("rank %d could not report its waits", self._world.rank, exc_info=error)
 
     def _renew_listener(self, ready: selectors.BaseSelector) -> None:
-        """Listen on a new socket if the socket's file was removed, for example with the user's last session."""
+        """Listen on a new socket if the socket's file was removed, for example when the user's last session ended."""
         assert self._listener is not None and self._path is not None, "it has begun"
         if os.path.lexists(self._path):
             return
@@ -262,7 +262,7 @@ class Teller:
         _write(text)
 
     def _note_told(self, text: str) -> None:
-        """Record that the reports were printed, and make the loop add a non-empty text to the rank's events."""
+        """Record that the reports were printed; if ``text`` is not empty, make the loop add it to the rank's events."""
         if text:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._world.services.events.record, "told", text)
@@ -275,7 +275,7 @@ class Teller:
         return [place for place in sockets.places(self._path.parent) if place.rank != self._world.rank]
 
     def _is_others_to_tell(self) -> bool:
-        """Return whether a living lower rank of this host is responsible for printing the reports."""
+        """Return whether a lower rank on this host is alive, and therefore prints the reports."""
         lower = (place for place in self._places() if place.rank < self._world.rank)
         return any(sockets.answers_pulse(place) for place in lower)
 
@@ -292,7 +292,7 @@ def _write(text: str) -> None:
 
 
 def _read_all(client: socket.socket) -> str:
-    """Return the text that a client sends until it closes the connection, or until the timeout."""
+    """Return the text that a client sends before it closes the connection or the timeout passes."""
     data = bytearray()
     with contextlib.suppress(TimeoutError):
         while len(data) < sockets.TOLD_NBYTES_MAX and (part := client.recv(sockets.TOLD_NBYTES_MAX)):

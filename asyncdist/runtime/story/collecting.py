@@ -64,7 +64,7 @@ def collect(world: World, main: asyncio.Task[Any], signs: Signs, frame: types.Fr
 
 
 def _state(main: asyncio.Task[Any], signs: Signs, frame: types.FrameType | None) -> tuple[MainState, str, str]:
-    """Return the state of main, its current line in the user's code, and its innermost current line."""
+    """Return the state of main, its current line of user code, and its innermost current line if that differs."""
     if frame is None:
         has_returned = all(is_library(each) for each in frames_of(main))
         return "returned" if has_returned else "awaits", "", ""
@@ -147,7 +147,7 @@ def _collective(task: asyncio.Task[Any], world: World) -> Collective | None:
 
 
 def _waiters(task: asyncio.Task[Any], engine: Any) -> Iterator[Any]:
-    """Yield the future that a task waits for, the future on which that future depends, and so on."""
+    """Yield the future that a task waits for, then the future that this one depends on, and so on."""
     seen: set[int] = set()
     waiter = waiter_of(task)
     while waiter is not None and id(waiter) not in seen:

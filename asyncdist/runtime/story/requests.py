@@ -63,13 +63,13 @@ def forget_in_child() -> None:
 
 
 def _is_of_rank_program(handler: Any) -> bool:
-    """Return whether a handler is the initial handler of :mod:`asyncdist.rank_program`."""
+    """Return whether a signal handler is the one that :mod:`asyncdist.rank_program` sets at the start."""
     name: str = getattr(handler, "__qualname__", "")
     return name == rank_program.tell_no_world.__qualname__
 
 
 def _is_lightnings() -> bool:
-    """Return whether Lightning would requeue the job on SIGUSR1; it does so only if no other handler is set."""
+    """Return whether Lightning would requeue the job on SIGUSR1 if no other handler is set."""
     return environment.is_slurm_job() and not {"lightning", "pytorch_lightning"}.isdisjoint(sys.modules)
 
 

@@ -24,7 +24,7 @@ class Signs:
     hanging. The object must be created in the rank's own thread.
 
     Attributes:
-        moved_at: Time of the rank's last progress, as far as the samples show.
+        moved_at: Time of the rank's last observed progress, in seconds on :func:`time.monotonic`'s clock.
     """
 
     def __init__(self, world: World) -> None:
@@ -79,7 +79,7 @@ class Signs:
             self._sampled_cpu_s, self._sampled_at = cpu_s, now
 
     def _has_requested(self, request_count: int) -> bool:
-        """Return whether more requests have ended than reminders can account for."""
+        """Return whether more requests have ended since the last sample than reminders can account for."""
         sent = self._world.agreements.rivals.sent_count
         new, self._request_count = request_count - self._request_count, request_count
         possible = self._reminders_under_way + sent - self._reminded_count
