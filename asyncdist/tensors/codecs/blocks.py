@@ -1,0 +1,83 @@
+"""The common part of codecs that encode blocks of values: pieces of whole blocks, and a scale in front of each block.
+
+A block with a NaN or an infinity has the scale NaN, so that all of its values are decoded to NaN. Finite garbage would
+pass every check of the receiver.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from asyncdist.tensors.codecs.codec import checked, piece_count
+
+#: Number of bytes of a scale, a float32 in front of its block.
+SCALE_NBYTES: Final = 4
+
+
+class BlockCodec(ABC):
+    """Divides vectors into blocks for its subclasses, which encode matrices with one block per row."""
+
+    __slots__ = ()
+    name: ClassVar[str]
+    for_states: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def block(self) -> int:
+        """Number of values of a block; the last block of a vector may be shorter."""
+
+    @abstractmethod
+    def _block_nbytes(self, count: int) -> int:
+        """Return the number of bytes of a block with ``count`` >= 1 values."""
+
+    @abstractmethod
+    def _encode_rows(self, values: Tensor, out: Tensor) -> None:
+        """Encode the rows of a contiguous matrix of float32 into the rows of a matrix of uint8."""
+
+    @abstractmethod
+    def _decode_rows(self, encoded: Tensor, out: Tensor) -> None:
+        """Decode the rows of a matrix of uint8 into the rows of a contiguous matrix of float32."""
+
+    def nbytes(self, count: int) -> int:
+        """Return the number of bytes of an encoded vector of ``count`` values."""
+        blocks, rest = divmod(count, self.block)
+        return (blocks * self._block_nbytes(self.block) if blocks else 0) + (self._block_nbytes(rest) if rest else 0)
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        """Encode each block."""
+        for rows, encoded_rows in self._matrices(*checked(self, values, out)):
+            self._encode_rows(rows, encoded_rows)
+
+    def decode(self, encoded: Tensor, out: Tensor) -> None:
+        """Decode each block."""
+        for rows, encoded_rows in self._matrices(*checked(self, out, encoded)):
+            self._decode_rows(encoded_rows, rows)
+
+    def _matrices(self, values: Tensor, encoded: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield matrices of whole blocks and their bytes, and then the shorter last block, as views."""
+        block, count = self.block, len(values)
+        whole = count - count % block
+        edges = sorted({*range(0, whole, piece_count(block, values.device)), whole, count})
+        for start, stop in pairwise(edges):
+            width = min(block, stop - start)
+            its_bytes = encoded[self.nbytes(start) : self.nbytes(stop)]
+            yield values[start:stop].view(-1, width), its_bytes.view(-1, self._block_nbytes(width))
+
+
+def write_scale(encoded: Tensor, scale: Tensor) -> None:
+    """Write a column of scales in front of the blocks; a scale that is not finite becomes one NaN with fixed bits."""
+    scale = torch.where(scale.isfinite(), scale, math.nan)
+    encoded[:, :SCALE_NBYTES].copy_(scale.view(torch.uint8))
+
+
+def read_scale(encoded: Tensor) -> Tensor:
+    """Return the scales in front of the blocks as a column."""
+    # A copy begins at an aligned address, as a view with another dtype must.
+    return encoded[:, :SCALE_NBYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)

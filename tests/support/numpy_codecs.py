@@ -1,0 +1,80 @@
+"""The wire codecs, written a second time with numpy, one block at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+#: Encodes one block.
+Encoder = Callable[[Floats], bytes]
+#: Decodes the bytes of one block of as many values.
+Decoder = Callable[[bytes, int], Floats]
+
+NAN = np.float32(np.nan).tobytes()
+
+
+def encode_float32(block: Floats) -> bytes:
+    return block.tobytes()
+
+
+def decode_float32(encoded: bytes, count: int) -> Floats:
+    return np.frombuffer(encoded, np.float32, count)
+
+
+def encode_bfloat16(block: Floats) -> bytes:
+    upper = np.empty(len(block), np.uint16)
+    for place, value in enumerate(block):
+        pattern = int(value.view(np.uint32))
+        if np.isnan(value):
+            upper[place] = 0x7FC0
+        elif np.isinf(value):
+            upper[place] = pattern >> 16
+        else:
+            sign, magnitude = pattern >> 31, pattern & 0x7FFFFFFF
+            whole, rest = divmod(magnitude, 1 << 16)
+            whole += rest > 0x8000 or (rest == 0x8000 and whole % 2 == 1)
+            upper[place] = sign << 15 | min(whole, 0x7F7F)
+    return upper.tobytes()
+
+
+def decode_bfloat16(encoded: bytes, count: int) -> Floats:
+    return (np.frombuffer(encoded, np.uint16, count).astype(np.uint32) << 16).view(np.float32)
+
+
+def encode_int8(block: Floats) -> bytes:
+    if not np.isfinite(block).all():
+        return NAN + bytes(len(block))
+    with np.errstate(under="ignore"):
+        scale = np.abs(block).max() / np.float32(127)
+        largest = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))
+        scale = min(max(scale, np.finfo(np.float32).tiny), largest)
+        return bytes(np.float32(scale).tobytes() + np.rint(block / scale).astype(np.int8).tobytes())
+
+
+def decode_int8(encoded: bytes, count: int) -> Floats:
+    return np.frombuffer(encoded, np.int8, count, 4).astype(np.float32) * np.frombuffer(encoded, np.float32, 1)
+
+
+#: Encoder, decoder and values per block of each codec.
+CODECS: dict[str, tuple[Encoder, Decoder, int]] = {
+    "float32": (encode_float32, decode_float32, 1000),
+    "bfloat16": (encode_bfloat16, decode_bfloat16, 1000),
+    "int8": (encode_int8, decode_int8, 256),
+}
+
+
+def encode(name: str, values: Floats) -> list[bytes]:
+    """Return the encoded blocks of a vector."""
+    encoder, _, block = CODECS[name]
+    return [encoder(values[start : start + block]) for start in range(0, len(values), block)]
+
+
+def decode(name: str, blocks: list[bytes], count: int) -> Floats:
+    """Return the vector of ``count`` values that these blocks encode."""
+    _, decoder, block = CODECS[name]
+    lengths = [min(block, count - start) for start in range(0, count, block)]
+    decoded = [decoder(encoded, length) for encoded, length in zip(blocks, lengths, strict=True)]
+    return np.concatenate([np.empty(0, np.float32), *decoded])
