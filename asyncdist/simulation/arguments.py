@@ -29,8 +29,8 @@ class Compute:
         pause_s: Duration of a pause, in virtual seconds.
         overrun_probability: Probability, at each safe point, that the computation lasts until just after one of the
             rank's own timers. The rank then finds messages and an expired deadline at the same time. Only timers that
-            are due within :data:`OVERRUN_STEP_COUNT` times the computing time are considered. If None: 0 if ``step_s``
-            is a number; otherwise 0.05 in one of eight simulations and 0 in the others.
+            are due within :data:`OVERRUN_STEP_COUNT` times the computing time are considered. None means 0 if
+            ``step_s`` is a number; otherwise 0.05 in one of eight simulations, and 0 in the others.
     """
 
     step_s: Duration = LogNormal(1e-3, 0.2)

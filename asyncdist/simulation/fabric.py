@@ -83,7 +83,7 @@ class Receive:
 
 
 class _Path:
-    """State of the simulated link from one rank to another; ``is_shared`` if the link connects different hosts."""
+    """State of the simulated link from one rank to another. ``is_shared`` is true between different hosts."""
 
     __slots__ = ("bandwidth", "draw_latency_s", "free_at", "is_shared", "last_arrival")
 
@@ -200,8 +200,7 @@ class Fabric:
     def _sent_at(self, path: _Path, source: int, nbytes: int, transfer: float) -> float:
         """Queue bytes behind earlier bytes on the link, and return the time at which the last byte leaves.
 
-        If the link connects different hosts, return the time at which the first byte leaves; :meth:`_enter` adds the
-        rest of the transfer time.
+        Between hosts, return the time at which the first byte leaves, because :meth:`_enter` adds the transfer time.
         """
         now = self._scheduler.time()
         begins_at = path.free_at if path.free_at > now else now
@@ -258,7 +257,7 @@ class Fabric:
         self._ring(message.dest)  # the receiver's next poll may post a receive for this message
 
     def _is_held(self, message: Message) -> bool:
-        """Drop or hold a message if its sender and receiver are not connected; return whether they are not."""
+        """Return whether a message's sender and receiver are disconnected; if so, drop or hold the message."""
         if self.liveness.is_stale(message):
             self.fail_send(message)
             return True
@@ -271,7 +270,7 @@ class Fabric:
         return False
 
     def _refuse(self, message: Message) -> None:
-        """Fail a send to a process that has ended, unless the send has already completed."""
+        """Fail the send of a message to a process that has ended, unless the send has already completed."""
         if not message.done:
             message.error = RankLostError(f"rank {message.dest} is gone", rank=message.dest)
             self._ring(message.source)
@@ -306,7 +305,7 @@ class Fabric:
         posted.append(receive)
 
     def _rendezvous(self, receive: Receive, message: Message) -> None:
-        """Request the data of a large message from its sender, after a receive has matched the message."""
+        """Request the data of a large message from its sender after the message has matched a receive."""
         if message.dest in self._dead:
             self.fail_send(message)
         elif self._is_pushed:
@@ -338,7 +337,7 @@ class Fabric:
             self._scheduler.at(complete_at, self._take_whole, (receive, message))
 
     def _arrive_whole(self, receive: Receive, message: Message) -> None:
-        """Complete a large message when its receiver is not busy, because only the receiver can copy the last bytes."""
+        """Complete a large message as soon as its receiver is idle, because the receiver must copy the last bytes."""
         self._turns[message.dest].attend(self._finish, (receive, message))
 
     def fail_send(self, message: Message) -> None:
@@ -356,7 +355,7 @@ class Fabric:
             self._keep(message)
 
     def _complete(self, receive: Receive, message: Message, is_running: bool = False) -> None:
-        """Complete a receive whose data has arrived; ``is_running`` if the receiver is posting the receive now."""
+        """Complete a receive whose data has arrived. ``is_running`` is true while the receiver posts the receive."""
         is_stale = self.has_restarts and self.liveness.is_stale(message)
         if message.dest in self._dead or (is_stale and self.liveness.is_for_earlier(message)):
             self.fail_send(message)

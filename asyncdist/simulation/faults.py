@@ -179,7 +179,7 @@ Fault: TypeAlias = Kill | Restart | Join | Interrupt | Stall | SlowRank | SlowLi
 
 
 def _check(fault: Fault, *names: str) -> None:
-    """Raise if a number is out of range, and convert numpy's integers to int, so that the plan prints cleanly."""
+    """Raise an error if a number is out of range; convert numpy integers to int, so that the plan prints cleanly."""
     for name in names:
         value, what = getattr(fault, name), f"{fault!r}: {name}"
         if name in ("at_turn", "at_message", "number"):

@@ -56,10 +56,10 @@ class Network:
         host_bandwidth_nbytes_per_s: Bandwidth of a host's network interface, per direction, shared by all traffic
             between its ranks and other hosts. By default only the links limit the bandwidth, so a rank receives from
             many ranks as fast as from one.
-        links: Links that differ from the above, keyed by (source, dest).
-        eager_nbytes: Largest size of a send that completes at once. A larger send waits for its receive, for an idle
-            receiver (in half of the simulations also for an idle sender), and for the transfer. If None, the size is
-            chosen for each simulation: 256 bytes, 4 KiB or 64 KiB.
+        links: Links that differ from ``link`` and ``cross_link``, keyed by (source, dest).
+        eager_nbytes: Maximum size in bytes of a send that completes immediately. A larger send waits for its receive,
+            for an idle receiver (in half of the simulations also for an idle sender), and for the transfer. If None,
+            each simulation chooses 256 bytes, 4 KiB or 64 KiB.
         loss_detection_s: Seconds from a rank's death until its peers detect it.
     """
 

@@ -102,5 +102,5 @@ class MessageFaults:
 
 
 def _is_raw(tag: int) -> bool:
-    """Return whether messages with this tag are unframed, and therefore have no CRC."""
+    """Return whether messages with this tag are sent without a frame, and therefore without a CRC."""
     return BULK_FIRST <= tag <= BULK_LAST or COLLECTIVE_FIRST <= tag <= COLLECTIVE_LAST

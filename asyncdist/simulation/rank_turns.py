@@ -44,7 +44,7 @@ TURN_S: Final = 2e-6
 
 
 def _new_handle(callback: Any, args: tuple[Any, ...], context: contextvars.Context | None) -> Handle:
-    """Return a new handle without calling ``__init__``, which would double the cost."""
+    """Return a new handle without calling ``__init__``, which would double the time."""
     handle = Handle.__new__(Handle)
     handle.callback = callback
     handle.args = args
@@ -68,8 +68,9 @@ class Turns:
     """Stores the ready callbacks of one rank, and runs them in the rank's turns.
 
     Args:
-        before_turn: Called with the rank before each turn; or None.
-        enter: Called with the rank before a callback that may run user code, if another rank's user code ran last.
+        before_turn: Function called with the rank before each turn, or None.
+        enter: Function called with the rank before a callback that may run user code, if another rank's user code ran
+            last.
         background: Unbound method whose calls run no user code.
 
     Attributes:
@@ -115,7 +116,7 @@ class Turns:
     # -- turns ------------------------------------------------------------------------------------------------------
 
     def _schedule(self) -> None:
-        """Schedule a turn, because an outside event has made a callback ready."""
+        """Schedule a turn after an outside event has made a callback ready."""
         self._is_woken()
         if not self._has_turn and not self._busy:
             self._has_turn = True
@@ -128,7 +129,7 @@ class Turns:
         return self._scheduler.now + TURN_S * self.slowness * self._scheduler.random()
 
     def _goes_on(self) -> bool:
-        """Schedule the next turn for the ready callbacks; return whether it starts now, before all other events."""
+        """Return whether the next turn can run now, before all other events; otherwise schedule this turn."""
         scheduler = self._scheduler
         self._turns_in_a_row += 1
         scheduler.idle_turn_count += 1
@@ -155,7 +156,7 @@ class Turns:
         self._turns_in_a_row = self._scheduler.idle_turn_count = 0
 
     def _turn(self) -> None:
-        """Run turns until no callback is ready, or another event comes first."""
+        """Run turns until no callback is ready or another event precedes the next turn."""
         self._has_turn = False
         while self._ready and not self._busy:
             self._run_ready()
@@ -166,7 +167,7 @@ class Turns:
         return self._busy or self.dead
 
     def _run_ready(self) -> None:
-        """Run the callbacks that are ready now; callbacks that they add run in the next turn."""
+        """Run the ready callbacks. Callbacks that they add run in the next turn."""
         if self._before_turn is not None:
             self._before_turn(self.rank)
         if self.dead:
@@ -246,7 +247,7 @@ class Turns:
         return seconds
 
     def _become_busy(self, seconds: float) -> None:
-        """Prevent turns for ``seconds``, counted from the running callback's own clock."""
+        """Prevent turns for ``seconds`` from the current time of the running callback."""
         scheduler = self._scheduler
         seconds += scheduler.ahead_s
         scheduler.ahead_s = 0.0
@@ -280,7 +281,7 @@ class Turns:
             self._ready = self._ready + others if comes_first else others + self._ready
 
     def _resume(self) -> None:
-        """End the busy period, unless the rank was stalled during it, and run a turn."""
+        """End the busy period and run a turn. If the rank was stalled meanwhile, extend the busy period instead."""
         if self._stalled_s:
             self._scheduler.at(self._scheduler.now + self._stalled_s, self._take_up)
             self._stalled_s = 0.0
@@ -299,7 +300,7 @@ class Turns:
         self._turn()
 
     def _put_timers_first(self) -> None:
-        """Move due timers before messages that arrived during a busy period, as a real event loop may do."""
+        """Move due timers before messages that arrived during the busy period, as a real event loop may."""
         late = self._ready[self._ready_count_before :]
         timers = [handle for handle in late if isinstance(handle, Timer)]
         self._ready[self._ready_count_before :] = timers + [handle for handle in late if not isinstance(handle, Timer)]

@@ -21,16 +21,16 @@ class SimReport(Generic[T_co]):
         results: Return value of each rank's main, or the exception that ended it. None for a rank that was killed or
             had not ended when the simulation stopped.
         seed: Seed of the simulation.
-        packed_trace: The last events in packed form; :attr:`trace` unpacks them.
+        packed_trace: Last events, in packed form; :attr:`trace` unpacks them.
         trace_digest: Hexadecimal digest of all events and message contents; equal for equal arguments.
         virtual_time_s: Virtual seconds until the last rank ended.
-        message_count: Number of messages sent, framed or not.
+        message_count: Number of messages sent, with or without a frame.
         byte_count: Total size of these messages, in bytes.
         event_count: Number of events: turns, timers and arrivals.
-        faults: The fault plan.
+        faults: Fault plan of the simulation.
         faults_fired: Number of times that each fault fired, in the order of the plan.
         statistics: Final statistics of each rank; None for a rank that never started.
-        killed_ranks: Ranks whose last process was killed.
+        killed_ranks: Ranks whose most recent process was killed.
     """
 
     # Any instead of BaseException and None, so that users need not check the type of every value.

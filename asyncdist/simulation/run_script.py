@@ -67,8 +67,8 @@ class Script:
         faults: Fault plan of every seed.
         until_s: Virtual time, in seconds, by which all ranks must have ended; None for no limit.
         record: Absolute path of the folder for recordings; None for no recording.
-        has_safe_path: Whether the user has kept the script's folder out of the module path. This is not read from
-            ``sys.flags`` where the script runs, because all processes of :func:`explore` start with a safe path.
+        has_safe_path: Whether the user has kept the script's folder out of the module path. The process that runs the
+            script cannot read this from ``sys.flags``, because :func:`explore` starts all processes with a safe path.
     """
 
     path: str
@@ -148,7 +148,7 @@ def _command() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """Describes how a script ended; ``has_run`` is false if the script did not call ``asyncdist.run``."""
+    """Describes how a script ended. ``has_run`` tells whether it called ``asyncdist.run``."""
 
     error: BaseException | None
     report: SimReport[Any] | None
@@ -183,7 +183,7 @@ class _Host:
         return value
 
     def run_local(self, main: Callable[..., Any], args: tuple[Any, ...], strict: bool) -> list[Any]:
-        """Simulate a call of ``asyncdist.run_local``: return the values of all ranks."""
+        """Simulate a call of ``asyncdist.run_local``, and return the return values of all ranks."""
         self(main, args, strict)
         assert self.report is not None, "it has run"
         return list(self.report.results)
@@ -193,13 +193,13 @@ class _Host:
         self._states = _random_states()
 
     def _seeded(self) -> list[str]:
-        """Return the names of the generators that the script has seeded or drawn from."""
+        """Return the names of the generators that the script has seeded or used."""
         now = _random_states()
         return [name for name, state in self._states.items() if state != now[name]]
 
 
 def _random_states() -> dict[str, str]:
-    """Return the process's random states as strings that can be compared."""
+    """Return this process's random states, by generator, as strings that can be compared."""
     with np.printoptions(threshold=sys.maxsize):
         numpy_state = repr(np.random.get_state(legacy=False))
     torch_state = torch.get_rng_state().numpy().tobytes().hex()
@@ -248,8 +248,8 @@ def execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
 def _run_main(script: Script, host: _Host) -> None:
     """Run the script as ``__main__``.
 
-    A script that opens its world without a main is rank 0 from its beginning. The other ranks run the script, too, each
-    on a separate stack, until they open their world.
+    A script that opens its world without a main function runs as rank 0 from its first line. The other ranks also run
+    the script, each on a separate stack, until they open their world.
     """
 
     def run() -> None:
@@ -289,13 +289,13 @@ def _run_main(script: Script, host: _Host) -> None:
 
 
 def _is_end_by_signal(error: BaseException, report: SimReport[Any] | None) -> bool:
-    """Return whether ``error`` is the exception with which a signal of the fault plan ended rank 0."""
+    """Return whether ``error`` is the exception by which an interrupt of the fault plan ended rank 0."""
     return report is not None and error is report.results[0] and is_end_by_signal(report, 0)
 
 
 @contextlib.contextmanager
 def _program(script: Script) -> Iterator[None]:
-    """Set ``sys.argv`` and ``sys.path`` as for a program that is started with this script's arguments."""
+    """Set ``sys.argv`` and ``sys.path`` as if Python had been started with this script and its arguments."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [script.path, *script.arguments]
     if not script.has_safe_path:
@@ -352,7 +352,7 @@ def run_once(script: Script, seed: int) -> int:
 
 
 def _how_to_see(script: Script, began_ns: int) -> list[str]:
-    """Return the command line that makes a report of the recordings written since ``began_ns``, if there are any."""
+    """Return the command line that reports the recordings written since ``began_ns``; empty if there are none."""
     if script.record is None:
         return []
     found = {path: path.stat() for path in Path(script.record).glob(f"*{SUFFIX}")}
@@ -379,7 +379,7 @@ def print_out(*lines: str) -> None:
 
 
 def _exit_before_run(script: Script, error: SystemExit | None) -> int:
-    """Return the exit code of a script that ended before it ran ranks, as with ``--help``."""
+    """Return the exit code of a script that ended before it ran ranks, for example because of ``--help``."""
     code = None if error is None else error.code
     if isinstance(code, str):
         print(code, file=sys.stderr)
@@ -439,7 +439,7 @@ def _summary(report: SimReport[Any]) -> list[str]:
 
 
 def _brief(result: Any) -> str:
-    """Describe a rank's value or error in one line."""
+    """Return a one-line description of a rank's return value or error."""
     if isinstance(result, BaseException):
         first = str(result).partition("\n")[0]
         return f"{type(result).__name__}: {first}" if first else type(result).__name__

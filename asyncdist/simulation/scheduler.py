@@ -40,19 +40,19 @@ class EndlessLoopError(LocalProtocolError):
 
 
 class Scheduler:
-    """The virtual clock and the event queue of a simulation.
+    """Virtual clock and event queue of a simulation.
 
     Args:
         rng: Random generator for the order of simultaneous events.
-        on_many: Called in a long simulation of many ranks, each time the number of events has doubled; or None.
+        on_many: Function called in a long simulation each time the number of events has doubled; None for few ranks.
 
     Attributes:
         now: Virtual seconds since the start.
-        ahead_s: Virtual seconds for which the running callback has blocked; its own time is ``now + ahead_s``.
+        ahead_s: Virtual seconds for which the running callback has blocked. Its own time is ``now + ahead_s``.
         task_count: Number of tasks created on all loops.
         idle_turn_count: Number of consecutive turns, of any ranks, that were not caused by an outside event.
         user_rank: Rank whose user code ran last; -1 at the beginning.
-        stopped: Set to make :meth:`run` return.
+        stopped: Whether :meth:`run` must return.
     """
 
     def __init__(self, rng: random.Random, on_many: Callable[[], object] | None = None) -> None:
@@ -160,7 +160,7 @@ class Scheduler:
         return True
 
     def _collect(self) -> None:
-        """Collect garbage outside of all ranks' turns, because finalisers may run code."""
+        """Collect garbage outside all ranks' turns, because finalisers may run code."""
         number = self._collect_at // _COLLECT_EVERY
         while self._collect_at <= self.event_count:
             self._collect_at += _COLLECT_EVERY
@@ -174,7 +174,7 @@ class Scheduler:
         gc.collect(2 if is_power_of_four or number % 1024 == 0 else int(number % _MIDDLE_EVERY == 0))
 
     def _is_enough(self) -> bool:
-        """Call the ``after_event`` function of :meth:`run` outside of all loops; return whether to stop."""
+        """Call the ``after_event`` function of :meth:`run` outside all loops; return whether to stop."""
         if self._after_event is None:
             return False
         self.switch_loop(None)

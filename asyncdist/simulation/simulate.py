@@ -100,8 +100,8 @@ def simulate(
             simulation is over, but the messages that they send are dropped.
         strict, record, record_limit_nbytes: The parameters of :func:`asyncdist.run`.
         until_s: Virtual time, in seconds, by which all ranks must have ended; None for no limit.
-        after_event: Called after every event, to check invariants. Its exception is raised here. If it returns a true
-            value, the simulation stops, even if ranks are still running.
+        after_event: Function called after every event, to check invariants. ``simulate`` raises its exception. If it
+            returns a true value, the simulation stops, even if ranks are still running.
         inherited_random: Names of generators: ``"random"``, ``"numpy"`` or ``"torch"``. Each rank begins with the
             caller's states of these generators. The states of the others are derived from the seed and the rank.
 
@@ -139,7 +139,7 @@ def _run_alone(
     inherited_random: Collection[str],
     run: Callable[[_Simulation], SimReport[Any]],
 ) -> SimReport[Any]:
-    """Run the simulation with patched modules and random states, and restore them afterwards."""
+    """Run a simulation with patched modules and random states, and return its report; restore them afterwards."""
     states = RandomStates(arguments.size, arguments.seed, inherited_random)
     simulation = _Simulation(arguments, states)
 
@@ -156,12 +156,12 @@ def _run_alone(
 
 @types.coroutine
 def _no_time() -> Generator[None, None, None]:
-    """Return at once when awaited."""
+    """Return immediately when awaited."""
     yield from ()
 
 
 class _Clock:
-    """Advances a simulated rank's virtual time by its computing time, at safe points and for work in threads."""
+    """Charges a simulated rank the virtual time of its computations at safe points and in threads."""
 
     def __init__(self, simulation: _Simulation, loop: RankLoop) -> None:
         self._simulation = simulation
@@ -277,7 +277,7 @@ class _Simulation:
             return self._run_all(until_s, after_event)
 
     def _start_rank(self, rank: int, *, main: Any, args: tuple[Any, ...], options: RankOptions) -> asyncio.Task[None]:
-        """Start a process of ``rank``; return its main task."""
+        """Start a process of ``rank``, and return its main task."""
         loop = self._loops[rank]
         context = loop.context = contextvars.copy_context()
         loop.generators = self._generators.of
@@ -309,7 +309,7 @@ class _Simulation:
                 self._states.restore()
 
     def _let_happen(self, until_s: float | None, after_event: Callable[[], object] | None) -> bool:
-        """Run events; return False if none is left. If tasks loop endlessly, raise EndlessLoopError naming them."""
+        """Run events; return False if none is left. If tasks loop endlessly, name them in an EndlessLoopError."""
         try:
             return self._scheduler.run(until_s=math.inf if until_s is None else until_s, after_event=after_event)
         except EndlessLoopError as error:
@@ -364,7 +364,7 @@ class _Simulation:
             self._stop_if_over()
 
     def draw_busy_s(self, loop: RankLoop) -> float:
-        """Sample a rank's computing time before a safe point; it may extend past the expiry of a timer of the rank."""
+        """Sample a rank's computing time before a safe point, which may end just after one of the rank's timers."""
         seconds = self.draw_compute_s(loop.rank)
         if self._overrun_probability and self._overruns.random() < self._overrun_probability:
             now = loop.time()
@@ -378,7 +378,7 @@ class _Simulation:
         return self._scheduler.random()
 
     def has_died(self, loop: RankLoop) -> bool:
-        """Return whether the process of ``loop`` was killed, or the simulation is over and being cleaned up."""
+        """Return whether the process of ``loop`` was killed; True for all processes once cleanup has begun."""
         return loop.rank in self._killed or loop is not self._loops[loop.rank]
 
     def _stop_if_over(self) -> None:
@@ -456,7 +456,7 @@ class _Simulation:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _whereabouts(self, what: str, of_whom: str) -> str:
-        """Describe the event ``what`` and the wait of each rank's tasks, in a message of several lines."""
+        """Return a description of the event ``what`` and of the waits of each rank's tasks, in several lines."""
         lines = [f"{what} at {self._scheduler.now:.9f} s of virtual time, {of_whom}:"]
         for rank in self._unended_ranks():
             lines += self._waiting(rank)
@@ -466,7 +466,7 @@ class _Simulation:
         return [rank for rank in range(self._size) if rank not in self._outcomes and rank not in self._killed]
 
     def _waiting(self, rank: int) -> list[str]:
-        """Describe what each task of ``rank`` waits for, one line each."""
+        """Return one line for each task of ``rank`` that describes its wait."""
         world = self._worlds.get(rank)
         tasks = self._loops[rank].unfinished_tasks()
         texts = [f", {task.get_name()}: {what_awaits(task, world)}" for task in tasks]

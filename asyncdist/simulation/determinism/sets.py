@@ -21,7 +21,7 @@ _GATHERED: Final[Any] = tasks._GatheringFuture  # type: ignore[attr-defined]
 
 
 class _InOrder(set[Any]):
-    """A set that iterates in insertion order."""
+    """Set that iterates over its members in insertion order."""
 
     def __init__(self, members: Iterable[Any] = ()) -> None:
         self._came = dict.fromkeys(members)
@@ -49,7 +49,7 @@ def ordered_sets() -> Iterator[None]:
     all_tasks = asyncio.all_tasks
 
     def all_tasks_in_order(loop: asyncio.AbstractEventLoop | None = None) -> set[asyncio.Task[Any]]:
-        """Return the unfinished tasks, as ``asyncio.all_tasks`` does, without the tasks of earlier simulations."""
+        """Return the unfinished tasks, like ``asyncio.all_tasks``, but without tasks of earlier simulations."""
         found = asyncio.get_running_loop() if loop is None else loop
         return _InOrder(found.unfinished_tasks()) if isinstance(found, RankLoop) else all_tasks(loop)
 
@@ -68,6 +68,6 @@ def ordered_sets() -> Iterator[None]:
 
 
 def _hash_of_gathered(future: Any) -> int:
-    """Return the hash of an ``asyncio.gather`` future: its number if it is on a rank's loop, else its default hash."""
+    """Return the hash of an ``asyncio.gather`` future: its number on a rank's loop, else its default hash."""
     loop = future.get_loop()
     return loop.number_of(future) if isinstance(loop, RankLoop) else object.__hash__(future)

@@ -120,7 +120,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _calling_rank() -> RankLoop | None:
-    """Return the loop of the running rank; None if no rank runs, or if the caller's caller is a trusted library."""
+    """Return the running rank's loop; None if no rank is running or the caller's caller is a trusted library."""
     loop = asyncio._get_running_loop()  # None in other threads and in forked processes
     if not isinstance(loop, RankLoop) or not loop.is_running():
         return None

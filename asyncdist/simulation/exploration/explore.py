@@ -63,15 +63,15 @@ class Failure:
     """Describes the failure that an exploration found.
 
     Attributes:
-        seed: The failing seed.
+        seed: Seed that failed.
         kind: Class name of the exception.
         message: Message of the exception.
         traceback: Traceback, beginning with the scenario's first frame.
         trace: Last events of the seed's last simulation.
         faults: Fault plan of that simulation.
-        minimal_faults: Minimal plan, with simple numbers, that fails in the same way; None if none was found, with the
-            reason in ``note``.
-        shrink_run_count: Number of runs made to shrink the plan.
+        minimal_faults: Minimal plan, with simple numbers, that fails in the same way. None if no minimal plan was
+            found; ``note`` then contains the reason.
+        shrink_run_count: Number of runs that shrinking the plan took.
         repeat: Shell command that repeats the failure, with the minimal plan if there is one.
         note: Further remarks; may be empty.
     """
@@ -150,7 +150,7 @@ class ExploreReport:
 
 
 def _covered(events: Mapping[str, int]) -> str:
-    """Return a summary of the events that occurred in averaging rounds; empty if there were none."""
+    """Return a summary of the events in averaging rounds; empty if there were no such events."""
     words = {"decided": "rounds", "applied": "applied", "abandoned": "abandoned", "coordinator": "failovers"}
     found = [f"{text} {events[kind]}" for kind, text in words.items() if events.get(kind)]
     roles = [f"{kind.removeprefix('role ')} {count}" for kind, count in sorted(events.items()) if kind[:5] == "role "]
@@ -175,8 +175,8 @@ def explore(
         seeds: Seeds in the order in which they are tried. An iterator is consumed gradually.
         processes: Number of processes, each with one torch thread; by default the number of cores. With 1, seeds run in
             this process.
-        on_progress: Called with the report so far, about every half second and at the end.
-        quiet: Whether not to print the failure to standard error.
+        on_progress: Function called with the current report about every half second, and at the end.
+        quiet: Whether to print nothing to standard error after a failure.
 
     **Cancellation**: KeyboardInterrupt ends the processes at once, even while they run a seed.
 
@@ -200,7 +200,7 @@ def explore(
 
 
 def _checked(seeds: Iterable[int]) -> Iterator[int]:
-    """Check that all seeds are integers: at once for a list, one by one for an iterator."""
+    """Return an iterator over the seeds, which are checked to be integers: a list at once, an iterator in steps."""
     if not isinstance(seeds, Iterable):
         raise TypeError(f"seeds must be an iterable of integers, as in range(1000), got {seeds!r:.80}")
     iterator = map(_seed, seeds if isinstance(seeds, (range, Iterator)) else [_seed(seed) for seed in seeds])
@@ -226,7 +226,7 @@ class _Passed:
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """Describes a failure as text, because a user's exception may not be picklable."""
+    """Failure described by strings, because a user's exception may not be picklable."""
 
     seed: int
     kind: str
@@ -300,7 +300,7 @@ def signature_of(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Results of consecutive seeds, up to the first failure."""
+    """Results of consecutive seeds, up to and including the first failure."""
 
     results: list[_Passed | _Failed]
     seconds: float
@@ -381,7 +381,7 @@ def _search(runner: Inline | Pool, seeds: Iterator[int], progress: _Progress) ->
 
 
 def _investigate(runner: Inline | Pool, scenario: Any, failed: _Failed) -> Failure:
-    """Shrink the failing fault plan, and describe the failure."""
+    """Shrink the failing fault plan, and return a description of the failure."""
     attempts = _Attempts(runner, failed)
     try:
         minimal, note = _shrink(attempts, failed.faults, is_possible=takes_faults(scenario))
@@ -404,7 +404,7 @@ def _investigate(runner: Inline | Pool, scenario: Any, failed: _Failed) -> Failu
 def _shrink(
     attempts: _Attempts, faults: tuple[Fault, ...], *, is_possible: bool
 ) -> tuple[tuple[Fault, ...] | None, str]:
-    """Return the minimal plan, or None if none was found, and a note that explains the result."""
+    """Return the minimal plan, or None if there is none, and a note that explains the result."""
     if not faults:
         if attempts.fails_again():
             return (), ""
@@ -424,7 +424,7 @@ def _shrink(
 
 
 class _Attempts:
-    """Tests whether fault plans fail as the original plan did. Runs each plan once, up to a maximum number of runs."""
+    """Tests whether fault plans fail in the same way as the original plan, with a limited number of runs."""
 
     def __init__(self, runner: Inline | Pool, failed: _Failed) -> None:
         self._runner = runner

@@ -160,9 +160,9 @@ def _sigint_blocked() -> Iterator[None]:
 
 
 def _modules_of_others_ignored() -> contextlib.AbstractContextManager[None]:
-    """Prevent processes that the body starts from importing modules of the working directory, which may be shared.
+    """Return a context manager; processes started in its body import no modules of the working directory.
 
-    Otherwise they might do so before they receive this process's module path.
+    The directory may be shared, and the processes may import modules before they receive this process's module path.
     """
     return environment.variable_set(environment.SAFE_PATH_VARIABLE, "1")
 

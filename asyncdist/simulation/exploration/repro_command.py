@@ -60,7 +60,7 @@ def fields_of(fault: Fault) -> dict[str, Any]:
 
 
 def _reference(scenario: Any) -> tuple[list[str], str]:
-    """Return import statements and an expression that refers to the scenario."""
+    """Return an expression for the scenario, preceded by the import statements that it needs."""
     if isinstance(scenario, functools.partial):
         imports, inner = _reference(scenario.func)
         given = [*map(repr, scenario.args), *(f"{name}={value!r}" for name, value in scenario.keywords.items())]
@@ -75,7 +75,7 @@ def _reference(scenario: Any) -> tuple[list[str], str]:
 
 
 def _import_paths() -> list[str]:
-    """Return the entries of ``sys.path`` that a Python interpreter started in the current folder would lack."""
+    """Return the entries of ``sys.path`` that are missing in an interpreter started in the current folder."""
     here = Path.cwd()
     own = [Path(sysconfig.get_path(name)).resolve() for name in _OWN_PATHS]
     found: dict[str, None] = {}

@@ -69,7 +69,7 @@ def simplify(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) ->
 
 
 def _simpler(value: float, simplest: float) -> list[float]:
-    """Return ``simplest``, and ``value`` rounded to one, two and three digits."""
+    """Return simpler candidates for ``value``: ``simplest``, and the value rounded to one, two and three digits."""
     if not value:
         return []
     magnitude = math.floor(math.log10(abs(value)))

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @types.coroutine
 def _fall_asleep() -> Generator[None, None, None]:
-    """Yield once, so that all callbacks that are ready now run before the task resumes."""
+    """Yield once, so that all callbacks that are already ready run before the task resumes."""
     yield
 
 

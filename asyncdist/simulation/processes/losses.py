@@ -23,11 +23,11 @@ class Liveness:
     """Tracks which simulated ranks are dead, and which ranks have detected each death.
 
     Attributes:
-        dead: Ranks without a process: they were killed, or have not joined yet.
-        died_at: Time of death of each dead rank.
+        dead: Ranks without a process, because they were killed or have not joined yet.
+        died_at: Virtual time of each dead rank's death, in seconds.
         closed: Ranks whose process has ended normally.
-        known_lost: For each rank, the ranks that it regards as lost.
-        stale_count: Number of messages dropped because their receiver has been replaced by a later process.
+        known_lost: Set of the ranks that each rank regards as lost, indexed by rank.
+        stale_count: Number of messages dropped because a later process has replaced their receiver.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Liveness:
                 self._find_out(self._meet, other, rank, self._incarnations[rank])
 
     def _meet(self, observer: int, other: int, incarnation: int) -> None:
-        """Notify ``observer`` of a new process of ``other``, after the loss of the previous process."""
+        """Notify ``observer`` of the loss of ``other``'s previous process, and then of its new process."""
         known = self.connection(observer, other)[1]
         if known == incarnation and other not in self.known_lost[observer]:
             return  # the observer is already connected to the new process
@@ -169,14 +169,14 @@ class Liveness:
             self._introduce(observer, other, incarnation)
 
     def _introduce(self, observer: int, other: int, incarnation: int) -> None:
-        """Notify ``observer`` that there is a new process of ``other``."""
+        """Notify ``observer`` that ``other`` has a new process."""
         self._introduced[observer][other] = incarnation
         listen = self._return_listeners[observer]
         if listen is not None:
             listen(other, incarnation)
 
     def _is_there(self, observer: int, other: int, incarnation: int) -> bool:
-        """Return whether both processes exist. An ended process of ``other`` counts while its messages are held."""
+        """Return whether both processes exist. A process of ``other`` exists until its held messages are delivered."""
         has_ended = observer in self.closed or (other in self.closed and (other, observer) not in self._held)
         return not (has_ended or {observer, other} & self.dead or self._incarnations[other] != incarnation)
 

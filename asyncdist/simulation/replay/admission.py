@@ -74,7 +74,7 @@ class Admission:
         return self._key_of_task(source, tag)
 
     def _key_of_task(self, source: int, tag: int) -> Key | None:
-        """Return the key of a message that a task may receive now, outside a polling pass; None if there is none."""
+        """Return the key of a message that a task may now receive outside a polling pass; None if there is none."""
         if isinstance(self._agenda.next(), Lost):
             first = next((sight for sight in self._agenda.sights() if not isinstance(sight, Lost)), None)
             if isinstance(first, TakenByTask) and fits(first.keys[0], source, tag):
@@ -109,7 +109,7 @@ class Admission:
         return self._mailbox.pop(key)
 
     def _leave_no_more_to_task(self, taken: TakenByTask) -> None:
-        """Deliver the messages that the task received just after ``taken``, because it tests less often in a replay."""
+        """Deliver the messages that the task received just after ``taken``, since it tests less often in a replay."""
         for sight in itertools.takewhile(taken.is_beside, self._agenda.sights()):
             if not isinstance(sight, TakenByTask) or sight.keys[0][1] != taken.keys[0][1]:
                 break

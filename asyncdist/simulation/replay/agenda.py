@@ -37,7 +37,7 @@ COLLECTIVE_TAGS: Final = range(tags.COLLECTIVE_FIRST, tags.COLLECTIVE_LAST + 1)
 
 
 class Agenda:
-    """The remaining inputs in a replayed rank's record, and the rank's current point in the record.
+    """Remaining inputs in a replayed rank's record, and the rank's current point in the record.
 
     Attributes:
         is_open: Whether the rank's world is open. Before that, no input is delivered.
@@ -45,7 +45,7 @@ class Agenda:
         progressed_at_s: Virtual time at which ``progress_count`` last grew.
         catch_up: Function that delivers all inputs that are due. Its argument is the number of inputs, from the start
             of the record, that must not be deferred.
-        seen_count: Number of inputs delivered, counting only kinds of inputs that clock readings count.
+        seen_count: Number of delivered inputs of the kinds that clock readings count.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class Agenda:
         return {key[0] for key, count in self._keys_with(sight).items() if self._mailbox.count(key) < count}
 
     def _keys_with(self, first: Taken) -> Counter[Key]:
-        """Count, by key, the messages of this input and those that tasks received in the step after it."""
+        """Return the number of messages, by key, of this input and of the tasks' receives in the following step."""
         keys = Counter(first.keys)
         for sight in self.sights():
             if isinstance(sight, TakenByTask) and sight is not first:
@@ -294,7 +294,7 @@ class Agenda:
 
 
 def _may_bring(sight: Taken, left: Left) -> bool:
-    """Return whether these recorded messages may complete the collective of ``left``, or make it fail."""
+    """Return whether these recorded messages may be the cause of ``left``, the end or failure of a collective."""
     tags_of = [tag for _, tag in sight.keys if tag in COLLECTIVE_TAGS]
     return bool(tags_of) if left.what == FAILED else any(left.what == end_of_collective(tag) for tag in tags_of)
 

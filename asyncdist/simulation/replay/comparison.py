@@ -23,7 +23,7 @@ class Comparison:
     """Compares a replayed rank's decisions with its record, and removes each compared decision from the record.
 
     Attributes:
-        iteration: Last iteration in which a policy's step ended; -1 before the first.
+        iteration: Last iteration in which a policy's step ended; -1 before the first such step.
     """
 
     def __init__(self, rank: int, log: RankLog, found: list[DivergenceError]) -> None:
@@ -105,7 +105,7 @@ def _name_of(tag: int) -> str:
 
 
 def _essence(event: Event) -> tuple[str, list[Any]]:
-    """Return an event's kind and the fields that a replay must repeat, in a form in which NaN equals NaN."""
+    """Return an event's kind and the fields that a replay must repeat, with NaN replaced by a string."""
     named = zip(KINDS[event.kind], event.fields, strict=False)
     plain = ((name, list(field) if isinstance(field, (tuple, list)) else field) for name, field in named)
     return event.kind, [field if field == field else "nan" for name, field in plain if name not in _NOT_REPEATED]

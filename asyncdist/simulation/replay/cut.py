@@ -29,7 +29,7 @@ def cut_at_signals(records: Mapping[int, Sequence[Event]]) -> dict[int, Sequence
 
 
 def _end(events: Sequence[Event]) -> int:
-    """Return the number of events before a signal; if its exception was raised in user code, up to the last step."""
+    """Return the number of events to replay: those before a signal, or up to the last step if user code raised."""
     end = 0
     for place, event in enumerate(events):
         if event.kind == "interrupted":
@@ -66,7 +66,7 @@ class _Messages:
         return found
 
     def first_received_after(self, ends: Mapping[int, int], rank: int, messages: Mapping[int, _Messages]) -> int | None:
-        """Return the index of the rank's first receive whose message was sent after the end of the source's record."""
+        """Return the index of the first receive of a message sent after its source's end; None if there is none."""
         counts: Counter[Key] = Counter()
         for place, (source, tag) in self.received:
             if place >= ends[rank]:
@@ -82,7 +82,7 @@ class _Messages:
 
 
 def _make_consistent(ends: dict[int, int], messages: Mapping[int, _Messages]) -> None:
-    """Shorten records until no rank receives a message sent after the end of its source's record."""
+    """Shorten records until no rank receives a message that was sent after the end of its source's record."""
     has_changed = True
     while has_changed:
         has_changed = False

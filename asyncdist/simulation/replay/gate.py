@@ -35,14 +35,14 @@ _TRY_COUNT: Final = 20
 
 @dataclass(slots=True)
 class Tasks:
-    """The tasks of a replayed rank that wait for something.
+    """Waiting tasks of a replayed rank.
 
     Attributes:
-        waiters: Future for which each task waits.
+        waiters: Future for which each task waits, by task.
         counted: Tasks whose waits are counted in the record.
         woken_late: Tasks that wait for a message in the replay, but did not wait for it in the recorded run.
         user: Task that reached the last safe point.
-        main: The task ``user``; None while this task waits for something other than a safe point.
+        main: Task ``user``; None while this task waits for something other than a safe point.
     """
 
     waiters: dict[asyncio.Task[Any] | None, asyncio.Future[None]] = field(default_factory=dict)
@@ -57,8 +57,9 @@ class Gate:
 
     Args:
         found: List to which differences from the record are appended.
-        is_cut_off: Returns whether a rank has stopped at the end of its own record, or at the end of the record of a
-            rank that it needs. If the second argument is true, ranks that wait at the end of their record count, too.
+        is_cut_off: Function that returns whether a rank has stopped at the end of its own record, or at the end of the
+            record of a rank that it needs. If the second argument is true, ranks that wait at the end of their record
+            count as stopped.
 
     Attributes:
         has_stopped: Whether the rank has reached the end of its record or of its main.
@@ -187,7 +188,7 @@ class Gate:
                 self.deadlines.expire(what)
 
     def _bring_late(self, task: asyncio.Task[Any]) -> bool:
-        """Deliver a message for which ``task`` did not wait in the recorded run; return whether its wait ends."""
+        """Deliver a message that ``task`` received without waiting when recorded; return whether its wait ends."""
         self._engine.poll()
         if task in self.tasks.woken_late or (waiter := self.tasks.waiters.get(task)) is None or not waiter.done():
             return False
@@ -196,7 +197,7 @@ class Gate:
         return True
 
     def _end_streams(self, taken: Taken) -> None:
-        """End the streams whose last part was sent in the same pass, so that tasks resume in order of their waits."""
+        """End the streams whose last part was sent in this pass, so that tasks resume in the order of their waits."""
         for sight in list(itertools.takewhile(taken.is_beside, self.agenda.sights())):
             if not isinstance(sight, Fired) or not is_end_of_stream(sight.what) or not self.timers.has(sight.what):
                 return
@@ -204,7 +205,7 @@ class Gate:
             self.timers.fire(sight.what)
 
     def _wake_user(self, keys: Collection[Key]) -> None:
-        """Wake the user's task before others if it waits for one of these messages, as a recorded timeout did."""
+        """If the user's task waits for one of these messages, wake it first, as a timeout did in the recorded run."""
         if (waiter := self.tasks.waiters.get(self.tasks.user)) is None:
             return
         what, peers = self._engine.awaited(waiter), frozenset(self._engine.awaited_peers(waiter))
@@ -212,7 +213,7 @@ class Gate:
             resolve_waiter(waiter, None)
 
     def _catch_up(self, seen_count: int = 0) -> None:
-        """Deliver all recorded inputs that are due and possible. The first ``seen_count`` inputs are not deferred."""
+        """Deliver all due inputs that can be delivered, without deferring the first ``seen_count`` of the record."""
         while (sight := self.agenda.next()) is not None and self.agenda.is_due(sight):
             if self.admission.has_permitted and self._engine.poll() == 0 and self.admission.has_permitted:
                 return
@@ -230,7 +231,7 @@ class Gate:
             self._show(sight)
 
     def _is_waited_for(self, sight: Sight) -> bool:
-        """Return whether a task already waits for a message that it received without waiting in the recorded run."""
+        """Return whether a task waits for a message that it received without waiting in the recorded run."""
         assert isinstance(sight, TakenByTask), f"{sight} was not taken by a task"
         requests: Iterator[Any] = (operation.request for operation in self._engine._operations)
         return any(request.is_for(sight.keys[0]) for request in requests if hasattr(request, "is_for"))
@@ -238,9 +239,9 @@ class Gate:
     def _is_deferred(self, sight: Sight) -> bool:
         """Return whether to defer a recorded input until a task other than the one that it wakes has continued.
 
-        That other task reaches a safe point, or continues after a collective, a sleep or work in a thread. In the
+        The other task reaches a safe point, or continues after a collective, a sleep or work in a thread. In the
         recorded run, it was ready when a polling pass received the message. The deferral ends after a limited time, in
-        case user code does wait for the input.
+        case user code waits for the input.
         """
         left = self.agenda.exit_after(sight)
         is_late = self.agenda.has_late_timer_after(sight)
@@ -302,7 +303,7 @@ class Gate:
         self.lookout.look_soon()  # the next recorded input may be due after this wait
 
     def _is_main_running(self) -> bool:
-        """Return whether the current task is main; main's next safe point waits for earlier inputs anyway."""
+        """Return whether the current task is main, whose next safe point will wait for earlier inputs."""
         return self.tasks.main is not None and asyncio.current_task(self._loop) is self.tasks.main
 
     # -- safe points ------------------------------------------------------------------------------------------------
@@ -368,7 +369,7 @@ class Gate:
         return False
 
     async def _see_turn(self, turn: int) -> None:
-        """Deliver the inputs that were recorded up to a turn of this safe point."""
+        """Deliver the inputs that were recorded up to the given turn of this safe point."""
         self.agenda.set_turn(turn)
         while (sight := self.agenda.next()) is not None:
             is_due = self.agenda.is_due(sight) and not _is_left_to_task(sight)
@@ -376,7 +377,7 @@ class Gate:
                 await self._see(sight)
 
     async def _wait_for_next(self) -> None:
-        """Pause the rank until the next recorded input arrives, if this input is due."""
+        """If the next recorded input is due, pause the rank until this input can be delivered."""
         while (sight := self.agenda.next()) is not None and self.agenda.must_be_there(sight):
             await self._until_possible(sight)
             if not isinstance(sight, Passed):
@@ -385,7 +386,7 @@ class Gate:
             self._engine.recheck()
 
     async def _see(self, sight: Sight) -> None:
-        """Pause the rank until a recorded input arrives, and deliver it."""
+        """Pause the rank until a recorded input can be delivered, and deliver it."""
         while not await self._until_possible(sight):
             is_late = self.agenda.progressed_at_s < self._loop.time() - _TRY_COUNT * PATIENCE_S
             if any(self._is_cut_off(rank, is_late) for rank in self.agenda.missing_sources(sight)):
@@ -460,5 +461,5 @@ def is_end_of_stream(what: WaitId) -> bool:
 
 
 def _is_left_to_task(sight: Sight) -> bool:
-    """Return whether a task must receive this message without a polling pass, and has not tried to yet."""
+    """Return whether a task must receive this message outside polling passes, and has not tried to receive it."""
     return isinstance(sight, TakenByTask) and sight.late_for is None

@@ -79,7 +79,7 @@ class ReplayedJob:
             raise self._difference
 
     def _judge(self) -> None:
-        """Find the first difference from the records. Only the first call acts: cancelled ranks make new decisions."""
+        """Find the first difference from the records. Only the first call counts, as cancelled ranks decide anew."""
         if self._is_judged:
             return
         self._is_judged = True
@@ -96,13 +96,13 @@ class ReplayedJob:
         return None
 
     def _is_cut_off(self, rank: int, or_waits: bool) -> bool:
-        """Return whether a rank has stopped at the end of a record that it needs, or waits there if ``or_waits``."""
+        """Return whether a rank has stopped (or, with ``or_waits``, waits) at the end of a record that it needs."""
         return rank in self._cut_off(
             {each for each, gate in self._gates.items() if gate.has_stopped_at_cut or (or_waits and gate.is_at_cut)}
         )
 
     def _cut_off(self, ranks: Collection[int]) -> set[int]:
-        """Return these stopped ranks, and all ranks that need a message from a stopped rank."""
+        """Return the set of these stopped ranks and all ranks that need their messages, directly or indirectly."""
         cut_off = set(ranks)
         while more := {
             rank
@@ -116,7 +116,7 @@ class ReplayedJob:
         return sum(log.decision_count for log in self._logs.values())
 
     def _first_missing(self, ranks: Iterable[int]) -> DivergenceError:
-        """Return an error that names the first recorded event that these ranks lack in the replay."""
+        """Return an error that names the first recorded event that is missing in these ranks' replay."""
         missing = {rank: self._gates[rank].missing() for rank in ranks}
         first = min(missing, key=lambda rank: (self._recorded[rank].unix_s(missing[rank][0]), missing[rank][1]))
         others = [rank for rank in sorted(missing) if rank != first]
@@ -125,7 +125,7 @@ class ReplayedJob:
 
 
 class _Watch:
-    """Detects when no rank of a replay makes progress; ``gates``, keyed by rank, may change during the replay."""
+    """Detects when no rank of a replay makes progress. ``gates`` may gain ranks during the replay."""
 
     def __init__(self, gates: Mapping[int, Gate]) -> None:
         self._gates = gates
@@ -134,7 +134,7 @@ class _Watch:
         self._progressed_at_count = 0
 
     def is_over(self) -> bool:
-        """Return whether no rank has made progress for many events; called after each event."""
+        """Return whether no rank has made progress during many events. Called after each event."""
         self._event_count += 1
         if self._event_count % _LOOK_EVERY:
             return False

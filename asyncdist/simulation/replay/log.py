@@ -111,8 +111,8 @@ class SafePoint:
     """A recorded safe point of the user's code.
 
     Attributes:
-        woken_count, sent_count: Numbers of waits ended and messages sent between the previous safe point and this one.
-        sights: The inputs that were recorded during the safe point.
+        woken_count, sent_count: Numbers of ended waits and sent messages since the previous safe point.
+        sights: Inputs recorded during the safe point.
         turn_count: Number of polling passes and yields in the safe point.
         has_ended: Whether the end of the safe point is recorded.
     """
@@ -130,20 +130,20 @@ Entry: TypeAlias = Sight | SafePoint
 
 @dataclass(slots=True)
 class RankLog:
-    """A rank's record: its inputs and its decisions.
+    """Record of one rank: its inputs and its decisions.
 
     Attributes:
         entries: Inputs and safe points, oldest first.
         early: Number of messages received before the rank's world was open, by source and tag.
         clock: Readings of the clock, by the line of code that read it.
-        decisions: Decisions by kind, because the order between kinds depends on the order of tasks.
+        decisions: Decisions, by kind, because the order between kinds depends on the order of tasks.
         is_over: Whether the end of main is recorded.
         is_native: Whether MPI carried out collectives.
-        results: Results of MPI's reductions, by the group's tag: the number of bytes, and the bytes, which are b"" if
-            there were too many to record.
-        measured: Timing-dependent numbers, by their identity.
-        tells_sleeps: Whether the record contains the firing of asyncio's timers.
-        tells_collectives: Whether the record contains all ends of collectives after which a task continued.
+        results: Results of MPI's reductions, by the group's tag. Each is a pair of the number of bytes and the bytes,
+            which are b"" if there were too many to record.
+        measured: Recorded numbers that depend on timing, by their identity.
+        tells_sleeps: Whether the record says when asyncio's timers fired.
+        tells_collectives: Whether the record says when tasks continued after collectives.
     """
 
     entries: deque[Entry] = field(default_factory=deque)
@@ -192,7 +192,7 @@ def log_of(
 
 
 class _Reader:
-    """Fills a RankLog event by event. If ``tells_ends``, the record has collectives' ends instead of their messages."""
+    """Fills a RankLog event by event. With ``tells_ends``, ends of collectives replace the collectives' messages."""
 
     def __init__(self, log: RankLog, sent_before_count: int, *, tells_ends: bool) -> None:
         self._log = log
@@ -247,7 +247,7 @@ class _Reader:
         self._sights = self._log.entries if has_ended else point.sights
 
     def _read_message(self, event: Event, number: int, key: Key) -> None:
-        """Add a message received by the polling pass ``number``, which is negative if a task received the message."""
+        """Add a message received by polling pass ``number``, or by a task if ``number`` is negative."""
         self._log.tags.add(key[1])
         if number == BEFORE_WORLD:
             self._log.early[key] += 1

@@ -97,7 +97,7 @@ class Lookout:
             self._show_all()
 
     def _has_no_patience(self) -> bool:
-        """Return whether no input was delivered for PATIENCE_S; if False, schedule the next check."""
+        """Return whether no input has been delivered for PATIENCE_S seconds; if not, schedule the next check."""
         ends_at_s = self._agenda.progressed_at_s + PATIENCE_S
         if self._loop.time() >= ends_at_s:
             return True
@@ -105,7 +105,7 @@ class Lookout:
         return False
 
     def _show_all(self) -> None:
-        """Stop delaying inputs, because ranks may end in a different order than in the recorded run."""
+        """Stop delaying inputs, because ranks may end in an order that differs from the recorded run."""
         self._agenda.clear()
         self._admission.clear()
         self._release()

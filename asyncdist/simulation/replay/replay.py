@@ -58,7 +58,7 @@ def replay(
         main: Coroutine function that was recorded.
         args: Further arguments of ``main``.
         recording: Recording of one job, with a file for each rank.
-        on_open: Called with the world of each rank before the rank's main begins.
+        on_open: Function called with the world of each rank before the rank's main begins.
 
     Raises:
         DivergenceError: A rank differs from its record; the error names the first difference.

@@ -52,7 +52,7 @@ def test_replay_of_job_{name}() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _ReplayedScript(Script):
-    """A script that replays a recorded run instead of simulating a new one; the result is appended to ``ended``."""
+    """Script that replays a recorded run instead of simulating a new one, and appends the result to ``ended``."""
 
     recording: Recording | None = None
     debugger: RankDebugger | None = None
@@ -67,7 +67,7 @@ class _ReplayedScript(Script):
         strict: bool,
         inherited: list[str],
     ) -> SimReport[Any]:
-        """Replay the recording instead of simulating; each rank continues with its recorded random states."""
+        """Replay the recording instead of simulating. Each rank begins with its recorded random states."""
         del seed, faults, strict, inherited
         assert self.recording is not None and self.ended is not None
 
@@ -82,14 +82,14 @@ class _ReplayedScript(Script):
 
     @property
     def is_local(self) -> bool:
-        """Whether the recorded ranks shared a process, so that ``asyncdist.run_local`` may have run them."""
+        """Whether the recorded ranks shared one process, which ``asyncdist.run_local`` may have hosted."""
         assert self.recording is not None
         return self.recording.ranks[0].conditions().capabilities.shares_process
 
     def begin_process(self, rank: int) -> None:
         """Seed torch so that it generates the recorded numbers before the world is open.
 
-        ``torch.seed()`` returns the recorded seed unless another seed was set before the rank opened its world.
+        ``torch.seed()`` returns the recorded seed, unless another seed was set before the rank opened its world.
         """
         assert self.recording is not None
         conditions = self.recording.ranks[rank].conditions()
@@ -106,7 +106,7 @@ class _ReplayedScript(Script):
 
 
 def _why_foreign(script: Path, folder: Path, user: int) -> str | None:
-    """Return why a script named only by a recording may be another user's; None if the script may be run.
+    """Return the reason why a script that only a recording names may be another user's; None if it may be run.
 
     Args:
         script: Path of the script, which might not exist.
@@ -260,7 +260,7 @@ def _summary(replayed: Replayed) -> list[str]:
 
 
 def _write_test(recording: Recording, ran: Script, path: Path) -> list[str]:
-    """Write a test, and a copy of the recording into a folder next to it; return the lines to print."""
+    """Write a test and, into a folder next to it, a copy of the recording; return the lines to print."""
     if path.suffix != ".py":
         raise ScriptError(f"--to-test must be a path that ends with .py, got {str(path)!r}")
     if path.exists():

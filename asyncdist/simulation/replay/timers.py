@@ -15,7 +15,7 @@ from asyncdist.waits import WaitId
 
 
 class _Timer:
-    """One scheduled call; ``when_s`` is its virtual time, which is used only after the end of the record."""
+    """Scheduled call. Its virtual time ``when_s`` is used only after the end of the record."""
 
     __slots__ = ("_args", "_call", "_context", "_is_cancelled", "is_over", "what", "when_s")
 

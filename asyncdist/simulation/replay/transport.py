@@ -104,7 +104,7 @@ class ReplayTransport(Transport):
 
 
 class _Sent:
-    """A send that has completed, because its message is already in the receiver's mailbox."""
+    """Send that has completed, because its message is already in the receiver's mailbox."""
 
     cancelled = False
     source = -1
@@ -121,7 +121,7 @@ _SENT = _Sent()
 
 
 class _SentToLost(_Sent):
-    """A send that fails, because the sender has been notified of the receiver's loss."""
+    """Send that fails, because the sender has been notified of the receiver's loss."""
 
     def __init__(self, dest: int) -> None:
         self._dest = dest
@@ -131,7 +131,7 @@ class _SentToLost(_Sent):
 
 
 class _Receive:
-    """A receive that completes when a matching message is admitted, or fails when the rank is notified of a loss."""
+    """Receive that completes when a matching message is admitted, or fails when its rank is notified of a loss."""
 
     def __init__(self, admission: Admission, lost: Collection[int], buffer: memoryview, source: int, tag: int) -> None:
         self._admission = admission
@@ -170,7 +170,7 @@ class _Receive:
 
 
 class _PersistentReceive(_Receive):
-    """A receive that can be posted repeatedly."""
+    """Receive that can be posted repeatedly."""
 
     def start(self) -> None:
         self.cancelled = False
