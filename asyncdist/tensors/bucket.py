@@ -118,7 +118,7 @@ class Bucket:
         return bisect.bisect_left(self._starts, start), bisect.bisect_right(self._starts, end) - 1
 
     def _cut(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (index, first element, end element) of each tensor that lies partly in the range, at most two."""
+        """Yield (index, first element, end element) for the tensors, at most two, that lie partly in the range."""
         low, high = self._whole(start, end)
         if self._starts[low] > start:
             first = self._starts[low - 1]

@@ -27,7 +27,7 @@ class Piece:
         first: Index of the piece's first element in the flat tensor of this dtype.
         count: Number of elements.
         offset: Offset of the piece in the chunk, in bytes.
-        averaged: Whether the values are averaged; otherwise they are copied from the best rank.
+        averaged: Whether the values are averaged instead of copied from the best rank.
     """
 
     dtype: torch.dtype

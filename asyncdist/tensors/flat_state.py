@@ -45,10 +45,10 @@ _CHANGED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A parameter or buffer of the model, and its place in the flat tensors.
+    """Parameter or buffer of the model, and its place in the flat tensors.
 
     Attributes:
-        names: All names, in the order of the modules; more than one for tied weights.
+        names: All names of the entry, in the order of the modules; several for tied weights.
         averaged: Whether the values are averaged (floating and complex) or copied from the best rank (integer and
             bool).
         offset: Index of the first element in the flat tensor.
@@ -120,8 +120,8 @@ class FlatBuffers:
     """One contiguous 1-D tensor for each dtype of a model, and a view of each entry; made by `FlatState.new_buffers`.
 
     Attributes:
-        tensors: Tensor for each dtype of the model, in an order that is equal on all ranks. Tensors for sums may have a
-            wider dtype than their key.
+        tensors: Flat tensor for each dtype of the model, in an order that is equal on all ranks. Tensors for sums may
+            have a wider dtype than their key.
     """
 
     entries: tuple[Entry, ...]
@@ -160,8 +160,8 @@ class FlatState:
         states: Optimizer states that are averaged with the weights; they become the last entries.
 
     Attributes:
-        fingerprint: Identifies the layout. For a DTensor it includes the placement and the global shape.
-        mesh_ranks: Global ranks of torch.distributed over which entries are sharded; empty if no entry is sharded.
+        fingerprint: Digest that identifies the layout. For a DTensor it includes the placement and the global shape.
+        mesh_ranks: Global torch.distributed ranks over which entries are sharded; empty if no entry is sharded.
 
     Raises:
         TypeError: The model is not an `nn.Module`.
@@ -223,7 +223,7 @@ class FlatState:
         )
 
     def _group(self, tensors: Sequence[Tensor]) -> list[list[int]]:
-        """Check the model's tensors, and return the indices of each entry's names: several if names share memory."""
+        """Check the model's tensors, and return the name indices of each entry, several if names share memory."""
         left_out = set(self._left_out)
         shared: dict[tuple[Any, ...], list[int]] = {}
         for place, (name, tensor) in enumerate(zip(self._names, tensors, strict=True)):
@@ -454,7 +454,7 @@ class FlatState:
         return trained_names(self._model)
 
     def _refuse_changed(self, tensors: Sequence[Tensor]) -> None:
-        """Raise ValueError that names the first entry whose shape or dtype has changed."""
+        """Raise a ValueError that names the first entry whose shape or dtype has changed."""
         for entry, tensor in zip(self.entries, tensors, strict=True):
             if tensor.shape != entry.shape or tensor.dtype != entry.dtype:
                 raise ValueError(
@@ -531,7 +531,7 @@ class SnapshotPool:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Return evenly spaced values of a tensor as float32, in memory order. A tensor with gaps is copied."""
+    """Return evenly spaced values of a tensor as float32, in memory order. A non-contiguous tensor is copied."""
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     if not tensor.is_contiguous():
         tensor = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
@@ -541,7 +541,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _mix(tensor: Tensor, average: Tensor, momentum: float) -> None:
-    """Move one entry towards the average, in pieces along its longest dimension, so that temporaries stay small."""
+    """Move an entry towards the average, in pieces along its longest dimension to keep temporary tensors small."""
     tensor, wide = tensor.detach(), accumulate_dtype(tensor.dtype)
     if tensor.is_complex():  # treated as pairs of real numbers, which can be compared
         if tensor.is_conj():

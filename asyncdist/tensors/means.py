@@ -53,7 +53,7 @@ class WeightedMean:
         keeps_equal: Whether the mean of equal values is exactly that value.
 
     Attributes:
-        is_agreed: Whether each non-finite value so far was the same infinity in all tensors.
+        is_agreed: Whether all tensors have had the same infinity at each non-finite element so far.
     """
 
     def __init__(self, count: int, *, keeps_equal: bool = True) -> None:
@@ -128,7 +128,7 @@ class WeightedMean:
                 _prefer_last(into, wide, self._weights, is_careful=self._is_careful)
 
     def _add_carefully(self, into: Tensor, wide: Tensor, product: Tensor) -> None:
-        """Add the current tensor, and scale down sums of finite values that overflow."""
+        """Add the current tensor, and scale down each sum of finite values that would overflow."""
         is_first = len(self._weights) == 1
         total = product if is_first else into + product
         leaves = torch.isfinite(wide) & ~torch.isfinite(total)
@@ -151,7 +151,7 @@ class WeightedMean:
         into.copy_(torch.where(scaled, careful, total))
 
     def _divide(self, into: Tensor) -> None:
-        """Divide the sum by the sum of the weights; a divisor of exactly 1 leaves the values unchanged."""
+        """Divide the weighted sum by the sum of the weights. A divisor of exactly 1 leaves the values unchanged."""
         divisor = sum(self._weights)
         if not self._is_careful:
             divide(into, divisor)
@@ -165,7 +165,7 @@ class WeightedMean:
         into.copy_(torch.where(is_finite, quotient.clamp(-largest, largest), quotient))
 
     def _scaled_sums(self, into: Tensor, *, make: bool = False) -> Tensor | None:
-        """Return the mask of the elements of ``into`` that are scaled sums; None if the accumulator never had any."""
+        """Return a mask of the scaled sums among the elements of ``into``; None if the accumulator never had any."""
         storage = into.untyped_storage()
         found = self._scaled.get(storage.data_ptr())
         if found is None:
@@ -263,7 +263,7 @@ def _prefer_last_here(mean: Tensor, last: Tensor, weights: Sequence[float], *, i
 
 
 def _mean_of_equal(values: Tensor, weights: Sequence[float]) -> Tensor:
-    """Return the rounded mean of tensors that all contain these values; no sum may overflow."""
+    """Return the mean, with its rounding errors, of tensors that all contain these values. No sum may overflow."""
     if weights[0] == weights[1] == 1.0:
         total, others = values + values, weights[2:]
     else:
@@ -287,5 +287,5 @@ def _is_within(values: Tensor, bound: float) -> bool:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return a flat tensor's elements as real numbers."""
+    """Return a flat tensor, viewed as real numbers if it is complex."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

@@ -216,7 +216,7 @@ def identity_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _is_simple(tensor: Tensor) -> bool:
-    """Return whether each stride exceeds the extent of the inner dimensions, so that no elements overlap."""
+    """Return whether each stride exceeds the extent of the inner dimensions, which excludes overlapping elements."""
     if tensor.is_contiguous():
         return True
     span = 0
@@ -229,7 +229,7 @@ def _is_simple(tensor: Tensor) -> bool:
 
 
 def _extent_nbytes(tensor: Tensor) -> int:
-    """Return the number of bytes from the start of the tensor's first element to the end of its last."""
+    """Return the number of bytes from the start of a tensor's first element to the end of its last element."""
     if tensor.is_contiguous():
         return tensor.nbytes
     steps = (stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
@@ -237,7 +237,7 @@ def _extent_nbytes(tensor: Tensor) -> int:
 
 
 def _mark(mask: np.ndarray[Any, np.dtype[np.bool_]], tensor: Tensor, start: int) -> np.ndarray[Any, Any]:
-    """Return the view of a byte mask that covers a tensor's bytes; the mask begins at the address `start`."""
+    """Return the view of a byte mask that corresponds to a tensor's bytes. The mask begins at address `start`."""
     strides = (*(stride * tensor.itemsize for stride in tensor.stride()), 1)
     where = tensor.data_ptr() - start
     return np.lib.stride_tricks.as_strided(mask[where:], (*tensor.shape, tensor.itemsize), strides)

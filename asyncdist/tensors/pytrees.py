@@ -174,7 +174,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _walk(spec: optree.PyTreeSpec, path: str = "tree") -> Iterator[tuple[str, str | None]]:
-    """Yield the path of each node with a description of its type, and of each leaf with None; parents first."""
+    """Yield (path, description of its type) for each node and (path, None) for each leaf, parents first."""
     if spec.is_leaf():
         yield path, None
         return

@@ -20,7 +20,7 @@ _kept: Final[list[Any]] = []
 
 
 class _Casts(NamedTuple):
-    """Autocast settings for the CPU and for CUDA."""
+    """Autocast settings of a thread, for the CPU and for CUDA."""
 
     enabled: tuple[bool, ...] = (False, False)
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)

@@ -79,18 +79,18 @@ class PersistentReceive(Request, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Features of a transport beyond the contract.
+    """Features of a transport that the contract does not require.
 
     Attributes:
         native_collectives: Whether ``new_group`` returns handles that can run collectives.
         survives_rank_loss: Whether the other ranks continue if a rank is lost.
         wakes: Whether the transport calls a function, the doorbell, when a message arrives, so that no polling is
             needed.
-        tag_max: Largest tag of a message.
+        tag_max: Largest message tag.
         misses_wakes: Whether the doorbell may fail to ring, so that slow periodic polling is needed as well.
         rings_from_threads: Whether threads other than the event loop's may ring the doorbell.
         shares_process: Whether all ranks run in this process, so that they end together.
-        one_sided_reads: Whether ranks on a host read each other's memory windows even while the owner computes.
+        one_sided_reads: Whether ranks on a host can read each other's memory windows even while the owner computes.
         shares_memory: Whether ranks on one host are processes that may map each other's memory
             (:mod:`asyncdist.host_memory.shared_memory`).
         written_share: Fraction of a large tensor, from 0 to 1, that the sender writes directly into the memory of a
@@ -143,7 +143,7 @@ class Transport(abc.ABC):
         incarnation: Number of restarts of this rank. For a restarted rank, all other ranks count as lost until it is
             connected to them (:meth:`set_return_listener`).
         may_return: Whether lost ranks are restarted.
-        collective_checker: Compares the collectives that the ranks call; None if they are not compared.
+        collective_checker: Object that compares the ranks' collective calls; None if they are not compared.
         job_nonce: Number that identifies the job, if all ranks are known to share the job and the version of asyncdist;
             None if the ranks must still agree on a number.
         hosts: Lowest rank on the host of each rank; None if this is unknown before the handshake, or if all ranks share

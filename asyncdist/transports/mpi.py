@@ -56,8 +56,8 @@ WRITTEN_SHARE: Final = 0.5
 def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -> Any:
     """Import mpi4py.MPI, and initialise MPI unless this has already been done.
 
-    ``check_library`` is called with the library's version string before MPI_Init, which may end the process if the
-    library is unsuitable.
+    ``check_library`` is called with the library's version string before MPI_Init, since MPI_Init may end the process if
+    the library is unsuitable.
 
     Raises:
         TransportError: mpi4py or the MPI library is not installed or does not load, or MPI does not start.
@@ -103,7 +103,7 @@ def _failed_meeting(error: Any, who: str, when: str) -> TransportError:
 
 @contextlib.contextmanager
 def _meeting(mpi: Any, awaited: str) -> Iterator[None]:
-    """Raise TransportError if an MPI call in the body of ``with``, which all ranks make together, fails."""
+    """Raise TransportError if a collective MPI call of all ranks fails in the body of ``with``."""
     try:
         yield
     except mpi.Exception as error:
@@ -124,7 +124,7 @@ def _abort_alone() -> None:
 
 
 def _unlink_shared_memory() -> None:
-    """Unlink MPICH's shared memory, 2 or 3 MiB, which would stay in /dev/shm after a kill or an abort."""
+    """Unlink MPICH's 2 or 3 MiB of shared memory, which would stay in /dev/shm after a kill or an abort."""
     with contextlib.suppress(OSError):  # some systems have no /proc
         maps = Path("/proc/self/maps").read_text().splitlines()
         for name in {line.split(maxsplit=5)[5] for line in maps if "/dev/shm/mpich_shm_" in line}:
@@ -189,7 +189,7 @@ class MpiMessages(Transport):
         self._leave_key: int | None = None
 
     def _check_world(self) -> None:
-        """Raise TransportError if this process cannot open a world any longer."""
+        """Raise TransportError if this process can no longer open a world."""
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         return SendRequest(self._isend(buffer, dest, tag), buffer, self._fail, dest)
@@ -223,7 +223,7 @@ class MpiMessages(Transport):
         self._mpi.COMM_SELF.Set_attr(self._leave_key, True)
 
     def _on_finalize(self, *_: Any) -> None:
-        """Call the registered function when MPI_Finalize, and not :meth:`close`, deletes the attribute."""
+        """Call the registered function, since MPI_Finalize rather than :meth:`close` deletes the attribute."""
         self._leave_key = None
         leave, self._leave = self._leave, None
         if leave is not None:
@@ -303,7 +303,7 @@ class MpiTransport(MpiMessages):
         return frozenset()
 
     def _fail_collective(self, error: BaseException, what: str) -> NoReturn:
-        """Raise the error of a collective, which may have failed because its members disagree about it."""
+        """Raise the error of a failed collective, whose members may have called different collectives."""
         if not isinstance(error, self._mpi.Exception):
             raise error
         said = error.Get_error_string()

@@ -113,7 +113,7 @@ def library_flavour(version: str) -> Flavour | None:
 
 
 def _fails_with_pmix(library: str, size: int | None) -> bool:
-    """Return whether the library is MPICH without PMIx. MPICH before version 5 can start one rank (``size`` None)."""
+    """Return whether the library is an MPICH that fails under a PMIx launcher, with ``size`` ranks or alone (None)."""
     found = re.search(r"MPICH Version:\s*(\d+).*^MPICH configure:([^\n]*)", library, re.MULTILINE | re.DOTALL)
     return found is not None and "pmix" not in found[2] and (size is not None or int(found[1]) >= 5)
 

@@ -155,7 +155,7 @@ class SurvivingMpiTransport(MpiMessages):
         super()._fail(error, status, buffer, peer)
 
     def _acknowledge(self, error: BaseException) -> bool:
-        """Acknowledge a rank's death if ``error`` reports one, so that receives from any source continue."""
+        """Return whether ``error`` reports a death. If so, acknowledge it, so that wildcard receives continue."""
         mpi = self._mpi
         is_death = isinstance(error, mpi.Exception) and error.Get_error_class() == mpi.ERR_PROC_FAILED_PENDING
         if is_death:
@@ -163,7 +163,7 @@ class SurvivingMpiTransport(MpiMessages):
         return is_death
 
     def _note_losses(self, *known: int) -> None:
-        """Acknowledge all deaths, and call the listener for the newly lost ranks."""
+        """Acknowledge all deaths, and call the listener with each newly lost rank."""
         self._comm.Ack_failed()
         failed, group = self._comm.Get_failed(), self._comm.Get_group()
         found = {*known, *(failed.Translate_ranks(None, group) if failed.size else ())}
@@ -178,7 +178,7 @@ class SurvivingMpiTransport(MpiMessages):
             self._listen(rank)
 
     def _report(self) -> None:
-        """Log the lost ranks, on the lowest live rank."""
+        """Log a warning that names all lost ranks, if this is the lowest live rank."""
         live = [rank for rank in range(self.size) if rank not in self._lost]
         if live[0] == self.rank:
             lost = sorted(self._lost)

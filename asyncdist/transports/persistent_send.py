@@ -15,7 +15,7 @@ TEST_COUNT: Final = 4
 
 
 class PersistentSend:
-    """A send of one buffer to one rank on one tag that can be started repeatedly (MPI-4.1 section 3.9).
+    """Send of one buffer to one rank on one tag that can be started repeatedly (MPI-4.1 section 3.9).
 
     The object is also the request of its last message. A start takes 0.25 us, compared with 0.7 us for an Isend, since
     mpi4py inspects the buffer and makes a request only once.
@@ -26,7 +26,7 @@ class PersistentSend:
             asyncdist error.
 
     Attributes:
-        buffer: Bytes to send, padded to a multiple of eight bytes; may be written while :attr:`is_free` is true.
+        buffer: Bytes to send, padded to a multiple of eight bytes. May be modified while :attr:`is_free` is true.
         is_free: Whether the last message has been sent.
     """
 

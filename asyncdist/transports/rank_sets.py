@@ -10,7 +10,7 @@ from typing import Any
 
 
 class RankSet(MutableSet[int]):
-    """A set of ranks, stored as the bits of one integer; iterates in ascending order.
+    """Set of ranks, stored as the bits of one integer. Iterates in ascending order.
 
     Attributes:
         bits: Integer whose bit r is set if rank r is in the set.

@@ -115,7 +115,7 @@ class RecordedTransport(Transport):
 
 
 class _RecordedReceive:
-    """Reports the message of a receive when the receive has completed."""
+    """Wraps a receive to report its message when the receive has completed."""
 
     def __init__(self, request: Any, tag: int, tell: Callable[[str, int, int, int], None]) -> None:
         self._request = request
@@ -151,7 +151,7 @@ class _RecordedReceive:
 
 
 class _RecordedPersistentReceive(_RecordedReceive):
-    """Reports the messages of a persistent receive."""
+    """Wraps a persistent receive to report each of its messages."""
 
     def start(self) -> None:
         self._request.start()

@@ -62,7 +62,7 @@ def open_transport(name: str, started: environment.Launch) -> Transport:
 
 
 def _open_mpi(started: environment.Launch) -> MpiMessages:
-    """Initialise MPI; check that the library belongs to the launcher, and that the launcher started this process."""
+    """Initialise MPI and return its transport. Check that the launcher and the library match."""
     from asyncdist.transports.mpi import MpiTransport
     from asyncdist.transports.mpi_survival import SurvivingMpiTransport
 
@@ -90,7 +90,7 @@ def _open_mpi(started: environment.Launch) -> MpiMessages:
 
 
 def _open_torch() -> Transport:
-    """Open the torch transport; its ranks meet through the user's process group or the address in the environment."""
+    """Open the torch transport. Ranks meet through the user's process group or the address in the environment."""
     from asyncdist.transports.torch_distributed.meeting.rendezvous import is_group_initialised
     from asyncdist.transports.torch_distributed.transport import TorchTransport
 

@@ -85,7 +85,7 @@ def _shows_step(parameter: Tensor, state: Mapping[str, Any]) -> bool:
 
 
 def _is_untouched(tensor: Tensor, parameter: Tensor) -> bool:
-    """Return whether a tensor still has a value that constructors assign: zeros, or a copy of the parameter."""
+    """Return whether a tensor still has an initial value: zeros, or a copy of the parameter."""
     if type(tensor) not in (Tensor, nn.Parameter) or not _is_floating(tensor):
         return False
     return not tensor.any() or (tensor.shape == parameter.shape and _are_equal(tensor, parameter))
@@ -125,7 +125,7 @@ def follows_unknown(key: str, held: Sequence[Held]) -> bool:
 
 
 def _is_mirror(held: Sequence[Held]) -> bool:
-    """Return whether all tensors equal their parameters, at least one of which is not constant."""
+    """Return whether all tensors equal their parameters, and at least one parameter has different values in it."""
     return all(_are_equal(each.tensor, local_part(each.parameter)) for each in held) and any(
         _varies(local_part(each.parameter)) for each in held
     )
@@ -177,7 +177,7 @@ def held_by(optimizer: Any, model: nn.Module) -> Iterator[tuple[str, str, list[H
 
 
 def _tensor_attributes(optimizer: Any) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield the tensors in each attribute of an optimizer except its state, and in its parameter groups, by name."""
+    """Yield (name, tensors) for each attribute of an optimizer except its state, and for its parameter groups."""
     for name, value in attributes_of(optimizer).items():
         tensors = [each for each in _leaves(value, 3) if each.is_floating_point() and each.numel()]
         if tensors:
@@ -186,7 +186,7 @@ def _tensor_attributes(optimizer: Any) -> Iterator[tuple[str, list[Tensor]]]:
 
 
 def _matched(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Held]:
-    """Pair each tensor with the parameter that it equals, or split a flat tensor into parts for all parameters."""
+    """Return pairs of a parameter and its equal tensor. A flat tensor is split into parts for all parameters."""
     left = [parameter for parameter in parameters if parameter.is_floating_point()]
     found: list[Held] = []
     for tensor in tensors:
@@ -202,7 +202,7 @@ def _matched(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[He
 
 
 def _parts_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Held]:
-    """Return views of a flat tensor that contains all parameters in turn; an empty list if it does not."""
+    """Return the view of each parameter in a flat tensor; empty if the tensor is not all parameters in order."""
     locals_ = [local_part(parameter) for parameter in parameters]
     if flat.ndim != 1 or len(locals_) < 2 or flat.numel() != sum(each.numel() for each in locals_):
         return []
@@ -212,7 +212,7 @@ def _parts_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Held]:
 
 
 def _shaped_as(value: Any, parameter: Tensor) -> Tensor | None:
-    """Return a dense floating-point tensor viewed in the parameter's shape; None if this is impossible."""
+    """Return a dense floating-point tensor viewed with the parameter's shape; None if this is impossible."""
     if not isinstance(value, Tensor):
         return None
     tensor: Tensor = local_part(value).detach()

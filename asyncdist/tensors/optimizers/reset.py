@@ -33,7 +33,7 @@ def reset_optimizer_state(optimizer: Any) -> None:
 
 
 def _reset_entry(states: Any, parameter: Tensor) -> None:
-    """Delete a parameter's state, except the boolean mask by which the constructor of SaRA selected weights."""
+    """Delete a parameter's state, except the boolean mask with which SaRA's constructor has selected weights."""
     state = states[parameter]
     mask = state.get("mask") if isinstance(state, Mapping) else None
     del states[parameter]

@@ -83,7 +83,7 @@ class OptimizerWeights:
         is_reset: Whether the optimizer's state is cleared afterwards.
 
     Attributes:
-        is_watching: Whether :meth:`check_kept` has yet to determine if the optimizer keeps the new weights.
+        is_watching: Whether :meth:`check_kept` has yet to determine whether the optimizer keeps the new weights.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, states: AveragedStates, *, is_reset: bool = False) -> None:
@@ -202,7 +202,7 @@ class OptimizerWeights:
             )
 
     def _warn_of_another(self) -> None:
-        """Warn once if the weights have changed without a step of the optimizer."""
+        """Log a warning, once, if the weights have changed without a step of this optimizer."""
         is_still = not self._hooks or self._has_stepped or self._replaced is None
         if not is_still and self._replaced is not None and self._replaced.have_changed_since():
             self._report(
@@ -220,7 +220,7 @@ class OptimizerWeights:
 
 
 class _Replaced:
-    """Samples the model's weights before and after a replacement, to detect an optimizer step that undoes it."""
+    """Samples the model's weights before and after a replacement, to detect an optimizer that undoes it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = [each for each in model.parameters() if each.requires_grad]
@@ -237,7 +237,7 @@ class _Replaced:
         return not torch.equal(self._sample(), self._new)
 
     def judge(self) -> Verdict:
-        """Return whether the optimizer keeps the new weights; call this after each step until the result is known.
+        """Return whether the optimizer keeps the new weights. Called after each step until the result is known.
 
         A return to the old values proves nothing if a single step is as long as the distance to them, for example if
         ranks train alike and one rank is a step behind. The next step shows how long a step is.
@@ -279,7 +279,7 @@ def _follow(copy: Copy, before: Tensor | None) -> None:
 
 
 def _schedule_free_of(optimizer: Any) -> Any:
-    """Return the schedule-free optimizer among an optimizer and the optimizers inside it; None if there is none."""
+    """Return the first schedule-free optimizer among an optimizer and those that it wraps; None if there is none."""
     return next((each for each in wrapped_optimizers(optimizer) if _is_schedule_free(each)), None)
 
 

@@ -82,7 +82,7 @@ _LINGER_S: Final = 0.1
 
 
 class _Upload(Transfer):
-    """Sender's side of an announced large message; ``number`` counts the announced messages to the receiver."""
+    """Sender's side of an announced large message, the ``number``-th one to its receiver."""
 
     def __init__(self, number: int, view: memoryview, send: Send) -> None:
         super().__init__(number % _ANNOUNCED_TAG_COUNT, readable(view))
@@ -100,7 +100,7 @@ class _Download(Transfer):
 
 
 class _Frame:
-    """Memory for a frame, with a reusable tensor over it, since creating a tensor takes 6 us with cold caches."""
+    """Memory for a frame, with a tensor that shares it. Both are reused, since creating a tensor takes 6 us."""
 
     __slots__ = ("data", "tensors")
 
@@ -110,7 +110,7 @@ class _Frame:
 
 
 class _Announced:
-    """A large message that has been announced, and whose bytes are still in the sender's memory."""
+    """Large message that has been announced, but whose bytes are still in the sender's memory."""
 
     __slots__ = ("_link", "_number", "nbytes", "source", "tag")
 
@@ -135,7 +135,7 @@ class Link:
 
     Args:
         place: Rank of the peer in the two groups.
-        on_lost: Called once, on the loop, when the peer is lost.
+        on_lost: Function called once, on the loop, with the peer and the error when the peer is lost.
 
     Attributes:
         error: Error that reports the loss of the peer; None while it is connected.
@@ -317,7 +317,7 @@ class Link:
             self._drop_acknowledged()
 
     def _drop_acknowledged(self) -> None:
-        """Release the acknowledged frames, after the wait that gloo requires, which returns immediately."""
+        """Release the acknowledged frames. gloo requires a wait for each, which returns immediately."""
         while self._waited_count < self._acknowledged_count:
             self._waited_count += 1
             with self._posting:  # a thread may have sent the frame but not recorded it yet
@@ -328,7 +328,7 @@ class Link:
                 self._spare.append(frame)
 
     def _on_taken(self, upload: _Upload) -> None:
-        """Complete the send of a message that the peer has received completely."""
+        """Complete the send of a message after the peer has received all of it."""
         with contextlib.suppress(RuntimeError):
             upload.wait()
         upload.send.done = True
@@ -352,7 +352,7 @@ class Link:
         self._post(_ENTRY.pack(_ABORT, exit_code, 0, 0))
 
     def _on_ended(self, why: str) -> None:
-        """Fail the requests that involve the lost peer. Handles and buffers are kept until the groups are closed."""
+        """Fail all requests to and from the lost peer. Handles and buffers are kept until the groups are closed."""
         if self.error is not None:
             return
         how = "it has closed its connections" if self.said_goodbye else f"its connection was closed ({why})"
@@ -443,7 +443,7 @@ class Link:
             self._bulk.recv([nothing], self._place, _WATCH_TAG).wait(FOREVER)
 
     def _run_post(self) -> None:
-        """Pass transfers to gloo. The call may block as long as another transfer takes, so the loop cannot make it."""
+        """Pass transfers to gloo, on a thread because each call may block for as long as another transfer takes."""
         with contextlib.suppress(RuntimeError):  # the connection is closed, which the other threads report
             while (transfer := self._to_post.get()) is not None:
                 if isinstance(transfer, _Download):

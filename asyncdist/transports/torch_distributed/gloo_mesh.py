@@ -40,7 +40,7 @@ class Mesh:
     Args:
         groups: Groups for frames and for large messages of all ranks that began the world; empty if this rank has no
             peers or joined later.
-        reception: Connects to ranks that join later or are restarted; None if such ranks are not allowed.
+        reception: Object that connects to ranks that join later or are restarted; None if such ranks are not allowed.
 
     Attributes:
         vacant: Ranks that have not had a process yet.

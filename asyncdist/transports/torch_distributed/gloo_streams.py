@@ -30,7 +30,7 @@ _FIRST_TAG: Final = 0x40000000
 
 
 class _GrantedReceive(Receive):
-    """A receive on a granted tag; ``number`` counts the receives on this tag from the same peer, from 1."""
+    """Receive on a granted tag. ``number`` is its number, from 1, among the receives from this peer on the tag."""
 
     __slots__ = ("_passage", "number", "transfer")
 
@@ -102,7 +102,7 @@ class Passage:
         return send
 
     def _send_nothing(self) -> None:
-        """Answer the next receives with empty messages, as long as the peer has cancelled them."""
+        """Answer the next receives with empty messages until a receive that the peer has not cancelled."""
         while self._sent_count + 1 in self._unwanted:
             self._unwanted.remove(self._sent_count + 1)
             self._send(memoryview(b""), _NOTHING)

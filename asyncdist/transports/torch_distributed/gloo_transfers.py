@@ -32,14 +32,14 @@ def readable(view: memoryview) -> torch.Tensor:
 
 
 class Transfer:
-    """A large message in transit, at the sender or the receiver.
+    """Large message in transit, at the sender or the receiver.
 
     Args:
         data: Bytes to send, or buffer to receive into.
         mark: Number that the sender writes into the trailer.
 
     Attributes:
-        works: gloo's handles of the data and the trailer, in this order.
+        works: gloo's handles for the data and the trailer, in this order.
     """
 
     __slots__ = ("_data", "_mark", "_posting", "tag", "works")

@@ -55,7 +55,7 @@ def _descriptors() -> list[int]:
 
 
 def _opened(descriptor: int) -> socket.socket:
-    """Return a socket for a duplicate of the descriptor, so that closing the socket does not close the original."""
+    """Return a socket for a duplicate of the descriptor, which stays open when the socket is closed."""
     copy = os.dup(descriptor)
     try:
         return socket.socket(fileno=copy)

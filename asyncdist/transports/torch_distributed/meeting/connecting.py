@@ -76,7 +76,7 @@ def make_gloo_groups(
 
 
 def _decide(store: Any, decision: str) -> str:
-    """Record a decision on whether all ranks are connected, unless another rank has decided; return the decision."""
+    """Record whether all ranks are connected, unless another rank has decided this; return the decision in force."""
     return bytes(store.compare_set("decision", "", decision)).decode()
 
 
@@ -85,10 +85,10 @@ def _text(store: Any, key: str) -> str:
 
 
 class _WatchedStore(Store):
-    """Store that passes gloo's calls to another store, and calls ``look``, which may raise an error, while waiting.
+    """Store that forwards gloo's calls to another store. While it waits, it calls ``look``, which may raise an error.
 
     Attributes:
-        error: Error raised by ``look``, which gloo replaces by its own error.
+        error: Error raised by ``look``, which gloo replaces with its own error; None if there was none.
     """
 
     def __init__(self, store: Any, look: Callable[[], object], pause_s: float) -> None:

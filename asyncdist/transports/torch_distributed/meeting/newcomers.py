@@ -76,8 +76,8 @@ class Entrance:
         incarnation: Number of restarts of this rank since the world began; 0 if this process began the world.
         vacant: Ranks that had not had a process when this process entered the world.
         nonce: Number that all processes of the world share.
-        process: Launcher's name of this process: its rank and the number of restarts by the launcher.
-        running: Value that the store contains so that later processes find this world.
+        process: Launcher's name for this process: its rank and the number of restarts by the launcher.
+        running: Value in the store from which later processes find this world.
         groups: Groups of all ranks if this process began the world; otherwise empty.
 
     Raises:
@@ -135,7 +135,7 @@ class Entrance:
     def _join(self, *, is_late: bool) -> str:
         """Join the running world and return its token; return "" if this process may begin the next world instead.
 
-        A process of a rank that was vacant at the beginning (``is_late``) never begins a world.
+        With ``is_late``, the rank was vacant at the beginning, and never begins a world.
         """
         left = _entered.get(self._rendezvous, "")
         while True:
@@ -161,7 +161,7 @@ class Entrance:
             time.sleep(_PERIOD_S)
 
     def _begin(self) -> str:
-        """Begin a world with all other ranks, and return its token. If a rank is killed, all ranks start again."""
+        """Begin a world with all other ranks, and return its token. If a rank is killed meanwhile, start again."""
         attempt = 1
         while True:
             self.store, token = join_world(self._rendezvous, self._deadline - time.monotonic(), self._check_others)
@@ -192,7 +192,7 @@ class Entrance:
         )
 
     def _has_exited(self, rank: int, incarnation: int) -> bool:
-        """Return whether the launcher has recorded that a process of the running world has ended."""
+        """Return whether the launcher has recorded the end of a process of the running world."""
         process = f"{rank}.{incarnation}"
         if not incarnation:  # the process began this world, which may not be the job's first
             if not self.store.check([f"process/{rank}"]):
@@ -201,7 +201,7 @@ class Entrance:
         return bool(self.common.check([f"exited/{process}"]))
 
     def _check_others(self) -> None:
-        """Raise an error if no world can begin, because a rank has ended for good."""
+        """Raise an error if no new world can begin, because a rank has ended and will not be restarted."""
         if self._rendezvous.admits_restarted and self.common.check([_GONE]):
             gone = int(_text(self.common, _GONE))
             raise TransportError(
@@ -224,7 +224,7 @@ def _identity(rendezvous: Rendezvous) -> dict[str, Any]:
 
 
 def _check_running(running: str, rendezvous: Rendezvous) -> str:
-    """Return the running world's token; raise an error if its job, size or version differs from this process's."""
+    """Return the running world's token. Raise an error if this process has another job, world size or version."""
     theirs = json.loads(running)
     for what, mine in _identity(rendezvous).items():
         if theirs[what] != mine:
@@ -290,7 +290,7 @@ def come(
 
 
 def _read(store: Any, number: int, newest: list[int]) -> int:
-    """Read the log from entry ``number``, record the incarnations, and return the number of the next entry."""
+    """Read the log from entry ``number``, and record the incarnations in ``newest``; return the next entry's number."""
     while store.check([f"newcomer/{number}"]):
         entry = _parse(_text(store, f"newcomer/{number}"))
         if entry is not None and entry[0] < len(newest):
@@ -300,7 +300,7 @@ def _read(store: Any, number: int, newest: list[int]) -> int:
 
 
 def _have_left(store: Any, newest: list[int], rank: int, first_count: int) -> bool:
-    """Return whether all processes in the world have closed it; False if no process has closed it."""
+    """Return whether every process in the world has closed it, and at least one process has done so."""
     others = [(other, n) for other, n in enumerate(newest) if other != rank and (n or other < first_count)]
     closed = [process for process in others if store.check([f"closed/{process[0]}.{process[1]}"])]
     inside = [(other, n) for other, n in others if not n or store.check([f"welcome/{other}.{n}"])]
@@ -474,7 +474,7 @@ class Reception:
             self._callbacks.put(self._on_met, (rank, incarnation, groups))
 
     def _connect(self, rank: int, incarnation: int, place: str) -> list[Any]:
-        """Make the gloo groups of this rank and ``rank``, in several attempts. Raise an error if all of them fail."""
+        """Return new gloo groups of this rank and ``rank``. Raise TransportError if several attempts fail."""
         store, common = self._store.clone(), self._common.clone()
         process = _text(store, f"{place}/{rank}")
 

@@ -143,7 +143,7 @@ def join_world(
 
 
 def _address_of(store: Any) -> str:
-    """Return the address on which the user's store is served; an empty string for a file or an unknown store."""
+    """Return the address at which the user's store is served; "" for a file or an unknown store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", ""))
@@ -155,7 +155,7 @@ def open_store(rendezvous: Rendezvous, deadline: float) -> SealedStore:
 
 
 def _loopback_hint(rendezvous: Rendezvous) -> str:
-    """Return a sentence for errors that explains why ranks of other hosts may be missing, or an empty string."""
+    """Return a sentence that explains in errors why ranks on other hosts may be missing; "" if there is no reason."""
     if rendezvous.rank or not rendezvous.is_loopback or environment.local_size() == rendezvous.size:
         return ""
     return (
@@ -171,13 +171,13 @@ class _Gathering:
     """Performs one rank's part of the handshake that starts a world.
 
     Args:
-        deadline: Time of ``time.monotonic`` at which to give up.
-        check: Function called repeatedly while waiting; raises an error to give up.
+        deadline: :func:`time.monotonic` time at which the rank gives up.
+        check: Function that is called repeatedly during the wait, and raises an error to end it.
         hint: Reason why ranks may be missing, for warnings and errors; empty, or begins with a full stop.
 
     Attributes:
-        world: Part of the store that belongs to this world, once this rank knows it.
-        token: Token of this world, once this rank knows it.
+        world: Part of the store that belongs to this world; set when this rank learns the token.
+        token: Token of this world; set when this rank learns it.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class _Gathering:
         self.token = ""
 
     def come(self) -> None:
-        """Wait until all ranks have arrived (rank 0), or until rank 0 lets this rank continue (other ranks)."""
+        """Wait until all ranks have arrived, on rank 0, or until rank 0 lets this rank continue, on other ranks."""
         try:
             self._store.set(f"hello/{self._rank}", self._hello)
             if self._rank == 0:
@@ -277,9 +277,9 @@ class _Gathering:
         return False
 
     def _may_go(self) -> bool:
-        """Return whether rank 0 lets the ranks continue; otherwise read which ranks are missing.
+        """Return whether rank 0 lets the ranks continue. If it does not, read the list of missing ranks.
 
-        Rank 0 lists them, since n ranks that look for each other would make n * n requests.
+        Only rank 0 looks for the missing ranks, since n ranks that look for each other would make n * n requests.
         """
         if self.world.check(["go"]):
             return True
@@ -305,7 +305,7 @@ class _Gathering:
             pause_s = min(1.5 * pause_s, longest_s)
 
     def _tell_who_is_missing(self) -> None:
-        """Log the missing ranks, on rank 0 or, if rank 0 is missing, on one or two ranks of each host."""
+        """Log the missing ranks, on rank 0. If rank 0 is missing, log them on one or two ranks of each host."""
         if self._rank == 0 or (not self.token and environment.local_rank() in (None, 0, 1)):
             logger.warning(
                 "rank %d waits for ranks %s, which have not arrived at the start of the world and may have ended; it "
@@ -343,7 +343,7 @@ def _join(ranks: Sequence[int]) -> str:
 
 
 def _check_sizes(rank: int, size: int, size_of_0: int) -> None:
-    """Raise TransportError if a rank's world size differs from rank 0's. Both ranks check this."""
+    """Raise TransportError if a rank's world size differs from rank 0's. Called on both ranks."""
     if size != size_of_0:
         raise TransportError(
             f"WORLD_SIZE must be equal on all ranks, but it is {size} on rank {rank} and {size_of_0} on rank 0",
@@ -355,7 +355,7 @@ def _check_sizes(rank: int, size: int, size_of_0: int) -> None:
 
 
 class _Place:
-    """Opens the store of a rendezvous, and keeps it open from one world of a job to the next."""
+    """Opens the store of a rendezvous, and keeps it open for the job's next worlds."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
@@ -368,11 +368,11 @@ class _Place:
         return self._store
 
     def forget(self) -> None:
-        """Make the next world open a new store, as the ranks that have not arrived will do."""
+        """Make the next world open a new store, as ranks that arrive later will do."""
         self._store = None
 
     def free_port(self) -> None:
-        """Close the server at the user's port, so that the user can use the port."""
+        """Close the server on the user's port, so that the program can use the port."""
         self._announcement = None
 
     def _find(self, deadline: float) -> Any:
@@ -393,7 +393,7 @@ _place_of = functools.cache(_Place)
 
 
 def _announced_port(rendezvous: Rendezvous, deadline: float) -> int:
-    """Return the port that rank 0 announces at MASTER_PORT, where an old group's store may still be served at first."""
+    """Return the port that rank 0 announces on MASTER_PORT, which may still serve an old group's store at first."""
     refusals, cause = Refusals(), ""
     while True:
         _await_server(rendezvous, deadline, "rank 0")
@@ -427,7 +427,7 @@ def _serve(rendezvous: Rendezvous, port: int) -> Any:
 
 
 def _reach(rendezvous: Rendezvous, port: int, deadline: float) -> Any:
-    """Connect to a store that was listening a moment ago, with a short timeout in case it has closed."""
+    """Return a connection to a store that was just listening, with a short timeout in case it has closed."""
     connect_s = min(max(_SHORTEST_CONNECT_S, deadline - time.monotonic()), serving.TIMEOUT.total_seconds())
     try:
         store = TCPStore(

@@ -68,13 +68,13 @@ class Refusals:
 
 
 class SealedStore(Store):
-    """A part of a torch store that accepts only values that were written with the job's secret.
+    """Part of a torch store that accepts only values that were written with the job's secret.
 
     The class has the methods of torch's stores that asyncdist and gloo use, with strings or bytes as values.
 
     Attributes:
         secret: Secret of the job.
-        prefix: Prefix of each key, unique among the parts of this job, which the seals include.
+        prefix: Prefix of each key, unique among the parts of this job and included in the seals.
     """
 
     def __init__(self, inner: Any, secret: JobSecret, prefix: str = "", refusals: Refusals | None = None) -> None:
@@ -150,7 +150,8 @@ class SealedStore(Store):
     def _read(self, key: str) -> bytes | None:
         """Return the current value; None if there is no value with a valid seal.
 
-        ``compare_set`` is used because ``get`` of torch's stores waits if another process has deleted the value.
+        This method uses ``compare_set``, because ``get`` of torch's stores waits if another process has deleted the
+        value.
         """
         found = bytes(self._inner.compare_set(self.prefix + key, _NOTHING, _NOTHING))
         return None if found == _NOTHING.encode() else self._unseal(key, found)
