@@ -54,7 +54,7 @@ def _sizes(text: str, largest: int) -> list[int]:
 
 
 async def _main(world: ad.World, options: argparse.Namespace) -> int:
-    """Run a benchmark, print its table or the reason for a refusal on rank 0, and return the exit code."""
+    """Run a benchmark, print its table or the reason why it cannot run on rank 0, and return the exit code."""
     benchmark = importlib.import_module(f"asyncdist.bench.{options.name}")
     refusal = ""
     if world.is_simulated:

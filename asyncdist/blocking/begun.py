@@ -51,7 +51,7 @@ class BegunCall:
 
     Args:
         coroutine: Coroutine that has already been sent its first None.
-        awaited: Future that the coroutine yielded in response; None if it only let other tasks run, which is done.
+        awaited: Future that the coroutine yielded in response; None if it only yielded to other tasks, which have run.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], awaited: Any) -> None:

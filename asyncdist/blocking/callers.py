@@ -169,7 +169,7 @@ class Caller(abc.ABC):
 
     @abc.abstractmethod
     def _await_in_main(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``fn`` in the task of main, await its result if it is awaitable, and return the value."""
+        """Call ``fn`` in main's task, await its result if it is awaitable, and return the value."""
 
 
 @contextlib.contextmanager
@@ -315,7 +315,7 @@ class LoopCaller(Caller):
         return value
 
     def _begin(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call as main would until it waits. Return its value, or a :class:`BegunCall` if it waits."""
+        """Run a call, in main's context, until it waits. Return its value, or a :class:`BegunCall` if it waits."""
         loop = self._loop
         if self._waiter.done():  # after an interrupt, main is still running an earlier call
             return BegunCall(called(fn, args, kwargs), None)
@@ -328,7 +328,7 @@ class LoopCaller(Caller):
             _set_running_loop(None)
 
     def _step_in_context(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Implement :meth:`_begin` inside main's context, with main's loop and task as the current ones."""
+        """Implement :meth:`_begin` inside main's context, with main's loop and task as the current loop and task."""
         made = fn(*args, **kwargs)
         if type(made) is not CoroutineType:
             if not inspect.isawaitable(made):
@@ -343,12 +343,12 @@ class LoopCaller(Caller):
         return BegunCall(made, waits_for)
 
     def _is_idle(self) -> bool:
-        """Return whether the loop has nothing to run, so that a call need not yield to it, which would take 30 us."""
+        """Return whether the loop has nothing to run. If so, a call saves the yield to the loop, which takes 30 us."""
         loop = self._loop
         return not loop.is_running() and not loop.has_work(self.world.services.engine.spared_tick)
 
     def _finish(self, begun: BegunCall) -> Any:
-        """Let main continue a call, and return the call's value."""
+        """Let main run a begun call to its end, and return the call's value."""
         self._awaited = self._next = begun
         self._wake_main()
         try:
@@ -362,7 +362,7 @@ class LoopCaller(Caller):
             self._awaited = None
 
     def _raise_if_stopped(self) -> None:
-        """Raise the error of a signal that arrived too late to end the call, instead of at the next call."""
+        """Raise the error of a signal that arrived too late to interrupt this call, before the next call raises it."""
         if self._interrupts.withdraw() or self._is_stopped:
             self._is_stopped = False
             error = self._what_stops()
@@ -381,7 +381,7 @@ class LoopCaller(Caller):
             self._waiter.set_result(None)
 
     async def _host_rank(self, opened: asyncio.Future[None]) -> Outcome[None]:
-        """Run as the rank's main until the block has ended."""
+        """Run as the rank's main until the ``with`` block has ended."""
         task = asyncio.current_task()
         assert task is not None, "this coroutine runs in a task"
         frame_of_caller[task] = sys._getframe  # the current stack is the blocking code's
@@ -395,7 +395,7 @@ class LoopCaller(Caller):
         return await outcome_of(host())
 
     async def _serve(self) -> None:
-        """Await the block's calls in turn until the block ends, and raise the block's error."""
+        """Await the calls of the ``with`` block in turn until the block ends, and raise the block's error."""
         while True:
             while self._next is None and not self._is_ended:
                 self._waiter = self._pause()
@@ -426,7 +426,7 @@ class LoopCaller(Caller):
             raise asyncio.CancelledError
 
     def _what_stops(self) -> BaseException | None:
-        """Return the error, from a signal or from the job, because of which main is cancelled."""
+        """Return the error, of a signal or of the job, that is the reason for main's cancellation."""
         return self._interrupts.error(self.world.rank) or self.world.services.engine.failure
 
 

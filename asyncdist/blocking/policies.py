@@ -19,7 +19,7 @@ PolicyT_co = TypeVar("PolicyT_co", bound="_Awaited[Any]", covariant=True)
 
 
 class _Awaited(Protocol[InfoT_co]):
-    """A policy: an asynchronous context manager with ``step``."""
+    """Policy: an asynchronous context manager with a ``step`` method."""
 
     async def __aenter__(self) -> Any: ...
 
@@ -31,7 +31,7 @@ class _Awaited(Protocol[InfoT_co]):
 
 
 class _ReportingPolicy(_Awaited[Any], Protocol[ReportT_co]):
-    """A policy with a ``statistics`` method."""
+    """Policy with a ``statistics`` method."""
 
     def statistics(self) -> ReportT_co: ...
 

@@ -50,7 +50,7 @@ def end_process_world() -> None:
 
 
 class _UntilExit:
-    """Leaves a context manager, already entered, when the interpreter exits or an exception ends the program."""
+    """Exits an entered context manager when the interpreter exits or an exception ends the program."""
 
     def __init__(self, block: AbstractContextManager[Any]) -> None:
         self._block: AbstractContextManager[Any] | None = block
@@ -83,7 +83,7 @@ class _UntilExit:
             os._exit(1)
 
     def leave(self, error: BaseException | None) -> None:
-        """Exit the context manager with the error that ends the program, or None."""
+        """Exit the context manager with the error that ends the program; None if there is none."""
         block, self._block = self._block, None
         if block is not None and os.getpid() == self._process_id:  # a forked child does not belong to the world
             set_process_caller(None)

@@ -48,10 +48,10 @@ class World:
     often enough.
 
     Attributes:
-        rank: This rank, counted from 0.
+        rank: Number of this rank, from 0.
         size: Number of ranks.
         group: Group of all ranks.
-        awaited: The :class:`asyncdist.World` behind this object, for use in coroutines.
+        awaited: Underlying :class:`asyncdist.World`, for use in coroutines.
     """
 
     def __init__(self, caller: Caller) -> None:

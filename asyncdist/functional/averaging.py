@@ -151,7 +151,7 @@ async def _settle_or_restore(
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A model's layout, and buffers in wide dtypes for its state, kept for the next call."""
+    """Layout of a model, and buffers in wide dtypes for its state, kept for the next call."""
 
     state: FlatState
     is_whole: bool
@@ -161,10 +161,10 @@ class _Kept:
 
 
 class _Models:
-    """Prepares a model's state to be averaged, and writes the average back. Raises an error for an invalid model.
+    """Prepares a model's state for averaging, and writes the average back. Raises an error for an invalid model.
 
-    ``summary`` is a digest of the layout, ``spreads`` are the tensors to average, and ``exact`` are flat tensors of
-    integers and booleans.
+    ``summary`` is a digest of the layout, ``spreads`` contains the tensors to average, and ``exact`` contains flat
+    tensors of integers and booleans.
     """
 
     def __init__(self, model: nn.Module, world: World, state: FlatState | None = None) -> None:
@@ -198,7 +198,7 @@ class _Models:
         self._scratch.give_back(self._model, "state", self._kept)
 
     def _find(self, state: FlatState | None) -> tuple[_Kept, list[tuple[Tensor, Tensor]]]:
-        """Return the model's tensors with their buffers, which are reused if the layout has not changed."""
+        """Return the model's layout and buffers, reused if the layout is unchanged, and pairs of tensors and views."""
         kept: _Kept | None = self._scratch.take(self._model, "state")
         if kept is not None and (kept.state is state if state is not None else kept.is_whole):
             with contextlib.suppress(ValueError):  # layers or dtypes have changed since the last call
@@ -215,7 +215,7 @@ class _Models:
 async def _check_equal(
     collectives: Collectives, group: Group, headers: Sequence[ResultHeader], fingerprint: Fingerprint
 ) -> None:
-    """Raise on every member if any member's state differs from that of the first member."""
+    """Raise an error on every member if any member's state differs from the first member's."""
     digests = [header.inline[:_DIGEST_LENGTH] for header in headers]
     if all(digest == digests[0] for digest in digests):
         return
@@ -233,10 +233,11 @@ async def _check_equal(
 
 
 class _Gradients:
-    """The gradients of a model, as one flat tensor per accumulation dtype. Raises an error for an invalid model.
+    """Gradients of a model, as one flat tensor per accumulation dtype. Raises an error for an invalid model.
 
-    ``present`` contains 1 for each parameter with a gradient and 0 for each other one. ``summary`` contains digests of
-    ``present`` and of the ``fingerprint`` of all parameters. ``spreads`` are the gradients present on any member.
+    ``present`` contains 1 for each parameter with a gradient and 0 for each parameter without one. ``summary`` contains
+    digests of ``present`` and of the ``fingerprint`` of all parameters. ``spreads`` contains the gradients that are
+    present on any member.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -276,7 +277,7 @@ class _Gradients:
 
     @torch.inference_mode(False)  # the flat tensors must be usable outside the caller's inference mode
     def lay_out(self) -> None:
-        """Collect the gradients that are present on any member, with zeros for any that this rank lacks."""
+        """Collect the gradients that are present on any member, with zeros for gradients that this rank lacks."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter, is_present in zip(self._parameters, self.present.tolist(), strict=True):
             if is_present:
@@ -301,7 +302,7 @@ class _Gradients:
         self._scratch.give_back(self._model, "gradients", kept)
 
     def _flat(self, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
-        """Return a flat tensor for the elements of these tensors, reusing the previous one if it fits."""
+        """Return a flat tensor for the elements of these tensors; the previous flat tensor if it fits."""
         kept = self._flats.get(dtype)
         count = sum(tensor.numel() for tensor in tensors)
         if kept is not None and kept.numel() == count:
@@ -312,7 +313,7 @@ class _Gradients:
 
 
 def _views(kept: list[Tensor] | None, flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return consecutive views of ``flat`` in each tensor's shape, reusing the previous ones if they fit."""
+    """Return consecutive views of ``flat`` with the tensors' shapes; the previous views if they fit."""
     if kept and kept[0].data_ptr() == flat.data_ptr() and [k.shape for k in kept] == [t.shape for t in tensors]:
         return kept
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])

@@ -26,7 +26,7 @@ _WORDS_NBYTES_MAX = 1000
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """Reports the answering function's exception, instead of an answer."""
+    """Message that reports the answering function's exception instead of an answer."""
 
     kind: str
     words: str
@@ -34,7 +34,7 @@ class _Failed:
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """Notifies all ranks that the sender no longer answers."""
+    """Message that notifies all ranks that the sender no longer answers."""
 
 
 class Calls(Generic[AskT, AnswerT]):

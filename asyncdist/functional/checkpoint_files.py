@@ -47,7 +47,7 @@ class _FileEntry(msgspec.Struct, frozen=True):
 
 
 class _RankEntry(_FileEntry, frozen=True):
-    """A rank's entry in the manifest: its file, its metric, and a separate weights file, if any."""
+    """Manifest entry of a rank: its file, its metric, and its separate weights file, if any."""
 
     metric: float | None
     metric_mode: Literal["min", "max"]
@@ -133,7 +133,7 @@ def _save(state: Mapping[str, Any], path: Path) -> None:
 
 
 def _write_aside(path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
-    """Write a file under a temporary name, rename it, and return its size and checksum. Delete it if writing fails."""
+    """Write a file under a temporary name and rename it; return its size and checksum. Delete it if writing fails."""
     beside = path.with_name(f"{path.name}.part")
     try:
         write(beside)
@@ -151,7 +151,7 @@ def _write_aside(path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
 
 
 def _cause_of(error: BaseException | None) -> OSError | None:
-    """Return the OSError that caused ``error``, or None. torch may raise a different error when it closes the file."""
+    """Return the OSError behind ``error``, or None. torch may raise another error when it closes the file."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error
@@ -197,7 +197,7 @@ def _numbers(place: Path) -> list[int]:
 
 
 def _delete_old(newest: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` complete checkpoints, and unfinished ones. Symbolic links are not followed."""
+    """Delete unfinished checkpoints, and all but the ``keep`` newest complete ones. Do not follow symbolic links."""
     older = [newest.parent / _name(number) for number in _numbers(newest.parent)]
     older = [folder for folder in older if folder.name < newest.name and not folder.is_symlink()]
     whole = [folder for folder in older if (folder / _MANIFEST).is_file()]

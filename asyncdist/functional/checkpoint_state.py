@@ -73,7 +73,7 @@ def copy_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return ``value`` with ``change`` applied to all leaves and keys of nested dicts, lists and tuples."""
+    """Return a copy of ``value`` with ``change`` applied to all leaves and keys of nested dicts, lists and tuples."""
     if type(value) in (dict, OrderedDict):
         changed = type(value)((change(key), _map_leaves(change, each)) for key, each in value.items())
         if type(value) is OrderedDict:
@@ -90,7 +90,7 @@ def _plain_number(value: Any) -> Any:
 
 
 def _check_loadable(name: str, part: Any) -> None:
-    """Raise TypeError if a value could be saved but not loaded."""
+    """Raise TypeError if a saved part could not be loaded again."""
 
     def without_contents(value: Any) -> Any:
         return torch.empty(0, device="cpu") if type(value) is torch.Tensor and not value.__dict__ else value

@@ -76,11 +76,11 @@ class LoadImbalance:
 
 @dataclass(frozen=True, slots=True)
 class RankTime:
-    """The times of one step on one rank.
+    """Times of one step on one rank.
 
     Attributes:
         mean_s: Mean seconds per iteration; NaN if there are no iterations.
-        total_s: Sum of the seconds.
+        total_s: Total seconds of all iterations.
         iteration_count: Number of iterations.
     """
 

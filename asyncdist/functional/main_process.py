@@ -398,7 +398,7 @@ def _place(world: World | None, group: Group | None, root: int | None) -> tuple[
 
 
 def _checks(group: Group, root: Any, world_size: Any, **functions: Any) -> list[Callable[[], None]]:
-    """Return functions that check a helper's arguments; the caller runs them so that all members learn of an error."""
+    """Return functions that check a helper's arguments, and whose errors the caller reports to all members."""
 
     def check_root() -> None:
         if type(root) is not int or root not in group.ranks:

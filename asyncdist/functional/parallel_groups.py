@@ -94,13 +94,13 @@ class ParallelLayout:
 
 @dataclass(frozen=True, slots=True)
 class ParallelGroups(Generic[G]):
-    """The three groups that contain one rank.
+    """Three parallel groups that contain one rank.
 
     Attributes:
         layout: Layout of all ranks.
-        model: Ranks that share a stage with this rank.
-        pipeline: Ranks that have the stages of this rank's copy of the model, first stage first.
-        data: Ranks that have the same weights.
+        model: Group of the ranks that share a stage with this rank.
+        pipeline: Group of the ranks with the stages of this rank's copy of the model, first stage first.
+        data: Group of the ranks with the same weights.
     """
 
     layout: ParallelLayout

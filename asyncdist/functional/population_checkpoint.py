@@ -48,12 +48,12 @@ logger = logging.getLogger("asyncdist.population_checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class LoadedPopulation:
-    """The result of :func:`load_population` on this rank.
+    """Result of :func:`load_population` on this rank.
 
     Attributes:
         folder: Folder of the checkpoint.
         source: Rank whose file was loaded.
-        is_copy: Whether another rank has loaded the same file and continues as the source rank, so that this rank has
+        is_copy: Whether another rank has loaded the same file and continues as the source rank. If so, this rank has
             kept its own random states.
         metric: Metric of the source rank; None if unknown.
         extra: Value that the source rank passed to :func:`save_population` as ``extra``.
@@ -178,7 +178,7 @@ class PendingSave:
 
 
 class _Save:
-    """One save on this rank. If ``is_beside`` is true, training continues while a thread writes a copy of the state."""
+    """Saves this rank once. With ``is_beside``, training continues while a thread writes a copy of the state."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class _Save:
         self.joint: JointWork[Path] = JointWork(self._world, self._group, "save_population")
 
     async def begin(self, take_state: Callable[[], dict[str, Any]]) -> str:
-        """Take the state, and begin the save when all ranks have joined. Return the folder's name."""
+        """Take this rank's state, begin the save when all ranks have joined, and return the folder's name."""
 
         async def prepare() -> str:
             if self._keep is not None:
@@ -315,7 +315,7 @@ async def _load(
     optimizer: torch.optim.Optimizer | None,
     policy: Stateful | None,
 ) -> LoadedPopulation:
-    """Read this rank's file, compare it, and apply it. All members finish each step before the next."""
+    """Read this rank's file, check that it fits, and apply it; all members complete a step before the next begins."""
     folder, facts = Path(chosen[0]), json.loads(chosen[1])
     source, entry = facts["plan"][group.index], facts["files"][group.index]
     is_copy = source in facts["plan"][: group.index]
@@ -354,7 +354,7 @@ async def _load(
 
 
 def _choose(path: Path, size: int) -> tuple[str, str]:
-    """Return the folder, and JSON with the saved rank and manifest entry for each of ``size`` loading ranks."""
+    """Return the newest checkpoint's folder, and the saved rank and manifest entry for each loading rank as JSON."""
     folder, manifest = checkpoint_files.find_newest(path)
     plan, saved = checkpoint_files.plan(manifest["files"], size), len(manifest["files"])
     if size > saved:

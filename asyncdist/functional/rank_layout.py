@@ -30,14 +30,14 @@ _WORDS_LENGTH_MAX: Final = 2000
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """The roles of all ranks.
+    """Roles of all ranks.
 
     Attributes:
         world_size: Number of ranks.
         agent_groups: Training ranks of each agent group. Groups have equal sizes and need not be contiguous. Lists are
             allowed.
-        clients: Maps each buffer rank to the training ranks that it serves; empty without buffers.
-        coordinator: Rank that neither trains nor serves a buffer; or None.
+        clients: Training ranks that each buffer rank serves, by buffer rank; empty without buffers.
+        coordinator: Rank that neither trains nor serves a buffer; None if there is none.
 
     Raises:
         TypeError: A field is not a list or dict.
@@ -190,17 +190,17 @@ class RankLayout:
 
 
 class DistributedContext:
-    """The roles of a world's ranks, with their groups, as seen by one rank.
+    """Roles and groups of a world's ranks, as seen by one rank.
 
     A group that includes this rank can be used for any collective, on any transport; its ``communicator`` is the
-    backend's native one, if any. Other groups only have ``ranks``.
+    backend's native communicator, if any. Other groups only have ``ranks``.
 
     Attributes:
         layout: Roles of all ranks.
         num_training_ranks: Number of training ranks.
         agent_group_size: Number of training ranks in each agent group.
         agent_group_id: Index of this rank's agent group; None if it does not train.
-        assigned_buffer: Buffer rank that serves this training rank, or None.
+        assigned_buffer: Buffer rank that serves this training rank; None if there is none.
         assigned_training_ranks: Training ranks that this buffer rank serves; None on other ranks.
     """
 
@@ -371,7 +371,7 @@ async def _all_hosts(world: World, hostname: str) -> list[str]:
 
 
 def _in_words(layout: RankLayout) -> str:
-    """Describe a layout in one line that fits into a message; a long description is replaced with a digest."""
+    """Return a one-line description of a layout. A long description is cut off, and followed by a digest."""
     text = str(layout).replace("\n", "; ")
     if len(text) <= _WORDS_LENGTH_MAX:
         return text
@@ -411,7 +411,7 @@ def _tuple(name: str, values: Any, of: str) -> tuple[Any, ...]:
 
 
 def _choose_buffers(training: dict[str, list[int]], count: int) -> dict[str, list[int]]:
-    """Remove the buffers from the training ranks of their hosts, and return them by host."""
+    """Choose ``count`` buffers, remove them from their hosts' training ranks, and return them by host."""
     buffers: dict[str, list[int]] = {host: [] for host in training}
     for _ in range(count):
         # Among equal hosts, the first is chosen. Hosts that would have no clients left are chosen last.

@@ -65,7 +65,7 @@ def read_model(path: Path, rest: OrderedDict[str, Any], tied: Mapping[str, str])
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return contiguous tensors without overlaps. Tensors that begin inside another tensor are copied."""
+    """Return these contiguous tensors without overlaps: a tensor that begins inside another one is copied."""
     apart: dict[str, torch.Tensor] = {}
     ends: dict[torch.device, int] = {}
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):

@@ -30,16 +30,16 @@ _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 class _Stretch(ctypes.Structure):
-    """The kernel's ``struct iovec``."""
+    """Structure ``iovec`` of the kernel's interface."""
 
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
 class AttachToken:
-    """Random token in this process's memory. Other processes may access the memory while the token is there.
+    """Random token in this process's memory. Other processes may access the memory as long as the token exists.
 
     Attributes:
-        address: Address of the token.
+        address: Address of the token in this process.
         token: Random bytes at this address.
     """
 
@@ -112,7 +112,7 @@ class PeerProcess:
 
 
 class _Copy:
-    """A system call that copies memory. Its arguments are reused, since creating them costs more than the call.
+    """System call that copies memory. Its arguments are reused, since creating them takes longer than the call.
 
     ``here`` and ``there`` are addresses in this and in the other process. ``keeps_gil`` keeps the GIL during calls that
     take less time than releasing it.
@@ -147,7 +147,7 @@ class _Copy:
         return count
 
     def of(self, here: int, there: int, nbytes: int) -> int:
-        """Copy ``nbytes`` bytes, or only the first of them; return the number of bytes copied."""
+        """Copy up to ``nbytes`` bytes, and return the number of bytes copied, which is at least 1."""
         self._here.address, self._there.address = here, there
         self._here.nbytes = self._there.nbytes = nbytes
         return self()

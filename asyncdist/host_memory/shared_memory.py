@@ -28,12 +28,12 @@ TOKEN_NBYTES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The information that other processes need to find and map a process's shared memory.
+    """Information with which other processes find and map a process's shared memory.
 
     Attributes:
         pid: Process ID of the owner.
-        descriptor: The owner's file descriptor.
-        token: Unique random name of the file.
+        descriptor: File descriptor of the memory in the owner.
+        token: Unique random name of the memory file.
     """
 
     pid: int
@@ -68,9 +68,9 @@ class SharedMemory:
 
     Attributes:
         tensor: uint8 tensor over the memory, initially zeros.
-        address: Address to send to other processes.
-        views: For each group (a weak key), a pair: a key that identifies the memory of all members, and the members'
-            tensors in the group's order. The tensors are None if some member cannot map all of them.
+        address: Address that other processes receive to map the memory.
+        views: Pairs of a digest that identifies all members' memory and the members' tensors in the group's order, by
+            group (a weak key). The tensors are None if some member cannot map all of them.
 
     Raises:
         OSError: This system does not support such memory, or does not have enough.

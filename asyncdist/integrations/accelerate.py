@@ -75,7 +75,7 @@ def _shuffle_loaders_apart(kind: Any) -> None:
 
 
 def _load_states_apart(kind: Any) -> None:
-    """Patch ``Accelerator`` so that random numbers still differ between ranks that have all loaded the same state."""
+    """Patch ``Accelerator`` so that ranks use different random numbers even after they have loaded the same state."""
     load = kind.load_state
 
     @functools.wraps(load)
@@ -103,7 +103,7 @@ def _below(path: Any) -> str:
 
 
 def _note_exhausted_memory(memory: Any) -> None:
-    """Patch ``find_executable_batch_size`` so that a training may restart after running out of memory."""
+    """Patch ``find_executable_batch_size`` so that a training that runs out of memory may begin again."""
     decide = memory.should_reduce_batch_size
 
     @functools.wraps(decide)

@@ -138,7 +138,7 @@ def log_once_that_rank_0_pushes() -> None:
 
 
 def _warning_of_monitor(monitor: str, mode: MetricMode) -> str:
-    """Return a warning if the name of the monitored metric contradicts ``mode``, otherwise ""."""
+    """Return a warning if the monitored metric's name contradicts ``mode``; otherwise ""."""
     direction = is_larger_better(monitor)
     if direction is None or direction is (mode == "max"):
         return ""
@@ -161,14 +161,14 @@ class Training(Generic[PolicyT]):
     """Owns a policy for the duration of one training.
 
     Args:
-        make: Makes the policy for a model and its optimizer.
+        make: Function that makes the policy for a model and its optimizer.
         warning: Warning that rank 0 logs when the training begins; "" for none.
 
     Attributes:
         policy: The open policy; None before and after the training.
         replacement_count: Number of times that this rank has adopted an average since the training began.
         is_interrupted: Whether memory ran out while the policy was open, so that the training may begin again.
-        is_apart: Whether this rank trains alone because, after it ran out of memory, the others did not start a new
+        is_apart: Whether this rank trains alone because it ran out of memory, and the other ranks did not start a new
             policy with it.
     """
 
@@ -211,7 +211,7 @@ class Training(Generic[PolicyT]):
             draw_apart(world.rank)
 
     def _start(self, made: PolicyT, *, is_again: bool) -> None:
-        """Start a policy with all ranks. If memory ran out and the others do not join, train without a policy."""
+        """Start a policy with all ranks. After memory ran out, continue without a policy if the others do not join."""
         others = [owner.policy.awaited for owner in _open_trainings() if owner.policy is not None]
         if is_again:
             logger.warning(
@@ -240,7 +240,7 @@ class Training(Generic[PolicyT]):
             self._keep(policy, 0)
 
     def _continue(self, made: PolicyT) -> bool:
-        """Continue with an open policy that equals ``made``. Return whether there is one."""
+        """Continue with an open policy that equals ``made``, and return whether there is such a policy."""
         owners = [(owner, owner.policy) for owner in _open_trainings() if owner.policy is not None]
         for owner, policy in owners:
             if made.model is policy.awaited.model and _is_equal(policy.awaited, made):
@@ -317,7 +317,7 @@ class Training(Generic[PolicyT]):
 
 
 def _open_trainings() -> list[Training[Any]]:
-    """Return this rank's trainings that have begun and not ended, oldest first."""
+    """Return this rank's unfinished trainings, oldest first."""
     owners = [getattr(end, "__self__", None) for end in current_caller("a policy").registered]
     return [owner for owner in owners if isinstance(owner, Training)]
 
@@ -331,7 +331,7 @@ def note_out_of_memory() -> None:
 
 @contextmanager
 def _told_of_open(others: Sequence[SpawnPolicy], made: SpawnPolicy) -> Iterator[None]:
-    """If starting ``made`` in the body times out while an equal policy is open, add advice to the error."""
+    """If the start of ``made`` in the body times out while an equal policy is open, add advice to the error."""
     try:
         yield
     except StartTimeoutError as error:
@@ -346,7 +346,7 @@ def _told_of_open(others: Sequence[SpawnPolicy], made: SpawnPolicy) -> Iterator[
 
 
 def _enter_with_all(policy: Policy[Any]) -> None:
-    """Start a policy. Start again if the other ranks joined an earlier start that a rank has abandoned.
+    """Start a policy. If the other ranks joined an earlier start that a rank has abandoned, start it again.
 
     A rank that begins again after running out of memory waits alone until a timeout, and then trains without a policy.
     The other ranks are notified of its start only when they start their next policy, which must then be started again.
@@ -364,12 +364,12 @@ def _enter_with_all(policy: Policy[Any]) -> None:
 
 
 def _is_of_two_kinds(error: DisagreementError) -> bool:
-    """Return whether some ranks, but not all, started because they ran out of memory."""
+    """Return whether ``error`` says that only some of the ranks started because they ran out of memory."""
     return error.facts.get("difference") == BEGINS_AGAIN
 
 
 def _is_equal(one: SpawnPolicy, other: SpawnPolicy) -> bool:
-    """Return whether two policies of this rank are equal, except for their models and optimizers."""
+    """Return whether two policies of this rank have equal types, names and options."""
     return (type(one), one.name, one.average_every) == (
         type(other),
         other.name,

@@ -255,7 +255,7 @@ class SelectiveAveraging(Callback):
         return newest
 
     def _is_spent(self, metric: Any) -> bool:
-        """Return whether a metric was reported before: Lightning keeps a logged tensor until the next one is logged."""
+        """Return whether a metric is missing or was reported before, since Lightning keeps the last logged tensor."""
         return metric is None or (metric is self._spent and float(metric) == self._spent_value)
 
     def _spend(self, metric: Any) -> None:
@@ -266,7 +266,7 @@ class SelectiveAveraging(Callback):
         self._warn_of_no_metric(trainer)
 
     def _warn_of_no_metric(self, trainer: pl.Trainer) -> None:
-        """Log a warning, once, if the optimizer has done steps but there was no metric by which to judge this rank."""
+        """Log a warning, once, if the optimizer has made steps but this rank has no metric by which to judge it."""
         if self._has_warned or self._step_count == self._first_step_count:
             return
         if self.monitor is None:
@@ -291,7 +291,7 @@ class SelectiveAveraging(Callback):
 
 
 class _GlobalStep:
-    """Adapter whose ``completed`` is the trainer's count of optimizer steps."""
+    """Adapter that provides the trainer's number of optimizer steps as ``completed``."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
@@ -317,7 +317,7 @@ def _steps_of(trainer: pl.Trainer) -> Any:
 
 
 def _hide_ranks_of_mpi() -> None:
-    """Keep Lightning from asking MPI for ranks, since it must see no ranks or only those of its replica."""
+    """Keep Lightning from detecting MPI's ranks, since it must see no ranks or only the ranks of its replica."""
     for name in _LIBRARIES.values():
         if environments := sys.modules.get(f"{name}.plugins.environments.mpi"):
             environments.MPIEnvironment.detect = staticmethod(lambda: False)

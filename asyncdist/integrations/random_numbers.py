@@ -81,7 +81,7 @@ def _is_of_library(sampler: Any) -> bool:
 
 
 def _samplers_of(loader: Any, size: int) -> Iterator[Any]:
-    """Yield each of a loader's samplers once, including samplers wrapped by a library's samplers."""
+    """Yield each sampler of a loader once, including samplers inside wrappers of libraries."""
     waiting, seen = [loader], [loader]
     while waiting:
         holder = waiting.pop()

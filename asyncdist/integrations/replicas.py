@@ -98,7 +98,7 @@ def replica_of(world: World, size: int) -> Replica:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The host, local rank and offered port of a rank in a replica. Port 0 means that the rank offers none."""
+    """Host, local rank and offered port of a rank in a replica. Port 0 means that the rank offers no port."""
 
     hostname: str
     local_rank: int

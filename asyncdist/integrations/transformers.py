@@ -149,7 +149,7 @@ class SelectiveAveraging(TrainerCallback):
                 raise
 
     def _may_push(self) -> bool:
-        """Return whether this rank may push to the hub, to whose repository all ranks would push. Rank 0 logs this."""
+        """Return whether this rank may push to the Hugging Face Hub. Rank 0 logs that no other rank does."""
         if self._world.rank == 0 and self._world.size > self._size:
             log_once_that_rank_0_pushes()
         return self._number == 0
@@ -162,7 +162,7 @@ class SelectiveAveraging(TrainerCallback):
                 callback.logging_dir = os.path.join(given, self._folder)
 
     def _drawing_apart(self, load: Callable[[str | None], None]) -> Callable[[str | None], None]:
-        """Make the ranks' random numbers differ again after all have loaded the same checkpoint's random state."""
+        """Wrap ``load`` so that ranks use different random numbers even after loading the same checkpoint."""
 
         def load_for_rank(checkpoint: str | None) -> None:
             load(checkpoint)
@@ -172,7 +172,7 @@ class SelectiveAveraging(TrainerCallback):
         return load_for_rank
 
     def _seeding_model_init(self, call_model_init: Callable[..., Any]) -> Callable[..., Any]:
-        """Make a trial's initial weights equal on all ranks: transformers 5 would use the previous trial's seed."""
+        """Wrap ``call_model_init`` to seed each trial equally on all ranks, since transformers 5 uses the last seed."""
 
         def call_with_seed(*args: Any, **options: Any) -> Any:
             assert self._seed is not None, "_prepare has run"
@@ -190,12 +190,12 @@ class SelectiveAveraging(TrainerCallback):
         return step
 
     def _see(self, loss: Any) -> None:
-        """Add a batch's loss, which the trainer has divided by the number of batches per optimizer step."""
+        """Add the loss of a batch, which the trainer has divided by the number of batches per optimizer step."""
         self._has_losses = True
         self._loss.add(loss, count=0)
 
     def _adding_replacements(self, log: Callable[..., None]) -> Callable[..., None]:
-        """Add the number of adopted averages to every log entry before the trainer's reporters receive the entry."""
+        """Wrap ``log`` to add the number of adopted averages to each log entry before reporters receive it."""
 
         def log_with_replacements(logs: dict[str, float], *args: Any, **options: Any) -> None:
             if self._training.replacement_count:
@@ -263,7 +263,7 @@ class SelectiveAveraging(TrainerCallback):
             self._warn("no evaluation has reported the monitored metric %r; reported: %s", self.monitor, given)
 
     def _warn(self, why: str, *arguments: object) -> None:
-        """Log a warning, once, that this rank cannot be judged, with the reason ``why``."""
+        """Log a warning, once, that this rank cannot be judged for the reason ``why``."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -291,7 +291,7 @@ def _show_replica_once(world: World, size: int) -> Replica:
 
 
 def _logs_of_rank(logs: str, output: str, folder: str) -> str:
-    """Return a rank's log folder: in the rank's folder of ``output`` if ``logs`` is there, otherwise in ``logs``."""
+    """Return a rank's log folder: inside its subfolder of ``output`` if ``logs`` is in ``output``; else in ``logs``."""
     inside = os.path.relpath(logs, output)
     return os.path.join(logs, folder) if inside.startswith(os.pardir) else os.path.join(output, folder, inside)
 

@@ -86,7 +86,7 @@ class _Remote:
         return scores
 
     def timing_log(self) -> str:
-        """Return a line with the seconds that ``add`` has waited for the buffer rank. Requires ``timing=True``."""
+        """Return a line with the total seconds of all requests to the buffer rank. Requires ``timing=True``."""
         if self._request_s is None:
             return "the replay buffer has no measured times: pass timing=True"
         return f"replay buffer: {len(self._request_s)} requests to the buffer rank took {sum(self._request_s):.4f} s"
@@ -142,7 +142,7 @@ class NormBasedDiversePrioritizedReplayBuffer(_Remote, _GfnDiverseReplayBuffer):
 
 
 def _ask(server: int, kind: MessageType, data: Any = None) -> Any:
-    """Send a request to a buffer rank, and return its answer; None for a termination signal."""
+    """Send a request to a buffer rank, and return the data of its answer; None for a termination signal."""
     world = join()
     payload = b"" if data is None else _packed(data)
     answer = world.call(_exchange, world.awaited, server, kind, payload)
@@ -284,7 +284,7 @@ class _Desk:
         return len(ended) >= self._client_count or all(rank in gone for rank in self._absent())
 
     def next(self) -> tuple[int, MessageType, Any] | None:
-        """Wait for the next request. Return its sender, kind and data, or None when all clients have ended."""
+        """Wait for the next request. Return its sender, kind and data; None when all clients have ended."""
         return self._world.call(self._next)
 
     async def _next(self) -> tuple[int, MessageType, Any] | None:

@@ -50,7 +50,7 @@ class CallerNumbers:
         return iteration + number - expected, is_overdue or (number + 1) % every == 0
 
     def _first_place(self, number: int, iteration: int) -> tuple[int, bool]:
-        """Place the first call, whose policy may have been resumed. A higher number skips iterations."""
+        """Return the policy's iteration for the first call, and whether it is due. A resumed policy begins above 0."""
         self.epoch_start = max(0, iteration - number)
         return self.epoch_start + number, (number + 1) % self.average_every == 0
 

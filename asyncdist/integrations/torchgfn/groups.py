@@ -35,7 +35,7 @@ def group_of(group: Any) -> Group | None:
 
 
 def _check_is_of_all(group: Any, size: int) -> None:
-    """Raise ValueError if ``group`` lacks ranks of the job, since opening a world would wait for them forever."""
+    """Raise ValueError if ``group`` lacks ranks of the job, for which the start of a world would wait forever."""
     is_torchs = torch.distributed.is_available() and torch.distributed.is_initialized()
     found = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if is_torchs else None
     job_size = environment.detect(group=found).expected_size or 1
@@ -56,7 +56,7 @@ def _size_of(group: Any) -> int:
 
 
 def _ranks_of(group: Any, size: int, world: World) -> list[int]:
-    """Return the ranks of a process group or a communicator, in the numbering of this world."""
+    """Return the world ranks of the members of a process group or a communicator."""
     if not hasattr(group, "Get_group"):
         return list(torch.distributed.get_process_group_ranks(group))
     everybody = world.group.communicator

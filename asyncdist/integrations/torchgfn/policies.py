@@ -62,7 +62,7 @@ class _OneSidedOptions(ReadingOptions, StartOptions, total=False):
 
 
 class _Ported(Generic[PolicyT]):
-    """Wraps a policy that is called in each iteration. The first call starts it with a model and optimizer."""
+    """Wraps a policy that is called in each iteration. The first call starts it with a model and an optimizer."""
 
     def __init__(self, make: Callable[..., PolicyT]) -> None:
         self._make = make
@@ -72,7 +72,7 @@ class _Ported(Generic[PolicyT]):
 
     @property
     def policy(self) -> Policy[PolicyT] | None:
-        """The running policy; None before the first call and after ``shutdown``."""
+        """Running policy; None before the first call and after ``shutdown``."""
         return None if self._training is None else self._training.policy
 
     @property
@@ -110,7 +110,7 @@ class _Ported(Generic[PolicyT]):
 
 
 class _Called(_Ported[PolicyT]):
-    """A wrapped policy with the call of torchgfn's policies for torch.distributed."""
+    """Wrapped policy that is called like torchgfn's policies for torch.distributed."""
 
     def __call__(
         self,

@@ -23,7 +23,7 @@ report_time_info = asyncdist.report_time_info
 
 @dataclass
 class DistributedContext:
-    """The roles of the ranks, as seen by one rank, with the fields of torchgfn's class.
+    """Roles of the ranks, as seen by one rank, with the fields of torchgfn's class.
 
     Attributes:
         num_training_ranks: Number of training ranks, which are the first ranks.
@@ -31,9 +31,9 @@ class DistributedContext:
         agent_groups: All agent groups; None if there is only one rank.
         agent_group_id: Index of this rank's agent group; None if this rank does not train.
         train_global_group: Group of all training ranks; None if there is only one rank.
-        assigned_buffer: Buffer rank of this training rank, or None.
+        assigned_buffer: Buffer rank of this training rank; None if there is none.
         buffer_group: Group of all buffer ranks; None if there are no buffers.
-        assigned_training_ranks: Training ranks that use this buffer rank, or None.
+        assigned_training_ranks: Training ranks that use this buffer rank; None on other ranks.
     """
 
     my_rank: int
