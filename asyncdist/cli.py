@@ -298,7 +298,7 @@ def _split(
         arguments: Words of the command line.
         valued: Options of the command that take a value.
         flags: Options of the command without a value.
-        names: Number of positional words; the last is the script's name. They come first in the result, because
+        names: Number of positional words, the last of which is the script's name. They are first in the result, because
             argparse accepts an optional positional argument only directly after the previous one.
     """
     own: list[str] = []
@@ -350,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _check_names(words: Sequence[str]) -> None:
-    """Exit with an error that suggests the nearest known name if a command or option is unknown."""
+    """If a command or option is unknown, exit with an error that suggests the most similar known name."""
     if not words or words[0].startswith("-"):
         return
     name = words[0]
@@ -478,7 +478,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _metrics(named: str) -> str:
-    """Return the export destinations of counters, with absolute paths. Raise ValueError if one is unusable."""
+    """Return the export destinations of counters, with absolute paths. Raise ValueError if one cannot be used."""
     texts = []
     for each in destinations(named, "--metrics"):
         lacking = missing(each)
@@ -510,7 +510,7 @@ def _script(options: argparse.Namespace) -> str:
 
 
 def _hosts(options: argparse.Namespace) -> tuple[list[remote_hosts.Host], list[str]]:
-    """Return the hosts, each with its number of ranks ([] for this host only), and the words of ``--ssh``."""
+    """Return the hosts with their numbers of ranks ([] for only this host), and the words of ``--ssh``."""
     if options.hosts is None:
         if options.ssh is not None:
             raise local_host.LaunchError("--ssh needs --hosts, the list of hosts to which it connects")
@@ -523,7 +523,7 @@ def _hosts(options: argparse.Namespace) -> tuple[list[remote_hosts.Host], list[s
 
 
 def _check_newcomers(transport: str, options: argparse.Namespace) -> None:
-    """Raise LaunchError if options for joining ranks are given but the transport does not allow joining."""
+    """Raise LaunchError if options for joining ranks are given but are invalid or not allowed by the transport."""
     for name in _NEWCOMER_OPTIONS:
         if getattr(options, name) is None:
             continue

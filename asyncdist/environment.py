@@ -159,7 +159,7 @@ def _detect_any(variables: Variables, group: tuple[int, int] | None) -> Launch:
 
 
 def _detect_mpi(variables: Variables) -> Launch | None:
-    """Detect Open MPI's mpirun, or a launcher with PMI: MPICH's, Intel's, srun."""
+    """Return the launch by Open MPI's mpirun or a launcher with PMI (MPICH's, Intel's, srun); None if there is none."""
     found = [launch for family in _MPI_FAMILIES if (launch := _detect_family(variables, *family)) is not None]
     for other in found[1:]:
         first = found[0]
@@ -247,7 +247,7 @@ def names_lost_ranks(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _detect_slurm(variables: Variables) -> Launch | None:
-    """Detect a Slurm step with several tasks. The transport is MPI, but the caller may replace it."""
+    """Return the launch by a Slurm step with several tasks, on MPI, which the caller may replace; else None."""
     step = slurm.find_step(variables)
     rank = variables.number("PMIX_RANK")
     if rank is not None:
@@ -258,7 +258,7 @@ def _detect_slurm(variables: Variables) -> Launch | None:
 def _detect_family(
     variables: Variables, size_name: str, rank_name: str, local_size_name: str = "", local_rank_name: str = ""
 ) -> Launch | None:
-    """Return one launcher's size and rank, checked against each other; None if neither is set."""
+    """Return the launch by one launcher, with its size and rank checked against each other; None if neither is set."""
     if not (variables.has(size_name) or variables.has(rank_name)):
         return None
     size, rank = variables.place(size_name, rank_name)
@@ -363,7 +363,7 @@ def given_secret(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def _secret_of_job(environ: Mapping[str, str], address: str, size: int) -> JobSecret:
-    """Return the secret of a job whose ranks meet at ``address``; on a single host, the default is the user's own."""
+    """Return the secret of a job whose ranks meet at ``address``; on a single host, by default the user's secret."""
     text = given_secret(None if environ is os.environ else environ)
     is_on_one_host = local_host.is_loopback(address) or local_size(environ) == size
     if text is None and is_on_one_host and size > 1:
@@ -539,7 +539,7 @@ def rank_above(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def _place(environ: Mapping[str, str]) -> set[str]:
-    """Return the variables that distinguish an MPI rank from all other ranks, including those of a job it starts."""
+    """Return the variables that distinguish an MPI rank from all others, including ranks of a job that it starts."""
     names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_SIZE", "PMI_RANK", "SLURM_STEP_ID", "SLURM_PROCID")
     return {f"{name}={environ[name]}" for name in names if environ.get(name)}
 

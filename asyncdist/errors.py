@@ -96,7 +96,7 @@ class TimeLimitError(AsyncdistError, TimeoutError):
 
     Attributes:
         seed: Seed of the simulation.
-        report: SimReport up to the limit; it is not pickled with the error.
+        report: Report of the simulation (:class:`SimReport`) up to the limit, which is not pickled with the error.
     """
 
     seed: int

@@ -122,7 +122,7 @@ def find_free_port() -> int:
 
 
 def _lowest_ephemeral_port() -> int:
-    """Return the kernel's lowest ephemeral port; if that is unknown, the lowest according to RFC 6335."""
+    """Return the kernel's lowest ephemeral port; if it is unknown, the lowest ephemeral port of RFC 6335."""
     try:
         return int(_PORT_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -168,8 +168,9 @@ def signals_received(put: Callable[[int, bool], object]) -> Iterator[None]:
     signals, and so do processes that it starts until they reset their signal mask.
 
     Args:
-        put: Called with the signal's number, and with whether the kernel has also sent it to the foreground processes
-            of the terminal. Called in another thread, or in a signal handler if the system has no ``sigwaitinfo``.
+        put: Function called with the signal's number, and with whether the kernel has also sent it to the foreground
+            processes of the terminal. It runs in another thread, or in a signal handler if the system has no
+            ``sigwaitinfo``.
     """
     numbers = {number for number in PASSED_ON_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
     if not hasattr(signal, "sigwaitinfo"):

@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The ``@pytest.mark.sim`` options of one test, merged from all its marks."""
+    """Options of one test, merged from all its ``@pytest.mark.sim`` marks."""
 
     ranks: tuple[int, ...]
     is_parametrized: bool
@@ -95,7 +95,7 @@ class _Plan:
 
 
 def _plan(item: pytest.Item) -> _Plan | None:
-    """Return the merged options of an item's ``sim`` marks, or None without marks. Inner marks override outer ones."""
+    """Return the merged options of an item's ``sim`` marks; None if it has none. Inner marks override outer marks."""
     given: dict[str, Any] = {}
     marks = list(item.iter_markers("sim"))
     if not marks:
@@ -117,7 +117,7 @@ def _plan(item: pytest.Item) -> _Plan | None:
 
 
 def _seeds(item: pytest.Item, asked: Any) -> Sequence[int]:
-    """Return the seeds to run: the mark's seeds, unless a command-line option replaces them."""
+    """Return the seeds to run: the seeds of the mark, unless a command-line option replaces them."""
     if _is_list(asked):
         seeds: Sequence[int] = asked if isinstance(asked, range) else validation.whole_numbers(asked)
     else:
@@ -130,7 +130,7 @@ def _seeds(item: pytest.Item, asked: Any) -> Sequence[int]:
 
 
 def _is_list(value: Any) -> bool:
-    """Return whether a value can be iterated repeatedly, since a mark is read again for every item."""
+    """Return whether a value can be iterated repeatedly, which is necessary because every item reads its mark again."""
     return isinstance(value, Iterable) and not isinstance(value, Iterator)
 
 
@@ -227,7 +227,7 @@ class _Record:
         report: Report of the simulation, even if it ended in a deadlock.
         waiting: Description of each task's wait after a deadlock or a time limit.
         earlier_seeds: Seeds that the test ran before with the same fixtures.
-        raised: For each rank whose main raised, the exception and its virtual time, in chronological order.
+        raised: Exception and its virtual time, by rank whose main raised, in chronological order.
     """
 
     ranks: int
@@ -242,11 +242,11 @@ class _Record:
     raised: dict[int, tuple[BaseException, float]] = field(default_factory=dict)
 
     def begin(self, faults: Sequence[Fault], trace: Trace, _: object) -> None:
-        """Store the faults and the trace of a simulation when it starts, after its arguments were checked."""
+        """Store the faults and the trace of a simulation that starts. Called after its arguments were checked."""
         self.faults, self.trace = faults, trace
 
     def errors(self) -> dict[int, BaseException]:
-        """Return the error that ended each rank, in order of time; if it lost another rank, the simulation's error."""
+        """Return the error that ended each rank, by rank, in order of time; for a loss, the simulation's error."""
         results = self.report.results if self.report is not None else ()
         errors = {}
         for rank in dict.fromkeys([*self.raised, *range(len(results))]):
@@ -289,7 +289,7 @@ _RECORD: Final = pytest.StashKey[_Record | None]()
 
 
 def _simulate(record: _Record, main: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> SimReport[Any]:
-    """Run ``asyncdist.simulate`` and record the result."""
+    """Run ``asyncdist.simulate``, record the result, and return the report."""
     __tracebackhide__ = True
     from asyncdist.simulation.simulate import STOPPED, observer, simulate
 
@@ -312,7 +312,7 @@ def _simulate(record: _Record, main: Any, args: tuple[Any, ...], settings: dict[
 
 
 def _watch(main: Callable[..., Coroutine[Any, Any, Any]], record: _Record) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """Wrap ``main`` to record how it ended, since the simulation's report only shows how the whole rank ended."""
+    """Wrap ``main`` to record how it ends, since the simulation's report only shows how the whole rank ends."""
 
     @functools.wraps(main)
     async def watched(world: World, *args: Any) -> Any:
@@ -329,7 +329,7 @@ def _watch(main: Callable[..., Coroutine[Any, Any, Any]], record: _Record) -> Ca
 
 
 def _check(record: _Record, report: SimReport[Any], code: CodeType) -> None:
-    """Raise if a rank failed or a fault did not fire. Hide the traceback unless it contains the test's own code."""
+    """Raise an error if a rank failed or a fault did not fire, without traceback unless it contains the test's code."""
     __tracebackhide__ = True
     try:
         for error in record.failures().values():
@@ -477,7 +477,7 @@ def _limited(lines: Sequence[str]) -> list[str]:
 
 
 def _story(record: _Record, events: tuple[TraceEvent, ...]) -> tuple[str, tuple[TraceEvent, ...]]:
-    """Return a title and the trace's events up to the reported failure, or all events if no main has raised."""
+    """Return a title and the trace's events up to the reported failure; all events if no main has raised."""
     rank = next(iter(record.failures()), None)
     if rank is None or rank not in record.raised:
         return "trace", events
@@ -492,7 +492,7 @@ def _story(record: _Record, events: tuple[TraceEvent, ...]) -> tuple[str, tuple[
 
 
 def _repeat_lines(item: pytest.Item, record: _Record) -> Iterator[str]:
-    """Yield the command that reproduces the failure, including earlier seeds that used the same fixtures."""
+    """Yield lines with the command that reproduces the failure, and the earlier seeds that used the same fixtures."""
     scopes = _fixture_scopes(item)
     shared = [f"{name} (scope: {scope})" for name, scope in scopes.items() if scope != "function"]
     if shared:

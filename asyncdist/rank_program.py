@@ -148,7 +148,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def _open_input() -> None:
-    """Open this rank's standard input; if it is a terminal, also the output, so that prompts appear immediately."""
+    """Open this rank's standard input. If it is a terminal, open the output too, so that prompts appear immediately."""
     source = os.environ.pop(STDIN_VARIABLE, "")  # child processes must not inherit this variable
     if source == INHERITED:
         return
@@ -209,7 +209,7 @@ class _ToldOnce:
 
 
 def _tell_error(error: BaseException) -> None:
-    """Print an error; for Ctrl-C during an import, print only one line, since every rank would print a traceback."""
+    """Print an error. For Ctrl-C during an import, print only one line, since every rank would print a traceback."""
     trace, line, is_import = error.__traceback__, "", False
     while trace is not None and isinstance(error, KeyboardInterrupt):
         code = trace.tb_frame.f_code
@@ -229,7 +229,7 @@ def _own_name() -> str:
 
 
 def _leave_world(error: BaseException) -> BaseException:
-    """Report the error to the other ranks if this process has an open world. Return the error to print."""
+    """If this process has an open world, report the error to the other ranks. Return the error to print."""
     module = sys.modules.get("asyncdist.blocking.process_world")
     return error if module is None else module.leave_with(error)
 
@@ -247,7 +247,7 @@ def heed_story_requests() -> None:
 
 
 def _heed_no_more() -> None:
-    """Ignore SIGUSR1 from now on; the exiting interpreter would restore its default action, which ends the process."""
+    """Ignore SIGUSR1 from now on, since the exiting interpreter would restore its default action, a kill."""
     if callable(signal.getsignal(signal.SIGUSR1)):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -275,7 +275,7 @@ def _prefix_output() -> None:
 
 
 class _Prefixed(io.TextIOBase):
-    """A text stream that writes to another stream, with a prefix before each line."""
+    """Text stream that writes to another stream, with a prefix before each line."""
 
     def __init__(self, stream: TextIO, prefix: str) -> None:
         self._stream = stream
@@ -283,7 +283,7 @@ class _Prefixed(io.TextIOBase):
         self._is_in_line = False
 
     def write(self, text: str) -> int:
-        """Write text, which may end within a line."""
+        """Write ``text``, which may end within a line, and return its length."""
         for line in text.splitlines(keepends=True):
             self._stream.write(line if self._is_in_line else self._prefix + line)
             self._is_in_line = not line.endswith(("\n", "\r"))
@@ -311,7 +311,7 @@ class _Prefixed(io.TextIOBase):
 
 
 class _Ending:
-    """Ends the process without MPI_Finalize, which may hang after a rank's death, in jobs that survive lost ranks.
+    """Ends the process without MPI_Finalize, which may hang after a rank's death, if the job survives lost ranks.
 
     It is registered with :mod:`atexit` before the script runs, and is therefore called last, after all threads have
     ended. In a program that imports mpi4py itself, MPI_Finalize may still be called earlier.
@@ -376,7 +376,7 @@ def exit_code(code: object) -> int:
 
 
 def _end_job(code: int) -> None:
-    """End the whole job after this rank has failed, unless mpirun or ``asyncdist.run`` does so.
+    """End the whole job after this rank has failed, unless mpirun or ``asyncdist.run`` ends it.
 
     A script without ``asyncdist.run`` that fails after MPI_Init would wait in MPI_Finalize for the other ranks forever,
     so it aborts. Under ``asyncdist.run``, the supervisor has already ended the job. Before MPI_Init, Open MPI's mpirun

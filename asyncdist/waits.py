@@ -123,7 +123,7 @@ class WaitId(NamedTuple):
     Attributes:
         kind: Member of :class:`WaitKind`, or an unknown string if another version of asyncdist made the recording.
         tag: Tag of the awaited message, if any.
-        peer: Only rank that can end the wait, if known.
+        peer: Rank that alone can end the wait, if known.
         number: Number that distinguishes waits of the same kind: a round, a slot or a count.
         name: Name of a channel, a policy or an agreement, chosen by the user or a protocol.
     """

@@ -70,24 +70,25 @@ class Mpi:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All facts that the command has gathered about this process and its host.
+    """Facts that the command has gathered about this process and its host.
 
     Attributes:
-        started: How this process was started; no launcher if ``detection_error`` is set.
-        detection_error: Problem with the launcher's variables; or None.
-        override: Value of ASYNCDIST_TRANSPORT; or None.
+        started: Launcher that started this process; no launcher if ``detection_error`` is set.
+        detection_error: Problem with the launcher's variables; None if there is none.
+        override: Value of ASYNCDIST_TRANSPORT; None if it is not set.
         versions: Versions of Python and of packages; None for a package that is not installed.
         compiled: Whether the modules that process messages are compiled; if not, also the cure.
         unwritable: Reason why ranks on this host cannot write to each other's memory; None if they can.
-        is_unallowed_root: Whether this is root, but the variables that make Open MPI's mpirun accept root are unset.
-        starter: MPI program that has started this job, if it does not belong to ``installation``.
-        path_mpirun: First ``mpirun`` in PATH, and its flavour.
-        survives: Whether this is a rank of an MPI job that continues when ranks die.
-        restarts: Whether this is a rank of a torch job that ranks may join later.
+        is_unallowed_root: Whether the user is root, but the variables that make Open MPI's mpirun accept root are
+            unset.
+        starter: MPI program that has started this job, if it does not belong to ``installation``; otherwise None.
+        path_mpirun: Path and flavour of the first ``mpirun`` in PATH.
+        survives: Whether this process is a rank of an MPI job that continues when ranks die.
+        restarts: Whether this process is a rank of a torch job that ranks may join later.
         own_cores: Number of cores that this process may use.
-        gpu_error: Reason why torch sees no GPU although the host has GPUs; or None.
-        torch_error: Reason why the torch transport cannot start with the current variables; or None.
-        secret_error: Reason why the user's secret cannot be used; or None.
+        gpu_error: Reason why torch sees no GPU although the host has GPUs; None if there is none.
+        torch_error: Reason why the torch transport cannot start with the current variables; None if there is none.
+        secret_error: Reason why the user's secret cannot be used; None if there is none.
         notes: Other problems, each as ``"problem: cure"``.
     """
 
@@ -383,7 +384,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
 
 
 def _find_starter(installation: mpirun.Installation) -> str | None:
-    """Return the MPI program that started this process, unless it is in the folder of a found launcher."""
+    """Return the path of the MPI program that started this process; None if it belongs to ``installation``."""
     folders = {os.path.dirname(os.path.realpath(path)) for path in installation.launchers.values()}
     for pid in reversed(rank_program.ancestors()):
         with contextlib.suppress(OSError):  # the process belongs to another user, or has ended
@@ -434,7 +435,7 @@ def missing_bytecode(spec: ModuleSpec | None) -> str | None:
 
 
 def _start_mpi(started: Launch, installation: Installation, environ: Mapping[str, str]) -> Mpi:
-    """Start MPI in a child, since a failing MPI_Init ends its process, and return the result."""
+    """Start MPI in a child process, which a failing MPI_Init may end, and return the result."""
     if installation.library is None:
         return Mpi()
     is_rank = started.transport == "mpi" and started.source != "no launcher"
@@ -508,7 +509,7 @@ def _explain_no_gpu() -> str | None:
 
 
 def _check_torch(environ: Mapping[str, str]) -> str | None:
-    """Return the reason why asyncdist would refuse to use the torch transport, or None."""
+    """Return the reason why the torch transport cannot be used; None if it can."""
     try:
         environment.torch_rendezvous(environ)
     except ValueError as error:
@@ -517,7 +518,7 @@ def _check_torch(environ: Mapping[str, str]) -> str | None:
 
 
 def _check_secret(environ: Mapping[str, str]) -> str | None:
-    """Return the reason why the user's secret cannot be used, or None."""
+    """Return the reason why the user's secret cannot be used; None if it can."""
     try:
         environment.given_secret(environ)
     except ValueError as error:

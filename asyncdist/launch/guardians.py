@@ -190,7 +190,7 @@ class _Reports:
                 self._pipe = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_WRONLY | os.O_CLOEXEC)
 
     def write(self, what: str, number: int) -> None:
-        """Write one report. If it reports that the rank has failed, wait briefly until the launcher has read it."""
+        """Write one report. If it says that the rank has failed, wait briefly for the launcher to read it."""
         report = f"{self.rank} {what} {number}\n".encode()
         with contextlib.suppress(OSError):  # no process reads the pipe any longer
             if self._pipe is not None:
@@ -214,7 +214,7 @@ def _open_fifo(path: str) -> int | None:
 
 
 def _await_reader(pipe: int) -> None:
-    """Wait until the content of the pipe has been read, for at most ``_READ_S`` seconds."""
+    """Wait, for at most ``_READ_S`` seconds, until the content of the pipe has been read."""
     import array  # imported here to save time, since it is needed only after a failure
     import fcntl
     import termios
@@ -254,7 +254,7 @@ class _Heard:
         self._last = b""
 
     def last(self) -> bytes:
-        """Return the last state that the rank has reported; b"" if it has reported none."""
+        """Return the last state that the rank has reported; b"" before the first report."""
         with contextlib.suppress(BlockingIOError):  # the rank has written nothing new
             self._last = os.read(self._pipe, 1024)[-1:] or self._last
         return self._last
@@ -265,8 +265,8 @@ def _stand_guard(
 ) -> int:
     """Fork. The parent becomes a guardian and never returns; the child returns the guardian's pid.
 
-    When ``parent`` ends, the guardian kills the rank. ``signals_group`` says whether ``parent`` sends its signals to
-    the process group of guardian and rank.
+    When ``parent`` ends, the guardian kills the rank. ``signals_group`` tells whether ``parent`` sends its signals to
+    the whole process group of the guardian and the rank.
     """
     own = os.getpid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -298,7 +298,7 @@ def _guard(child: int, parent: int, *, signals_group: bool, heard: _Heard | None
 
 
 def _tell_of_failure(code: int, parent: int, heard: _Heard) -> int:
-    """Handle a failed rank for which the other ranks would wait. Return the guardian's exit code.
+    """Handle the failure of a rank for which the other ranks would wait. Return the guardian's exit code.
 
     If the rank has not joined the world, or aborts the job, ask mpirun to end the job. If the rank exits while it is in
     the world, return the code by which mpirun notices its death.
@@ -346,7 +346,7 @@ def _wait(child: int, parent: int, on_word: Callable[[], None], *, signals_group
 
 
 def _reap() -> tuple[int, int] | None:
-    """Return the pid and wait status of a child that has ended, or None."""
+    """Return the pid and wait status of a child that has ended; None if there is none."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -355,7 +355,7 @@ def _reap() -> tuple[int, int] | None:
 
 
 def _parents() -> dict[int, int]:
-    """Return the parent pid of every visible process. With hidepid=1 (proc(5)), only this user's are visible."""
+    """Return the parent's pid of each visible process, by pid. With hidepid=1 (proc(5)), other users' are hidden."""
     found = {}
     for entry in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -364,7 +364,7 @@ def _parents() -> dict[int, int]:
 
 
 def _end_as(code: int) -> NoReturn:
-    """End with this exit code, or by the signal -``code`` if it is negative."""
+    """End this process with exit code ``code`` or, if it is negative, by signal -``code``."""
     if code < 0:
         _prctl(_PR_SET_DUMPABLE, 0)  # avoids a second core file in addition to the rank's
         if -code != signal.SIGKILL:

@@ -49,7 +49,7 @@ def versions() -> dict[str, str]:
 
 
 class _Agent:
-    """Executes the launcher's commands on this host."""
+    """Executes commands of a launcher on this host."""
 
     def __init__(self, token: str) -> None:
         self._mark = mark(token)

@@ -150,7 +150,7 @@ def _check_listener(host: str, port: int) -> None:
 
 
 def _start_keeper(host: str, port: int, ranks: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the process that reserves the places. It frees them and ends shortly after this process ends."""
+    """Start the process that reserves the places. Shortly after this process ends, it frees them and ends too."""
     command = [sys.executable, place_claims.PROGRAM, host, str(port), str(ranks), __version__]
     quiet = {**environ, "TORCH_CPP_LOG_LEVEL": "FATAL"}
     try:
@@ -174,7 +174,7 @@ def _read_claim(keeper: subprocess.Popen[bytes], address: str) -> dict[str, Any]
 
 
 def _end(keeper: subprocess.Popen[bytes]) -> None:
-    """End the process that has reserved the places. It frees places whose ranks have not been reported as ended."""
+    """End the process that has reserved the places, which first frees the places of ranks not reported as ended."""
     assert keeper.stdin is not None and keeper.stdout is not None
     with contextlib.suppress(BrokenPipeError):
         keeper.stdin.close()

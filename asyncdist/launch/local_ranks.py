@@ -239,7 +239,7 @@ def given_secret(environ: Mapping[str, str]) -> str | None:
 
 
 def _keep_secret(variables: Mapping[str, str]) -> secret_files.RenewedSecret:
-    """Store the secret in a file from which this user's ``asyncdist run --join`` reads it on this host."""
+    """Store the secret in a file on this host, where the same user's ``asyncdist run --join`` finds it."""
     port = int(variables["MASTER_PORT"])
     return secret_files.RenewedSecret(port, variables[environment.SECRET_VARIABLE], environment.secret_directories)
 
@@ -254,7 +254,7 @@ def _start_store(variables: Mapping[str, str], *, is_open: bool) -> RankProcess:
 def _announce_places(
     server: RankProcess, variables: Mapping[str, str], ranks: int, places: int, script: str, *, is_open: bool
 ) -> None:
-    """Describe the job and its free ranks in the store, and print the command with which ranks join."""
+    """Write the job and its free places into the store, and print the command with which ranks join."""
     for rank in range(places):
         tell(server, f"asyncdist/place/{rank} {'held' if rank < ranks else 'free 1'}")
     run_id = variables["TORCHELASTIC_RUN_ID"]
@@ -270,7 +270,7 @@ def _announce_places(
 
 
 def _say_over(server: RankProcess) -> None:
-    """Notify ranks of other launchers that the store is about to close."""
+    """Notify the ranks of other launchers that the store is about to close, and wait until it has closed."""
     tell(server, f"asyncdist/{place_claims.OVER} ")
     with contextlib.suppress(subprocess.TimeoutExpired):
         server.wait(OVER_S)
@@ -368,8 +368,8 @@ def supervise(
 class _Supervision(Generic[P]):
     """Waits for ranks, restarts or stops them, and finds the job's exit code, for :func:`supervise`.
 
-    If a signal arrives, ranks that have joined another launcher's world are killed. If they stopped on their own, they
-    would report a failure to that world, and so end it.
+    When a signal arrives, ranks that have joined another launcher's world are killed. If they were allowed to stop on
+    their own, they would report a failure and thereby end that world.
     """
 
     def __init__(

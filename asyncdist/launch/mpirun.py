@@ -54,13 +54,13 @@ _PROBE: Final = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Installation:
-    """Describes the MPI installation on this machine: the library that mpi4py loads, and the mpiruns.
+    """Describes the MPI installation on this machine: the library that mpi4py loads, and the mpirun launchers.
 
     Attributes:
-        library: Flavour of the library that mpi4py loads; None if it loads none.
+        library: Flavour of the library that mpi4py loads; None if it loads no library.
         version: Version string of the library, or the reason why it cannot be loaded.
         wheels: Flavours that are installed as Python packages.
-        launchers: First mpirun of each flavour; this Python environment is searched before PATH.
+        launchers: Path of the first mpirun of each flavour; this Python environment is searched before PATH.
     """
 
     library: environment.Flavour | None
@@ -147,7 +147,7 @@ def find_installation(environ: Mapping[str, str]) -> Installation:
 
 
 def _wheel_launcher_folder(name: str) -> str | None:
-    """Return the folder, possibly outside this environment, of the mpirun in a Python distribution, or None."""
+    """Return the folder of a Python distribution's mpirun, possibly outside this environment; None if it has none."""
     try:
         found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:

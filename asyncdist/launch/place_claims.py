@@ -76,7 +76,7 @@ def claim(store: Any, count: int, version: str) -> dict[str, Any]:
 
 
 def _take_lowest(store: Any, size: int, count: int) -> list[tuple[int, int]]:
-    """Reserve up to ``count`` free places, the lowest first. Return the rank and incarnation of each."""
+    """Reserve up to ``count`` free places, the lowest first. Return the rank and incarnation of each place."""
     places: list[tuple[int, int]] = []
     for rank in range(size):
         number = _take(store, rank) if len(places) < count else None
@@ -86,7 +86,7 @@ def _take_lowest(store: Any, size: int, count: int) -> list[tuple[int, int]]:
 
 
 def _take(store: Any, rank: int) -> int | None:
-    """Reserve a place. Return the incarnation of its next process, or None if the place is not free."""
+    """Reserve a place. Return the incarnation of its next process; None if the place is not free."""
     key, mine = f"place/{rank}", f"held {secrets.token_hex(8)}"
     if not store.check([key]):  # the store belongs to a different program
         return None

@@ -171,7 +171,7 @@ def init_dist(
 def _join_store(
     init_method: str, place: tuple[str | None, int | None], rank: int, world_size: int, timeout_s: float | None
 ) -> Any:
-    """Join the store within ``timeout_s`` seconds. Return the store when all ranks have joined it."""
+    """Join the store within ``timeout_s`` seconds, wait until all ranks have joined it, and return it."""
     usual = dist.constants.default_pg_timeout
     limit_s = usual.total_seconds() if timeout_s is None else timeout_s
     deadline = time.monotonic() + limit_s

@@ -207,7 +207,7 @@ def be_child(
 
 
 def _end_with_launcher() -> None:
-    """Make the kernel kill this process group when the launcher's end of a pipe closes. Works on Linux only.
+    """Make the kernel kill this process group when the launcher's end of a pipe closes. Only works on Linux.
 
     A parent-death signal is not enough, since the parent may be the fork server, which outlives the launcher.
     """
@@ -222,7 +222,7 @@ def _end_with_launcher() -> None:
 
 
 def _call(story: _Story, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call ``func``. If it fails, report this before destroying the process group makes other ranks fail."""
+    """Call ``func``. Report its failure before the destruction of the process group makes other ranks fail."""
     try:
         func(*args, **kwargs)
     except BaseException as error:

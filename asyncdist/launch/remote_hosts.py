@@ -148,7 +148,7 @@ class RemoteRank:
 
 
 class Agent:
-    """A connection to the agent on a host, which starts ranks there. Prints the output of these ranks.
+    """Connection to the agent on a host, which starts ranks. Prints the output of these ranks.
 
     Args:
         ssh: Words of the command that reaches the host.
@@ -156,7 +156,7 @@ class Agent:
         reports: Token of a job whose guardians send reports; "" if they send none.
 
     Attributes:
-        on_report: Called in a thread with each report of a guardian.
+        on_report: Function called in a thread with each report of a guardian.
         cores: Number of cores for the ranks; known after ``check``.
         port: Free port on the host; known after ``check``.
         heard_at: :func:`time.monotonic` time of the agent's last message.
@@ -288,7 +288,7 @@ class Agent:
             self._answers.put(news)
 
     def _lose(self) -> None:
-        """Report the lost connection to the user and to all code that waits for the host or its ranks."""
+        """Report the loss of the connection to the user and to all code that waits for the host or its ranks."""
         self._answers.put({})
         if self._ranks:
             code = self._process.wait()
@@ -304,7 +304,7 @@ class Agent:
             self._ranks.pop(rank).note_end(255)
 
     def _warn(self, stderr: IO[bytes]) -> None:
-        """Print the host's standard error. Until the agent is ready, only keep the last line, to explain a failure."""
+        """Print the host's standard error. Until the agent is ready, only store the last line, to explain a failure."""
         for line in stderr:
             if self._is_ready:
                 _write(2, line)
@@ -318,7 +318,7 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 def _remote_command(token: str) -> str:
-    """Return a command line that starts the agent from any shell."""
+    """Return a command line that starts the agent in any shell."""
     folder, python, agent = map(shlex.quote, (os.getcwd(), sys.executable, host_agent.PROGRAM))
     steps = f"cd {folder} || exit 91; test -x {python} || exit 92; test -r {agent} || exit 93"
     return f"exec sh -c {shlex.quote(f'{steps}; exec {python} {agent} {token}')}"

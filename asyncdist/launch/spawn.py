@@ -109,7 +109,7 @@ def launch_subprocesses(
 
 @contextlib.contextmanager
 def _passing_signals_on(ranks: Sequence[_Child]) -> Iterator[None]:
-    """Pass signals without a handler on to the ranks. Raise SystemExit for signals that end the job."""
+    """Forward signals that have no handler to the ranks. Raise SystemExit after a signal that ends the job."""
 
     def take(number: int, _: FrameType | None) -> None:
         if number in local_host.ENDING_SIGNALS:
@@ -133,7 +133,7 @@ def _passing_signals_on(ranks: Sequence[_Child]) -> Iterator[None]:
 def _checked_config(
     func: Callable[..., Any], cfg: MultiprocessConfig, setup: object, rank_offset: int
 ) -> MultiprocessConfig:
-    """Return the resolved config. Raise for all mistakes that can be found before a process is started."""
+    """Return the resolved config. Raise an error for any mistake that can be found before a process is started."""
     check_call(func, cfg)
     if setup is not None and not callable(setup):
         raise TypeError(
@@ -179,7 +179,7 @@ def _check_port_is_free(port: int) -> None:
 
 
 def _check_reachable(func: Callable[..., Any]) -> None:
-    """Raise if a child could not import the function; otherwise, the mistake would appear only in the started child."""
+    """Raise an error if a child process could not import the function, before a child is started."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)  # a piped script has the name "<stdin>"
     is_interactive = getattr(main, "__spec__", None) is None and not (file and os.path.exists(file))
@@ -212,13 +212,13 @@ def _is_guarded(func: Callable[..., Any], file: str) -> bool:
 
 @dataclass(slots=True)
 class _Child:
-    """The launcher's state of one rank.
+    """State of one rank in the launcher.
 
     Attributes:
         pipe: Pipe from the rank, which sends an empty message when it runs, and its result at the end.
         returned: Whether the rank's function has returned, or has called ``sys.exit(0)``.
-        failure: Traceback from the rank, or else a description of how it ended; None if it has not failed.
-        kind: Whether the rank is the cause of the failure; see :mod:`asyncdist.launch.rank_process`.
+        failure: Traceback from the rank or, if there is none, a description of how it ended; None if it has not failed.
+        kind: Kind of failure: cause, possible cause or consequence; see :mod:`asyncdist.launch.rank_process`.
         rest: Pidfds of the processes that the rank had started when it was asked to stop.
     """
 
@@ -247,7 +247,7 @@ class _Child:
             self.pipe.close()
 
     def reap(self) -> bool:
-        """Return whether the rank has ended. If it failed without a report, set ``failure``."""
+        """Return whether the rank has ended. If it failed without reporting a reason, set ``failure``."""
         code = self.process.exitcode  # the sentinel is not used, since a forked child may keep it open
         if code is None:
             return False
@@ -266,7 +266,7 @@ class _Child:
         return True
 
     def stop(self) -> None:
-        """Ask the rank to stop, after listing its child processes, which cannot be found once it has ended."""
+        """Ask the rank to stop. First list its child processes, since they cannot be found after it has ended."""
         if self.process.pid is not None and self.process.exitcode is None:
             self.rest = guardians.open_descendants(self.process.pid)
             self.process.terminate()
@@ -346,7 +346,7 @@ def _wait_for_news(living: Sequence[_Child], timeout_s: float | None) -> None:
 
 
 def _find_cause(ranks: Sequence[_Child]) -> str:
-    """Return a description of the rank that caused the failure. Wait briefly if that rank may not have reported yet."""
+    """Return a description of the rank that caused the failure. Wait briefly if it may not have reported yet."""
     began_at = time.monotonic()
     while True:
         living = [child for child in ranks if not child.reap()]

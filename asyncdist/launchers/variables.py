@@ -80,7 +80,7 @@ class Launch:
     Attributes:
         transport: Transport that belongs to the launcher.
         expected_size: Number of ranks according to the launcher; None if unknown.
-        source: Variable by which the launcher was recognized, ``GROUP_SOURCE``, or ``NO_LAUNCHER``.
+        source: Environment variable by which the launcher was recognised, or ``GROUP_SOURCE`` or ``NO_LAUNCHER``.
     """
 
     transport: Literal["mpi", "torch", "local"]
@@ -97,9 +97,9 @@ class TorchRendezvous:
         is_store_served: Whether the launcher serves the store, like torchrun's agent; otherwise rank 0 does.
         incarnation: Number of earlier processes that had this rank.
         admits_restarted: Whether restarted or new ranks may join the world later.
-        job: Launcher's name of the job.
-        empty_count: Number of ranks (the highest ones) that have no process when the world begins.
-        why_missing: Possible reason why rank 0 is at another address, for errors; "" if none is known.
+        job: Launcher's name for the job.
+        empty_count: Number of ranks, the highest ones, that have no process when the world begins.
+        why_missing: Possible reason, for errors, why rank 0 is at another address; "" if none is known.
         is_loopback: Whether all ranks are on this host, including ranks that join later.
     """
 

@@ -53,9 +53,9 @@ def run(words: Sequence[str]) -> int:
 
 
 def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) -> None:
-    """Show the table until ``child``, the process that runs the job, has ended and all its output is shown.
+    """Show the table until ``child``, the process that runs the job, has ended and all its output has been shown.
 
-    Ranks write their final counters to ``folder``. The table is printed to standard error if ``is_on_stderr`` is true.
+    Ranks write their final counters to ``folder``. With ``is_on_stderr``, the table is printed to standard error.
     """
     from rich.console import Console
     from rich.live import Live
@@ -93,7 +93,7 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
 
 
 def _copy(pipe: IO[bytes], console: Console) -> None:
-    """Print each line from the pipe above the table; for a progress bar, print only its last state.
+    """Print each line from the pipe above the table. For a progress bar, print only its last state.
 
     The pipe is read to the end even if the terminal is closed; otherwise, the ranks would block on a full pipe.
     """
@@ -111,7 +111,7 @@ def _copy(pipe: IO[bytes], console: Console) -> None:
 
 
 def _last_state(line: str) -> str:
-    """Return the last state of a line rewritten with carriage returns; rich before 15 would print all states."""
+    """Return the text after a line's last carriage return, since rich before 15 would print all earlier states, too."""
     return line.rstrip("\r").rpartition("\r")[2]
 
 

@@ -23,11 +23,11 @@ class PolicyCounters:
     """Counters of one policy on one rank.
 
     Attributes:
-        policy: Name of the policy; "" if it has none. If several open policies have the same name, the second is called
-            ``"name #2"``.
+        policy: Name of the policy; "" if it has no name. If several open policies have the same name, the second is
+            called ``"name #2"``.
         role: This rank's role in the round: a state of ``protocols.selective.member``, in lower case. It is empty
             before the first round, and for policies without roles.
-        round: Newest round in which this rank had a role; None before the first.
+        round: Newest round in which this rank had a role; None before the first such round.
         replacement_count: Number of times that the policy has replaced the weights.
         abandoned_count: Number of abandoned rounds that should have replaced the weights.
         staleness_steps: Age, in steps, of the oldest snapshot in the last replacement; None before the first one.
@@ -55,12 +55,12 @@ class RankCounters:
         job: Eight hexadecimal digits, the same on all ranks of a job.
         time_s: Time at which the counters were read, in seconds on the rank's clock.
         policies: Open policies; if there are none, the most recently closed policy.
-        sent_count, received_count: Numbers of messages on channels.
+        sent_count, received_count: Numbers of messages sent and received on channels.
         sent_nbytes: Number of bytes of tensors sent in streams, by policies and the program.
         received_nbytes: Number of bytes of tensors received, or read from other ranks' memory.
         waited_s: Total time, in seconds, that main and its tasks have waited for other ranks since the counters were
             first read. Waits in progress are not included.
-        lost: Lost ranks.
+        lost: Ranks that are lost.
     """
 
     rank: int
@@ -113,7 +113,7 @@ def _counters_of(services: Services) -> RankCounters:
 
 
 def _told_apart(policies: Iterable[PolicyCounters]) -> tuple[PolicyCounters, ...]:
-    """Number policies with equal names, because exporters and rates identify policies by name."""
+    """Return the policies with numbers added to equal names, because exporters and rates identify policies by name."""
     counts: Counter[str] = Counter()
     found = []
     for policy in policies:

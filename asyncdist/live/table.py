@@ -28,12 +28,12 @@ _TEXTS: Final[Mapping[str, int]] = {"policy": 24, "role": 8, "latest": 40}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The latest counters of one rank.
+    """Latest counters of one rank.
 
     Attributes:
         now: Latest counters; None before the first answer.
         before: Counters some seconds earlier; None if there are none.
-        note: A note for the user, such as the reason why the rank makes no steps.
+        note: Note for the user, such as the reason why the rank makes no steps.
     """
 
     rank: int
@@ -126,7 +126,7 @@ def table(rows: Sequence[Row], width: int) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A column: its name, its minimum width, a function for its cells, and whether cells differ by policy."""
+    """Column with its name, its minimum width and a function for its cells; ``is_of_policy`` if policies differ."""
 
     name: str
     width: int
@@ -157,7 +157,7 @@ def _waiting(row: Row, _: PolicyCounters | None) -> str:
 
 
 def _columns(rows: Sequence[Row], width: int) -> dict[_Column, int]:
-    """Return the widths of the columns that fit and are not empty."""
+    """Return the widths, by column, of the columns that fit and are not empty."""
     policies = [policy for row in rows if row.now is not None for policy in row.now.policies]
     candidates: list[tuple[int, _Column]] = [
         (0, _of_rank_number()),
@@ -199,7 +199,7 @@ def _cell(column: _Column, row: Row, policy: PolicyCounters | None) -> str:
 
 
 def _policies_of(row: Row) -> Sequence[PolicyCounters | None]:
-    """Return a rank's policies, or a list with None if the rank has no policy."""
+    """Return the policies of a rank, or a tuple with None if it has no policy."""
     return (None,) if row.now is None else row.now.policies or (None,)
 
 
@@ -216,7 +216,7 @@ def _rate(value: float | None) -> str:
 
 
 def _amount(nbytes: float) -> str:
-    """Format a number of bytes in five characters."""
+    """Return a number of bytes as text of at most five characters."""
     for unit in ("", "k", "M", "G", "T"):
         if nbytes < 999.5 or unit == "T":
             return f"{nbytes:.0f}{unit}" if not unit or nbytes >= 99.95 else f"{nbytes:.1f}{unit}"

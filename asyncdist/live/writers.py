@@ -131,7 +131,7 @@ class OpenTelemetryWriter:
 
 
 def _flush_of_provider() -> Callable[[float], object] | None:
-    """Return the function that makes OpenTelemetry's provider export; None if the program has not set a provider."""
+    """Return OpenTelemetry's function for exporting at once; None if the program has not set a meter provider."""
     from opentelemetry import metrics
 
     flush: Callable[[float], object] | None = getattr(metrics.get_meter_provider(), "force_flush", None)

@@ -96,11 +96,11 @@ CAPACITY: Final = 256
 
 
 class Event(NamedTuple):
-    """An event on a rank.
+    """Event on one rank.
 
     Attributes:
         time_s: Time in seconds, on the clock of the rank's loop, which starts at an arbitrary moment.
-        kind: A key of :data:`KINDS`.
+        kind: Kind of the event, a key of :data:`KINDS`.
         fields: Values of the fields that :data:`KINDS` lists for the kind.
     """
 
@@ -127,8 +127,8 @@ class EventLog:
     """Keeps the latest events of one rank, and passes every event to a sink if there is one.
 
     Attributes:
-        now: Returns the time in seconds.
-        sink: Called with each event; None if nothing is recorded.
+        now: Function that returns the time in seconds.
+        sink: Function called with each event; None if nothing is recorded.
         counts: Number of events of each kind. Roles are counted by state, for example as ``"role giving"``.
     """
 

@@ -42,7 +42,7 @@ class RankRecording:
     """Recording of one process of a rank.
 
     Attributes:
-        schema: Checks the events.
+        schema: Schema by which the events are checked.
         header_nbytes: Size of the header in bytes.
         nbytes: Size of the file in bytes when it was opened. Later events of a running rank are not read.
         damage: Description of the damage at which reading stops; "" if the file is intact.
@@ -102,7 +102,7 @@ class RankRecording:
         return damage
 
     def _check(self, blocks: Sequence[_Block]) -> None:
-        """Check several blocks at once, which is faster; if that fails, check each block to find the invalid one."""
+        """Check several blocks together, which is faster. If that fails, check each block to find the invalid one."""
         try:
             self.schema.check(b"".join([block.content for block in blocks]))
         except EventError:
@@ -196,7 +196,7 @@ def told_of_other_version(recording: Recording) -> str | None:
 
 
 def _chosen_job(root: Path, found: Sequence[RankRecording], job: str | None) -> str:
-    """Return the job to read. Raise RecordingError if ``job`` is not in the folder, or is None but not unique."""
+    """Return the job to read. Raise RecordingError if ``job`` is missing, or is None and there are several jobs."""
     jobs = sorted({each.header.job: each.header.unix_s for each in found}.items(), key=lambda item: item[1])
     names = [name for name, _ in jobs]
     known = ", ".join(names[-_JOB_COUNT_MAX:])
@@ -213,7 +213,7 @@ def _chosen_job(root: Path, found: Sequence[RankRecording], job: str | None) -> 
 
 
 def _open_all(paths: Sequence[Path]) -> tuple[list[RankRecording], list[RecordingError]]:
-    """Return the readable files that are not empty, and an error for each unreadable file."""
+    """Return the recordings in the readable files that are not empty, and an error for each unreadable file."""
     found, refused, schemas = [], [], dict[Any, EventSchema]()
     for path in paths:
         try:
@@ -230,21 +230,21 @@ def _place(each: RankRecording) -> tuple[int, int]:
 
 
 class _Part:
-    """Reads at most the next ``nbytes`` bytes of a file."""
+    """Reads a file only up to ``nbytes`` bytes after its current position."""
 
     def __init__(self, file: BinaryIO, nbytes: int) -> None:
         self._file = file
         self._left = nbytes
 
     def read(self, nbytes: int) -> bytes:
-        """Return at most the next ``nbytes`` bytes; b"" at the end."""
+        """Return the next ``nbytes`` bytes, or fewer at the end."""
         data = self._file.read(min(nbytes, self._left))
         self._left -= len(data)
         return data
 
 
 def _open(path: Path, schemas: dict[Any, EventSchema]) -> RankRecording | None:
-    """Read a file's header; return None if the file is empty. ``schemas`` caches the schemas of all files."""
+    """Read a file's header, and return its recording; None if it is empty. ``schemas`` caches all files' schemas."""
     if not path.is_file():
         raise RecordingError(f"{path} must be a file")
     try:
@@ -274,7 +274,7 @@ def _open(path: Path, schemas: dict[Any, EventSchema]) -> RankRecording | None:
 
 
 def _looked_at(each: RankRecording) -> RankRecording:
-    """Check a file's blocks, which reads the whole file; used only for the files of the chosen job."""
+    """Check all blocks of a file of the chosen job, and return its recording with the current size and the damage."""
     try:
         each = replace(each, nbytes=each.path.stat().st_size)
         return replace(each, damage=each.check())
@@ -283,7 +283,7 @@ def _looked_at(each: RankRecording) -> RankRecording:
 
 
 def _checked(path: Path, data: bytes) -> Header:
-    """Decode and check a header. Raise RecordingError if it is invalid."""
+    """Decode and check a header, and return it. Raise RecordingError if it is invalid."""
     try:
         preamble = schema.read_preamble(data)
     except (ValueError, RecursionError):
@@ -302,7 +302,7 @@ def _checked(path: Path, data: bytes) -> Header:
 
 
 class _Block(NamedTuple):
-    """A block of a file: its offset in bytes, its time, and its undecoded events."""
+    """Block of a file: its offset in bytes, its time, and its undecoded events."""
 
     place: int
     time_s: float

@@ -92,8 +92,8 @@ class Header(Struct, frozen=True, kw_only=True):
         transport: Description of the transport, for users.
         asyncdist: Version of asyncdist.
         script, script_digest, arguments: Path of the program, its SHA-256 and its arguments.
-        clock_s, unix_s: The same moment on the event clock and on the wall clock, in seconds.
-        kinds: Kinds of events, each with its field names.
+        clock_s, unix_s: One moment on the event clock and on the wall clock, in seconds.
+        kinds: Field names of each kind of events, by kind.
     """
 
     job: _Job
@@ -122,11 +122,11 @@ class Conditions(Struct, frozen=True, kw_only=True):
     Attributes:
         nonce: Random number of the job.
         thread_count: Number of torch threads.
-        hosts: For each rank, the first rank on its host; None if all ranks are on one host.
+        hosts: Lowest rank on the host of each rank, indexed by rank; None if all ranks are on one host.
         first_seed: Torch's initial seed at import; None if not recorded.
         sent_before_count: Number of messages sent before the world was open.
-        tells_sleeps: Whether the file contains the firing of asyncio's timers.
-        tells_collectives: Whether the file contains all ends of collectives after which a task continued.
+        tells_sleeps: Whether the file says when asyncio's timers fired.
+        tells_collectives: Whether the file says when tasks continued after collectives.
     """
 
     torch: Text
@@ -224,7 +224,7 @@ class EventSchema:
         self._counter = _unpacker()
 
     def _struct_of(self, place: int, name: str, declared: Sequence[str], types: Mapping[str, Any]) -> type[Struct]:
-        """Return the type of one kind's events: an array of the kind's index, the offset in microseconds, fields."""
+        """Return the struct type for events of one kind: an array of kind index, time offset and fields."""
         is_known = name not in self.unknown
         required = min(_REQUIRED_COUNTS.get(name, 64), len(declared)) if is_known else 0
         fields: list[Any] = [("offset_us", _OFFSET)]
@@ -258,7 +258,7 @@ class EventSchema:
         return read
 
     def _count(self, content: bytes) -> int:
-        """Return the number of complete objects, which the decoder needs. The decoder reports incomplete objects."""
+        """Return the number of complete objects, which the decoder needs and then reports an incomplete object."""
         self._counter.feed(content)
         count = 0
         try:
@@ -303,7 +303,7 @@ def _unpacker() -> msgpack.Unpacker:
 
 
 def _is_known(name: str, fields: Sequence[str]) -> bool:
-    """Return whether this version knows a kind with these fields, even if the file has more or fewer of them."""
+    """Return whether this version knows a kind of events, possibly with additional or missing last fields."""
     return name in KINDS and all(theirs == ours for theirs, ours in zip(fields, KINDS[name], strict=False))
 
 

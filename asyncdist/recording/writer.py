@@ -232,7 +232,7 @@ class RecordWriter:
             self.flush()
 
     def _add_safe_point(self, time_s: float) -> None:
-        """Record the beginning or the end of a safe point, or both as one event if no event occurred in between."""
+        """Record the beginning or the end of a safe point, or both in one event if no event occurred in between."""
         block = self._block
         if not block:
             self._block_began_at = time_s
@@ -293,7 +293,7 @@ class RecordWriter:
         self._end()
 
     def _write_cut(self, why: str) -> None:
-        """Record why the file ends, if there is room. Without this event, it looks like the file of a killed rank."""
+        """Record why the file ends, if there is space. Otherwise it would look like the file of a killed rank."""
         if self._file is None:
             return
         content = _encode((_CODES["cut"], 0, why))

@@ -28,7 +28,7 @@ class Clocks:
     """Converts the times of a recording's events to seconds since the job began.
 
     Attributes:
-        shifts: Seconds added to the clock of each moved host so that no message arrives before it was sent.
+        shifts: Seconds added to the clock of each shifted host, by host, so that no message arrives before it was sent.
         began_at_s: Time of the first event, in seconds since 1970.
     """
 
@@ -57,7 +57,7 @@ class Clocks:
         return self._offsets[self._hosts[each.path]]
 
     def _correct(self, recording: Recording) -> None:
-        """Move hosts forward until no message arrives before it was sent."""
+        """Shift the clocks of hosts forward until no message arrives before it was sent."""
         delays = self._least_delays(recording)
         shifts = dict.fromkeys(self._offsets, 0.0)
         for _ in range(_ROUND_COUNT_MAX):
@@ -76,7 +76,7 @@ class Clocks:
             self._offsets[host] += shift
 
     def _least_delays(self, recording: Recording) -> dict[tuple[str, str], float]:
-        """Return, for each pair of hosts, the least time in seconds between the send and the receive of a message."""
+        """Return the minimum seconds from the send to the receive of a message, by source and destination host."""
         hosts = {each.rank: self._hosts[each.path] for each in recording.ranks}
         sent, received = messages(recording, self, lambda line: hosts[line[0]] != hosts[line[1]])
         delays: dict[tuple[str, str], float] = {}
@@ -89,7 +89,7 @@ class Clocks:
 
 
 def _first_time_of(each: RankRecording) -> float:
-    """Return the time of a file's header or first event, whichever is earlier; a rank may send before its header."""
+    """Return the time of a file's header, or of its first event if a rank has sent a message before its header."""
     return min([each.header.clock_s, *(event.time_s for event in itertools.islice(each.events(), 1))])
 
 

@@ -17,7 +17,7 @@ from asyncdist.wording import plural
 
 
 class _WriteError(Exception):
-    """The file or folder given with -o cannot be written."""
+    """Raised if the file or folder given with -o cannot be written."""
 
 
 @contextlib.contextmanager
@@ -163,7 +163,7 @@ def _print_rows(names: Sequence[str], found: Iterable[Sequence[object]]) -> None
 
 
 def _printable(row: Sequence[object]) -> list[object]:
-    """Return the cells without control characters. Newlines remain, because CSV allows them in cells."""
+    """Return the cells with control characters escaped, except newlines and tabs, which CSV allows in cells."""
     return [printable(cell, keep="\n\t") if isinstance(cell, str) else cell for cell in row]
 
 
@@ -172,7 +172,7 @@ def _say(command: str, text: str) -> int:
 
 
 def _print_table(names: Sequence[str], found: Iterable[Sequence[object]]) -> bool:
-    """Print a table if the output is a terminal and rich is installed; return whether it was printed."""
+    """Print a table if the output is a terminal and rich is installed; return whether the table was printed."""
     if not sys.stdout.isatty():
         return False
     try:

@@ -152,6 +152,6 @@ def _messages(summary: Summary) -> Iterator[str]:
 
 
 def _at_start(ranks: Sequence[int]) -> str:
-    """Name ranks, capitalised for the start of a sentence."""
+    """Return the names of ranks, capitalised for the start of a sentence."""
     named = ranks_in_words(ranks, span_count_max=_COUNT_MAX)
     return named[0].upper() + named[1:]

@@ -114,14 +114,14 @@ def _facts(recording: Recording, summary: Summary) -> str:
 
 
 def _name_ranks(figure: go.Figure, size: int, axes: str) -> None:
-    """Show only integers on the axes of ranks."""
+    """Label every rank on the given axes, unless there are more than 32 ranks."""
     if size <= 32:
         for axis in axes:
             figure.update_layout({f"{axis}axis_dtick": 1})
 
 
 def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, go.Figure | None]]:
-    """Yield titles, notes and figures. The figure is None if there is no data, because plotly would invent axes."""
+    """Yield (title, note, figure) for each section. The figure is None without data, as plotly would invent axes."""
     yield from _of_populations(summary)
     yield "Rounds", *_rounds(summary)
     yield "Step times", *_step_times(summary, is_simulated)
@@ -136,7 +136,7 @@ def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, 
 
 
 def _of_populations(summary: Summary) -> Iterator[tuple[str, str, go.Figure | None]]:
-    """Yield the metric and the lineage of each population; weights are never exchanged between populations."""
+    """Yield sections with the metric and the lineage of each population, as populations never exchange weights."""
     if len(summary.populations) < 2:
         whose = [(0, "")]
     else:
@@ -164,13 +164,13 @@ def _figure(height: int, x: str, y: str) -> go.Figure:
 
 
 def _scale(title: str, **more: Any) -> dict[str, Any]:
-    """Return the colour scale of a heat map, placed below the map because a narrow window has no room at its side."""
+    """Return a heat map's colour scale, placed below the map because a narrow window has no space beside it."""
     place = {"orientation": "h", "x": 0.5, "y": -0.22, "yanchor": "top", "thickness": 12, "len": 0.9}
     return {"title": {"text": title, "side": "bottom"}, **place, **more}
 
 
 def _evenly(values: Sequence[Any], count: int) -> list[Any]:
-    """Return at most ``count`` of the values, evenly chosen."""
+    """Return at most ``count`` evenly spaced elements of ``values``."""
     if len(values) <= count:
         return list(values)
     return [values[int(place)] for place in np.linspace(0, len(values) - 1, count)]
@@ -223,7 +223,7 @@ def _metric(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
 
 
 def _set_metric_range(figure: go.Figure, series: Sequence[Any], summary: Summary) -> str:
-    """Limit the range of the metric axis to exclude rare outliers; return a sentence that says so, or "".
+    """Limit the range of the metric axis to exclude rare outliers; return a sentence about this, or "".
 
     Each value is weighted by the time until the next value, so ranks that report often do not count more than others.
     """
@@ -259,7 +259,7 @@ def _spread(values: Any) -> Any:
 
 
 def _held(rows: Any, times: Any) -> Any:
-    """Return the latest value at each of the times; NaN before the first value."""
+    """Return the latest value at each time; NaN at times before the first value."""
     if not len(rows):
         return np.full(len(times), np.nan)
     places = np.searchsorted(rows[:, 0], times, side="right") - 1

@@ -57,10 +57,10 @@ class Begun(NamedTuple):
 
 @dataclass(slots=True)
 class Round:
-    """An averaging round, with the times at which its phases ended, in seconds since the job began.
+    """Averaging round, with the times at which its phases ended, in seconds since the job began.
 
     Attributes:
-        number: Identity of the round; islands, and policies on several groups, number their rounds independently.
+        number: Identity of the round, since islands and policies on several groups number their rounds independently.
         began_s: Time of the decision. This and the following times are NaN for phases that were not reached.
         frozen_s: Time at which the donors were fixed.
         applied_s: Time at which the last replacer applied the average.
@@ -117,15 +117,16 @@ class Summary:
         applied: All replacements, oldest first.
         begun: Starts of policies in restarted processes, oldest first.
         rounds: All rounds, oldest first.
-        nbytes: Number of bytes of messages from a rank (row) to a rank (column), shape (size, size).
-        news: Losses, failovers, errors of main and files without an end, each as time, reporting rank and text.
+        nbytes: Size in bytes of all messages from one rank (row) to another (column), with shape (size, size).
+        news: Losses, failovers, errors of main and files without an end, each with time, reporting rank and text.
         first_step_s: Time at which the first step of any rank ended, in seconds since the job began; infinity without
             steps.
-        ends: Error that ended main, by rank with a recording: "" if main returned, None if the end is not recorded. For
-            a restarted rank, the error of its last process.
+        ends: Error that ended main on each recorded rank: "" if main returned, None if the end is not recorded. For a
+            restarted rank, the error in its last process.
         message_count: Number of messages of all ranks, including messages of policies and of the runtime.
         sent_counts, received_counts: Numbers of messages of the program's own channels, by (source, destination, tag).
-        told: Summaries, in ``news``, of reports that the job made no progress; several ranks may record the same one.
+        told: Summaries of reports that the job made no progress, which are also in ``news``. Several ranks may record
+            the same report.
     """
 
     size: int
@@ -213,7 +214,7 @@ class _Populations:
         self._spans: list[dict[str, _Span]] = []  # policies by name, for each population
 
     def begin(self, taken: Collection[int], name: str, time_s: float) -> tuple[int, _Span]:
-        """Return the population of a process's new policy; its other policies belong to populations in ``taken``."""
+        """Assign a process's new policy to a population not in ``taken``; return the population's index and a span."""
         free = [place for place in range(len(self._spans) + 1) if place not in taken]
         named = next((place for place in free[:-1] if name in self._spans[place]), None)
         place = next(place for place in free if not self._has_other(place, name, time_s)) if named is None else named
@@ -230,13 +231,13 @@ class _Populations:
 
 @dataclass(slots=True)
 class _Span:
-    """Counts the open policies with one name on all ranks; ``ended_s`` is the time at which the last policy ended."""
+    """Counts the open policies with one name on all ranks. ``ended_s`` is the time at which the last policy ended."""
 
     open_count: int = 0
     ended_s: float = -np.inf
 
     def end(self, time_s: float) -> None:
-        """Record that one of the policies has ended."""
+        """Record that one of these policies has ended."""
         self.open_count -= 1
         self.ended_s = max(self.ended_s, time_s)
 
@@ -392,7 +393,7 @@ def _add_to_round(rounds: dict[RoundNumber, Round], rank: int, time_s: float, ev
 
 
 def _news_of(event: Event) -> str:
-    """Return an event's text for the list of news; "" if the event is not news."""
+    """Return the text of an event for the list of news; "" if the event does not belong in it."""
     match event.kind:
         case "lost":
             return f"rank {event.get('rank')} is lost"
@@ -441,7 +442,7 @@ def _follow(summary: Summary) -> None:
 
 
 def _begin(summary: Summary, begun: Begun) -> None:
-    """Set the shares of a restarted process's weights: the shares of its donor, or its own first weights alone."""
+    """Set the ancestry of a restarted process's weights: its donor's ancestry, or only its own initial weights."""
     population = _population(summary, begun.population)
     if population is not None and 0 <= begun.donor < summary.size:
         own = np.eye(summary.size, dtype=np.float32)[begun.rank]

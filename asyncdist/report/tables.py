@@ -168,7 +168,7 @@ def query(recording: Recording, statement: str) -> tuple[list[str], Iterator[Seq
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """Allow only read actions of SQLite; see https://www.sqlite.org/c3ref/set_authorizer.html."""
+    """Return whether SQLite may perform an action that reads (https://www.sqlite.org/c3ref/set_authorizer.html)."""
     if action == sqlite3.SQLITE_FUNCTION:
         return sqlite3.SQLITE_DENY if second == "load_extension" else sqlite3.SQLITE_OK
     if (
@@ -186,7 +186,7 @@ def _fetched(cursor: sqlite3.Cursor, wanted: Sequence[str]) -> Iterator[Sequence
 
 
 def _refusal(error: Exception, wanted: Sequence[str]) -> QueryError:
-    """Return an error with SQLite's reason and the existing columns or tables; re-raise Ctrl-C as KeyboardInterrupt."""
+    """Return an error with SQLite's reason and the existing tables or columns. Raise KeyboardInterrupt after Ctrl-C."""
     if str(error) == "interrupted":  # SQLite drops the exception that a signal handler raised
         raise KeyboardInterrupt from error
     why = "the query is not UTF-8" if isinstance(error, UnicodeError) else str(error)

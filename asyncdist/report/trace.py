@@ -101,7 +101,7 @@ def _finite(value: Any) -> Any:
 
 
 def _entries(recording: Recording, clocks: Clocks) -> Iterator[Entry]:
-    """Yield the entries of the recording. Receives are last, because a receive is drawn no earlier than its send."""
+    """Yield the entries of the recording. Receives are last, because each receive is drawn after its send."""
     arrows = _Arrows(recording)
     for each in recording.ranks:
         yield from _head(recording, each)
@@ -126,7 +126,7 @@ def _pid(recording: Recording, each: RankRecording) -> int:
 
 
 def _head(recording: Recording, each: RankRecording) -> Iterator[Entry]:
-    """Yield the names of a process and of its tracks."""
+    """Yield the entries that name a process and its tracks."""
     pid, host = _pid(recording, each), each.header.hostname
     again = f", restarted ({each.incarnation})" if each.incarnation else ""
     yield _meta("process_name", pid, STEPS, f"rank {each.rank} on {host}{again}")
@@ -140,7 +140,7 @@ def _meta(kind: str, pid: int, track: int, name: str) -> Entry:
 
 
 class _Arrows:
-    """Numbers the arrows of messages: the k-th message sent on a line is the k-th message received on that line.
+    """Numbers the arrows of messages. The k-th message sent on a line is the k-th message received on that line.
 
     Messages of a restarted rank have no arrows, because they cannot be assigned to its individual processes.
     """
@@ -175,7 +175,7 @@ class _Arrows:
 
 
 class _Messages:
-    """Converts the messages that one process sent or received, in chronological order, without overlaps."""
+    """Converts one process's sent or received messages to entries, in chronological order and without overlaps."""
 
     def __init__(self, pid: int, rank: int, arrows: _Arrows) -> None:
         self._pid = pid
@@ -184,13 +184,13 @@ class _Messages:
         self._free_us = -math.inf
 
     def begin(self, event: Event, at_us: float) -> Iterator[Entry]:
-        """Yield a sent message, and the beginning of its arrow."""
+        """Yield the entries of a sent message and of the beginning of its arrow."""
         dest, tag, at_us = int(event.get("dest")), int(event.get("tag")), max(at_us, self._free_us)
         number = self._arrows.begin((self._rank, dest, tag), at_us)
         yield from self._entries(SENT, f"to {dest}", event, at_us, number, {"ph": "s"})
 
     def end(self, event: Event, at_us: float) -> Iterator[Entry]:
-        """Yield a received message, and the end of its arrow."""
+        """Yield the entries of a received message and of the end of its arrow."""
         source = int(event.get("source"))
         number, begun_us = self._arrows.end((source, self._rank, int(event.get("tag"))))
         at_us = max(at_us, self._free_us, begun_us + _MESSAGE_US)
@@ -209,7 +209,7 @@ class _Messages:
 
 
 class _Tracks:
-    """Converts the steps, rounds and waits of one process."""
+    """Converts the steps, rounds and waits of one process to entries."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -247,13 +247,13 @@ class _Tracks:
                 yield {"ph": "i", "s": "t", "name": kind, "tid": ROUNDS, **at, "args": facts}
 
     def _name_metric(self, policy: int, name: str) -> None:
-        """Choose the counter for a policy's metric; each open policy has a different counter."""
+        """Choose the name of the counter for a policy's metric, which differs between open policies."""
         plain = f"metric of {name}" if name else "metric"
         names = itertools.chain([plain], (f"{plain} #{number}" for number in itertools.count(2)))
         self._metrics[policy] = next(name for name in names if name not in self._metrics.values())
 
     def rest(self, at_us: float) -> Iterator[Entry]:
-        """Yield the spans of roles that lasted until the end."""
+        """Yield the spans of the roles that lasted until the end of the recording."""
         for policy in list(self._roles):
             yield from self._role(policy, at_us)
 
@@ -265,7 +265,7 @@ class _Tracks:
     def _added(
         self, track: int, name: str, began_us: float, until_us: float, facts: Entry, *, slack_us: float = 0.0
     ) -> Iterator[Entry]:
-        """Yield a span, clipped to begin at 0 or later, and on an additional track if it overlaps another span.
+        """Yield a span, clipped to begin at 0 or later. A span that overlaps another one is on an additional track.
 
         Perfetto ignores overlapping spans and spans that begin before 0, such as a wait before the rank's file began.
         """

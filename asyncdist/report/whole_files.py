@@ -69,7 +69,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def _target(path: Path) -> Path:
-    """Resolve the links of ``path``; raise PermissionError if another user has created a link or pipe there."""
+    """Return ``path`` with its links resolved. Raise PermissionError if another user has created a link or a pipe."""
     for _ in range(_LINK_COUNT_MAX):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # the folder or the file does not exist
             if is_planted(path.lstat(), path.parent.stat(), os.getuid()):

@@ -158,7 +158,7 @@ def agent_gradient_update(
 
 
 def _axes(dp_axis_name: str | None) -> list[Axis]:
-    """Return the axes whose other ranks wait for this rank's gradients: one axis, or none."""
+    """Return the axes (one or none) on which the other ranks wait for this rank's gradients."""
     return [] if dp_axis_name is None else [find_axis(dp_axis_name, None)]
 
 
@@ -174,7 +174,7 @@ def _checked_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
 
 
 def _check_same(optimizer: torch.optim.Optimizer, leaves: Sequence[Tensor], spec: optree.PyTreeSpec) -> None:
-    """Raise ValueError unless the leaves are exactly the optimizer's parameters, since its step changes all of them."""
+    """Raise ValueError unless the leaves are exactly the optimizer's parameters, all of which its step changes."""
     name = type(optimizer).__name__
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for index, leaf in enumerate(leaves):

@@ -91,8 +91,8 @@ class Mesh:
     """Grid of ranks with named axes, created by :func:`new_mesh`.
 
     Attributes:
-        axes: Size of each axis by name; the last axis varies fastest.
-        ranks: World ranks in grid order.
+        axes: Size of each axis, by name; the last axis varies fastest.
+        ranks: Ranks in the world, in grid order.
         world: This rank's world.
     """
 
@@ -285,5 +285,5 @@ def _in_words(axes: Mapping[str, int]) -> str:
 
 
 def _strides(sizes: tuple[int, ...]) -> list[int]:
-    """Return each axis's stride: the difference between the group indices of neighbours along the axis."""
+    """Return the stride of each axis: the difference between the group indices of neighbours along the axis."""
     return list(itertools.accumulate(reversed(sizes[1:]), lambda one, two: one * two, initial=1))[::-1]

@@ -169,7 +169,7 @@ class _Specs:
         return {spec: self._mesh.axis(spec) for spec in self._specs if spec is not None}
 
     async def gather(self, result: Any, waiting: dict[str, Axis]) -> Any:
-        """Concatenate all ranks' outputs, with one operation along each axis, and return the whole outputs.
+        """Concatenate the outputs of all ranks, with one operation along each axis, and return the whole outputs.
 
         Each axis is removed from ``waiting`` when its operation begins.
         """

@@ -31,7 +31,7 @@ class Sharding:
     """Describes how :func:`tree_device_put` distributes the leaves of a tree over ranks.
 
     Attributes:
-        spec: Name of the axis over which the leading dimension is split; None for the whole leaf on every rank.
+        spec: Name of the axis over which the leading dimension is split; None to place the whole leaf on every rank.
         device: Device of the shards; by default each leaf's own device.
     """
 

@@ -107,12 +107,12 @@ async def _object(axis: Axis, error: BaseException) -> None:
 
 
 def _note_met(error: BaseException, axis: Axis) -> None:
-    """Record in ``error`` that the newest operation along the axis reports the error to all ranks of the axis."""
+    """Record in ``error`` that the newest operation along ``axis`` reports the error to all ranks of that axis."""
     vars(error).setdefault(_MET, {})[axis.subject] = axis.begun_count
 
 
 def _met_along(error: BaseException) -> dict[str, int]:
-    """Return, by axis subject, the number of the newest operation that reported ``error`` or a cause of it."""
+    """Return the number of the newest operation that reported ``error`` or a cause of it, by the axis's subject."""
     met: dict[str, int] = {}
     todo: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -231,7 +231,7 @@ async def _perform(
     """Agree on the operation with the axis's other ranks, exchange the leaves, and return the resulting tree.
 
     Args:
-        what: The operation with its options, which must be equal on all ranks of the axis.
+        what: Operation with its options, which must be equal on all ranks of the axis.
         trouble: Error to raise for this rank's arguments; None if they are valid.
         exchange: Coroutine function that takes the axis and ``args``, and returns the resulting leaves.
     """
@@ -285,7 +285,7 @@ async def _agree(axis: Axis, what: str, outline: pytrees.Outline) -> None:
 
 
 async def _all_lines(axis: Axis, outline: pytrees.Outline) -> list[pytrees.Lines]:
-    """Return the outline of every rank's tree."""
+    """Return the outlines of all ranks' trees, in the axis's order."""
     collectives, group = axis.world.collectives, axis.group
     text = torch.frombuffer(bytearray(pytrees.lines_to_text(outline.lines).encode()), dtype=torch.uint8)
     counts = await collectives.all_gather(torch.tensor([text.numel()], device="cpu"), group)

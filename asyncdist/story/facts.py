@@ -22,14 +22,14 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A task's wait.
+    """Wait of one task.
 
     Attributes:
         who: ``"main"``, or the name of a spawned task.
         what: Description of the awaited event; "" if the task is about to run.
         line: Line of the user's code, as in ``"main (train.py:12)"``; "" if unknown.
-        seconds: Seconds that the wait has lasted; None if unknown.
-        peers: Ranks that can end the wait; any one of them suffices.
+        seconds: Seconds for which the wait has lasted; None if unknown.
+        peers: Ranks, any of which can end the wait.
         ends_by_itself: Whether a timer or a thread ends the wait.
     """
 
@@ -77,13 +77,13 @@ class RankStory:
     Attributes:
         job: Name of the job, eight hexadecimal digits.
         program: Path of the script.
-        line: Line of the user's code in which main keeps the loop from running; otherwise "".
-        inner_line: Innermost line in that call, if it is not in the user's code; otherwise "".
-        still_s: Seconds since the rank last did a step or received a message.
+        line: Line of the user's code in which main blocks the loop; "" if main does not block it.
+        inner_line: Innermost line below ``line``, if it is not in the user's code; otherwise "".
+        still_s: Seconds since the rank last made a step or received a message.
         waits: Waits of main and of spawned tasks.
         started: Number of started collectives, by the group's tag.
         unread: Descriptions of messages that have arrived for channels that are not open.
-        heard: Seconds since the last message from each rank; a rank that has never sent a message is missing.
+        heard: Seconds since the last message from each rank, by rank, without ranks that have never sent a message.
         left: Ranks that have returned from main.
     """
 

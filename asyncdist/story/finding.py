@@ -44,7 +44,7 @@ def _refusal(name: str | None, found: Mapping[str, Sequence[Place]]) -> str:
 
 
 def _described(places: Sequence[Place]) -> str:
-    """Describe a job: its command, and the number of its ranks on this host."""
+    """Return a description of a job: its command, the number of its ranks on this host, and the first pid."""
     first = places[0].pid
     words: list[str] = []
     with contextlib.suppress(OSError):

@@ -21,7 +21,7 @@ PAIR_COUNT_MAX: Final = 8
 
 @dataclass(slots=True)
 class _LastOf:
-    """Collects what a rank did last.
+    """Collects the last events of a rank.
 
     Attributes:
         last_s: Time of the rank's last event, in seconds since 1970.
@@ -29,7 +29,7 @@ class _LastOf:
         cut: Reason why the file ends before main does; "" if none is recorded.
         told: Latest recorded reports on the ranks of its host, keyed by whether the report preceded an abort.
         latest: Latest other events, oldest first.
-        sent, received: Number of messages, by peer and tag.
+        sent, received: Numbers of sent and received messages, by peer and tag.
     """
 
     file: RankRecording
@@ -133,7 +133,7 @@ def _rank(rank: int, last: _LastOf, end_s: float) -> list[str]:
 
 
 def _told(ranks: dict[int, _LastOf], end_s: float) -> list[str]:
-    """Return each host's last report on a lack of progress, and its last report before an abort."""
+    """Return lines with each host's last report on a lack of progress and its last report before an abort."""
     latest: dict[tuple[str, bool], tuple[float, str]] = {}
     for last in ranks.values():
         for event in last.told.values():

@@ -132,7 +132,7 @@ def listen(job: str, rank: int) -> tuple[socket.socket, Path] | None:
 
 
 def _listen_in(base: Path, job: str, rank: int) -> tuple[socket.socket, Path] | None:
-    """Create the socket for :func:`listen` in this folder, or return None. Raise NotPrivateError for unsafe folders."""
+    """Create a socket for :func:`listen` in a folder; return None on failure. Raise NotPrivateError if it is unsafe."""
     path = base / job / f"{rank}.{os.getpid()}"
     # The socket is renamed once it listens, because other processes remove sockets on which nothing listens.
     begun = path.with_name(f"{path.name}~")
@@ -159,7 +159,7 @@ def _listen_in(base: Path, job: str, rank: int) -> tuple[socket.socket, Path] | 
 
 
 def _process_at(connection: socket.socket) -> int | None:
-    """Return the pid of the process at the other end: 0 if it is in another container, None if unknown."""
+    """Return the pid of the process at the other end; 0 if it is in another container, None if it is unknown."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -287,7 +287,7 @@ def was_asked(place: Place) -> bool:
 
 
 def _answer(place: Place, question: bytes) -> bytes:
-    """Return the first byte of the answer; b"" if the rank does not answer."""
+    """Return the first byte of a rank's answer to ``question``; b"" if the rank does not answer."""
     client = _connect(place, question)
     if client is None:
         return b""

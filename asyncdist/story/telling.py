@@ -82,7 +82,7 @@ def tell_job(stories: Mapping[int, RankStory], silent: Sequence[Silent] = ()) ->
 
 
 def _groups(stories: Mapping[int, RankStory]) -> list[tuple[str, list[int]]]:
-    """Return descriptions of waits, each with its ranks; waits that differ only in their age are merged."""
+    """Return pairs of a wait's description and the waiting ranks. Waits that differ only in their age are merged."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank in by_root(stories):
         story = stories[rank]
@@ -174,7 +174,7 @@ def _details(story: RankStory, stories: Mapping[int, RankStory]) -> list[str]:
 
 
 def _details_of_all(ranks: Sequence[int], stories: Mapping[int, RankStory]) -> list[str]:
-    """Return the details of ranks in the same state. Equal lines of several ranks are merged."""
+    """Return lines with the details of ranks in the same state. Equal lines of several ranks are merged."""
     told: dict[tuple[str, int], list[int]] = {}
     for rank in ranks:
         counts: Counter[str] = Counter()

@@ -24,7 +24,7 @@ class JobSecret:
     """Seals values and authenticates connections with the job's secret.
 
     Attributes:
-        key: The secret; empty if the job has none. ``repr`` does not show it.
+        key: Secret of the job, hidden in ``repr``; empty if the job has no secret.
     """
 
     key: bytes = field(default=b"", repr=False)

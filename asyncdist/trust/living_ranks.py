@@ -99,7 +99,7 @@ class LivingRank:
 
 
 def _locked(name: str, parent: int, flags: int = 0) -> int | None:
-    """Open and lock a file; return its descriptor, or None if another process has locked it."""
+    """Open and lock a file, and return its descriptor; None if another process has locked it."""
     descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600, dir_fd=parent)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -131,7 +131,7 @@ class RenewedSecret:
 
 
 def _remove_left(parent: int) -> None:
-    """Remove the unlocked files, which :func:`keep` wrote in processes that have been killed."""
+    """Remove unlocked files, which :func:`keep` wrote in processes that have since been killed."""
     for name in os.listdir(parent):
         port = name.removeprefix(f"{SHARED}-")
         if not port.isdecimal() or name != name_of(int(port)):

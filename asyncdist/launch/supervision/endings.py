@@ -37,9 +37,9 @@ class JobEnds:
     Attributes:
         goes_on_by: Option with which the other ranks would have continued after a kill; "" if there is none.
         is_across_hosts: Whether ranks communicate over a network, so that Open MPI ends a rank that loses a connection.
-        passed_on: Signals that the launcher has passed on to the ranks.
-        codes: Exit codes of the ended ranks, keyed by rank in the order in which they ended; negative for signals.
-        cause: Rank that has ended the job, according to its exit code or signal; or None.
+        passed_on: Signals that the launcher has forwarded to the ranks.
+        codes: Exit code of each ended rank, in the order in which the ranks ended; negative for a signal.
+        cause: Rank that has ended the job, according to its exit code or signal; None if there is none.
     """
 
     ranks: int
@@ -88,7 +88,7 @@ class JobEnds:
         return self.is_across_hosts and code == _CONNECTION_LOST
 
     def _conclude_survivors(self, code: int) -> tuple[int, list[str]]:
-        """Return exit code and lines for a job that survives losses. Such a job fails only if no rank has survived."""
+        """Return the exit code and lines to print for a job that survives losses, and fails only if all ranks fail."""
         last = list(self.codes.values())[-1] if len(self.codes) == self.ranks else 0
         if code or not last:
             return code, []

@@ -79,7 +79,7 @@ def run(
 
 
 class _Job:
-    """An mpirun and its ranks, with the arguments of :func:`run`."""
+    """Runs one mpirun and supervises its ranks. Takes the arguments of :func:`run`."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class _Job:
         self._mpirun, self._command = mpirun, command
 
     def _inputs(self) -> dict[str, str]:
-        """Return the variables with which rank 0 opens the standard input of this process."""
+        """Return the environment variables by which rank 0 opens the standard input of this process."""
         if not guardians.ARE_HERE:
             return {}
         path = f"/proc/{self._pid}/fd/0"
@@ -150,10 +150,10 @@ class _Job:
             guardian.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start mpirun as a process with a pid that no other mpirun has or had.
+        """Start mpirun as a process whose pid no other mpirun has or had.
 
         Raises:
-            local_host.LaunchError: The folders of other mpiruns take too many pids.
+            local_host.LaunchError: Folders of other mpiruns exist for too many successive pids.
         """
         for _ in range(_NUMBER_COUNT):
             with contextlib.suppress(subprocess.SubprocessError):  # _begin has failed; the next process has another pid
@@ -172,7 +172,7 @@ class _Job:
         )
 
     def _begin(self) -> None:
-        """Prepare the child process that becomes mpirun. Raises FileExistsError if it needs another pid."""
+        """Prepare the child process that becomes mpirun. Raise FileExistsError if it needs another pid."""
         guardians.die_with_parent(self._pid)
         _check_number()
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun has no handler for it while it starts
@@ -268,7 +268,7 @@ class _Job:
             _say(line)
 
     def _end_late(self) -> None:
-        """End mpirun, and thereby all ranks that have not ended in time."""
+        """End mpirun, and thereby all late ranks. The first call terminates mpirun, and the second kills it."""
         if self._is_stopping:
             self._process.kill()
             self._stop_at = None
@@ -278,7 +278,7 @@ class _Job:
             self._stop_at = time.monotonic() + _MPIRUN_STOP_S
 
     def _end_without(self, hosts: Sequence[str]) -> None:
-        """End the job because ``hosts`` do not answer. The other ranks would wait until mpirun detects the loss."""
+        """End the job because ``hosts`` do not answer; otherwise the ranks would wait until mpirun detects the loss."""
         if self._have_met.is_set() or self._ends.asked_to_end is not None:
             return
         self._has_silent_hosts = True
@@ -319,7 +319,7 @@ class _Job:
         self._events.put(("report", (int(rank), what, int(number), agent)))
 
     def _copy(self, pipe: IO[bytes]) -> None:
-        """Copy mpirun's standard error to this process's standard error, without reports and suppressed messages."""
+        """Copy mpirun's standard error to this process's, except guardians' reports and suppressed messages."""
         while True:
             if self._words.is_holding and not select.select([pipe], [], [], _HOLD_S)[0]:
                 _write(self._words.flush())
@@ -334,7 +334,7 @@ class _Job:
 
 
 class _Guardian:
-    """The outer guardian of a rank on this host. Creating it raises ProcessLookupError if the guardian has ended."""
+    """Outer guardian of a rank on this host. The constructor raises ProcessLookupError if the guardian has ended."""
 
     def __init__(self, pid: int) -> None:
         self._pidfd = os.pidfd_open(pid)
@@ -348,7 +348,7 @@ class _Guardian:
 
 
 class _RemoteGuardian:
-    """The outer guardian of a rank on another host, reached through the agent on that host."""
+    """Outer guardian of a rank on another host, reached through the agent on that host."""
 
     def __init__(self, agent: Agent, rank: int) -> None:
         self._agent = agent
@@ -374,10 +374,9 @@ def _write(data: bytes) -> None:
 def _check_number() -> None:
     """Check that no other mpirun has or had the pid of this process, which becomes mpirun.
 
-    Open MPI's mpirun keeps its files in a folder named after its pid, and also names the ranks' shared memory so. It
-    does not start if the folder contains files. The folder may belong to a killed mpirun, or to one that runs in
-    another container with the same ``/tmp``. If that folder were removed, both jobs would use the same shared memory,
-    and crash.
+    Open MPI names mpirun's folder and the ranks' shared memory after the pid of mpirun, and does not start if the
+    folder contains files. The folder may belong to a killed mpirun, or to one that runs in another container with the
+    same ``/tmp``. If that folder were removed, both jobs would use the same shared memory, and crash.
 
     Raises:
         FileExistsError: A folder for this pid exists.

@@ -56,9 +56,9 @@ class MpirunWords:
         blames: Suppressed messages that blame a rank.
         reports: Guardians' reports, without their marks.
         lost_node: Name of the host that mpirun has lost, if mpirun printed it.
-        silent: Host of a silent connection, and the reason; or None.
-        unreached: Host that a rank could not reach, and the reason; or None.
-        ender: Host and number of the rank that lost a connection, after which MPI ended the job; or None.
+        silent: Host of a silent connection, and the reason; None if there is none.
+        unreached: Host that a rank could not reach, and the reason; None if there is none.
+        ender: Host and number of the rank that lost a connection, after which MPI ended the job; None if there is none.
     """
 
     def __init__(self, mark: bytes) -> None:
@@ -129,7 +129,7 @@ class MpirunWords:
         return held
 
     def _next(self) -> bytes | None:
-        """Take the next line, or part of a line, from the held bytes. Return None if more bytes are needed first."""
+        """Return the next line, or part of a line, from the held bytes; None if more bytes are needed first."""
         if self._is_at_line_start:
             if self._rest.startswith(_BLAMES):
                 end = self._rest.find(b"\n" + _RULE, len(_RULE)) + 1
