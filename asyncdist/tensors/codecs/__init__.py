@@ -2,18 +2,23 @@
 
 Codecs are pure functions without any transport. All of them are deterministic: equal values give equal bytes, and equal
 bytes give equal values, on the CPU and on CUDA devices. On a CUDA device they run on that device and never wait for it.
+Only float32 and bfloat16 are for whole states; all others are for differences.
 
-========== ================ ========================================================================================
-name       bytes per value  error of a decoded value
-========== ================ ========================================================================================
-float32    4                none
-bfloat16   2                2^-8 of the value
-int8       1.016            half of the block's scale, where the scale is the block's largest magnitude / 127
-========== ================ ========================================================================================
+======== =============== =======================================================================
+name     bytes per value error of a decoded value
+======== =============== =======================================================================
+float32  4               none
+bfloat16 2               2^-8 of the value
+float16  2.016           2^-11 of the value, or 2^-39 of the block's largest magnitude
+int8     1.016           half of the block's scale, which is its largest magnitude / 127
+q4       0.516           a factor of sqrt(2), or 2^-6.5 of the block's largest magnitude
+topk     6 * share       none, but only the largest values of each block are kept
+======== =============== =======================================================================
 """
 
 from asyncdist.tensors.codecs.choice import find_codec
 from asyncdist.tensors.codecs.codec import Codec
 from asyncdist.tensors.codecs.error_feedback import ErrorFeedback
+from asyncdist.tensors.codecs.topk import TopK
 
-__all__ = ["Codec", "ErrorFeedback", "find_codec"]
+__all__ = ["Codec", "ErrorFeedback", "TopK", "find_codec"]

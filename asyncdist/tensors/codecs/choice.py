@@ -6,16 +6,24 @@ from typing import Final
 
 from asyncdist.tensors.codecs.casts import BFloat16, Float32
 from asyncdist.tensors.codecs.codec import Codec
+from asyncdist.tensors.codecs.float16 import Float16
 from asyncdist.tensors.codecs.int8 import Int8
+from asyncdist.tensors.codecs.q4 import Q4
+from asyncdist.tensors.codecs.topk import TopK
 from asyncdist.validation import one_of, refuse
 
-_CODECS: Final[dict[str, Codec]] = {codec.name: codec for codec in (Float32(), BFloat16(), Int8())}
+_ALL: Final[tuple[Codec, ...]] = (Float32(), BFloat16(), Float16(), Int8(), Q4(), TopK())
+_CODECS: Final = {codec.name: codec for codec in _ALL}
 
 
 def find_codec(wire: str | Codec) -> Codec:
-    """Return the codec with this name, or ``wire`` itself if it is a codec. Raise ValueError for other values."""
+    """Return the codec with this name, or ``wire`` itself if it is a codec, such as ``TopK(share=0.01)``.
+
+    Raises:
+        ValueError: If ``wire`` is anything else.
+    """
     if isinstance(wire, str) and wire in _CODECS:
         return _CODECS[wire]
-    if isinstance(wire, str) or not isinstance(wire, Codec):
+    if isinstance(wire, (str, type)) or not isinstance(wire, Codec):
         refuse("wire", wire, f"{one_of(_CODECS)}, or a codec")
     return wire

@@ -37,9 +37,8 @@ class Int8(BlockCodec):
         scratch = values.abs()
         largest = scratch.amax(dim=1, keepdim=True)
         # CUDA would replace a division by a Python scalar by a multiplication with the reciprocal.
-        scale = largest / torch.full_like(largest, _LEVEL_MAX)
-        scale = torch.where(largest.isfinite(), scale.clamp(_SCALE_MIN, _SCALE_MAX), largest)
-        write_scale(out, scale)
+        scale = largest.div(torch.full_like(largest, _LEVEL_MAX)).clamp_(_SCALE_MIN, _SCALE_MAX)
+        write_scale(out, scale, largest)
         torch.div(values, scale, out=scratch).round_()
         out[:, SCALE_NBYTES:].view(torch.int8).copy_(scratch)
 
