@@ -12,14 +12,14 @@ from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NewWeights:
-    """The new weights of a rank, and their origin.
+    """New weights of a rank, and their origin.
 
     Attributes:
         donors: Ranks whose weights were averaged, ascending; empty for fresh weights from ``model_builder``.
         weights: Weights of the donors, in the same order, not normalised.
         iterations: Step at which each donor took its snapshot.
         best: Donor of the integer and bool entries; -1 for fresh weights.
-        versions: For published snapshots, the version of each donor's snapshot; otherwise empty.
+        versions: Version of each donor's snapshot, if snapshots are published; otherwise empty.
         average: Mean of the donors' states; None for fresh weights.
         began_at: Time at which the rank was assigned as a replacer, or decided to replace its weights.
         route: Route of the donors' weights, ``"direct"`` or ``"sharded"``; "" if the policy has no routes.

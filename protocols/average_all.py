@@ -34,7 +34,7 @@ from asyncdist.wording import size_in_words
 
 @dataclass(frozen=True, slots=True)
 class AverageAllStatistics:
-    """Counts of one member's steps and averages so far.
+    """Numbers of one member's steps and averages so far.
 
     Attributes:
         iteration: Number of steps.
@@ -196,5 +196,5 @@ class AverageAllPolicy(Ported):
 
 
 async def _keep(info: StepInfo) -> None:
-    """Keep an average that was applied although the caller was cancelled: do nothing."""
+    """Do nothing, because an average that was applied remains valid if the caller is cancelled."""
     del info

@@ -40,7 +40,7 @@ class Journal:
     """Records one policy's actions on this rank as events and counters.
 
     Attributes:
-        metric: Latest metric; None before the first.
+        metric: Latest metric; None before the first metric.
         is_direction_named: Whether the latest step was called with ``loss=`` or ``score=``.
     """
 

@@ -173,7 +173,7 @@ def _metric_in(call: ast.Call) -> tuple[str, ast.expr | None]:
 
 
 def _direction_of(metric: ast.expr | None) -> bool | None:
-    """Return whether a larger value of an expression is better, judging by its names; None if they do not show it."""
+    """Return whether a larger value of a metric is better, judging by the expression's names; None if unknown."""
     match metric:
         case ast.UnaryOp(ast.USub(), operand):
             direction = _direction_of(operand)

@@ -79,8 +79,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         average_every, options: The options below.
 
     Attributes:
-        optimizer: The current optimizer. Assign a different optimizer to train the model with it from now on.
-        is_alone: Whether this rank is the only participant; set by the start. If it is, the policy only checks its
+        optimizer: Current optimizer. Assign a different optimizer to train the model with it from now on.
+        is_alone: Whether this rank is the only participant; set by the start. A policy of one rank only checks its
             arguments.
         begins_again: Whether this rank starts the policy because it ran out of memory in an earlier policy. Set it
             before the start; the start fails if the value differs between members.
@@ -238,17 +238,17 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             )
 
     async def _start_among_newcomers(self) -> None:
-        """Start the policy anew, since all members were restarted and there is no running policy to join."""
+        """Start a new policy, since all members were restarted and there is no running policy to join."""
         await self._start_with(tuple(rank for rank in self._members if rank not in self._services.gone))
         self._services.is_admitted = True
 
     def _forget_start(self) -> None:
-        """Allow a new start after a failed one, unless :meth:`_begin` is running, which sets the stage itself."""
+        """Allow a new start after a failed start, unless :meth:`_begin` is running and will set the stage."""
         if self._stage == "starting" and not self._is_beginning:
             self._stage = "new"
 
     async def _begin(self, start: Start[None]) -> None:
-        """Complete a start that all members have joined, even if the caller was cancelled."""
+        """Complete a start that all members have joined. This runs even if the caller was cancelled."""
         self._joint_start = start
         self._is_beginning = True
         try:
@@ -436,7 +436,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._restore(state)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Load a state that has been checked, or was received from another member."""
+        """Load a state that has been checked or was received from another member."""
         self.iteration = validation.count("iteration", state["iteration"], least=0)
         self._journal.metric = state["metric"]
         self._load_own_state(state)
@@ -453,14 +453,14 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
     @abc.abstractmethod
     async def _step(self, local_metric: MetricSource) -> StepInfo:
-        """Do one step, after the checks that all policies share."""
+        """Perform one step. Called after the checks that all policies share."""
 
     @abc.abstractmethod
     async def _start(self) -> None:
-        """Open the channels and agree with the other members (:meth:`_agree`); not called if this rank is alone."""
+        """Open the channels and agree with the other members (:meth:`_agree`). Not called if this rank is alone."""
 
     async def _join(self) -> None:
-        """Join the policy that the other ranks are running, after this rank was restarted."""
+        """Join the policy that the other ranks are running. Called on a restarted rank."""
         raise LocalProtocolError(
             f"{type(self).__name__} does not admit a restarted rank to a running policy; make a new group after the "
             "restart, and start a new policy on all its members"
@@ -468,7 +468,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
     @abc.abstractmethod
     async def _stop(self, error: BaseException | None) -> None:
-        """Leave the policy; ``error`` is the exception that has ended its block, or None."""
+        """Leave the policy. ``error`` is the exception that has ended its ``async with`` block, or None."""
 
     @abc.abstractmethod
     def _options(self) -> Mapping[str, Any]:
@@ -515,7 +515,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return self._read_metric(value) if is_new else None
 
     def _choose_leader(self, members: tuple[int, ...]) -> int:
-        """Return the rank that compares all members' values at the start: a member or the reserved coordinator."""
+        """Return the rank, a member or the reserved coordinator, that compares all members' values at the start."""
         return members[0]
 
     def _agreed_values(self) -> dict[str, str]:
@@ -544,7 +544,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return dataclasses.replace(agreed, values=values)
 
     def _mark_of_first_weights(self) -> int | None:
-        """Return a checksum of the initial weights; None if they were already trained, or if no means are computed."""
+        """Return a checksum of the initial weights; None if they were already trained or no means are computed."""
         was_trained = self.model in self._services.shared(TrainedModels).models or has_stepped(self.optimizer)
         is_first = self.iteration == 0 and not was_trained
         return self._flat.sample_checksum() if is_first and self._takes_means() else None
@@ -554,7 +554,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return True
 
     def _refuse(self) -> None:
-        """Raise the error for a step that is not possible now.
+        """Raise the error that explains why a step is not possible now.
 
         The error is the same on all ranks, so that the job reports it only once.
         """

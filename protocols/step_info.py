@@ -24,10 +24,10 @@ class StepInfo:
         weights: Weights of the donors, with sum 1.
         staleness_steps: Age of the oldest snapshot in steps: this rank's iteration minus the donor's, at least 0.
         seconds: Seconds from this rank's assignment as a replacer until its new weights were in place.
-        nbytes: Number of bytes received for the average, not counting bytes received as a reducer.
-        abandoned: Reason why this rank's replacement was abandoned; "" if it was not.
-        recovered: Description of this rank's non-finite state, because of which momentum was ignored and the
-            optimizer's state was reset; "" if all was finite.
+        nbytes: Number of bytes received for the average, without bytes received as a reducer.
+        abandoned: Reason why this rank's replacement was abandoned; "" if it was not abandoned.
+        recovered: Description of this rank's non-finite state, for which momentum was ignored and the optimizer's state
+            was reset; "" if the state was finite.
         coordinator: Rank that coordinated the round; -1 if there was no coordinator.
         route: Route of the donors' weights, ``"direct"`` or ``"sharded"``; "" if the policy has no routes.
         island: Number of this rank's island, from 0; -1 if the policy has no islands.
@@ -107,7 +107,7 @@ class AverageApplied:
         best: Donor of the integer and bool entries; -1 if there are no donors.
         iteration: Iteration of the replacer, from 0.
         state: New state of this rank, as flat 1-D tensors by dtype name; valid only during the call.
-        versions: For published snapshots, the version of each donor's snapshot, in the same order; otherwise empty.
+        versions: Version of each donor's snapshot, in the same order, if snapshots are published; otherwise empty.
     """
 
     round: int

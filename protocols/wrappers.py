@@ -112,7 +112,7 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 
 def _modules_of(outer: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and its submodules, even (unlike ``outer.modules()``) if a constructor has not run yet."""
+    """Yield a module and its submodules. Unlike ``outer.modules()``, allow modules whose constructor has not run."""
     seen: set[int] = set()
     waiting = [outer]
     while waiting:
@@ -128,7 +128,7 @@ def _is_divided(kind: type) -> bool:
 
 
 def _wrapper_name(kind: type) -> str:
-    """Return the name of the DDP or FSDP class from which ``kind`` is derived, or ""."""
+    """Return the name of the DDP or FSDP class from which ``kind`` is derived; "" if there is none."""
     if not issubclass(kind, nn.Module):
         return ""
     return next((base.__name__ for base in kind.__mro__ if base.__module__.startswith(_WRAPPERS)), "")

@@ -199,7 +199,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         self._services.leftover_probes.append(self._leftovers)
 
     async def _stop(self, error: BaseException | None) -> None:
-        """Leave the policy. Without ``error``, first wait for ranks that are reading this rank's snapshot."""
+        """Leave the policy. Without ``error``, first wait until no rank reads this rank's snapshots."""
         assert self._exposure is not None, "the policy was stopped before it started"
         replacement = self._replacement
         if replacement is not None:
@@ -269,7 +269,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         return info
 
     def _act(self) -> StepInfo:
-        """Apply a complete average, or return the result that reports an abandoned replacement."""
+        """Apply an average if it is complete. Return the step's result, which may report an abandoned replacement."""
         info, self._given_up = self._given_up, NOTHING
         replacement = self._replacement
         if replacement is not None and replacement.complete:
@@ -278,7 +278,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         return info
 
     def _watch_metric(self, metric: float) -> None:
-        """Warn once if the metric is repeatedly not finite or, on the first member, if it becomes worse."""
+        """Log a warning, once, if the metric is repeatedly not finite or, on the first member, becomes worse."""
         self._blanks.add((metric,))
         if self._blanks.take_found():
             logger.warning("%s", blank_warning(self._journal.title(), "this rank's metric"))
@@ -340,7 +340,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         return is_due
 
     async def _begin_replacement(self) -> None:
-        """Start a background task that chooses and reads donors, and let it take its first step."""
+        """Start a background task that chooses and reads donors, and let it run until its first wait."""
         replacement = self._replacement = Replacement(self._counts["killed"] + 1, self._world.time())
         # If this attempt fails, a rank judged by its age tries again after `average_every` steps.
         self._dies_at = self._step_count + self.average_every if self._dies_at != _NEVER else _NEVER
@@ -407,7 +407,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         """Read the other ranks' metrics, choose donors, and average the donors' snapshots.
 
         Returns:
-            The reason why the replacement is abandoned; "" if the average is complete or this rank is not replaced.
+            Reason why the replacement is abandoned; "" if the average is complete or this rank is not replaced.
 
         Raises:
             UnreadableError: The attempt has failed; another attempt may succeed.

@@ -22,7 +22,7 @@ class Replacement:
     """State of one replacement of this rank's weights, until the average is applied or the replacement abandoned.
 
     Attributes:
-        number: Number among this rank's replacements, from 1.
+        number: Number of the replacement among this rank's replacements, from 1.
         judged_at: Time on the world's clock at which this rank decided to be replaced.
         donors: Donors whose snapshots were added, ascending.
         weights, versions, iterations: Weight, version and iteration of each donor's snapshot, in the same order.
@@ -76,7 +76,7 @@ class DonorReader:
         """Return this rank's metric and the newest published metrics of other members, by rank.
 
         Args:
-            count_max: Maximum number of other members to ask. If there are more members, a random sample is asked.
+            count_max: Maximum number of other members to ask. If there are more, a random sample of them is asked.
             deadline: Time on the loop's clock. Members that have not answered by this time are omitted.
         """
         asked = self._others if len(self._others) <= count_max else sorted(sample(self._others, count_max))
@@ -107,7 +107,7 @@ class DonorReader:
     async def _read_donor(
         self, replacement: Replacement, choice: Choice, donor: int, mean: WeightedMean, deadline: float
     ) -> None:
-        """Add the newest snapshot of ``donor``, even if it was published after the donor was chosen."""
+        """Add the newest snapshot of ``donor`` to the mean, even if it was published after the choice of the donor."""
         record = await self._window.published_by(donor, deadline=deadline)
         if record is None:
             raise UnreadableError(f"rank {donor} has left the policy")
@@ -137,7 +137,7 @@ class DonorReader:
         *,
         exact: bool,
     ) -> None:
-        """Add one snapshot to the mean, chunk by chunk; if ``exact``, also copy its integer and bool entries."""
+        """Add one snapshot to the mean, chunk by chunk. With ``exact``, also copy its integer and bool entries."""
         average = replacement.average
         assert average is not None, "no accumulator was acquired"
         end = self._packing.nbytes if exact else self._packing.averaged_nbytes

@@ -104,7 +104,7 @@ class ReadOptions(Options):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The donors chosen for a replaced rank, and the rule for their weights.
+    """Donors chosen for a replaced rank, and the rule for their weights.
 
     Attributes:
         donors: Ranks of the donors, ascending; empty for `reset_weights`.
@@ -137,7 +137,7 @@ class Choice:
 
 
 def _gain(metric: float, floor: float, sign: float) -> tuple[float, int]:
-    """Return mantissa and exponent of the gain of `metric` over `floor`, which is positive if `metric` is better."""
+    """Return mantissa and exponent of the gain of `metric` over `floor`, positive if `metric` is better."""
     gain = sign * (metric - floor)
     if math.isfinite(gain):
         return math.frexp(gain)
@@ -212,7 +212,7 @@ def choose(
 
 
 def _weighted(rank: int, drawn: Sequence[int], best: int, metrics: Mapping[int, float], rules: OneSidedRules) -> Choice:
-    """Return the choice for `weighted_mean`; its weights are computed when the snapshots' own metrics are known."""
+    """Return the donors for `weighted_mean`. Their weights are computed later, from their snapshots' metrics."""
     finite = {other: metrics[other] for other in metrics if other != rank or math.isfinite(metrics[other])}
     floor = metrics[order_worst_first(finite, rules.metric_mode)[0]]
     donors = tuple(other for other in drawn if metrics[other] != floor)

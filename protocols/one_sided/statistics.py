@@ -31,7 +31,7 @@ class Durations:
 
 @dataclass(frozen=True, slots=True)
 class OneSidedStatistics:
-    """Counts and durations of one member so far. The first four counts have the names of torchgfn's policies.
+    """Counts and durations of one member so far. The first four counts have the same names as in torchgfn's policies.
 
     Attributes:
         total_iterations: Number of steps.

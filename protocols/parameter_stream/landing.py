@@ -70,7 +70,7 @@ class ChunkRing:
 
 
 class LandingPiece(NamedTuple):
-    """One chunk of the state, in the same place for every donor.
+    """Chunk of the state, at the same place for every donor.
 
     Attributes:
         into: Elements of the accumulator to which the chunk is added or copied.
@@ -95,7 +95,7 @@ class Landing(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """All chunks from one donor, their total size, and the page and offset at which the next donor's chunks begin."""
+    """Chunks from one donor, their total size, and the page and offset at which the next donor's chunks begin."""
 
     landings: list[Landing]
     targets: list[memoryview]

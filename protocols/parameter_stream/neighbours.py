@@ -102,7 +102,7 @@ class Reading:
     """Reads one snapshot from a donor's memory.
 
     Attributes:
-        process: The donor's process; None before the donor has answered, or if its memory cannot be read.
+        process: Process of the donor; None before the donor has answered, or if its memory cannot be read.
     """
 
     def __init__(self, services: Services, neighbours: Neighbours, donor: int, slot: int) -> None:

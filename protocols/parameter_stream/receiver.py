@@ -81,7 +81,7 @@ def ask_for_part(
 def _pieces(
     into: FlatBuffers, part: Part, sizes: Mapping[torch.dtype, int], *, exact: bool, is_alone: bool
 ) -> list[tuple[int, int, torch.Tensor]]:
-    """Cut a part into pieces for :class:`PartReading`; ``is_alone`` if the source's memory has only this part."""
+    """Return the pieces of a part for :class:`PartReading`. With ``is_alone``, the source stores only this part."""
     pieces = []
     for number, (dtype, tensor) in enumerate(parts_of(into, exact)):
         first = 0 if is_alone else part.bounds(sizes[dtype])[0]
@@ -109,7 +109,7 @@ class SnapshotReceiver:
         donors: Ranks of the donors, in the order of the sum.
         best: Donor whose integer and bool tensors are copied.
         part: Part of the snapshots to average; None for whole snapshots.
-        neighbours: Reads snapshots from the memory of ranks on this host; None to stream all snapshots.
+        neighbours: Reader of snapshots in the memory of ranks on this host; None to stream all snapshots.
 
     Attributes:
         donor: Donor whose snapshot is requested or awaited; if :meth:`run` raises, the donor that caused the failure.
@@ -255,7 +255,7 @@ class SnapshotReceiver:
         return self._neighbours.ask(donor, nbytes, round=self._round)
 
     async def _read(self, reading: Reading, deadline: float, *, is_first: bool) -> None:
-        """Read a snapshot from the donor's memory and add it; let other tasks run after each window of chunks."""
+        """Read a snapshot from the donor's memory and add it to the mean. Let other tasks run after each window."""
         await reading.located(deadline=deadline)
         burst_nbytes = 0
         for piece in self._layout.pieces:

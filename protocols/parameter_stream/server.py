@@ -39,19 +39,19 @@ EARLY_COUNT_MAX: Final = 4096  #: Maximum number of requests that wait for an of
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """A snapshot, or the mean of one part, that receivers can request in one round.
+    """Snapshot, or mean of one part, that receivers can request in one round.
 
     The buffers remain in use until the offer is withdrawn and all its streams have ended.
 
     Attributes:
-        on_free: Called with the buffers when they are no longer in use.
-        chunks_made: Cached chunks by stream size and chunk size, shared by all rounds that use the same buffers.
+        on_free: Function called with the buffers when they are no longer in use.
+        chunks_made: Cached chunks, by stream size and chunk size, shared by all rounds that use the same buffers.
         streams: Streams in progress, each with its receiver and slot. Two streams may have the same slot, since a
             receiver can reuse a slot before the sender has noticed the end of its first stream.
         mean_of: Part whose mean is offered; None for a snapshot.
         ready_count: Number of chunks of an incomplete mean that are ready; None if all chunks are ready.
         token: Token with which receivers check that the memory was valid while they read it; None before the first
-            such request.
+            receiver asks for the memory's address.
     """
 
     round: int
@@ -133,7 +133,7 @@ class SnapshotServer:
         services.on_returned(self._forget)
 
     def _forget(self, rank: int) -> None:
-        """Drop the requests of a restarted rank's previous process, and forget whether its memory could be read."""
+        """Drop the requests from a restarted rank's previous process, and forget whether its memory could be read."""
         self.neighbours.forget(rank)
         for key in [key for key in self._early if key[0] == rank]:
             del self._early[key]
@@ -254,7 +254,7 @@ class SnapshotServer:
             self._answer(envelope.round, message, key)
 
     def _answer(self, round: int, request: Request, key: tuple[int, int]) -> None:
-        """Serve or refuse a request, or let it wait until its round has an offer or is over."""
+        """Serve or refuse a request, or queue it until its round has an offer or has ended."""
         for offer in self._offers:
             if offer.answers(round, request) and not offer.withdrawn:
                 self._serve(offer, request, key)
@@ -285,7 +285,7 @@ class SnapshotServer:
         self._services.spawn_service(self._abort(OutboundStream(self._services.slots, [], *key)), name="abort")
 
     def _stream(self, offer: Offer, grant: Grant | PartGrant, key: tuple[int, int]) -> None:
-        """Send as much of a stream as the transport accepts immediately; start a task that sends the rest."""
+        """Send as much of a stream as the transport accepts immediately, and start a task that sends the rest."""
         chunks = offer.chunks(grant)
         if chunks is None:
             self._refuse(key)

@@ -198,7 +198,7 @@ class ReplayBuffer:
             self._close()
 
     def _awaited(self, kind: WaitKind = WaitKind.REPLAY_SERVER) -> WaitId:
-        """Return the id, for error messages, of a wait that ends when the server answers."""
+        """Return the identity, for error messages, of a wait for the server's answer."""
         return WaitId(kind, tags.REPLAY, self._server, name=self._name)
 
     def _close(self) -> None:
@@ -245,7 +245,7 @@ class ReplayBuffer:
         return score
 
     def _layout_of(self, batch: Batch) -> RowLayout:
-        """Return the layout of this client's batches; raise ValueError if ``batch`` has a different layout."""
+        """Return the layout of this client's batches. Raise ValueError if ``batch`` has a different layout."""
         own = self._own_layout
         if own is not None and own.fits(batch):
             return own
@@ -349,7 +349,7 @@ class ReplayBuffer:
 
         Args:
             make: Function that returns the request and the payload to stream (or None), given the request's number.
-            limit: Limit for requests of this kind.
+            limit: Limit of unanswered requests of this kind.
         """
         self._welcomed()
         await limit.acquire(self._awaited(WaitKind.REPLAY_ROOM))
@@ -505,9 +505,9 @@ class ReplayBuffer:
             self._services.spawn_service(self._hear_why(), name=f"end reason of the replay buffer {self._name!r}")
 
     async def _hear_why(self) -> None:
-        """Wait for the reason that the server sent before it left, and then fail all requests.
+        """Wait for the error that the server sent before it left, and then fail all requests with it.
 
-        The notice that the server has left may arrive before the reason.
+        The notice that the server has left may arrive before this error.
         """
         error: AsyncdistError = abandoned_error(self._services, self._server, self._name)
         try:

@@ -29,7 +29,7 @@ class Welcome:
     """Server to client: accepts the client, and describes the buffer.
 
     Attributes:
-        in_flight_max: Largest number of the client's unanswered draws, and of its other unanswered requests.
+        in_flight_max: Maximum number of the client's unanswered draws, and of its other unanswered requests.
     """
 
     entry: int

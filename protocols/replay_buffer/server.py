@@ -85,8 +85,8 @@ async def serve_replay_buffer(
         capacity: Maximum number of items. If the buffer is full, new items replace the oldest.
         prioritized: Whether to sample items in proportion to priority^alpha (Schaul et al. 2016) instead of uniformly.
         alpha: Exponent of the priorities; 0 ignores them.
-        score: Function that is called with each added batch; ``add`` returns its result to the sender. It blocks this
-            rank's event loop. If it raises an exception, the server ends with this exception, and the clients get
+        score: Function that is called with each added batch, and blocks this rank's event loop. ``add`` returns its
+            result to the sender. If it raises an exception, the server ends with this exception, and the clients get
             RemoteError.
         in_flight_max: Maximum number of one client's unanswered adds and updates, and of its unanswered draws. Further
             requests wait on the client.
@@ -311,7 +311,7 @@ class _Server:
         client.has_declared = True
 
     def _on_payload(self, client: Client, message: Add | Update) -> None:
-        """Store the payload of a message, or queue a grant if the payload must be streamed."""
+        """Store the payload inside a message, or queue a grant if the payload must be streamed."""
         if isinstance(message, Add) and not client.has_declared:
             raise RemoteProtocolError(
                 f"rank {client.rank} added items before it declared their layout", rank=client.rank
@@ -341,7 +341,7 @@ class _Server:
         self._receive_next(client)
 
     def _sizes(self, message: Add | Update) -> tuple[int, int]:
-        """Return the size in bytes of the rows or ids, and the total size with the priorities that follow them."""
+        """Return the size in bytes of the rows or ids, and their total size with the following priorities."""
         if isinstance(message, Update):
             return 8 * message.count, 16 * message.count
         end = message.count * self._row_nbytes
@@ -410,7 +410,7 @@ class _Server:
         return buffer
 
     def _store_received(self, client: Client, message: Add | Update, buffer: npt.NDArray[np.uint8]) -> None:
-        """Store a streamed payload; if ``score`` raises an exception, let the server end with that exception."""
+        """Store a streamed payload. If ``score`` raises an exception, end the server with this exception."""
         try:
             self._store_payload(client, message, buffer)
         except Exception as error:
@@ -461,7 +461,7 @@ class _Server:
                 self._answer_draws(client, may_grow)
 
     def _answer_draws(self, client: Client, may_grow: bool) -> None:
-        """Answer this client's draws as far as possible; large draws are answered one at a time, to limit memory."""
+        """Answer this client's draws as far as possible. Large draws are answered one at a time, to save memory."""
         size = self._store.size
         waiting: deque[Draw] = deque()
         for draw in client.draws:

@@ -49,8 +49,8 @@ class RowLayout:
     """Layout of an item in a row of bytes, which converts batches to rows and back.
 
     Attributes:
-        fields: Fields in the order of the first batch; the fields of a tuple are named by their index. In a row, a
-            dict's fields are sorted by name, so that dicts with equal keys have the same layout.
+        fields: Fields in the order of the first batch, named by index for a tuple. In a row, a dict's fields are sorted
+            by name, so that dicts with equal keys have the same layout.
     """
 
     form: Form
@@ -192,7 +192,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _rows_of(tensor: torch.Tensor) -> Rows:
-    """Return a non-empty contiguous tensor as bytes, with one row for each item."""
+    """Return the bytes of a non-empty contiguous tensor as an array with one row for each item."""
     return np.frombuffer(byte_view(tensor), np.uint8).reshape(tensor.shape[0], -1)
 
 
@@ -202,8 +202,8 @@ class Drawn:
 
     Attributes:
         ids: int64 array of shape (n,) that identifies the items for ``update_priorities``.
-        weights: float64 array of shape (n,): importance weights, at most 1; all 1 if sampling is uniform.
-        rows: uint8 array of shape (n, bytes of an item): the items.
+        weights: float64 array of shape (n,) with importance weights, at most 1; all 1 if sampling is uniform.
+        rows: uint8 array of shape (n, bytes of an item) with the items.
     """
 
     ids: npt.NDArray[np.int64]
@@ -302,7 +302,7 @@ class ReplayStore:
         return int(len(ids) - known.sum())
 
     def _powers(self, priorities: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return priority^alpha; raise ValueError if the sum over a full store could overflow."""
+        """Return priority^alpha for each priority. Raise ValueError if the sum over a full store could overflow."""
         assert self.alpha is not None, "uniform sampling has no priorities"
         with np.errstate(over="ignore"):
             powers = np.power(priorities, self.alpha)
@@ -321,14 +321,14 @@ class ReplayStore:
             self._priorities.set(places, powers)
 
     def _weights(self, places: npt.NDArray[np.int64], beta: float) -> npt.NDArray[np.float64]:
-        """Return the importance weights (size * probability)^-beta, divided by the largest such weight in the store."""
+        """Return the importance weights (size * probability)^-beta, divided by the largest weight in the store."""
         assert self._priorities is not None
         smallest = self._priorities.smallest()
         return np.asarray((smallest / self._priorities.of(places)) ** beta, np.float64)
 
 
 class _Priorities:
-    """Array of numbers whose indices are sampled in proportion to the numbers."""
+    """Array of priorities, whose indices are sampled in proportion to the priorities."""
 
     def __init__(self, capacity: int) -> None:
         block_count = -(-capacity // _BLOCK)
@@ -348,11 +348,11 @@ class _Priorities:
         self._smallest[blocks] = np.where(changed > 0, changed, np.inf).min(axis=1)
 
     def smallest(self) -> float:
-        """Return the smallest number above 0; infinity if there is none."""
+        """Return the smallest priority above 0; infinity if there is none."""
         return float(self._smallest.min())
 
     def draw(self, at: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-        """Return the indices at which the cumulative sum reaches the fractions ``at`` of the total.
+        """Return the indices at which the cumulative sum of the priorities exceeds the fractions ``at`` of the total.
 
         Raises:
             ValueError: The total is 0.

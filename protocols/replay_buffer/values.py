@@ -21,7 +21,7 @@ class Sample:
     Attributes:
         batch: Batch of the same form as added batches; each tensor has shape (n, ...) and its own memory.
         ids: int64 tensor of shape (n,) that identifies the items for :meth:`ReplayBuffer.update_priorities`.
-        weights: float64 tensor of shape (n,): importance weights, at most 1; all 1 if sampling is uniform.
+        weights: float64 tensor of shape (n,) with importance weights, at most 1; all 1 if sampling is uniform.
     """
 
     batch: Batch

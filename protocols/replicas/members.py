@@ -25,7 +25,7 @@ class LeadingMember(RoundMember):
     Attributes:
         assignment_count: Number of assignments so far, which identifies a round even if a new coordinator reuses round
             numbers.
-        happenings: Events not yet sent to the followers.
+        happenings: Events that have not been sent to the followers.
     """
 
     __slots__ = ("assignment_count", "happenings")
@@ -89,7 +89,7 @@ class FollowingMember(RoundMember):
 
     Attributes:
         assignment_count: Number of assignments so far, equal to the leader's if both are in the same round.
-        failure: Reason why this rank has abandoned the last assigned round; "" if it has not.
+        failure: Reason why this rank has abandoned the last assigned round; "" if it has not abandoned it.
     """
 
     __slots__ = ("assignment_count", "failure")

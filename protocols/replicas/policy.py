@@ -59,7 +59,7 @@ class ReplicaPolicyOptions(ReplicaOptions, MemberOptions, total=False):
 
 
 class _AmongLeaders(AsyncSelectiveAveragingPolicy):
-    """Policy of the replicas' leaders, which average with each other."""
+    """Policy by which the leaders of the replicas average with each other."""
 
     keeps_replicas: ClassVar[bool] = True
     has_come = False
@@ -89,7 +89,7 @@ class ReplicaAveragingPolicy(Ported):
     own shards.
 
     Args:
-        model: The module, DDP around it, or a module sharded by ``fully_shard`` over exactly the ranks of the replica,
+        model: Module, DDP around a module, or module sharded by ``fully_shard`` over exactly the ranks of the replica,
             in the same way in all replicas. At the start, the replica's first rank copies its weights to the other
             ranks, unless the model is sharded.
         optimizer: Optimizer of the model on this rank.
@@ -207,7 +207,7 @@ class ReplicaAveragingPolicy(Ported):
             raise
 
     async def _start_among_groups(self) -> None:
-        """Create the groups of this rank's replica and of the ranks that it averages with, and start averaging."""
+        """Create the groups of this rank's replica and of the ranks with which it averages, and start averaging."""
         ranks, size, own = self._group.ranks, self.replica_size, self._group.index
         first = own - own % size
         if size == len(ranks) and own == 0:
@@ -314,7 +314,7 @@ class ReplicaAveragingPolicy(Ported):
         return math.nan if value is None else value
 
     async def _metric_of_replica(self, local_metric: MetricSource) -> MetricSource:
-        """Return the mean metric of the replica on its leader, and None on other ranks.
+        """Return the mean metric of the replica on its leader; None on other ranks.
 
         If the leader has no new measurement, return a callable metric that returns `NOT_MEASURED`.
         """

@@ -41,13 +41,13 @@ APPLICATION: Final = 2
 
 
 class Status(NamedTuple):
-    """A rank's report to its leader at a swap point.
+    """Report of a rank to its leader at a swap point.
 
     Attributes:
         metric: Metric of the rank if a report is due; otherwise None.
-        assignment_count: Number of assignments that the rank has received; all other fields refer to the last of them.
+        assignment_count: Number of assignments that the rank has received. The following fields refer to the last one.
         is_complete: Whether the rank's part of the average is complete.
-        failure: Reason why the rank has abandoned its part; "" if it has not.
+        failure: Reason why the rank has abandoned its part; "" if it has not abandoned it.
         trouble: Description of the rank's own non-finite state if its part is complete; "" if the state is finite.
     """
 
@@ -59,7 +59,7 @@ class Status(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A leader's message to its followers at a swap point.
+    """Message from a leader to its followers at a swap point.
 
     Attributes:
         happenings: Events of the leader's state machine since the last swap point.
@@ -191,7 +191,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return info
 
     async def _swap(self, local_metric: Callable[[], Any]) -> StepInfo:
-        """At a swap point, exchange status and decision with the ranks of the replica, and execute the decision."""
+        """Exchange status and decision with the ranks of the replica at a swap point, and execute the decision."""
         reshard(self.model)
         said = await self._exchange(functools.partial(self._status, local_metric), self._decide)
         decision = Decision(*said)
@@ -206,7 +206,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return info
 
     async def _exchange(self, fn: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any:
-        """Gather the results of ``fn`` on the leader, and return the leader's result of ``decide`` on all ranks."""
+        """Gather the results of ``fn`` on the leader, and return the result of its ``decide`` on all ranks."""
         return await reduce_and_broadcast(fn, decide, group=self._replica, world=self._world)
 
     def _status(self, local_metric: Callable[[], Any]) -> tuple[Any, ...]:
@@ -219,7 +219,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return tuple(Status(metric, following.assignment_count, is_complete, following.failure, trouble))
 
     async def _decide(self, said: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Choose and carry out the leader's action at a swap point."""
+        """Choose and perform the leader's action at a swap point, and return the decision."""
         member = self._leading
         assert member is not None, "only the leader decides"
         await self._world.progress()
@@ -268,7 +268,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return info
 
     async def _copy(self, iteration: int) -> str:
-        """Take this rank's snapshot (a leader has begun it already); return why it cannot be sent, or ""."""
+        """Complete this rank's snapshot, which a leader has already begun; return why it cannot be sent, or ""."""
         if self._following is not None:
             snapshot = self._following.on_step()
             assert isinstance(snapshot, TakeSnapshot), f"{snapshot} where the leader took a snapshot"

@@ -131,7 +131,7 @@ class Board:
             logger.debug("%s to rank %d: %s", type(message).__name__, dest, error)
 
     def _on_message(self, envelope: Envelope[Any]) -> None:
-        """Schedule the handling of a message, since a policy may be in the middle of executing its instructions."""
+        """Schedule the handling of a message, since a policy may currently be executing instructions."""
         self._loop.call_soon(self._handle, envelope.message, envelope.source)
 
     def _handle(self, message: BoardMessage, source: int) -> None:

@@ -202,7 +202,7 @@ class Coordinator:
             self._migration.invite(rank, scopes.to_members, scopes.to_coordinator, self._epoch)
 
     def _hear_all(self, channel: Channel[Report] | Channel[ControlMessage]) -> None:
-        """Handle all messages that have arrived on a channel; all get the same arrival time."""
+        """Handle all messages that have arrived on a channel, with the same arrival time."""
         if self._is_stopped or not channel.is_ready:
             return
         now, envelopes = self._services.time(), channel.receive_all()
@@ -242,7 +242,7 @@ class Coordinator:
                 assert_never(unknown)
 
     def _answer(self, rank: int) -> None:
-        """Acknowledge a member's report that asks for an answer."""
+        """Acknowledge a report of a member that has asked for an answer."""
         try:
             self._control.send_nowait(_HEARD, rank)
         except RankLostError:
@@ -265,7 +265,7 @@ class Coordinator:
             self._migration.emigrate(*emigrant)
 
     def _tell(self, send: Send) -> None:
-        """Record in the journal the start, the freeze or the end of a round."""
+        """Record in the journal that ``send`` starts, freezes or ends a round."""
         match send.message:
             case PackedAssign(packed):
                 plan = unpack_plan(packed)

@@ -133,7 +133,7 @@ class Leadership:
             self._look_at(rank)
 
     def _look_at(self, rank: int) -> None:
-        """Accept a restarted rank as a member if its current process is the one that was admitted."""
+        """Accept a restarted rank as a member if its current process is the admitted process."""
         services = self._services
         known = services.incarnation if rank == services.rank else services.restarted.get(rank, 0)
         if self._admitted.get(rank) == known and rank not in services.gone:
@@ -204,7 +204,7 @@ class Leadership:
                 self._board.close(self._scopes.between)
 
     def _on_request(self, request: Request, source: int) -> bool:
-        """Answer an admission request if this rank coordinates; return whether the request may still be granted."""
+        """Answer an admission request if this rank coordinates. Return whether the request may still be granted."""
         if self._serving is None or source not in self._members:
             is_waiting = (
                 self._succession.is_newcomer and self._admitted.get(self._services.rank) != self._services.incarnation
@@ -230,7 +230,7 @@ class Leadership:
             self._services.engine.loop.call_soon(self._look_at, rank)
 
     def _note_peer(self, rank: int) -> None:
-        """Handle a rank that is lost or has left the world; a rank that has left may still coordinate."""
+        """Handle a rank that is lost or has left the world. A rank that has left may still coordinate."""
         if rank in self._unnoted:
             self._unnoted.remove(rank)
         if rank not in self._everybody or self._is_closed:
@@ -311,7 +311,7 @@ class Leadership:
             self._member.follow(epoch, coordinator)
 
     def _inform(self, rank: int) -> None:
-        """Notify ``rank`` of the current coordinator, since it still treats this rank as the coordinator."""
+        """Notify ``rank``, which still treats this rank as the coordinator, of the current coordinator."""
         if self.coordinator is not None:
             self._board.send(self._claim_of(self.coordinator), rank)
 

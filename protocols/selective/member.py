@@ -233,10 +233,10 @@ class RoundMember:
     """State machine of one member: tracks its role in the current round, and turns events into instructions.
 
     Attributes:
-        round: Round of the current role; 0 without a role.
-        last_round: Newest round that named this member.
-        reducing: Round in which this member adds up a part or shares fetched parts; 0 for none.
-        admitting: Newest round in which this member sent or received a rank's whole state; 0 for none.
+        round: Number of the current role's round; 0 without a role.
+        last_round: Number of the newest round that named this member.
+        reducing: Number of the round in which this member adds up a part or shares fetched parts; 0 for none.
+        admitting: Number of the newest round in which this member sent or received a rank's whole state; 0 for none.
         wants_step: Whether the next step must copy or change weights, or report a failed round.
         is_joining: Whether this rank was restarted and waits for admission.
         declined: Number of declined roles, by reason.
@@ -467,7 +467,7 @@ class RoundMember:
         return (self._discard(number, reason),)
 
     def _discard(self, round: int, reason: str) -> Discard:
-        """Count an abandoned round. The next step reports it to the user, even after the coordinator's `End`."""
+        """Count an abandoned round, and return the instruction to discard it. The next step reports it to the user."""
         count_reason(self.abandoned, reason)
         self._frozen = None
         self.wants_step = True

@@ -30,8 +30,8 @@ class Report:
 
     Attributes:
         iteration: Step at which `value` was measured.
-        value: The metric. NaN and infinities are allowed: they rank worst.
-        step_time_s: Recent seconds from one call of the policy's `step` to the next, for the coordinator's deadlines.
+        value: Metric of the member. NaN and infinities are allowed, and rank worst.
+        step_time_s: Seconds between recent calls of the policy's `step`, for the coordinator's deadlines.
         interval_s: Seconds since this rank's previous report.
         asks: Whether the coordinator must acknowledge the report.
         host: Number that all ranks on one host share; 0 if unknown.
@@ -55,20 +55,20 @@ class Assign:
     """Assigns a role in a new round to one rank, the receiver.
 
     Attributes:
-        role: The receiver's role, `DONOR` or `REPLACER`.
-        donors: All ranks that send their weights, ascending; empty if the replacers build fresh weights.
-        replacers: All ranks that receive new weights, ascending.
+        role: Role of the receiver, `DONOR` or `REPLACER`.
+        donors: Ranks that send their weights, ascending; empty if the replacers build fresh weights.
+        replacers: Ranks that receive new weights, ascending.
         judged_iteration: Iteration of the receiver's report that the decision used. A replacer declines if it has
             applied an average since then.
         best: Donor whose integer and bool entries are copied if all donors are ready; -1 for none.
         admits: Whether the replacers are restarted ranks, which also receive the donor's optimizer and policy state.
         restarted: Restarted ranks in this round, with their incarnations; later incarnations have no role in it.
-        reducers: On the sharded route, the ranks that each add up one part of the donors' snapshots, ascending: all
-            donors or replacers, or the donors or replacers on one host. Empty on the direct route.
+        reducers: Ranks that each add up one part of the donors' snapshots on the sharded route, ascending: all donors
+            or replacers, or the donors or replacers on one host. Empty on the direct route.
         part: Index of the receiver among the reducers, which is also the number of its part; -1 for none.
-        sources: If replacers on the receiver's host share parts, the rank to request each part's mean from: the reducer
-            if it is on this host, otherwise the replacer that fetches the part for the host. Empty if each part is
-            requested from its reducer.
+        sources: Rank from which each part's mean is requested, if replacers on the receiver's host share parts: the
+            reducer if it is on this host, otherwise the replacer that fetches the part for the host. Empty if each part
+            is requested from its reducer.
     """
 
     role: str
@@ -132,8 +132,8 @@ class Ready:
     """Donor to coordinator: the donor's snapshot has only finite values and is available to all replacers.
 
     Attributes:
-        state_safe_points: Number of safe points that sender and receiver each need to transfer the rest of the state to
-            a newcomer; 0 without a newcomer.
+        state_safe_points: Number of safe points that the sender and the receiver each need to transfer the rest of the
+            state to a newcomer; 0 without a newcomer.
     """
 
     iteration: int
@@ -157,8 +157,8 @@ class Frozen:
         donors: Ranks that send their weights; empty if the replacers build fresh weights.
         weights: Unnormalised weight of each donor; the receiver divides by their sum.
         best: Donor whose integer and bool entries are copied unchanged; -1 for none.
-        timeout_s: Seconds in which the receiver must complete its average after reading this message.
-        reducers: Assigned reducers that still add up their parts.
+        timeout_s: Seconds, from the receipt of this message, in which the receiver must complete its average.
+        reducers: Assigned reducers that will add up their parts.
     """
 
     donors: tuple[int, ...]
@@ -245,9 +245,10 @@ class Joined:
 
     Attributes:
         last_round: Newest round that named the member; the coordinator continues with higher numbers.
-        applied_iteration: Iteration of the member's last average; reports up to it are void. -1 for none.
+        applied_iteration: Iteration of the member's last average, up to which its reports are invalid; -1 for none.
         judged_iteration: Iteration of the member's newest report that led to a round; -1 for none.
-        iteration, value, step_time_s, interval_s: The member's newest report; the iteration is -1 if there is none.
+        iteration, value, step_time_s, interval_s: Fields of the member's newest report; the iteration is -1 if there is
+            none.
     """
 
     last_round: int

@@ -95,9 +95,10 @@ class AsyncSelectiveAveragingPolicy(Ported):
     class are open on the same ranks, give each a ``name``; otherwise a restarted rank raises DisagreementError.
 
     Args:
-        model: The model; see :class:`SpawnPolicy`. Its floating and complex entries are averaged. Integer and bool
+        model: Model to train; see :class:`SpawnPolicy`. Its floating and complex entries are averaged; integer and bool
             entries (such as BatchNorm's counter) are copied from the best donor.
-        optimizer: The optimizer. It keeps its state when weights are averaged, unless ``optimizer_state="reset"``.
+        optimizer: Optimizer of the model. It keeps its state when weights are averaged, unless
+            ``optimizer_state="reset"``.
         average_every, metric, options: The options below.
 
     Raises:
@@ -213,7 +214,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         return await super().__aenter__()
 
     def _choose_members(self) -> tuple[int, ...]:
-        """Return the ranks of this rank's island; raise ValueError if the islands cannot be formed as requested."""
+        """Return the ranks of this rank's island. Raise ValueError if the islands cannot be formed as requested."""
         population = range(self._world.size) if self._group is self._world.group else self._group.ranks
         self._island = self._islands.island_of(self._world.rank, population, self._services.hosts)
         return self._group.ranks if self._island is None else self._island.ranks
@@ -243,7 +244,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         self._open_at_start(scopes, meeting.leader, lost_members(self._world, self._members, meeting))
 
     def _open_at_start(self, scopes: PolicyScopes, coordinator: int, replaced: Sequence[int]) -> None:
-        """Open a policy that starts on all members together; ``replaced`` lists the lost or restarted members."""
+        """Open a policy that starts on all members together. ``replaced`` contains the lost or restarted members."""
         self._open(scopes, coordinator, replaced=replaced)
 
     def _open(
@@ -292,7 +293,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         return StateTransfer(self._services, scope)
 
     def _open_migration(self, scopes: PolicyScopes, succession: Succession) -> Migration | None:
-        """Return this rank's exchange of donors with other islands; None without islands."""
+        """Return the object that exchanges donors with other islands; None without islands."""
         if self._island is None:
             return None
         self._visits = Visits(self._services, self._island, self._member, self._resources)
@@ -319,7 +320,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
     # -- joining a running policy -----------------------------------------------------------------------------------
 
     async def _join(self) -> None:
-        """Join the policy that runs on the other ranks, after receiving a member's whole state."""
+        """Receive a member's whole state, and join the policy that is running on the other ranks."""
         self._own.begin()
         # Until it is admitted, other ranks must not count this rank as a member.
         was_admitted, self._services.is_admitted = self._services.is_admitted, False
@@ -368,7 +369,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
     # -- leaving ----------------------------------------------------------------------------------------------------
 
     async def _stop(self, error: BaseException | None) -> None:
-        """Leave the policy. Without an ``error``, streams in progress are finished first."""
+        """Leave the policy. Without ``error``, first wait until the roles and streams in progress have ended."""
         opened = self._opened
         if self._member.state is State.COMPLETE:
             logger.info("round %d: the policy ended before the complete average was applied", self._member.round)
@@ -420,7 +421,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         return info
 
     def _act(self) -> StepInfo:
-        """Take a snapshot or apply an average, if one is due in this step."""
+        """Take a snapshot or apply an average if this is due, and return the result of the step."""
         info = self._opened.roles.step(self.iteration)
         return info if self._visits is None else self._visits.located(info)
 

@@ -17,7 +17,7 @@ class Roster:
         have_joined: Whether the initial members are known to take part.
 
     Attributes:
-        members: All members by rank, including newcomers and members that are gone.
+        members: Records of all members, by rank, including newcomers and members that are gone.
         live_count: Number of live, admitted members.
         fresh_count: Number of live members that have reported since the last decision.
         quorum_count: Number of reports needed for a quorum of the live members.

@@ -28,9 +28,9 @@ class RoundCoordinator:
     because the coordinator was busy. `now` is the time in seconds of any monotonic clock.
 
     Attributes:
-        migrants: The member chosen to give weights to another island, and the donors from other islands.
-        trend: Detects a best metric that becomes worse.
-        blanks: Detects decisions without a finite metric.
+        migrants: Record of the member chosen to give weights to another island, and of donors from other islands.
+        trend: Detector of a best metric that becomes worse.
+        blanks: Detector of decisions without a finite metric.
     """
 
     def __init__(
@@ -293,7 +293,7 @@ class RoundCoordinator:
     # ---------------------------------------------------------------- transitions
 
     def _advance(self, now: float, *, timers: bool = False) -> tuple[Send, ...]:
-        """Make all transitions that are due, and return the messages to send; deadlines count only with `timers`."""
+        """Make all due transitions, and return the messages to send. Deadlines are only checked if `timers` is true."""
         sends: list[Send] = []
         self._watch_quorum(now)
         while self._transition(sends, now, timers):
@@ -305,7 +305,7 @@ class RoundCoordinator:
         return tuple(sends)
 
     def _transition(self, sends: list[Send], now: float, timers: bool) -> bool:
-        """Make the next transition that is due, and return whether there was one."""
+        """Make the next due transition, and return whether any transition was due."""
         state = self._course.current
         if state is None:
             is_due, is_near = self._decision_is_due(now, timers), self._patience.deadline is not None
@@ -330,7 +330,7 @@ class RoundCoordinator:
         return True
 
     def _watch_quorum(self, now: float) -> None:
-        """Start the grace period when the quorum is met; stop it when the quorum is no longer met."""
+        """Start the grace period if the quorum is newly met; stop it if the quorum is no longer met."""
         if not self.roster.live_count or self.roster.fresh_count < self.roster.quorum_count:
             self._patience.on_no_quorum()
         elif self._patience.deadline is None:
@@ -338,14 +338,14 @@ class RoundCoordinator:
             self._patience.on_quorum(self.roster.paces_of_others(now), self.roster.cadence_s(), now - start, now)
 
     def _decision_is_due(self, now: float, timers: bool) -> bool:
-        """Return whether all live members have reported, or the quorum is met and the grace period is over."""
+        """Return whether all live members have reported, or the quorum is met and the grace period has ended."""
         deadline = self._patience.deadline
         return deadline is not None and (
             self.roster.fresh_count == self.roster.live_count or (timers and now >= deadline)
         )
 
     def _judge(self, sends: list[Send], now: float) -> None:
-        """Make a decision from the newest reports, and start a round if it names ranks to replace."""
+        """Make a decision from the newest reports, and start a round if the decision names ranks to replace."""
         self._decision_count += 1
         start = now if self._window_start is None else self._window_start
         usable = self.roster.reported_since(now - self._rules.max_report_age_s)
@@ -378,7 +378,7 @@ class RoundCoordinator:
         sends += self._course.end(state, reason, self._decision_count, now)
 
     def _depart(self, rank: int, how: str, now: float) -> tuple[Send, ...]:
-        """Remove a member that is gone, so that no decision or round waits for it; a second call does nothing."""
+        """Remove a member that is gone, so that no decision or round waits for it. A second call does nothing."""
         self.migrants.remove(rank)
         member = self._members.get(rank)
         if member is None or not member.live:
@@ -401,7 +401,7 @@ class RoundCoordinator:
         return tuple(Send(dest, 0, Admitted(rank, member.incarnation)) for dest in dests)
 
     def _live(self, rank: int, kind: str) -> Member | None:
-        """Return the live member that sent a message; otherwise count the message as ignored and return None."""
+        """Return the live member that sent a message. If there is none, count the message as ignored."""
         member = self._members.get(rank)
         if member is None or not member.live:
             self._ignore(f"{kind} from a rank that is {'gone' if member else 'not a member'}")
@@ -409,7 +409,7 @@ class RoundCoordinator:
         return member
 
     def _round_of(self, rank: int, number: int, kind: str) -> Round | None:
-        """Return the round in progress if a message belongs to it; otherwise count the message as ignored."""
+        """Return the round in progress if a message belongs to it. Otherwise count the message as ignored."""
         member, state = self._members.get(rank), self._course.current
         if member is None or not member.live:
             self._live(rank, kind)  # counts the message

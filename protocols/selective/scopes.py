@@ -10,13 +10,13 @@ from asyncdist.protocols.selective.joining.newcomers import Welcome
 
 
 class PolicyScopes:
-    """Numbers that separate one policy's messages from those of other policies; equal on all of its ranks.
+    """Numbers that separate a policy's messages from messages of other policies; equal on all of its ranks.
 
     Args:
         population: Name that the policies of all islands share.
 
     Attributes:
-        to_members, to_coordinator: Scopes of messages to the members, and to the coordinator.
+        to_members, to_coordinator: Scopes of messages to the members and to the coordinator.
         between: Number that the policies of all islands share.
         values: Class, name, model and options of the policy, on which all members agree.
         marks: Up to two different checksums of the members' initial weights; one if all weights are equal.

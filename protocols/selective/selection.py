@@ -95,7 +95,7 @@ class SelectiveRules(JudgingRules):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The donors and replacers that the coordinator has chosen from one set of metrics.
+    """Donors and replacers that the coordinator has chosen from one set of metrics.
 
     Attributes:
         donors: Ranks whose weights are averaged, ascending; empty for `reset_weights`.
@@ -190,9 +190,9 @@ def decide(
 def _with_guests(
     candidates: Sequence[int], metrics: Mapping[int, float], guests: Mapping[int, float], bar: int, metric_mode: str
 ) -> tuple[list[int], Mapping[int, float]]:
-    """Return the donors including the guests that are better than rank `bar`, and the metrics of all of them.
+    """Return the donors, including guests, that are better than rank `bar`; and the metrics of members and such guests.
 
-    The donors are sorted from worst to best; `bar` is the best of the replaced ranks.
+    The donors are sorted from worst to best. `bar` is the best of the replaced ranks.
     """
     all_metrics = {**metrics, **guests}
     order = order_worst_first({rank: all_metrics[rank] for rank in (bar, *candidates, *guests)}, metric_mode)
@@ -271,7 +271,7 @@ def sources_of(
 
 
 def _network_load(decision: Decision, hosts: Mapping[int, int]) -> float:
-    """Return the larger of the numbers of models that the busiest host sends and receives on the direct route."""
+    """Return the number of models that the busiest host sends or receives on the direct route, the larger of both."""
     donors, replacers = (Counter(hosts[rank] for rank in ranks) for ranks in (decision.donors, decision.replacers))
     return max(
         max(replacers[host] * (donors.total() - donors[host]), donors[host] * (replacers.total() - replacers[host]))
@@ -282,7 +282,7 @@ def _network_load(decision: Decision, hosts: Mapping[int, int]) -> float:
 def _sharded_network_load(
     reducers: tuple[int, ...], decision: Decision, model_nbytes: int, hosts: Mapping[int, int]
 ) -> float:
-    """Return the larger of the numbers of models that the busiest host sends and receives on the sharded route."""
+    """Return the number of models that the busiest host sends or receives on the sharded route, the larger of both."""
     are_shared = bool(sources_of(decision, reducers, model_nbytes, hosts))
     replacers_ = {hosts[rank]: rank for rank in decision.replacers}.values() if are_shared else decision.replacers
     groups = decision.donors, replacers_, reducers
@@ -299,7 +299,7 @@ def _sharded_network_load(
 def _least_load(
     candidates: tuple[int, ...], decision: Decision, model_nbytes: int, hosts: Mapping[int, int]
 ) -> tuple[int, ...]:
-    """Return the reducers that load the busiest host's network least: all candidates, or all candidates of one host."""
+    """Return the reducers with the least load on the busiest host's network: all candidates, or those of one host."""
     by_host: dict[int, list[int]] = {}
     for rank in candidates:
         by_host.setdefault(hosts[rank], []).append(rank)

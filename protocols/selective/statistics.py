@@ -21,7 +21,8 @@ class Straggler:
     Attributes:
         decision: Number of the decision, from 1; not every decision starts a round.
         rank: The member.
-        offset_s: Seconds from the decision's first report to the member's report; None until that report arrives.
+        offset_s: Seconds from the decision's first report to the member's report; None until the member's report
+            arrives.
     """
 
     decision: int
@@ -93,7 +94,7 @@ class History:
         stragglers: Members that a decision did not wait for, each with the arrival time of the decision's first report.
         ignored: Number of late or unexpected messages, by kind.
         guests: Donors from other islands, as pairs of the round and the rank.
-        note: Faster form of :meth:`tell`, with one argument: a tuple of template and values.
+        note: Faster form of :meth:`tell`, whose only argument is a tuple of template and values.
     """
 
     def __init__(self) -> None:
@@ -154,7 +155,7 @@ class SelectiveStatistics:
         abandoned: Number of rounds abandoned as a replacer, by reason.
         declined: Number of declined roles, by reason.
         unapplied_count: Number of complete averages that were discarded because the policy or the round ended first.
-        last_round: Newest round that named this rank.
+        last_round: Number of the newest round that named this rank.
         reduction_count: Number of parts that this rank has added up for the replacers of sharded rounds.
         reasked_count: Number of parts that this rank, as a replacer, has requested from the donors because the reducer
             had failed.
@@ -162,8 +163,8 @@ class SelectiveStatistics:
         received_nbytes: Number of bytes received as a replacer or reducer, including abandoned rounds.
         read_nbytes: Number of received bytes that were read directly from the memory of donors on this host.
         epoch: Epoch of the coordinator: 0 for the first coordinator, and larger for each successor.
-        coordinator_rank: Rank of the coordinator, as far as this rank knows; None before the start or if the
-            coordinator is gone.
+        coordinator_rank: Rank of the coordinator known to this rank; None before the start or if the coordinator is
+            gone.
         coordinator: Counts of this rank as a coordinator; None if it has never coordinated.
         island: Number of this rank's island, from 0; None without islands.
         migration_count: Number of snapshots that this rank has sent to rounds of other islands.
@@ -209,7 +210,7 @@ class SelectiveStatistics:
         return format_table(self.title, rows)
 
     def _shown(self, name: str) -> object:
-        """Return a count formatted for the table, or a false value to omit its row."""
+        """Return a count formatted for the table; a false value if the table must omit it."""
         value = getattr(self, name)
         if name == "island":
             return None if value is None else str(value)

@@ -71,7 +71,7 @@ class Succession:
         coordinator: Rank that coordinates in epoch 0.
 
     Attributes:
-        epoch: Largest epoch that this rank knows.
+        epoch: Largest epoch known to this rank.
         coordinator: Coordinator of that epoch; None if it is gone.
         is_newcomer: Whether this rank was restarted and has joined a running policy.
     """
@@ -175,7 +175,7 @@ class Succession:
     # ---------------------------------------------------------------- helpers
 
     def _next(self) -> int | None:
-        """Return the rank that is next to take over; None if no known rank can take over."""
+        """Return the next rank to take over; None if no known rank can take over."""
         for rank in self._order:
             if rank not in self._unavailable and (rank == self.rank or rank not in self._passed_over):
                 return rank
@@ -188,7 +188,7 @@ class Succession:
         return self._claim() if rank == self.rank else (Nominate(rank),)
 
     def _claim(self) -> Steps:
-        """Open this rank's next epoch. Do nothing above ``EPOCH_MAX``, which only forged epoch numbers reach."""
+        """Begin this rank's next epoch as coordinator. Do nothing above ``EPOCH_MAX``: only forged epochs reach it."""
         count, place = len(self._order), self._order.index(self.rank)
         epoch = self.epoch - (self.epoch - 1 - place) % count + count
         if epoch > EPOCH_MAX:

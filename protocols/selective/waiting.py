@@ -33,11 +33,11 @@ _RECENT_ROUND_COUNT: Final = 9  # number of latest rounds whose median is the ex
 
 
 class Pace(NamedTuple):
-    """A member's step and report times in seconds, as far as the coordinator knows them; 0 if unknown.
+    """Step and report times of a member in seconds, as far as the coordinator knows them; 0 if unknown.
 
     Attributes:
-        step_s: Duration of the member's steps; the smaller value of its last two reports.
-        interval_s: Time between the member's reports; the smaller of the last two intervals.
+        step_s: Duration of a step; the smaller value in the member's last two reports.
+        interval_s: Time between reports; the smaller of the member's last two intervals.
         silent_s: Time since the member's newest report.
     """
 
@@ -100,12 +100,12 @@ class Patience:
     """Decides which late members a coordinator waits for, until when, and which members are too slow for a role.
 
     Args:
-        grace_s: The user's limit in seconds for waiting, both after the quorum and in a round for a slow rank. None to
+        grace_s: Maximum wait in seconds, set by the user, both after the quorum and for a slow rank in a round. None to
             wait only as long as no later round is delayed.
-        stream_safe_points: Number of safe points that sender and receiver of one snapshot each need.
+        stream_safe_points: Number of safe points that the sender and the receiver of one snapshot each need.
 
     Attributes:
-        awaited: After the quorum is met, the members whose reports the decision still waits for.
+        awaited: Members whose reports the decision still waits for after the quorum is met.
     """
 
     def __init__(self, grace_s: float | None, stream_safe_points: int) -> None:

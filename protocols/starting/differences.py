@@ -102,7 +102,7 @@ async def _difference_in(group: Group, world: World, mine: Fingerprint) -> Disag
 
 
 def _wrapping(mine: Fingerprint, theirs: Fingerprint) -> str | None:
-    """Describe the difference if only one of the models is wrapped, for example by torch.compile; else return None."""
+    """Return a description of the difference if only one model is wrapped, such as by torch.compile; else None."""
     for long, short, where in ((mine, theirs, "here and not there"), (theirs, mine, "there and not here")):
         prefix = long.lines[0][0][0].removesuffix(short.lines[0][0][0])
         wrapped = [tuple(prefix + name for name in names) for names, *_ in short.lines]

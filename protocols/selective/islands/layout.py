@@ -145,10 +145,10 @@ def by_host(population: Sequence[int], hosts: Sequence[int] | None) -> Sequence[
 
 @dataclass(frozen=True, slots=True)
 class Island:
-    """One island: a group of ranks with a policy of its own, and its position among the other islands.
+    """Island: a group of ranks with a separate policy, and its position among the other islands.
 
     Attributes:
-        population: All ranks, ordered by island; a `range` for the whole world, to save memory.
+        population: Ranks of all islands, ordered by island; a `range` for the whole world, to save memory.
     """
 
     index: int

@@ -13,7 +13,7 @@ class Emigrant:
     Attributes:
         digest: Digest of the class, name, model and options of the policy.
         is_passed_on: Whether a rank of the other island has forwarded this message.
-        marks: Up to two different checksums of initial weights that are known in the sender's island.
+        marks: Up to two different checksums of initial weights that the sender's island knows.
     """
 
     policy: int

@@ -122,7 +122,7 @@ class Migration:
             self._board.send(emigrant, dest)
 
     def _dests(self) -> Iterator[int]:
-        """Yield the live ranks of other islands, in the order in which they are tried for an announcement."""
+        """Yield the live ranks of other islands in the order in which an announcement is tried on them."""
         for index in self._targets():
             ranks = self._island.ranks_of(index)
             yield from (rank for rank in ranks if rank not in self._services.gone and rank not in self._absent)
@@ -154,7 +154,7 @@ class Migration:
         return None
 
     def _on_emigrant(self, emigrant: Emigrant, is_serving: bool) -> GuestArrived | None:
-        """Return the announced guest if this rank coordinates; otherwise forward the announcement once."""
+        """Return the announced guest if this rank coordinates. Otherwise forward the announcement, but only once."""
         if not self._island.is_elsewhere(emigrant.rank):
             return None
         if emigrant.digest != self._digest:
@@ -174,7 +174,7 @@ class Migration:
         return None
 
     def _note_marks(self, marks: tuple[int, ...], is_serving: bool) -> None:
-        """Record other islands' checksums of initial weights; on the first island, warn once if they differ."""
+        """Record other islands' checksums of initial weights. On the first island, warn once if checksums differ."""
         known, self._marks = self._marks, first_two((self._marks, marks))
         if self.is_first and is_serving and len(known) < 2:
             warn_of_first_weights(self._marks)

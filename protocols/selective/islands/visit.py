@@ -103,7 +103,7 @@ class Visit:
             self._services.engine.loop.call_soon(self._lose, rank)
 
     def _lose(self, rank: int) -> None:
-        """Handle the loss of ``rank``: end this rank's role if it was the other island's coordinator."""
+        """Handle the loss of ``rank``. If ``rank`` was the other island's coordinator, end this rank's role."""
         if rank == self._coordination.coordinator:
             self._coordination.follow(self._coordination.epoch, None)
             self._roles.lose_coordinator("is gone")
@@ -123,7 +123,7 @@ class Visit:
                     logger.debug("a coordinator of another island sent a %s", type(other).__name__)
 
     def _is_given(self, assign: Assign) -> bool:
-        """Return whether an assignment is valid for a guest: it assigns a donor's role, and names no unknown ranks."""
+        """Return whether an assignment is valid for a guest: it assigns a donor's role, and all its ranks are known."""
         return assign.role == DONOR and not assign.admits and assign.is_among(*self._known)
 
 

@@ -23,7 +23,7 @@ _FIRST_ROUNDS: Final = 6.0
 
 
 class _Failures(NamedTuple):
-    """Number of failed attempts to admit a newcomer; the decision and time after which the next attempt may begin."""
+    """Number of failed attempts to admit a newcomer, and the decision and time after which the next may begin."""
 
     failed_count: int = 0
     after_decision: int = -1

@@ -22,7 +22,7 @@ _ASK_AGAIN_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Newcomer to all ranks: asks to be admitted to a running policy.
+    """Newcomer to all ranks: requests admission to a running policy.
 
     The message is short, since every newcomer sends it to every rank.
 
@@ -40,7 +40,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Coordinator to newcomer: the newcomer will be admitted between two rounds. Gives the message scopes to use.
+    """Coordinator to newcomer: the newcomer will be admitted between two rounds. Contains the message scopes to use.
 
     Attributes:
         members: Ranks of the present members, with their incarnations. Only they may become the coordinator.
@@ -195,7 +195,7 @@ class Application:
         return welcome
 
     def _ask(self) -> None:
-        """Send a request to newly connected ranks and, if the next request is due, to all ranks."""
+        """Send a request to newly connected ranks or, if the next request is due, to all ranks."""
         now, others = self._services.time(), self._others()
         if now >= self._ask_again_at:
             waited_s = now - self._began_at if self._answer_s is None else 2 * self._answer_s

@@ -110,7 +110,7 @@ def _mapped(change: Any, node: Any) -> Any:
 
 
 def _chunks(state: torch.Tensor | None, nbytes: int) -> list[memoryview] | None:
-    """Return the chunks of the state's size or of the state, whichever is ``nbytes`` long; None if neither is."""
+    """Return the chunks of the encoded size of the state, or of the state, if they have ``nbytes`` bytes; else None."""
     if state is not None and nbytes == _LENGTH_NBYTES:
         return [memoryview(bytearray(state.numel().to_bytes(_LENGTH_NBYTES, "little")))]
     return split(byte_view(state), CHUNK_NBYTES) if state is not None and nbytes == state.numel() else None

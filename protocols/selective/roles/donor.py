@@ -23,10 +23,10 @@ _UNSOUND: Final = "weights are not finite"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """A copy of this rank's weights that is complete or in progress.
+    """Copy of this rank's weights, complete or in progress.
 
     Attributes:
-        state_safe_points: Number of safe points to send the rest of the state; 0 if only the weights are sent.
+        state_safe_points: Number of safe points needed to send the rest of the state; 0 if only the weights are sent.
         under_way: Copy from a GPU in progress; None if the snapshot is already complete.
     """
 
@@ -42,7 +42,7 @@ class Donor:
     """Copies this rank's weights for a round, and makes the copy available to the round's replacers.
 
     Args:
-        states: Sends the rest of the state to restarted ranks; None if this rank never does.
+        states: Sender of the rest of the state to restarted ranks; None if this rank never sends it.
         island: Number of the other island that the rounds belong to; -1 for this rank's own island.
     """
 

@@ -24,7 +24,7 @@ class Exchange:
 
     Attributes:
         task: Task that executes :meth:`run`; None before the freeze, or if the task is about to end on its own.
-        average: The complete average; None before it is complete, and in a round that builds fresh weights.
+        average: Complete average; None before it is complete, and in a round that builds fresh weights.
         deadline: Time by which all streams must be complete, set when the round is frozen.
         route: ``"direct"``, or ``"sharded"`` while there are reducers.
     """

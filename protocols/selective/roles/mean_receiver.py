@@ -35,7 +35,7 @@ class MeanReceiver:
 
     Args:
         reducers: Ranks that each add up one part, in the order of the parts.
-        sources: For each part, the rank to request it from: the reducer, or the rank that fetches the part for this
+        sources: Rank from which each part is requested: the part's reducer, or the rank that fetches the part for this
             host, which may be this rank.
 
     Attributes:
@@ -137,7 +137,7 @@ class MeanReceiver:
             self._finish(next(iter(self._streams)))
 
     def _turn_of(self, reducer: int, frozen: Frozen) -> int:
-        """Return the sort key for the order in which parts are awaited: the parts of failed reducers first."""
+        """Return the sort key by which parts are awaited, with the parts of failed reducers first."""
         if reducer == self._services.rank:
             return 3
         if self._source_of[reducer] != reducer:
@@ -145,7 +145,7 @@ class MeanReceiver:
         return 1 if reducer in frozen.reducers else 0
 
     async def _is_received(self, reducer: int, frozen: Frozen, deadline: float) -> bool:
-        """Wait for one part from the rank asked for it; return False if that rank has failed."""
+        """Wait for one part from the rank that was asked for it. Return False if that rank has failed."""
         self.donor = source = self._source_of[reducer]
         try:
             return (source != reducer or reducer in frozen.reducers) and await self._receive(reducer, deadline)
@@ -154,7 +154,7 @@ class MeanReceiver:
             return False
 
     async def _receive(self, reducer: int, deadline: float) -> bool:
-        """Wait for one part, and return whether it has arrived; raise an error if its stream fails."""
+        """Wait for one part, and return whether it has arrived. Raise an error if its stream fails."""
         if reducer == self._services.rank:
             return await self._take_own(deadline)
         stream = self._streams.get(reducer)

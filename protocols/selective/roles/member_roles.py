@@ -54,7 +54,7 @@ class MemberRoles:
     """Carries out a member's roles in rounds, according to the instructions of its state machine.
 
     Args:
-        states: Sends the optimizer and policy state to restarted ranks; None if this rank never does.
+        states: Sender of the optimizer and policy state to restarted ranks; None if this rank never sends it.
         island: Number of the other island that the rounds belong to; -1 for this rank's own island.
         holds_copies: Whether a copy waits for :meth:`conclude`, because other ranks have other shards of the model.
     """
@@ -194,7 +194,7 @@ class MemberRoles:
         """Offer a complete copy, or drop it if its round has ended or the copy cannot be sent.
 
         Args:
-            fault: Reason why the copy cannot be sent; "" if it can; None to check its values now.
+            fault: Reason why the copy cannot be sent, "" if there is none; None to check its values now.
         """
         is_wanted = self._member.awaits_copy(copy.round)
         if fault is None:

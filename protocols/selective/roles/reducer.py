@@ -118,9 +118,9 @@ class Reducer:
             self._settle(state)
 
     async def _make(self, state: _Sum, frozen: Frozen, offer: Offer) -> bool:
-        """Compute the mean chunk by chunk, in rank order; return False if the donors have different infinite values.
+        """Compute the mean chunk by chunk, in rank order. Return False if the donors have different infinite values.
 
-        Complete chunks of averaged tensors are offered at once; the tensors copied from the best donor are the last.
+        Each complete chunk of an averaged tensor is offered immediately. Tensors copied from the best donor are last.
         """
         into, nbytes = state.buffers.mean, 0
         given = {donor: await self._given(state, donor, exact=donor == frozen.best) for donor in frozen.donors}
@@ -144,7 +144,7 @@ class Reducer:
         return True
 
     async def _given(self, state: _Sum, donor: int, *, exact: bool) -> FlatBuffers:
-        """Return the memory that contains, or is receiving, one donor's part."""
+        """Return the buffers that contain one donor's part or are receiving it."""
         if donor == self._services.rank:
             snapshot = self._donor.snapshot_of(state.round)
             if snapshot is None:
@@ -162,7 +162,7 @@ class Reducer:
         return state.given[donor]
 
     def _ask(self, state: _Sum, donor: int, into: FlatBuffers, *, exact: bool) -> None:
-        """Request the part from one donor; raise RankLostError if the donor is lost, BusyError if its queue is full."""
+        """Request the part from one donor. Raise RankLostError if the donor is lost, BusyError if its queue is full."""
         stream = ask_for_part(
             self._services,
             self._server,

@@ -16,10 +16,10 @@ from asyncdist.tensors.flat_state import FlatState, SnapshotPool
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoleResources:
-    """The model and the memory that a rank's roles share, in its own island and in other islands.
+    """Model and memory that a rank's roles share, in its own island and in other islands.
 
     Attributes:
-        own: The model and optimizer, which are checked before they are sent, and receive the averages.
+        own: Model and optimizer, which are checked before they are sent, and receive the averages.
         state: Optimizer and policy state, which is sent only to restarted ranks.
     """
 

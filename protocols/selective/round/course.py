@@ -27,7 +27,7 @@ class RoundCourse:
     """Conducts the coordinator's rounds, one at a time, and counts them.
 
     Attributes:
-        current: The round in progress; None between rounds.
+        current: Round in progress; None between rounds.
         decided_count: Number of rounds that have started.
         routes: Number of rounds with donors, by route.
     """
@@ -176,7 +176,7 @@ class RoundCourse:
         self._history.note_abandoned(reason)
 
     def _release(self, sends: list[Send], state: Round, ranks: Sequence[int], reason: str) -> None:
-        """Append an `End` to ``sends`` for each of ``ranks``, except ranks that are gone or already have theirs."""
+        """Append an `End` to ``sends`` for each of ``ranks``, except ranks that are gone or were already sent one."""
         end, number, members = End(reason), state.number, self._roster.members
         due = [rank for rank in ranks if rank not in state.released and members[rank].live]
         state.released.update(due)

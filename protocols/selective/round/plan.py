@@ -32,7 +32,7 @@ class Plan(NamedTuple):
 
     Attributes:
         replacers: Replacers among the named ranks; the other named ranks are donors.
-        judged: For each named rank, the iteration of the report that the decision used.
+        judged: Iteration of the report that the decision used, for each named rank.
         best: Donor with the best metric; -1 for none.
         admits: Whether the replacers are restarted ranks that receive a whole state.
         reducers: Ranks that each add up one part of the snapshots; empty on the direct route.

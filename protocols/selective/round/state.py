@@ -60,7 +60,7 @@ as_record: Final[Callable[[tuple[int, float, float, float]], ReportRecord]] = pa
 
 @dataclass(slots=True)
 class Member:
-    """The coordinator's record of one rank: its state, its newest reports and its counts.
+    """Coordinator's record of one rank: its state, its newest reports and its counts.
 
     Attributes:
         joined: Whether the rank has confirmed to this coordinator that it takes part.
@@ -69,8 +69,8 @@ class Member:
         report: Newest valid report; None if there is none.
         applied_iteration: Iteration of the rank's last average; None if it has applied none.
         heard_at: Arrival time of the newest report; None before the first report.
-        step_s, interval_s: Seconds per step, and seconds since the previous report, in the newest report.
-        last_step_s, last_interval_s: The same values in the previous report; 0 if there is none.
+        step_s, interval_s: Seconds per step, and seconds since the previous report, according to the newest report.
+        last_step_s, last_interval_s: Same values according to the previous report; 0 if there is none.
     """
 
     joined: bool
@@ -109,15 +109,15 @@ class Member:
 
 @dataclass(slots=True)
 class Round:
-    """The coordinator's record of the round in progress.
+    """Coordinator's record of the round in progress.
 
     Attributes:
-        judged: Report of each named rank that the decision used.
-        waiting_donors, waiting_replacers: Ranks that have not yet answered.
+        judged: Report that the decision used, by named rank.
+        waiting_donors, waiting_replacers: Donors and replacers that have not answered yet.
         reducers: Reducers named at the start; empty on the direct route.
-        sources: For replacers that share parts on a host, the rank from which each part is requested.
-        ready: Iteration of the snapshot of each donor that is ready.
-        released: Ranks that were sent their `End`.
+        sources: Ranks from which the parts are requested, by replacer that shares parts on a host.
+        ready: Iteration of the snapshot of each donor that is ready, by donor.
+        released: Ranks to which an `End` was sent.
         admits: Whether the round admits restarted ranks.
     """
 
