@@ -6,10 +6,10 @@ import argparse
 import math
 
 
-def count(text: str) -> int:
-    """Convert a string to an integer of 1 or more."""
-    if not (text.isascii() and text.isdecimal() and len(text) <= 12 and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
+def count(text: str, least: int = 1) -> int:
+    """Convert a string to an integer of ``least`` or more."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= 12 and int(text) >= least):
+        raise argparse.ArgumentTypeError(f"must be an integer >= {least}, got {text!r}")
     return int(text)
 
 

@@ -23,6 +23,7 @@ from asyncdist._version import __version__
 from asyncdist.argument_types import count, folder, seconds, whole
 from asyncdist.launch import joining_ranks, local_ranks, mpirun, remote_hosts, remote_ranks
 from asyncdist.live.destinations import destinations, missing
+from asyncdist.planning import arguments as plan_arguments
 from asyncdist.report import commands as report
 
 #: Options that take a value.
@@ -55,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_sim(commands)
     _add_replay(commands)
     report.add_to(functools.partial(commands.add_parser, allow_abbrev=False))
+    plan_arguments.add_to(functools.partial(commands.add_parser, allow_abbrev=False))
     commands.add_parser(
         "doctor",
         help="show the detected set-up, problems, and how to fix them",
@@ -372,6 +374,10 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
         return _replay(options, rest)
     if options.command in ("report", "trace", "export", "query"):
         return report.run(options)
+    if options.command == "plan":
+        from asyncdist.planning import command as plan  # imported only here, since no other command needs it
+
+        return plan.run(options)
     if options.command == "init":
         return _init(options.flavour, Path(options.path))
     if options.command == "top":

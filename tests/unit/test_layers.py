@@ -33,8 +33,10 @@ FOLDERS: dict[str, set[str]] = {
     "integrations": {"blocking"},
     "bench": {"messaging"},
     "report": {"recording"},
+    "planning": {"recording"},
     "simulation": {"tensors", "transports", "recording", "messaging", "collectives", "runtime", "blocking"},
-    "face": {"tensors", "transports", "live", "runtime", "launch", "blocking", "simulation", "report", "story"},
+    "face": {"tensors", "transports", "live", "runtime", "launch", "blocking", "simulation"}
+    | {"planning", "report", "story"},
 }
 #: Modules of ``asyncdist/`` itself that everybody may import; the others there are the face that users see.
 GROUND = {

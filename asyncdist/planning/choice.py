@@ -1,0 +1,167 @@
+"""Lists the methods to compare for a job, and chooses the mildest method that keeps the ranks busy."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from asyncdist.planning.costs import (
+    BFLOAT16,
+    FLOAT32,
+    INT8,
+    Q4,
+    AverageAll,
+    Codec,
+    DataParallel,
+    DiLoCo,
+    Job,
+    Method,
+    RoundCost,
+    SelectiveAveraging,
+    round_cost,
+    topk,
+)
+
+#: Utilisation that a recommended method should reach.
+TARGET: Final = 0.9
+#: Share of the values that the top-k codec sends in the table.
+TOPK_SHARE: Final = 0.01
+#: Largest number of fragments that is chosen without the option.
+_FRAGMENT_COUNT_MAX: Final = 4
+#: Largest number of steps between rounds that is suggested.
+_EVERY_MAX: Final = 10**9
+_CODECS: Final = (FLOAT32, BFLOAT16, INT8, Q4, topk(TOPK_SHARE))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """Options of the user for Streaming DiLoCo; None to choose the value for each number of steps."""
+
+    fragments: int | None = None
+    overlap_steps: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A method with a codec: a row of the tables.
+
+    Attributes:
+        name: Name of the method.
+        codec: Encoding of the values.
+        method: Function that returns the method for a number of steps between rounds, or None if the method cannot be
+            used with that number.
+        averages_each_step: Whether the number of steps does not matter, because a round is one step.
+    """
+
+    name: str
+    codec: Codec
+    method: Callable[[int], Method | None]
+    averages_each_step: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """The chosen method and its cost; ``reaches_target`` if its utilisation is at least the target."""
+
+    method: DataParallel | DiLoCo
+    cost: RoundCost
+    reaches_target: bool
+
+
+def rows(job: Job, wishes: Wishes) -> list[Row]:
+    """Return all rows of the tables, in order."""
+    return [
+        *(Row("DDP", codec, _each_step(codec), averages_each_step=True) for codec in (FLOAT32, BFLOAT16)),
+        Row("AverageAllPolicy", FLOAT32, lambda every: AverageAll(every=every)),
+        *(Row("DiLoCo", codec, _blocking(codec)) for codec in _CODECS),
+        *(Row("Streaming DiLoCo", codec, _streaming(job, codec, wishes)) for codec in _CODECS),
+        Row("selective averaging", FLOAT32, lambda every: SelectiveAveraging(every=every)),
+    ]
+
+
+def _each_step(codec: Codec) -> Callable[[int], Method | None]:
+    return lambda every: DataParallel(codec=codec)
+
+
+def _blocking(codec: Codec) -> Callable[[int], Method | None]:
+    return lambda every: DiLoCo(every=every, codec=codec)
+
+
+def _streaming(job: Job, codec: Codec, wishes: Wishes) -> Callable[[int], Method | None]:
+    return lambda every: streaming(job, codec, every, wishes)
+
+
+def most_overlap_steps(every: int, fragments: int) -> int:
+    """Return the largest number of steps that is below ``every / fragments``, the steps between two fragments."""
+    return -(-every // fragments) - 1
+
+
+def streaming(job: Job, codec: Codec, every: int, wishes: Wishes) -> DiLoCo | None:
+    """Return Streaming DiLoCo with a round every ``every`` steps; None if ``every`` is too small for the wishes.
+
+    Without wishes, the number of fragments is a divisor of ``every``. A fragment travels while the rank trains just
+    enough steps to hide it, or as many as there are until the next fragment.
+    """
+    fragments, overlap_steps = wishes.fragments, wishes.overlap_steps
+    if fragments is None:
+        divisors = (count for count in range(1, _FRAGMENT_COUNT_MAX + 1) if every % count == 0)
+        fragments = max((count for count in divisors if count * (overlap_steps or 0) < every), default=1)
+    if fragments > every:
+        return None
+    most = most_overlap_steps(every, fragments)
+    if overlap_steps is None:
+        blocking = round_cost(job, DiLoCo(every=every, codec=codec, fragments=fragments))
+        overlap_steps = min(math.ceil(blocking.transfer_s / fragments / job.step_s), most)
+    if overlap_steps > most or (overlap_steps == 0 and fragments == 1):
+        return None
+    return DiLoCo(every=every, codec=codec, fragments=fragments, overlap_steps=overlap_steps)
+
+
+def recommend(job: Job, everies: Sequence[int], wishes: Wishes) -> Recommendation:
+    """Return the mildest method that reaches the target, or the method with the highest utilisation.
+
+    ``everies`` are the allowed numbers of steps between rounds, in increasing order.
+
+    Averaging in each step is milder than averaging every ``n`` steps, and a small ``n`` milder than a large one. A
+    method without staleness comes before one with staleness, which uses the smallest mild codec, because fewer bytes
+    make it less stale. Top-k is never chosen, because it needs another outer optimizer.
+    """
+    tried = []
+    for method in _from_mildest(job, everies, wishes):
+        cost = round_cost(job, method)
+        if cost.utilisation >= TARGET:
+            return Recommendation(method, cost, True)
+        tried.append(Recommendation(method, cost, False))
+    return max(tried, key=lambda each: each.cost.utilisation)
+
+
+def _from_mildest(job: Job, everies: Sequence[int], wishes: Wishes) -> Iterator[DataParallel | DiLoCo]:
+    yield DataParallel(codec=FLOAT32)
+    yield DataParallel(codec=BFLOAT16)
+    for codecs in ((FLOAT32, BFLOAT16, INT8), (Q4,)):
+        for every in everies:
+            if every > 1:  # DiLoCo in each step sends as much as DDP with the same codec, but is less exact
+                yield from (DiLoCo(every=every, codec=codec) for codec in codecs)
+                streamed = streaming(job, codecs[-1], every, wishes)
+                if streamed is not None:
+                    yield streamed
+
+
+def every_for_target(job: Job, wishes: Wishes) -> int | None:
+    """Return the smallest number of steps between rounds with which Streaming DiLoCo in 4 bits reaches the target.
+
+    Return None if not even a billion steps are enough.
+    """
+    fragments = wishes.fragments or _FRAGMENT_COUNT_MAX
+    fixed = replace(wishes, fragments=fragments)
+
+    def reaches_target(every: int) -> bool:
+        method = streaming(job, Q4, every, fixed) or DiLoCo(every=every, codec=Q4)
+        return round_cost(job, method).utilisation >= TARGET
+
+    candidates = range(fragments, _EVERY_MAX, fragments)
+    place = bisect.bisect_left(candidates, True, key=reaches_target)
+    return candidates[place] if place < len(candidates) else None

@@ -1,0 +1,168 @@
+"""Implements ``asyncdist plan``: prints what averaging costs for each method and codec, and a policy to start from."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+from asyncdist.planning.arguments import DEFAULT_EVERIES
+from asyncdist.planning.choice import (
+    TARGET,
+    TOPK_SHARE,
+    Recommendation,
+    Row,
+    Wishes,
+    every_for_target,
+    most_overlap_steps,
+    recommend,
+    rows,
+)
+from asyncdist.planning.costs import (
+    BFLOAT16,
+    FLOAT32,
+    DataParallel,
+    DiLoCo,
+    Job,
+    Link,
+    RoundCost,
+    SelectiveAveraging,
+    round_cost,
+)
+from asyncdist.recording.command_output import print_to, refuse
+from asyncdist.wording import aligned, plural, seconds_in_words, size_in_words
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plan; return the exit code."""
+    link = Link(bandwidth_nbytes_per_s=options.link, latency_s=options.latency)
+    job = Job(param_count=options.params, rank_count=options.ranks, step_s=options.step, link=link)
+    wishes = Wishes(fragments=options.fragments, overlap_steps=options.overlap)
+    everies = options.every or DEFAULT_EVERIES
+    problem = _problem(wishes, max(everies))
+    if problem is not None:
+        return refuse("plan", problem)
+    return print_to("plan", lambda: print("\n".join(plan_lines(job, everies, wishes))))
+
+
+def _problem(wishes: Wishes, every: int) -> str | None:
+    """Return why the wishes cannot be met even with the largest number of steps between rounds, or None."""
+    fragments = wishes.fragments or 1
+    if fragments > every:
+        return f"argument --fragments: must be <= {every} with --every {every}, got {fragments}"
+    most = most_overlap_steps(every, fragments)
+    if wishes.overlap_steps is not None and wishes.overlap_steps > most:
+        parts = f" and {plural(fragments, 'fragment')}" if fragments > 1 else ""
+        return f"argument --overlap: must be <= {most} with --every {every}{parts}, got {wishes.overlap_steps}"
+    return None
+
+
+def plan_lines(job: Job, everies: Sequence[int], wishes: Wishes) -> Iterator[str]:
+    """Yield the printed lines: the job, a table of utilisations, a table of costs, and the recommended policy."""
+    yield f"{plural(job.param_count, 'parameter')} ({size_in_words(job.model_nbytes)} in float32)"
+    yield f"{job.rank_count:,} ranks, one per host, with {seconds_in_words(job.step_s)} per step"
+    bandwidth, latency = _link_in_words(job.link.bandwidth_nbytes_per_s), seconds_in_words(job.link.latency_s)
+    yield f"{bandwidth} and {latency} of latency between hosts"
+    all_rows, chosen = rows(job, wishes), recommend(job, everies, wishes)
+    if len(everies) > 1:
+        yield from ("", "Utilisation: share of the time in which a rank computes, by steps between rounds")
+        yield _utilisations(job, all_rows, everies)
+    every = everies[0] if isinstance(chosen.method, DataParallel) else chosen.method.every
+    when = "in each step" if every == 1 else f"every {every:,} steps; of DDP, in each step"
+    yield from ("", f"Cost of a round {when}")
+    yield _costs(job, all_rows, every)
+    yield ""
+    yield from _notes(job, every)
+    yield ""
+    yield from _recommendation(job, wishes, chosen)
+
+
+def _utilisations(job: Job, all_rows: Sequence[Row], everies: Sequence[int]) -> str:
+    columns = sorted({1, *everies})
+    lines = [("method", "wire", *(f"{every:,}" for every in columns))]
+    for row in all_rows:
+        shown = (1,) if row.averages_each_step else everies
+        methods = [row.method(every) if every in shown else None for every in columns]
+        cells = ("" if method is None else _percent(round_cost(job, method).utilisation) for method in methods)
+        lines.append((row.name, row.codec.name, *cells))
+    return aligned(lines, right=range(2, 2 + len(columns)))
+
+
+def _costs(job: Job, all_rows: Sequence[Row], every: int) -> str:
+    lines = [("method", "wire", "sends", "transfer", "waits", "utilisation", "memory", "staleness")]
+    for row in all_rows:
+        method = row.method(every)
+        if method is not None:
+            lines.append((row.name, row.codec.name, *_cells(round_cost(job, method))))
+    return aligned(lines, right=range(2, 8))
+
+
+def _cells(cost: RoundCost) -> tuple[str, str, str, str, str, str]:
+    return (
+        size_in_words(cost.sent_nbytes),
+        seconds_in_words(cost.transfer_s),
+        seconds_in_words(cost.wait_s),
+        _percent(cost.utilisation),
+        size_in_words(cost.memory_nbytes),
+        plural(cost.staleness_steps, "step") if cost.staleness_steps else "",
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if share >= 0.01 else f"{100 * share:.2g} %"
+
+
+def _notes(job: Job, every: int) -> Iterator[str]:
+    yield "sends: bytes that a rank sends in a round. It receives as many; in selective averaging, a"
+    yield "replaced rank receives one model."
+    yield "memory: in addition to the model, its gradients and the state of its optimizer."
+    yield "staleness: steps that a rank trains between the capture of values and the use of their mean."
+    yield f"topk sends {100 * TOPK_SHARE:.0f} % of the values. float16 costs as much as {BFLOAT16.name}."
+    yield "selective averaging: no rank waits, but the steps of the replaced ranks are lost."
+    step_count = round_cost(job, SelectiveAveraging(every=every)).staleness_steps
+    if step_count > every:
+        yield f"One of its rounds takes {step_count:,} steps here, so average_every should not be smaller."
+
+
+def _recommendation(job: Job, wishes: Wishes, chosen: Recommendation) -> Iterator[str]:
+    share, target = _percent(chosen.cost.utilisation), f"{100 * TARGET:.0f} %"
+    if chosen.reaches_target:
+        yield f"Start from this, with a utilisation of {share}:"
+        yield from _python(chosen.method)
+        return
+    yield f"Neither DDP nor DiLoCo without topk reaches a utilisation of {target}. The best one has {share}:"
+    yield from _python(chosen.method)
+    every = every_for_target(job, wishes)
+    if every is not None:
+        yield f"Streaming DiLoCo in 4 bits would reach {target} with a round every {plural(every, 'step')}."
+
+
+def _python(method: DataParallel | DiLoCo) -> Iterator[str]:
+    if isinstance(method, DiLoCo):
+        yield f"    async with DiLoCoPolicy(model, optimizer, {_options(method)}) as policy:"
+    elif method.codec == FLOAT32:
+        yield "    model = torch.nn.parallel.DistributedDataParallel(model)"
+    else:
+        yield "    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks"
+        yield "    model = torch.nn.parallel.DistributedDataParallel(model)"
+        yield "    model.register_comm_hook(None, default_hooks.bf16_compress_hook)"
+
+
+def _options(method: DiLoCo) -> str:
+    """Return the options of DiLoCoPolicy, without those that have their default."""
+    options = [f"average_every={method.every}"]
+    if method.fragments > 1:
+        options.append(f"fragments={method.fragments}")
+    if method.overlap_steps:
+        options.append(f"overlap_steps={method.overlap_steps}")
+    if method.codec != FLOAT32:
+        options.append(f'wire="{method.codec.name}"')
+    return ", ".join(options)
+
+
+def _link_in_words(nbytes_per_s: float) -> str:
+    """Return a bandwidth in bits per second, like ``"1 Gbit/s"``."""
+    bits = nbytes_per_s * 8
+    for unit, multiple in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if bits >= multiple:
+            return f"{bits / multiple:.4g} {unit}"
+    return f"{bits:.4g} bit/s"

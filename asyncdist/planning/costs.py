@@ -1,0 +1,296 @@
+"""Computes in closed form the bytes, seconds and memory of one round of averaging, for each method and codec.
+
+Each rank has a host of its own, whose link carries the same number of bytes per second in both directions at once. A
+message takes the link's latency, plus its bytes divided by the bandwidth. Encoding, sums and outer steps take no time,
+and all ranks step at the same pace.
+
+A sharded mean is computed in two phases. First each rank sends every other rank that rank's slice; then each rank sends
+the mean of its own slice to all others. A rank sends, and receives, 2 S (k - 1) / k bytes, where S is the encoded size
+of the values and k the number of ranks. The mean is encoded with the same codec as the values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from asyncdist import validation
+
+#: Values per block of a block-scaled codec, each block with a scale in float32.
+_BLOCK_COUNT: Final = 256
+_SCALE_NBYTES: Final = 4
+_FLOAT32_NBYTES: Final = 4
+#: Share of a step's time in the backward pass, behind which DDP hides its transfer: a forward pass takes about half as
+#: long as a backward pass.
+_BACKWARD_SHARE: Final = 2 / 3
+#: Default of the option ``replacement_ratio`` of selective averaging.
+_REPLACEMENT_RATIO: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The network link of a host.
+
+    Attributes:
+        bandwidth_nbytes_per_s: Bytes per second in each direction.
+        latency_s: Seconds from the send of the first byte to its arrival on another host.
+    """
+
+    bandwidth_nbytes_per_s: float
+    latency_s: float = 1e-3
+
+    def __post_init__(self) -> None:
+        validation.real(
+            "bandwidth_nbytes_per_s",
+            self.bandwidth_nbytes_per_s,
+            "> 0 bytes per second and finite",
+            low=validation.SMALLEST,
+        )
+        validation.real("latency_s", self.latency_s, ">= 0 seconds and finite", low=0.0)
+
+    def seconds(self, nbytes: float) -> float:
+        """Return the seconds from the send of a message until all of its bytes have arrived."""
+        return self.latency_s + nbytes / self.bandwidth_nbytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The ranks of a job, each on a host of its own.
+
+    Attributes:
+        param_count: Number of the model's parameters, which are stored in float32.
+        rank_count: Number of ranks, at least 2.
+        step_s: Seconds in which a rank computes one step.
+        link: Link of each host.
+    """
+
+    param_count: int
+    rank_count: int
+    step_s: float
+    link: Link
+
+    def __post_init__(self) -> None:
+        validation.count("param_count", self.param_count)
+        validation.count("rank_count", self.rank_count, least=2)
+        validation.seconds("step_s", self.step_s)
+
+    @property
+    def model_nbytes(self) -> int:
+        """Size of the model in bytes."""
+        return self.param_count * _FLOAT32_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """The encoding of values on the wire.
+
+    Attributes:
+        name: Value of a policy's option ``wire``.
+        nbytes_per_value: Mean number of bytes that encode one value.
+        keeps_residual: Whether a rank keeps the error of its last message, to add it to the next one.
+    """
+
+    name: str
+    nbytes_per_value: float
+    keeps_residual: bool = False
+
+
+FLOAT32: Final = Codec("float32", _FLOAT32_NBYTES)
+BFLOAT16: Final = Codec("bfloat16", 2)
+FLOAT16: Final = Codec("float16", 2)
+INT8: Final = Codec("int8", 1 + _SCALE_NBYTES / _BLOCK_COUNT)
+Q4: Final = Codec("q4", 0.5 + _SCALE_NBYTES / _BLOCK_COUNT)
+
+
+def topk(share: float) -> Codec:
+    """Return the codec that sends this share of the values, each as 4 bytes with an index of 2 bytes."""
+    return Codec("topk", 6 * validation.fraction("share", share), keeps_residual=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallel:
+    """Gradients are averaged in each step, as by DDP. A round is one step.
+
+    The estimate is the best case: recursive halving and doubling (Thakur et al., 2005), behind the backward pass.
+    """
+
+    codec: Codec = FLOAT32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AverageAll:
+    """The weights of all ranks are averaged every ``every`` steps, as by AverageAllPolicy or local SGD.
+
+    Attributes:
+        every: Steps between two rounds.
+        is_sharded: Whether the mean is sharded. If not, the first rank receives all weights and sends their mean.
+    """
+
+    every: int
+    is_sharded: bool = True
+
+    def __post_init__(self) -> None:
+        validation.count("every", self.every)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiLoCo:
+    """Differences from an anchor are averaged, then an outer optimizer with momentum steps (Douillard et al., 2023).
+
+    With ``fragments`` or ``overlap_steps`` it is Streaming DiLoCo (Douillard et al., 2025). A round is the exchange of
+    all fragments.
+
+    Attributes:
+        every: Steps between two exchanges of the same fragment.
+        codec: Encoding of the differences.
+        fragments: Number of equal parts that are exchanged in turn, at most ``every``.
+        overlap_steps: Steps that a rank trains while a fragment is exchanged; below ``every / fragments``.
+    """
+
+    every: int
+    codec: Codec = FLOAT32
+    fragments: int = 1
+    overlap_steps: int = 0
+
+    def __post_init__(self) -> None:
+        validation.count("every", self.every)
+        validation.count("fragments", self.fragments)
+        validation.count("overlap_steps", self.overlap_steps, least=0)
+        if self.fragments > self.every:
+            validation.refuse("fragments", self.fragments, f"<= every = {self.every}")
+        if self.overlap_steps * self.fragments >= self.every:
+            most = -(-self.every // self.fragments) - 1
+            allowed = f"<= {most}, below every / fragments = {self.every} / {self.fragments}"
+            validation.refuse("overlap_steps", self.overlap_steps, allowed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectiveAveraging:
+    """The worst ranks take the mean of the others, and no rank waits, as by AsyncSelectiveAveragingPolicy.
+
+    The estimate is for the sharded route and the default share of replaced ranks.
+    """
+
+    every: int
+
+    def __post_init__(self) -> None:
+        validation.count("every", self.every)
+
+
+Method: TypeAlias = DataParallel | AverageAll | DiLoCo | SelectiveAveraging
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundCost:
+    """The cost of one round for the busiest rank.
+
+    Attributes:
+        sent_nbytes: Bytes that the rank sends.
+        received_nbytes: Bytes that the rank receives.
+        transfer_s: Seconds in which the bytes of the round are on the way.
+        wait_s: Seconds in which the rank waits instead of computing.
+        compute_s: Seconds in which the rank computes the steps of the round.
+        memory_nbytes: Memory of a rank in addition to the model, its gradients and the state of its optimizer.
+        staleness_steps: Steps that a rank trains between the capture of the values and the use of their mean.
+    """
+
+    sent_nbytes: float
+    received_nbytes: float
+    transfer_s: float
+    wait_s: float
+    compute_s: float
+    memory_nbytes: float
+    staleness_steps: int
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the time in which the rank computes."""
+        return self.compute_s / (self.compute_s + self.wait_s)
+
+
+def round_cost(job: Job, method: Method) -> RoundCost:
+    """Return the cost of one round of ``method``."""
+    match method:
+        case DataParallel():
+            return _data_parallel(job, method)
+        case AverageAll():
+            return _average_all(job, method)
+        case DiLoCo():
+            return _diloco(job, method)
+        case SelectiveAveraging():
+            return _selective(job, method)
+
+
+def _sharded_nbytes(job: Job, nbytes: float) -> float:
+    """Return the bytes that a rank sends, and receives, for a sharded mean of ``nbytes`` bytes per rank."""
+    return 2 * nbytes * (job.rank_count - 1) / job.rank_count
+
+
+def _data_parallel(job: Job, method: DataParallel) -> RoundCost:
+    moved = _sharded_nbytes(job, job.param_count * method.codec.nbytes_per_value)
+    message_count = 2 * math.ceil(math.log2(job.rank_count))
+    transfer_s = moved / job.link.bandwidth_nbytes_per_s + message_count * job.link.latency_s
+    return RoundCost(
+        sent_nbytes=moved,
+        received_nbytes=moved,
+        transfer_s=transfer_s,
+        wait_s=max(0.0, transfer_s - _BACKWARD_SHARE * job.step_s),
+        compute_s=job.step_s,
+        memory_nbytes=job.model_nbytes,  # the buckets
+        staleness_steps=0,
+    )
+
+
+def _average_all(job: Job, method: AverageAll) -> RoundCost:
+    if method.is_sharded:
+        moved = _sharded_nbytes(job, job.model_nbytes)
+        transfer_s = 2 * job.link.seconds(moved / 2)
+    else:
+        moved = (job.rank_count - 1) * job.model_nbytes
+        transfer_s = 2 * job.link.seconds(moved)
+    return RoundCost(
+        sent_nbytes=moved,
+        received_nbytes=moved,
+        transfer_s=transfer_s,
+        wait_s=transfer_s,
+        compute_s=method.every * job.step_s,
+        memory_nbytes=job.model_nbytes,  # a flat copy
+        staleness_steps=0,
+    )
+
+
+def _diloco(job: Job, method: DiLoCo) -> RoundCost:
+    moved = _sharded_nbytes(job, job.param_count * method.codec.nbytes_per_value)
+    fragment_s = 2 * job.link.seconds(moved / 2 / method.fragments)
+    hidden_s = min(method.overlap_steps * job.step_s, fragment_s)
+    copies = 2 + method.codec.keeps_residual + 1 / method.fragments  # anchor, momentum, residual, fragment in flight
+    return RoundCost(
+        sent_nbytes=moved,
+        received_nbytes=moved,
+        transfer_s=method.fragments * fragment_s,
+        wait_s=method.fragments * (fragment_s - hidden_s),
+        compute_s=method.every * job.step_s,
+        memory_nbytes=copies * job.model_nbytes,
+        staleness_steps=method.overlap_steps,
+    )
+
+
+def _selective(job: Job, method: SelectiveAveraging) -> RoundCost:
+    """Return the cost of a round in which the donors reduce, because they are more than the replaced ranks.
+
+    First each donor receives its slice of the other donors' weights. Then it sends the mean to each replaced rank.
+    """
+    replaced_count = max(1, math.floor(job.rank_count * _REPLACEMENT_RATIO + 0.5))
+    donor_count = job.rank_count - replaced_count
+    slices_s = job.link.seconds(job.model_nbytes * (donor_count - 1) / donor_count)
+    transfer_s = slices_s + job.link.seconds(job.model_nbytes)
+    return RoundCost(
+        sent_nbytes=job.model_nbytes * (1 + (replaced_count - 1) / donor_count),
+        received_nbytes=job.model_nbytes,
+        transfer_s=transfer_s,
+        wait_s=0.0,
+        compute_s=method.every * job.step_s,
+        memory_nbytes=job.model_nbytes,  # a donor's snapshot, or a replaced rank's accumulator
+        staleness_steps=math.ceil(transfer_s / job.step_s),
+    )

@@ -1,0 +1,224 @@
+"""Tests ``asyncdist plan``: the values that it accepts, the tables, and the recommended line of Python."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.facts import names
+
+from asyncdist import cli
+from asyncdist.planning import arguments
+
+JOB = ("--params", "1e9", "--ranks", "64", "--link", "1gbit", "--step", "0.5")
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", *words])
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    code, out, err = run(capsys, *words)
+    assert (code, err) == (0, "")
+    return out
+
+
+def table(out: str, first_line: str) -> dict[tuple[str, str], list[str]]:
+    """Return the cells of a printed table, keyed by method and codec; columns are separated by two spaces."""
+    lines = out[out.index(first_line) :].split("\n\n")[0].splitlines()[2:]
+    cells = [re.split(r" {2,}", line) for line in lines]
+    return {(method, wire): rest for method, wire, *rest in cells}
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    arguments.add_to(lambda name, **_: parser)
+    return parser.parse_args([*JOB, "--every", "128,30,128", "--fragments", "2", "--overlap", "0", "--latency", "0"])
+
+
+def test_values_are_converted() -> None:
+    assert vars(options()) == {
+        "params": 10**9,
+        "ranks": 64,
+        "link": 125e6,
+        "step": 0.5,
+        "every": (30, 128),
+        "fragments": 2,
+        "overlap": 0,
+        "latency": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("convert", "text", "value"),
+    [
+        *(
+            (arguments._parameter_count, text, value)
+            for text, value in {
+                "1e9": 10**9,
+                "7B": 7 * 10**9,
+                "7b": 7 * 10**9,
+                "350M": 350_000_000,
+                "1.5B": 1_500_000_000,
+                "12k": 12_000,
+                "1T": 10**12,
+                "1_000_000": 10**6,
+                "1": 1,
+            }.items()
+        ),
+        *(
+            (arguments._bandwidth, text, value)
+            for text, value in {
+                "50mbit": 6.25e6,
+                "1gbit": 125e6,
+                "100Gbit/s": 12.5e9,
+                "1Gbps": 125e6,
+                "10gbitps": 1.25e9,
+                "800kbit": 1e5,
+                "8 bit/s": 1.0,
+                "12.5MB/s": 12.5e6,
+                "1GiB/s": 2.0**30,
+                "1e6B/s": 1e6,
+                "3 kB/s": 3e3,
+            }.items()
+        ),
+    ],
+)
+def test_quantities_have_their_usual_units(convert: Callable[[str], float], text: str, value: float) -> None:
+    assert convert(text) == value
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "facts"),
+    [
+        *(
+            ("--params", value, ("1e9", "7B", "350M"))
+            for value in ("x", "0", "0.4", "-1", "1e99", "7BB", "7 G B", "nan")
+        ),
+        *(
+            ("--link", value, ("50mbit", "1gbit", "12.5MB/s"))
+            for value in ("x", "1000", "1gb", "1Gb/s", "1GB", "12.5mb/s", "0gbit", "0.1bit", "1e99gbit", "-1gbit")
+        ),
+        *(("--ranks", value, (2,)) for value in ("1", "x", "0")),
+        *(("--step", value, ("1e-09",)) for value in ("0", "x", "nan", "inf", "-1")),
+        *(("--latency", value, ("from 0 to",)) for value in ("x", "nan", "inf", "-1")),
+        *(("--every", value, ("30,128",)) for value in ("x", "0", "", "30,", "1.5")),
+        *(("--fragments", value, (1,)) for value in ("0", "x")),
+        *(("--overlap", value, (0,)) for value in ("-1", "x")),
+        ("--fragments", "501", (500,)),
+        ("--overlap", "500", (499,)),
+    ],
+)
+def test_a_wrong_value_is_one_line(
+    option: str, value: str, facts: tuple[object, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, *JOB, f"{option}={value}")
+    assert (code, out) == (2, "")
+    assert err.startswith("asyncdist plan: argument ") and err.count("\n") == 1
+    assert option in err and (repr(value) in err or f"got {value}" in err)
+    for fact in facts:
+        assert str(fact) in err
+
+
+def test_an_impossible_overlap_names_both_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--every", "30", "--fragments", "4", "--overlap", "8")
+    code, _, err = run(capsys, *JOB, *words)
+    assert (code, err) == (
+        2,
+        "asyncdist plan: argument --overlap: must be <= 7 with --every 30 and 4 fragments, got 8\n",
+    )
+
+
+def test_the_tables_have_each_method_and_codec(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, *JOB)
+    utilisations, costs = table(out, "Utilisation"), table(out, "Cost of a round every 128 steps")
+    assert utilisations.keys() == costs.keys()
+    diloco = {
+        (name, wire) for name in ("DiLoCo", "Streaming DiLoCo") for wire in _wires("bfloat16", "int8", "q4", "topk")
+    }
+    others = {("DDP", wire) for wire in _wires("bfloat16")}
+    assert costs.keys() == diloco | others | {("AverageAllPolicy", "float32"), ("selective averaging", "float32")}
+    # 1e9 float32 on 64 ranks: 2 * 4e9 * 63 / 64 bytes, 63 s at 1 Gbit/s
+    assert costs["DiLoCo", "float32"] == ["7.3 GiB", "63 s", "63 s", "50.4 %", "11.2 GiB"]
+    assert costs["Streaming DiLoCo", "int8"] == ["1.9 GiB", "16 s", "0.0 s", "100.0 %", "8.4 GiB", "9 steps"]
+    assert utilisations["DiLoCo", "float32"] == ["19.2 %", "50.4 %", "79.9 %"]
+    assert utilisations["DDP", "float32"] == costs["DDP", "float32"][3:4] == ["0.79 %"]
+
+
+def _wires(*others: str) -> tuple[str, ...]:
+    return ("float32", *others)
+
+
+def test_one_number_of_steps_needs_no_table_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, *JOB, "--every", "30")
+    assert "Utilisation" not in out
+    assert table(out, "Cost of a round every 30 steps")["DiLoCo", "int8"][3] == "48.4 %"
+    assert ("Streaming DiLoCo", "int8") not in table(
+        printed(capsys, *JOB, "--every", "1"), "Cost of a round in each step"
+    )
+
+
+def test_a_selective_round_longer_than_h_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    note = "average_every should not be smaller"
+    assert names(printed(capsys, *JOB, "--every", "126"), 127) and note in printed(capsys, *JOB, "--every", "126")
+    assert note not in printed(capsys, *JOB, "--every", "127")
+
+
+def recommended(out: str) -> str:
+    """Return the recommended lines of Python, dedented."""
+    return "".join(f"{line[4:]}\n" for line in out.splitlines() if line.startswith("    "))
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ((), {"average_every": 128, "fragments": 4, "overlap_steps": 9, "wire": "int8"}),
+        (("--every", "500"), {"average_every": 500, "wire": "int8"}),
+        (("--fragments", "8"), {"average_every": 128, "fragments": 8, "overlap_steps": 5, "wire": "int8"}),
+        (("--overlap", "20"), {"average_every": 128, "fragments": 4, "overlap_steps": 20, "wire": "int8"}),
+        (("--link", "20gbit"), {"average_every": 30, "wire": "bfloat16"}),
+        (
+            ("--link", "50mbit", "--every", "30"),
+            {"average_every": 30, "fragments": 3, "overlap_steps": 9, "wire": "q4"},
+        ),
+    ],
+)
+def test_the_recommended_policy_is_python(
+    words: tuple[str, ...], options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = recommended(printed(capsys, *JOB, *words)) + "    pass\n"
+    (statement,) = ast.parse(code).body
+    assert isinstance(statement, ast.AsyncWith)
+    call = statement.items[0].context_expr
+    assert isinstance(call, ast.Call)
+    assert ast.unparse(call).startswith("DiLoCoPolicy(model, optimizer, ")
+    assert {str(each.arg): ast.literal_eval(each.value) for each in call.keywords} == options
+
+
+@pytest.mark.parametrize(("link", "line_count"), [("10tbit", 1), ("200gbit", 3)])
+def test_ddp_is_recommended_on_a_fast_link(link: str, line_count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, "--params", "7B", "--ranks", "8", "--step", "2", "--link", link)
+    code = recommended(out)
+    assert len(ast.parse(code).body) == line_count
+    assert "DistributedDataParallel(model)" in code and ("bf16_compress_hook" in code) is (line_count == 3)
+    if line_count == 3:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        assert inspect.isfunction(default_hooks.bf16_compress_hook)
+
+
+def test_a_link_that_is_too_slow_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--params", "30M", "--ranks", "4", "--link", "50mbit", "--step", "0.0115")
+    out = printed(capsys, *words, "--every", "30")
+    assert "Neither DDP nor DiLoCo without topk reaches a utilisation of 90 %. The best one has 9.2 %:" in out
+    assert "would reach 90 % with a round every 296 steps." in out
+    assert "Start from this" in printed(capsys, *words, "--every", "296")
+    assert "Start from this" not in printed(capsys, *words, "--every", "292")
