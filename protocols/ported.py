@@ -39,12 +39,12 @@ class Ported(SpawnPolicy):
         """Do a :meth:`step` with torchgfn's arguments and the caller's own iteration number.
 
         Args:
-            iteration: An integer (int, numpy integer or 0-d tensor) that decides which calls are due. It may restart at
+            iteration: Integer (int, numpy integer or 0-d tensor) that decides which calls are due. It may restart at
                 each epoch. A call is also due if a due number was skipped since the previous call, so calls at every
                 100th iteration are enough for ``average_every=100``. If epochs are shorter than ``average_every``,
                 their iterations are added up.
-            model: The policy's model.
-            optimizer: The policy's optimizer.
+            model: Model of the policy.
+            optimizer: Optimizer of the policy.
             local_metric: This rank's metric, as in :meth:`step`.
             group: None, the group that was passed to the policy's constructor, or that group's communicator.
             expose_params: None or True; has no effect, since snapshots are published every ``average_every`` steps.

@@ -71,7 +71,7 @@ class CollectiveChecker:
 
         Args:
             group_key: Number that identifies the group among groups with the same first rank.
-            rank: The caller's rank in the world.
+            rank: Rank of the caller in the world.
 
         Raises:
             DisagreementError: Another member's collective with the same number is a different call.

@@ -49,7 +49,7 @@ async def surviving_group(group: Group | None = None, *, timeout_s: float = 60.0
     call this at the same time for different groups.
 
     Args:
-        group: By default all ranks; it may have been freed.
+        group: Group, possibly freed, whose surviving members form the new group; by default all ranks.
         timeout_s: Seconds to wait for the last member.
         world: World of the call; by default the current one.
 
@@ -142,9 +142,9 @@ def all_gather(
         axis_name: Name of a mesh axis; None returns the tree unchanged.
         axis: Dimension of the results for the ranks' leaves; only with an axis name.
         tiled: Whether to concatenate the leaves instead of stacking them; only with an axis name.
-        mesh: By default the newest open mesh; only with an axis name.
-        group: By default the whole world; only without an axis name.
-        world: By default the current one; only without an axis name.
+        mesh: Mesh with the axis, by default the newest open mesh; only with an axis name.
+        group: Ranks that take part, by default all; only without an axis name.
+        world: World of the call, by default the current one; only without an axis name.
 
     Raises:
         TypeError: Arguments for a group and for a mesh axis were both passed.
@@ -204,7 +204,7 @@ async def all_to_all(
     Args:
         tensors: One tensor per member, all of equal shape and dtype; or a single tensor, of equal shape and dtype on
             all members, whose first dimension is split evenly among them. The result has the same form.
-        group: By default all ranks of the world. For torch.distributed process groups, with gradients, use
+        group: Ranks that take part; by default all. For torch.distributed process groups, with gradients, use
             :func:`asyncdist.launch.process_groups.all_to_all`.
 
     Raises:

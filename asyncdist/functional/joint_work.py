@@ -62,9 +62,10 @@ class JointWork(Generic[T]):
         """Start the work when all members have joined and earlier joint works have ended. Return the prepared value.
 
         Args:
-            prepare: Awaited on every member before it joins. Its exception is raised unchanged on this rank, and as
-                RemoteError on the others.
-            work: Called with a group for the work, and the prepared value: the first member's result of ``prepare``.
+            prepare: Coroutine function that every member awaits before it joins. Its exception is raised unchanged on
+                this rank, and as RemoteError on the others.
+            work: Coroutine function that is called with a group for the work, and with the prepared value: the first
+                member's result of ``prepare``.
         """
         previous, self._group.lease.joint_work = self._group.lease.joint_work, self
         self._previous = previous if isinstance(previous, JointWork) else None

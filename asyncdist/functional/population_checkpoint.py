@@ -271,7 +271,7 @@ async def load_population(
     With more ranks, some get copies and keep their own random states; a warning is logged.
 
     Args:
-        path: The ``path`` passed to :func:`save_population`, or its result.
+        path: Path passed to :func:`save_population`, or its result.
         model, optimizer: Model and optimizer with the same layout as the saved ones; changed in place.
         policy: Policy of the same class; it must be loaded before ``async with``.
         group: Ranks that load; by default all.

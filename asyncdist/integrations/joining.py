@@ -165,7 +165,7 @@ class Training(Generic[PolicyT]):
         warning: Warning that rank 0 logs when the training begins; "" for none.
 
     Attributes:
-        policy: The open policy; None before and after the training.
+        policy: Open policy; None before and after the training.
         replacement_count: Number of times that this rank has adopted an average since the training began.
         is_interrupted: Whether memory ran out while the policy was open, so that the training may begin again.
         is_apart: Whether this rank trains alone because it ran out of memory, and the other ranks did not start a new

@@ -75,9 +75,9 @@ class SelectiveAveraging:
         by the mean since its last report, or since its weights were replaced.
 
         Args:
-            metric: A metric for which ``mode`` says whether smaller or larger is better.
-            loss: The loss of this step. Smaller is better, regardless of ``mode``.
-            score: A score. Larger is better, regardless of ``mode``.
+            metric: Metric for which ``mode`` says whether smaller or larger is better.
+            loss: Loss of this step. Smaller is better, regardless of ``mode``.
+            score: Score of this step. Larger is better, regardless of ``mode``.
 
         Returns:
             The result of this step, which is truthy if the weights have changed.

@@ -59,9 +59,9 @@ def shuffle_apart(loader: Any, number: int, *, size: int = 1, seed: int | None =
     processes other than ``size`` is left unchanged, because the user has divided the rows among all ranks.
 
     Args:
-        loader: A ``DataLoader``, or a library's wrapper of one.
+        loader: ``DataLoader``, possibly wrapped by a library.
         number: Number of the replica, equal on its ranks; the rank if each rank is a replica.
-        size: Number of ranks of a replica.
+        size: Number of ranks in a replica.
         seed: Seed, equal on the ranks of a replica, for samplers that would otherwise use torch's global generator;
             None to let them use it.
     """

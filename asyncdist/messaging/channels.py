@@ -131,7 +131,7 @@ class Channel(Generic[MessageT]):
         """Start sending a message, and return without waiting.
 
         Args:
-            message: An instance of one of the channel's dataclasses.
+            message: Instance of one of the channel's dataclasses.
             dest: Rank of the receiver, possibly this rank.
             round: Round number of the protocol, sent with the message.
 

@@ -290,7 +290,7 @@ class Engine(Poller):
         """Wait until ``condition()`` is true. Return False if the deadline passes first.
 
         Args:
-            condition: A cheap function without side effects, called after each pass that completes a request or
+            condition: Fast function without side effects, called after each pass that completes a request or
                 delivers a message, and by :meth:`recheck`. Its exceptions are raised by this method.
             deadline: Time on the loop's clock, in seconds. After it, arrived messages are delivered, and the condition
                 is evaluated once more.

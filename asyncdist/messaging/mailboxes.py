@@ -35,7 +35,7 @@ class Envelope(NamedTuple, Generic[MessageT]):
     """A received message with its sender and its round.
 
     Attributes:
-        message: The message, an instance of the channel's dataclass.
+        message: Instance of one of the channel's dataclasses.
         source: Rank of the sender.
         round: Round number of the protocol; 0 if the protocol has no rounds.
     """
@@ -362,7 +362,7 @@ class FrameReceiver(Pollable):
     """Receives the frames of one tag, checks them, and passes each frame to the inbox of its route.
 
     Args:
-        request: A receive into ``buffer`` that has not been posted.
+        request: Receive into ``buffer`` that has not been posted.
         drop: Function that is called with the source, the reason and the details when a frame is dropped.
         explain: Function that handles a frame whose route has no inbox, given the frame's reader and source, and
             returns whether the tag must stop receiving.

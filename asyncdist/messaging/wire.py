@@ -193,7 +193,7 @@ class Codec:
     frozen dataclass. An int in a float field arrives as a float, and a list in a tuple field as a tuple.
 
     Args:
-        message_types: A frozen dataclass, or a union of frozen dataclasses.
+        message_types: Frozen dataclass, or union of frozen dataclasses.
 
     Raises:
         TypeError: A type is not a frozen dataclass, or the type of a field cannot be sent.

@@ -122,7 +122,7 @@ class Conditions(Struct, frozen=True, kw_only=True):
     Attributes:
         nonce: Random number of the job.
         thread_count: Number of torch threads.
-        hosts: Lowest rank on the host of each rank, indexed by rank; None if all ranks are on one host.
+        hosts: Lowest rank on the host of each rank, by rank; None if all ranks are on one host.
         first_seed: Torch's initial seed at import; None if not recorded.
         sent_before_count: Number of messages sent before the world was open.
         tells_sleeps: Whether the file says when asyncio's timers fired.

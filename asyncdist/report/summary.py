@@ -114,9 +114,9 @@ class Summary:
     Attributes:
         began_at_s: Time of the first event, in seconds since 1970.
         duration_s: Seconds from the first event to the last.
-        applied: All replacements, oldest first.
+        applied: Replacements of weights, oldest first.
         begun: Starts of policies in restarted processes, oldest first.
-        rounds: All rounds, oldest first.
+        rounds: Averaging rounds, oldest first.
         nbytes: Size in bytes of all messages from one rank (row) to another (column), with shape (size, size).
         news: Losses, failovers, errors of main and files without an end, each with time, reporting rank and text.
         first_step_s: Time at which the first step of any rank ended, in seconds since the job began; infinity without

@@ -209,7 +209,7 @@ async def new_mesh(
     Args:
         axes: Size of each axis by name; the last axis varies fastest. The sizes' product must be the number of ranks.
         group: Group whose ranks fill the grid in group order; by default all ranks of the world.
-        world: The rank's world; by default the calling task's world.
+        world: World of the rank; by default the calling task's world.
         timeout_s: Seconds to wait for the last rank.
 
     Raises:

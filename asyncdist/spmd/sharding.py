@@ -44,7 +44,7 @@ def shard(leaf: Tensor, axis: Axis, path: str) -> Tensor:
     """Return a view of this rank's shard of a leaf, whose leading dimension is split over an axis.
 
     Args:
-        leaf: The whole leaf, shape [n, ...].
+        leaf: Whole leaf, of shape [n, ...].
 
     Raises:
         ValueError: n is not a positive multiple of the axis's size, or the leaf has no dimension.
@@ -63,9 +63,8 @@ def tree_device_put(tree: T, device_or_sharding: torch.device | str | Sharding) 
     """Move every leaf of a tree to a device, or take this rank's shard of every leaf.
 
     Args:
-        tree: A tree of dense tensors.
-        device_or_sharding: A device, or a :class:`Sharding`, which describes how leading dimensions are split over
-            ranks.
+        tree: Tree of dense tensors.
+        device_or_sharding: Device, or :class:`Sharding` that describes how leading dimensions are split over ranks.
 
     Returns:
         A tree of the same structure. Leaves that are already on the device are not copied; their shards are views.
@@ -92,8 +91,8 @@ def split_key_to_devices(key: int | torch.Generator, devices: Sequence[torch.dev
     generators, so each rank can select its own: ``split_key_to_devices(7, ["cpu"] * size)[rank]``.
 
     Args:
-        key: An int >= 0, or a generator from which each call takes a new random key.
-        devices: Device of each generator.
+        key: Integer >= 0, or generator from which each call takes a new random key.
+        devices: Device of each new generator.
 
     Raises:
         TypeError: The key is neither an int nor a generator.

@@ -131,10 +131,10 @@ def psum(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> 
     """Sum each leaf over the ranks of an axis. Awaitable.
 
     Args:
-        tree: A tree of boolean, integer, floating or complex tensors. Its structure, shapes and dtypes must be equal
+        tree: Tree of boolean, integer, floating or complex tensors. Its structure, shapes and dtypes must be equal
             on all ranks of the axis.
         axis_name: Name of an axis of the mesh; None to return the tree unchanged.
-        mesh: The mesh; by default the one opened last.
+        mesh: Mesh with the axis; by default the mesh opened last.
 
     Raises:
         TypeError: A leaf is not a dense tensor, or its dtype is not supported.
@@ -167,11 +167,11 @@ def all_gather(
     """Gather each leaf from all ranks of an axis, in axis order, on every rank. Awaitable.
 
     Args:
-        tree: A tree of tensors of any dtype. Its structure, shapes and dtypes must be equal on all ranks of the axis.
+        tree: Tree of tensors of any dtype. Its structure, shapes and dtypes must be equal on all ranks of the axis.
         axis_name: Name of an axis of the mesh; None to return the tree unchanged.
         axis: Dimension of the results along which the ranks' leaves are arranged; negative values count from the end.
         tiled: Whether to concatenate the leaves along this dimension, instead of stacking them along a new dimension.
-        mesh: The mesh; by default the one opened last.
+        mesh: Mesh with the axis; by default the mesh opened last.
 
     Raises:
         ValueError: A leaf does not have the dimension ``axis``.

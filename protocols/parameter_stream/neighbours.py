@@ -185,7 +185,7 @@ class PartReading:
     """Reads one part of a snapshot, or of a mean, from another rank's memory; has the interface of a stream.
 
     Args:
-        pieces: For each piece, the index of its tensor, the index of its first element, and the receiving tensor.
+        pieces: Tuples of the index of a piece's tensor, the index of its first element, and the receiving tensor.
     """
 
     def __init__(self, reading: Reading, pieces: Sequence[tuple[int, int, torch.Tensor]]) -> None:

@@ -118,7 +118,7 @@ class FollowingMember(RoundMember):
         The caller must execute the instructions for one event before it requests those for the next event.
 
         Args:
-            counterparts: For each replica's leader, the rank of that replica with the same shards as this rank.
+            counterparts: Rank with the same shards as this rank in each replica, by the replica's leader.
         """
         for kind, number, fields in happenings:
             if kind == Assign.__name__:

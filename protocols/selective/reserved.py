@@ -29,7 +29,7 @@ async def coordinate(
 
     Args:
         members: Ranks of the policy's group, in the group's order.
-        world: The world; the current world by default.
+        world: World of the policy; the current world by default.
         start_timeout_s: Seconds to wait at the start until the last member has arrived.
 
     Returns:

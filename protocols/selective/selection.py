@@ -156,7 +156,7 @@ def decide(
     if no metric is finite, since no donor is needed.
 
     Args:
-        rules: The options; the cooldown is applied by the caller.
+        rules: Options of the policy. The cooldown is ignored, since the caller applies it.
         guests: Metric of each available rank of another island. These ranks are never replaced. A guest that is better
             than all replaced ranks becomes an additional donor.
     """

@@ -20,7 +20,7 @@ class Straggler:
 
     Attributes:
         decision: Number of the decision, from 1; not every decision starts a round.
-        rank: The member.
+        rank: Rank of the member.
         offset_s: Seconds from the decision's first report to the member's report; None until the member's report
             arrives.
     """
@@ -165,7 +165,7 @@ class SelectiveStatistics:
         epoch: Epoch of the coordinator: 0 for the first coordinator, and larger for each successor.
         coordinator_rank: Rank of the coordinator known to this rank; None before the start or if the coordinator is
             gone.
-        coordinator: Counts of this rank as a coordinator; None if it has never coordinated.
+        coordinator: Statistics of this rank as a coordinator; None if it has never coordinated.
         island: Number of this rank's island, from 0; None without islands.
         migration_count: Number of snapshots that this rank has sent to rounds of other islands.
         title: Name of the policy and of this rank; "" if unknown.

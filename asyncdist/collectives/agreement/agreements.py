@@ -76,8 +76,8 @@ class Agreements:
         channel: System channel for sending. The world receives messages from it, and calls the ``on_`` methods.
 
     Attributes:
-        comings: Joins large agreements for this rank.
-        rivals: Detects ranks that wait for each other in different starts.
+        comings: Object that joins large agreements for this rank.
+        rivals: Object that detects ranks that wait for each other in different starts.
     """
 
     def __init__(self, engine: Engine, channel: Channel[Any], rank: int) -> None:

@@ -150,7 +150,7 @@ class Objection(Keyed):
 
     Attributes:
         kind: Class name of the exception; empty if members wait for each other in different starts.
-        absent: If not empty, the objection is valid only until all of these ranks have joined.
+        absent: Ranks until whose joins the objection is valid; empty if it is always valid.
     """
 
     subject: str
@@ -190,7 +190,7 @@ class Verdict(Keyed):
         missing: Ranks that have not joined in time.
         waited_s: Length in seconds of the first timeout that passed.
         gone: Ranks that have left or are lost, and will not join.
-        lost: The lost ranks among ``gone``.
+        lost: Ranks in ``gone`` that are lost.
         agreed: Smallest resource number that no member uses.
         objector: Rank that objected, or -1.
         marks: Up to two different numbers that members passed as their ``mark``.
@@ -218,7 +218,7 @@ class DecisionRequest(Keyed):
     """Message with which a member asks another member for the decision of a lost leader.
 
     Attributes:
-        absent: The leader, and all other ranks from which the sender no longer accepts a decision.
+        absent: Leader, and all other ranks from which the sender no longer accepts a decision.
     """
 
     subject: str

@@ -98,7 +98,7 @@ async def fold_in_shares(
     """Reduce every member's tensor ``flat`` in rank order, and write the result to ``target``. All members await this.
 
     Args:
-        group: A group of two or more members; no other messages may be in progress on its tag.
+        group: Group of two or more members. No other messages may be in progress on its tag.
         flat: 1-D contiguous CPU tensor of equal length and dtype on all members.
         target: Destination of the result. For a bucket, ``flat`` is its flat tensor, which is filled piece by piece.
     """

@@ -125,8 +125,8 @@ async def fold_on_host(
     """Replace every member's tensors by their reduction in rank order. All members await this function.
 
     Args:
-        bucket: The tensors, of equal length on all members, not empty.
-        views: Every member's memory from :func:`map_shared_buffers`. This rank's memory begins with the bucket's flat
+        bucket: Bucket with the tensors to reduce, of equal length on all members, not empty.
+        views: Memory of all members from :func:`map_shared_buffers`. This rank's memory begins with the bucket's flat
             tensor.
     """
     folding = _Folding(group, bucket, views, fold)

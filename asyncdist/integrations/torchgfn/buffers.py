@@ -180,8 +180,8 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
     """Serves a replay buffer on this rank, like torchgfn's class. Subclass it, or pass a scoring function.
 
     Args:
-        env: The torchgfn environment.
-        rank: This rank.
+        env: Environment of torchgfn.
+        rank: Number of this rank.
         num_training_ranks: Number of ranks that use this buffer.
         scoring_function: Function that returns the scores of a container as a dict, which ``add`` returns to the
             sender.

@@ -123,10 +123,10 @@ class _Called(_Ported[PolicyT]):
         """Do a step of the policy, and return the model, the optimizer and a dict of the step's events.
 
         Args:
-            iteration: The script's own iteration number; see :meth:`protocols.ported.Ported.__call__`.
-            model: The model, the same in all calls.
-            optimizer: The optimizer, the same in all calls.
-            local_metric: This rank's metric; larger is better.
+            iteration: Iteration number of the script; see :meth:`protocols.ported.Ported.__call__`.
+            model: Model to train, the same in all calls.
+            optimizer: Optimizer of the model, the same in all calls.
+            local_metric: Metric of this rank; larger is better.
             group: Ranks that take part, the same in all calls: an asyncdist group, a process group or a communicator;
                 all ranks by default.
 
@@ -163,8 +163,8 @@ class AsyncSelectiveAveragingPolicy(_Called[_Selective]):
         replacement_ratio, averaging_strategy, momentum, cooldown, timing: Options of
             :class:`protocols.AsyncSelectiveAveragingPolicy`.
         poll_interval_s: Ignored, since no thread polls.
-        threshold: A round replaces weights only if the worst rank's metric is below this value; with ``inf``, every
-            round after the cooldown does.
+        threshold: Value below which the worst rank's metric must be for a round to replace weights. With ``inf``, every
+            round after the cooldown replaces weights.
         options: Other options of that policy.
     """
 
@@ -260,7 +260,7 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
         Args:
             iteration, model, optimizer, local_metric: Arguments of :class:`AsyncSelectiveAveragingPolicy`'s calls.
             expose_params: Must be True, since each call publishes.
-            group: The constructor's group, or None to use it.
+            group: Group that was passed to the constructor; None has the same meaning.
         """
         if expose_params is not True:
             validation.refuse("expose_params", expose_params, "True because each call publishes the weights")

@@ -28,7 +28,7 @@ class DistributedContext:
     Attributes:
         num_training_ranks: Number of training ranks, which are the first ranks.
         agent_group_size: Number of training ranks in each agent group.
-        agent_groups: All agent groups; None if there is only one rank.
+        agent_groups: Groups of all agents; None if there is only one rank.
         agent_group_id: Index of this rank's agent group; None if this rank does not train.
         train_global_group: Group of all training ranks; None if there is only one rank.
         assigned_buffer: Buffer rank of this training rank; None if there is none.

@@ -171,7 +171,7 @@ def explore(
     are allowed: RankLostError (peers of a killed rank), ``sys.exit(0)``, and the exception of an :class:`Interrupt`.
 
     Args:
-        scenario: A :class:`Scenario`: a function at the top level of a module, or an object that can be pickled.
+        scenario: Scenario to run (:class:`Scenario`): a function at the top level of a module, or a picklable object.
         seeds: Seeds in the order in which they are tried. An iterator is consumed gradually.
         processes: Number of processes, each with one torch thread; by default the number of cores. With 1, seeds run in
             this process.

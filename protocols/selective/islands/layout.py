@@ -102,8 +102,8 @@ class IslandOptions(Options):
         """Return the island of a rank; None if there are no islands or no other rank.
 
         Args:
-            population: All ranks, in their original order.
-            hosts: For each rank of the world, a number that identifies its host; None if unknown.
+            population: Ranks of all islands, in their original order.
+            hosts: Number that identifies the host of each rank of the world; None if unknown.
 
         Raises:
             ValueError: The ranks cannot be divided in this way; the error lists the allowed numbers or sizes.
@@ -128,8 +128,8 @@ def by_host(population: Sequence[int], hosts: Sequence[int] | None) -> Sequence[
     """Return the ranks grouped by host; hosts, and the ranks of each host, remain in their original order.
 
     Args:
-        hosts: For each rank of the world, a number that identifies its host; None if all ranks are on one host or the
-            hosts are unknown.
+        hosts: Number that identifies the host of each rank of the world; None if all ranks are on one host or the hosts
+            are unknown.
 
     Returns:
         The grouped ranks; ``population`` itself (a `range`, for a whole world) if they are grouped already.

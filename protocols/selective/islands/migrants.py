@@ -30,7 +30,7 @@ class Migrants:
     """Tracks one island's emigrant (a donor for another island) and its guests (donors from other islands).
 
     Args:
-        members: The coordinator's members, to which the guests of a round are added until the round ends.
+        members: Members of the coordinator, to which the guests of a round are added until the round ends.
         every: Number of decisions after which the next emigrant is chosen; 0 disables emigration.
     """
 

@@ -377,9 +377,9 @@ class Reception:
         """Start reading the log, and call these functions on the loop.
 
         Args:
-            on_announced: Called with the rank and incarnation of each new process.
-            on_met: Called with rank, incarnation and the two groups when a process has been connected.
-            on_missed: Called with rank and incarnation of a process that left the world before it was connected.
+            on_announced: Function called with the rank and incarnation of each new process.
+            on_met: Function called with the rank, the incarnation and the two groups of a process when it is connected.
+            on_missed: Function called with the rank and incarnation of a process that leaves before it is connected.
         """
         self._on_announced = on_announced
         self._on_met = on_met
