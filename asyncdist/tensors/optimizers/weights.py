@@ -34,6 +34,8 @@ from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
 Verdict: TypeAlias = Literal["kept", "undone", "unknown"]
 
+#: Start of an averaged state's name; the name of its parameter follows.
+STATE_PREFIX: Final = "optimizer's z of "
 #: Ratio of the distance between old and new weights to the length of a step. Above this ratio, a return to the old
 #: values proves that the optimizer has restored them.
 _LENGTH_RATIO: Final = 4.0
@@ -52,7 +54,7 @@ class AveragedStates:
             own = {id(each) for group in source.param_groups for each in group["params"]}
             named = [(name, each) for name, each in model.named_parameters() if id(each) in own]
             named = [(name, each) for name, each in named if each.requires_grad and each.is_floating_point()]
-        self.names = tuple(f"optimizer's z of {name}" for name, _ in named)
+        self.names = tuple(f"{STATE_PREFIX}{name}" for name, _ in named)
         self.parameters = tuple(parameter for _, parameter in named)
         self._source = source
 

@@ -1,0 +1,136 @@
+"""Divides the entries of a model's flat state into fragments, which are exchanged at different steps.
+
+Each entry belongs to exactly one fragment, and no fragment is empty. The result depends only on the entries' names,
+shapes and dtypes, so it is equal on all ranks. Tied weights are one entry with several names, so that the outer
+optimizer moves them once per round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final, Literal, TypeAlias
+
+from asyncdist import validation
+from asyncdist.tensors.flat_state import Entry
+from asyncdist.tensors.optimizers.weights import STATE_PREFIX
+
+#: How entries are divided: by layers, by sizes, or by a list of names or modules for each fragment.
+FragmentPattern: TypeAlias = Literal["strided", "balanced"] | Sequence[Sequence[str]]
+
+_ALLOWED: Final = "'strided', 'balanced' or a list of names of modules and parameters for each fragment"
+
+
+def fragments_of(entries: Sequence[Entry], count: int, pattern: FragmentPattern) -> tuple[tuple[int, ...], ...]:
+    """Return, for each fragment, the indices of its entries in ascending order.
+
+    Args:
+        count: Number of fragments.
+        pattern: One of:
+
+            - ``"strided"``: Layer i goes to fragment i modulo ``count``, as in Streaming DiLoCo. An entry's layer is
+              the first number in its first name: 3 for ``"h.3.attn.weight"``. The layers that exist are counted in the
+              order of these numbers, without gaps. Entries without a layer, such as embeddings and the head, go to
+              fragment 0.
+            - ``"balanced"``: The entries, by falling size in bytes, each go to the fragment that is smallest so far.
+              Entries of equal size are taken by name.
+            - A list for each fragment, with names of modules (for all of their entries) and of parameters or buffers.
+
+    Raises:
+        TypeError: The pattern has another type.
+        ValueError: There cannot be ``count`` fragments, or the lists do not contain each entry once.
+    """
+    count = validation.count("fragments", count)
+    if count > len(entries):
+        raise ValueError(f"fragments must be at most the number of the model's tensors, {len(entries)}, got {count}")
+    if isinstance(pattern, str):
+        if pattern == "strided":
+            return _strided(entries, count)
+        if pattern == "balanced":
+            return _balanced(entries, count)
+        validation.refuse("fragment_pattern", pattern, _ALLOWED)
+    return _listed(entries, count, _checked_lists(pattern, count))
+
+
+def _strided(entries: Sequence[Entry], count: int) -> tuple[tuple[int, ...], ...]:
+    layers = [_layer(entry) for entry in entries]
+    ranks = {layer: rank for rank, layer in enumerate(sorted({layer for layer in layers if layer is not None}))}
+    if count > max(1, len(ranks)):
+        raise ValueError(
+            f"fragments must be at most the number of the model's layers, {len(ranks)}, got {count}. "
+            "fragment_pattern='balanced' allows as many fragments as the model has tensors"
+        )
+    return _gathered([0 if layer is None else ranks[layer] % count for layer in layers], count)
+
+
+def _balanced(entries: Sequence[Entry], count: int) -> tuple[tuple[int, ...], ...]:
+    sizes = [math.prod(entry.shape) * entry.dtype.itemsize for entry in entries]
+    order = sorted(range(len(entries)), key=lambda index: (-sizes[index], entries[index].names))
+    filled = [(0, 0, fragment) for fragment in range(count)]  # bytes, entries, fragment
+    chosen = [0] * len(entries)
+    for index in order:
+        nbytes, entry_count, fragment = min(filled)
+        filled[fragment] = (nbytes + sizes[index], entry_count + 1, fragment)
+        chosen[index] = fragment
+    return _gathered(chosen, count)
+
+
+def _listed(entries: Sequence[Entry], count: int, lists: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], ...]:
+    places = [_listed_place(entry, lists) for entry in entries]
+    empty = sorted(set(range(count)) - set(places))
+    if empty:
+        raise ValueError(
+            f"fragment_pattern must name at least one tensor for each fragment, but list {empty[0]} has no name of a "
+            f"module or parameter of the model: {list(lists[empty[0]])}"
+        )
+    return _gathered(places, count)
+
+
+def _listed_place(entry: Entry, lists: Sequence[Sequence[str]]) -> int:
+    """Return the index of the only list that contains an entry."""
+    found: dict[int, str] = {}
+    for name in entry.names:
+        for place, prefixes in enumerate(lists):
+            if any(_is_within(name.removeprefix(STATE_PREFIX), prefix) for prefix in prefixes):
+                found.setdefault(place, name)
+    if not found:
+        raise ValueError(f"fragment_pattern must name each of the model's tensors, but no list has {entry.names[0]!r}")
+    if len(found) > 1:
+        (one, first), (two, second) = sorted(found.items())[:2]
+        if first == second:
+            raise ValueError(f"fragment_pattern must name each tensor once, but {first!r} is in lists {one} and {two}")
+        raise ValueError(
+            f"fragment_pattern must have tied weights in one list, but fragments {one} and {two} share the storage of "
+            f"{first!r} and {second!r}"
+        )
+    return next(iter(found))
+
+
+def _is_within(name: str, prefix: str) -> bool:
+    """Return whether a tensor has this name or belongs to the module of this name. "h.1" does not match "h.10.bias"."""
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+def _layer(entry: Entry) -> int | None:
+    parts = entry.names[0].removeprefix(STATE_PREFIX).split(".")
+    return next((int(part) for part in parts if part.isdecimal()), None)
+
+
+def _checked_lists(pattern: Any, count: int) -> Sequence[Sequence[str]]:
+    if not isinstance(pattern, Sequence) or not all(_is_list_of_names(names) for names in pattern):
+        validation.refuse("fragment_pattern", pattern, _ALLOWED, TypeError)
+    if len(pattern) != count:
+        raise ValueError(
+            f"fragment_pattern must have a list for each of the {count} fragments, got {len(pattern)} lists"
+        )
+    return pattern
+
+
+def _is_list_of_names(names: Any) -> bool:
+    is_list = isinstance(names, Sequence) and not isinstance(names, str)
+    return is_list and all(isinstance(name, str) for name in names)
+
+
+def _gathered(chosen: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
+    """Return the indices of the entries of each fragment from the fragment of each entry."""
+    return tuple(tuple(i for i, each in enumerate(chosen) if each == fragment) for fragment in range(count))

@@ -1,0 +1,201 @@
+"""Moves one fragment's anchor with an outer optimizer, after the ranks' differences have been averaged.
+
+An outer optimizer is an ordinary ``torch.optim.Optimizer``. Its parameters are the anchor's flat tensors, and its
+gradient is the mean difference D = anchor - mean of the ranks' weights. It minimises: the anchor moves against D, and
+therefore towards the ranks' weights.
+
+- The anchors are stepped in place, in the caller's memory. They are never replaced or copied.
+- D is the gradient only during :meth:`OuterStep.step`. It is neither changed nor kept.
+- Equal anchors, states and differences give equal bits on ranks with the same torch and the same kind of processor.
+  torch computes ``a - lr * d`` with one rounding if the processor has FMA, and with two otherwise.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from asyncdist import validation
+
+#: Function that returns an optimizer of the given flat parameters, such as a partial of an optimizer's class.
+OuterFactory: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+_ALLOWED: Final = "a factory for the outer parameters such as functools.partial(torch.optim.SGD, lr=0.7)"
+
+
+class OuterStep:
+    """Holds one fragment's anchor, as flat tensors, and the outer optimizer that moves it.
+
+    Args:
+        factory: Builds the optimizer; called once, with one parameter per anchor.
+        anchors: 1-D float32 or float64 tensors, made outside inference mode. The parameters share their memory. There
+            may be none, and each may be empty.
+
+    Attributes:
+        anchors: The given tensors, which :meth:`step` changes in place.
+
+    Raises:
+        TypeError: The factory returns an object that is not an optimizer.
+        ValueError: The optimizer has other parameters, adds weight decay, maximises, or needs a closure.
+    """
+
+    def __init__(self, factory: OuterFactory, anchors: Sequence[Tensor]) -> None:
+        assert all(anchor.ndim == 1 for anchor in anchors), "anchors are flat"
+        assert all(anchor.dtype in (torch.float32, torch.float64) for anchor in anchors), "states are at least float32"
+        self.anchors: tuple[Tensor, ...] = tuple(anchors)
+        with torch.inference_mode(False):  # the parameters outlive the caller's inference mode
+            self._parameters = [nn.Parameter(anchor) for anchor in anchors]
+            # torch refuses an optimizer without parameters, so that a fragment without anchors gets an empty one.
+            parameters = self._parameters or [nn.Parameter(torch.empty(0, device="cpu"))]
+            self._optimizer = factory(list(parameters))
+        _check_optimizer(self._optimizer, parameters)
+        _use_single_tensors(self._optimizer)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def step(self, differences: Sequence[Tensor]) -> None:
+        """Move the anchors by one step of the outer optimizer.
+
+        Args:
+            differences: For each anchor D = anchor - mean of the ranks' weights, with its shape, dtype and device.
+        """
+        try:
+            for parameter, difference in zip(self._parameters, differences, strict=True):
+                parameter.grad = difference
+            self._optimizer.step()
+        finally:
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    @torch.inference_mode(False)
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the optimizer's state and options, without the anchors.
+
+        Returns:
+            ``"optimizer"``: The name of the optimizer's class.
+            ``"sizes"``: The number of elements of each anchor.
+            ``"state"`` and ``"param_groups"``: The optimizer's ``state_dict()``, with cloned tensors.
+        """
+        state = _cloned(self._optimizer.state_dict())
+        return {"optimizer": type(self._optimizer).__name__, "sizes": self._sizes(), **state}
+
+    @torch.inference_mode(False)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the result of :meth:`state_dict`; its tensors are copied. The saved options replace the factory's.
+
+        Raises:
+            ValueError: The state belongs to another optimizer's class or to anchors of other sizes.
+        """
+        saved = (state["optimizer"], list(state["sizes"]))
+        present = (type(self._optimizer).__name__, self._sizes())
+        if saved != present:
+            raise ValueError(
+                f"the saved outer state must belong to {present[0]} with anchors of {present[1]} elements, got "
+                f"{saved[0]} with {saved[1]}. Use the outer_optimizer and the fragments of the run that saved it"
+            )
+        # torch uses the given tensors themselves if they have the right dtype and device.
+        self._optimizer.load_state_dict(_cloned({key: state[key] for key in ("state", "param_groups")}))
+        _use_single_tensors(self._optimizer)
+
+    def _sizes(self) -> list[int]:
+        return [anchor.numel() for anchor in self.anchors]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def check_factory(factory: object) -> None:
+    """Check the option ``outer_optimizer`` by building it on a parameter of two elements, and by two steps.
+
+    Raises:
+        TypeError: It is not a function, or does not return a ``torch.optim.Optimizer``.
+        ValueError: It fails, or returns an optimizer that cannot move an anchor.
+    """
+    if isinstance(factory, torch.optim.Optimizer):
+        _refuse("an optimizer of another model", TypeError)
+    if not callable(factory):
+        validation.refuse("outer_optimizer", factory, _ALLOWED, TypeError)
+    parameter = nn.Parameter(torch.ones(2, device="cpu"))
+    try:
+        optimizer = factory([parameter])
+    except Exception as error:
+        _refuse(f"one that raises {type(error).__name__}: {error}", ValueError, error)
+    _check_optimizer(optimizer, [parameter])
+    _use_single_tensors(optimizer)
+    _check_steps(optimizer, parameter)
+
+
+def _check_optimizer(optimizer: object, parameters: Sequence[nn.Parameter]) -> None:
+    """Raise an error unless the factory's result is a minimising optimizer of ``parameters`` without weight decay."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        _refuse(f"one that returns {_with_article(type(optimizer).__name__)}", TypeError)
+    name = type(optimizer).__name__
+    found = [each for group in optimizer.param_groups for each in group["params"]]
+    if sorted(map(id, found)) != sorted(map(id, parameters)):
+        _refuse("an optimizer of another model")
+    for group in optimizer.param_groups:
+        if group.get("weight_decay", 0) != 0:
+            _refuse(
+                f"{name} with weight_decay={group['weight_decay']}, which would shrink the weights once more. Decay "
+                "them in the ranks' own optimizers and pass weight_decay=0"
+            )
+        if group.get("maximize", False):
+            _refuse(f"{name} with maximize=True, which would move the weights away from the ranks' average")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        _refuse(f"{name}, whose step needs a closure that evaluates a loss")
+
+
+def _check_steps(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+    """Raise ValueError unless a zero difference leaves the parameter alone, and the optimizer leaves D alone.
+
+    The zero difference finds weight decay under any name.
+    """
+    name = type(optimizer).__name__
+    for difference in (torch.zeros_like(parameter), torch.full_like(parameter, 0.25)):
+        before, given = parameter.clone(), difference.clone()
+        parameter.grad = difference
+        try:
+            optimizer.step()
+        except Exception as error:
+            _refuse(f"{name}, whose step raises {type(error).__name__}: {error}", ValueError, error)
+        parameter.grad = None
+        if not difference.any() and not torch.equal(parameter, before):
+            _refuse(f"{name}, which moves the weights although the difference is 0. Turn off its weight decay")
+        if not torch.equal(difference, given) or _keeps(optimizer, difference):
+            _refuse(f"{name}, which changes or keeps the gradients that it is given")
+
+
+def _keeps(optimizer: torch.optim.Optimizer, tensor: Tensor) -> bool:
+    """Return whether the optimizer's state contains the memory of a tensor."""
+    kept = (each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor))
+    return any(each.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for each in kept)
+
+
+def _use_single_tensors(optimizer: torch.optim.Optimizer) -> None:
+    """Turn off the implementation for many small tensors, whose temporaries are as large as all anchors together."""
+    for group in optimizer.param_groups:
+        if "foreach" in group:
+            group["foreach"] = False
+
+
+def _cloned(value: Any) -> Any:
+    """Return nested dicts, lists and tuples with each tensor cloned."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _cloned(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_cloned, value))
+    return value
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def _refuse(got: str, kind: type[Exception] = ValueError, cause: Exception | None = None) -> NoReturn:
+    raise kind(f"outer_optimizer must be {_ALLOWED}, got {got}") from cause
