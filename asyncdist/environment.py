@@ -159,7 +159,7 @@ def _detect_any(variables: Variables, group: tuple[int, int] | None) -> Launch:
 
 
 def _detect_mpi(variables: Variables) -> Launch | None:
-    """Return the launch by Open MPI's mpirun or a launcher with PMI (MPICH's, Intel's, srun); None if there is none."""
+    """Return the launch by Open MPI's mpirun or by a PMI launcher (MPICH's, Intel's or srun); None if there is none."""
     found = [launch for family in _MPI_FAMILIES if (launch := _detect_family(variables, *family)) is not None]
     for other in found[1:]:
         first = found[0]
@@ -247,7 +247,7 @@ def names_lost_ranks(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _detect_slurm(variables: Variables) -> Launch | None:
-    """Return the launch by a Slurm step with several tasks, on MPI, which the caller may replace; else None."""
+    """Return the launch by a Slurm step with several tasks, or None. The caller may replace its transport, MPI."""
     step = slurm.find_step(variables)
     rank = variables.number("PMIX_RANK")
     if rank is not None:
@@ -258,7 +258,7 @@ def _detect_slurm(variables: Variables) -> Launch | None:
 def _detect_family(
     variables: Variables, size_name: str, rank_name: str, local_size_name: str = "", local_rank_name: str = ""
 ) -> Launch | None:
-    """Return the launch by one launcher, with its size and rank checked against each other; None if neither is set."""
+    """Return the launch that one launcher's size and rank describe, after checking them; None if neither is set."""
     if not (variables.has(size_name) or variables.has(rank_name)):
         return None
     size, rank = variables.place(size_name, rank_name)

@@ -247,7 +247,7 @@ def heed_story_requests() -> None:
 
 
 def _heed_no_more() -> None:
-    """Ignore SIGUSR1 from now on, since the exiting interpreter would restore its default action, a kill."""
+    """Ignore SIGUSR1 from now on, since the exiting interpreter would restore its default: ending the process."""
     if callable(signal.getsignal(signal.SIGUSR1)):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 

@@ -453,7 +453,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
     @abc.abstractmethod
     async def _step(self, local_metric: MetricSource) -> StepInfo:
-        """Perform one step. Called after the checks that all policies share."""
+        """Perform one step. Called after the checks that are common to all policies."""
 
     @abc.abstractmethod
     async def _start(self) -> None:

@@ -77,7 +77,7 @@ class Facts:
         detection_error: Problem with the launcher's variables; None if there is none.
         override: Value of ASYNCDIST_TRANSPORT; None if it is not set.
         versions: Versions of Python and of packages; None for a package that is not installed.
-        compiled: Whether the modules that process messages are compiled; if not, also the cure.
+        compiled: ``"yes"`` if the modules that process messages are compiled; otherwise the reason why they are not.
         unwritable: Reason why ranks on this host cannot write to each other's memory; None if they can.
         is_unallowed_root: Whether the user is root, but the variables that make Open MPI's mpirun accept root are
             unset.

@@ -71,7 +71,7 @@ def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_rank_0_elsewhere(environ: Mapping[str, str]) -> bool:
-    """Return whether this task is on the first host without rank 0, or with rank 0 on another host."""
+    """Return whether this task is on the first host without rank 0, or on another host with rank 0."""
     node, tasks = environ.get("SLURM_NODEID"), environ.get("SLURM_GTIDS")
     if not node or not tasks:
         return bool(node) and node != "0" and environ["SLURM_PROCID"] == "0"

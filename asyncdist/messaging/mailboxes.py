@@ -32,7 +32,7 @@ DELIVERY_COUNT_MAX: Final = 64
 
 
 class Envelope(NamedTuple, Generic[MessageT]):
-    """A received message with its sender and its round.
+    """Received message with its sender and its round.
 
     Attributes:
         message: Instance of one of the channel's dataclasses.

@@ -167,7 +167,7 @@ class InboundStream(StreamEnd):
 
     @property
     def _answered(self) -> bool:
-        """Whether all messages of the stream have arrived; after an abort, all chunks before it and the abort."""
+        """Whether all messages of the stream have arrived. An aborted stream ends with the abort."""
         return self._arrived_count == self._message_count
 
     async def chunks(self, *, deadline: float | None = None) -> AsyncIterator[int]:

@@ -46,7 +46,7 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A method with a codec: a row of the tables.
+    """Row of the tables: a method with a codec.
 
     Attributes:
         name: Name of the method.

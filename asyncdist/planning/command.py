@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _problem(wishes: Wishes, every: int) -> str | None:
-    """Return why the wishes cannot be met even with the largest number of steps between rounds, or None."""
+    """Return the reason why the wishes cannot be met even with the most steps between rounds; None if they can."""
     fragments = wishes.fragments or 1
     if fragments > every:
         return f"argument --fragments: must be <= {every} with --every {every}, got {fragments}"
@@ -148,7 +148,7 @@ def _python(method: DataParallel | DiLoCo) -> Iterator[str]:
 
 
 def _options(method: DiLoCo) -> str:
-    """Return the options of DiLoCoPolicy, without those that have their default."""
+    """Return the arguments of DiLoCoPolicy, without options that equal their defaults."""
     options = [f"average_every={method.every}"]
     if method.fragments > 1:
         options.append(f"fragments={method.fragments}")
@@ -160,7 +160,7 @@ def _options(method: DiLoCo) -> str:
 
 
 def _link_in_words(nbytes_per_s: float) -> str:
-    """Return a bandwidth in bits per second, like ``"1 Gbit/s"``."""
+    """Return a bandwidth as text in bits per second, such as ``"1 Gbit/s"``."""
     bits = nbytes_per_s * 8
     for unit, multiple in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
         if bits >= multiple:

@@ -258,7 +258,7 @@ class EventSchema:
         return read
 
     def _count(self, content: bytes) -> int:
-        """Return the number of complete objects, which the decoder needs and then reports an incomplete object."""
+        """Return the number of complete objects, which the decoder needs. It reports any incomplete object."""
         self._counter.feed(content)
         count = 0
         try:

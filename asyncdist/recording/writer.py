@@ -62,7 +62,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class RecordOptions:
-    """Options of :func:`asyncdist.run` for recording; raises TypeError or ValueError if they are invalid.
+    """Options of :func:`asyncdist.run` for recording. Raises TypeError or ValueError if they are invalid.
 
     Attributes:
         folder: Folder for the files, created if necessary.

@@ -163,7 +163,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _forget_workers() -> None:
-    """Prevent torch from raising RuntimeError because DataLoader workers have ended, while this process exits."""
+    """Keep torch from raising RuntimeError about ended DataLoader workers while this process exits."""
     if getattr(signal.getsignal(signal.SIGCHLD), "__module__", "") == "torch.utils.data._utils.signal_handling":
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 

@@ -194,7 +194,7 @@ class _Clock:
 
 
 class _Simulation:
-    """One simulation: its ranks, network, scheduler and faults."""
+    """Runs one simulation with its ranks, network, scheduler and faults."""
 
     def __init__(self, arguments: Arguments, states: RandomStates) -> None:
         self._size = size = arguments.size

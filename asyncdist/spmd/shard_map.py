@@ -186,7 +186,7 @@ class _Specs:
 
 
 class _Batch:
-    """This rank's shard of the arguments of one call to a mapped function, as a flat list of leaves."""
+    """Shard on this rank of the arguments of one call to a mapped function, as a flat list of leaves."""
 
     def __init__(self, specs: _Specs, args: Sequence[Any]) -> None:
         self.leaves: list[Tensor] = []

@@ -135,7 +135,7 @@ class Join(Keyed):
 
     Attributes:
         taken: Resource numbers, such as group tags, in use on the sender.
-        marks: Empty, or the sender's mark: a number that may differ between members.
+        marks: Mark of the sender, a number that may differ between members; empty if there is none.
     """
 
     subject: str
@@ -150,7 +150,7 @@ class Objection(Keyed):
 
     Attributes:
         kind: Class name of the exception; empty if members wait for each other in different starts.
-        absent: Ranks until whose joins the objection is valid; empty if it is always valid.
+        absent: Ranks whose joins, once all have arrived, make the objection invalid; empty if it is always valid.
     """
 
     subject: str
@@ -293,7 +293,7 @@ class Withdraw(Keyed):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Meeting:
-    """An agreement that this rank has requested, and must then either join or decline.
+    """Agreement that this rank has requested, and must then either join or decline.
 
     Attributes:
         leader: Rank that decides the agreement.

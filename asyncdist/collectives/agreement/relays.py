@@ -51,7 +51,7 @@ class _Place:
     """Position of one rank in the tree of an agreement. Sets of ranks are bit sets.
 
     Attributes:
-        parts: For each child, a pair of its rank and the set of ranks in its subtree.
+        parts: Pairs of a child's rank and the set of ranks in that child's subtree.
         everybody: Set of all ranks in this rank's subtree, including this rank.
         levels: Number of tree levels below this rank.
     """
@@ -68,8 +68,7 @@ class _Coming:
 
     Attributes:
         come: Bit set of the ranks that have joined.
-        said: Maps named values to the bit set of the joined ranks with these values that have not been reported to the
-            parent.
+        said: Bit sets of the joined ranks that have not been reported to the parent, by the ranks' named values.
         taken: Resource numbers, such as group tags, in use on unreported ranks.
         marks: Up to two different numbers that unreported ranks passed as their ``mark``.
         late_count: Number of reports sent to the parent.

@@ -38,7 +38,7 @@ _NAMED_COUNT_MAX: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """Start that waits for this rank while this rank, in a different start, waits for members of the first.
+    """Start whose members wait for this rank, while this rank waits for some of them in a different start.
 
     Attributes:
         text: Description of both starts, for the error message.
@@ -53,7 +53,7 @@ class Rival:
 
 @dataclass(slots=True, eq=False)
 class OpenStart:
-    """An operation that this rank is starting together with other ranks.
+    """Operation that this rank is starting together with other ranks.
 
     Attributes:
         have_all_come: Whether all members have joined.

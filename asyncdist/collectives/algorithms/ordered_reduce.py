@@ -162,7 +162,7 @@ class _Folding:
         )
 
     def _fold_share(self, turn: int) -> None:
-        """Reduce this rank's share of a piece, then start sending the result to, and receiving results from, others."""
+        """Reduce this rank's share of a piece, and start exchanging the results with all other members."""
         piece, buffer = self._pieces[turn], self._buffers[turn % len(self._buffers)]
         own = piece.share(self._group.index)
         parts = [*buffer[:, : own.stop - own.start]]

@@ -188,7 +188,7 @@ class Gate:
                 self.deadlines.expire(what)
 
     def _bring_late(self, task: asyncio.Task[Any]) -> bool:
-        """Deliver a message that ``task`` received without waiting when recorded; return whether its wait ends."""
+        """Deliver a message that ``task`` received without a wait in the recorded run; return whether its wait ends."""
         self._engine.poll()
         if task in self.tasks.woken_late or (waiter := self.tasks.waiters.get(task)) is None or not waiter.done():
             return False
@@ -213,7 +213,7 @@ class Gate:
             resolve_waiter(waiter, None)
 
     def _catch_up(self, seen_count: int = 0) -> None:
-        """Deliver all due inputs that can be delivered, without deferring the first ``seen_count`` of the record."""
+        """Deliver all due inputs that can be delivered. Do not defer the first ``seen_count`` inputs of the record."""
         while (sight := self.agenda.next()) is not None and self.agenda.is_due(sight):
             if self.admission.has_permitted and self._engine.poll() == 0 and self.admission.has_permitted:
                 return

@@ -265,7 +265,7 @@ class _Replaced:
 
 
 def _follow(copy: Copy, before: Tensor | None) -> None:
-    """Update a copy after its parameter was replaced; ``before`` is the parameter's old value."""
+    """Update a copy after its parameter was replaced. ``before`` is the parameter's old value."""
     tensor, new = copy.tensor, local_part(copy.parameter).detach()
     if copy.kind == "origin":
         assert before is not None, "the weights before were not noted"

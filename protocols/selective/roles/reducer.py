@@ -32,7 +32,7 @@ logger = logging.getLogger("protocols.selective.roles.reducer")
 
 @dataclass(slots=True, eq=False)
 class _Sum:
-    """State of a reducer in one round."""
+    """State of a reducer's sum in one round."""
 
     round: int
     assign: Assign
