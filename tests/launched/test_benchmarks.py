@@ -304,6 +304,15 @@ def test_sim(bench: Bench) -> None:
 
 
 @pytest.mark.long
+def test_wire_codecs(bench: Bench) -> None:
+    results = bench("wire-codecs")
+    nbytes = {name: rates.pop("nbytes") for name, rates in results.items()}
+    expected = {"float32": 40_000, "bfloat16": 20_000, "float16": 20_160, "int8": 10_160, "q4": 5_160, "topk": 1_806}
+    assert nbytes == expected
+    assert all(rate > 0 for rates in results.values() for rate in rates.values())
+
+
+@pytest.mark.long
 def test_goodput(bench: Bench, tmp_path: Path) -> None:
     """Figures of virtual time: they are the same on every machine."""
     chart = tmp_path / "chart.png"

@@ -245,6 +245,15 @@ def test_a_non_finite_value_makes_exactly_its_block_nan(name: str, bad: float) -
         assert torch.equal(decoded[~expected], clean[~expected])
 
 
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("bad", NON_FINITE)
+def test_a_non_finite_value_is_found_at_every_place(name: str, bad: float) -> None:
+    codec = find_codec(name)
+    values = draw(normal, 2, 256 * 256).view(256, 256)
+    values.fill_diagonal_(bad)
+    assert bool(decode(codec, encode(codec, values.view(-1)), 256 * 256).isnan().all())
+
+
 @pytest.mark.parametrize("name", NAMES)
 @LAWS
 @given(seed=SEED, count=COUNT, data=st.data())

@@ -43,6 +43,7 @@ NAMES: Final = (
     "idle",
     "memory",
     "sim",
+    "wire-codecs",
     "grace",
     "replay",
     "record",

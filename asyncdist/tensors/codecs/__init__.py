@@ -1,8 +1,8 @@
 """Codecs for the wire: encode vectors of float32 in fewer bytes, with a stated error, and decode them.
 
 Codecs are pure functions without any transport. All of them are deterministic: equal values give equal bytes, and equal
-bytes give equal values, on the CPU and on CUDA devices. On a CUDA device they run on that device and never wait for it.
-Only float32 and bfloat16 are for whole states; all others are for differences.
+bytes give equal values, on the CPU and on CUDA devices, except for the bits of NaNs. On a CUDA device they run on that
+device and never wait for it. Only float32 and bfloat16 are for whole states; all others are for differences.
 
 ======== =============== =======================================================================
 name     bytes per value error of a decoded value

@@ -23,8 +23,9 @@ class Float16(BlockCodec):
 
     A block has 256 values. Its scale is the power of two that brings the largest magnitude between 2^14 and 2^15, so
     that no finite value overflows. The error of a value is at most 2^-11 of the value, or 2^-39 of the block's largest
-    magnitude if that is more. A block needs 4 bytes and 2 per value: 2.016 bytes per value. Blocks with NaNs or
-    infinities are decoded to NaN. Source: IEEE 754 binary16; the scale is that of loss scaling (1710.03740), per block.
+    magnitude if that is more. A largest magnitude below 2^-112 counts as 2^-112. A block needs 4 bytes and 2 per value:
+    2.016 bytes per value. Blocks with NaNs or infinities are decoded to NaN. Source: IEEE 754 binary16; the scale is
+    that of loss scaling (1710.03740), chosen per block.
     """
 
     name: ClassVar[str] = "float16"
