@@ -64,7 +64,8 @@ def encode_float16(block: Floats) -> bytes:
         return NAN + bytes(2 * len(block))
     exponent = max(int(np.frexp(np.abs(block).max())[1]) - 1, -112) if block.any() else -112
     with np.errstate(under="ignore"):
-        halves = np.ldexp(block.astype(np.float64), 14 - exponent).astype(np.float16)
+        limited = block.astype(np.float64).clip(-(2 - 2.0**-10) * 2.0**127, (2 - 2.0**-10) * 2.0**127)
+        halves = np.ldexp(limited, 14 - exponent).astype(np.float16)
     return bytes(np.float32(2.0 ** (exponent - 14)).tobytes() + halves.tobytes())
 
 

@@ -47,12 +47,18 @@ def tiny(generator: np.random.Generator, count: int) -> Doubles:
     return generator.uniform(-1, 1, count) * 2.0**-126
 
 
+def extreme(generator: np.random.Generator, count: int) -> Doubles:
+    """The largest values of float32 among ordinary ones."""
+    steps = generator.integers(0, 3, count) * 2.0**104
+    return np.where(generator.random(count) < 0.1, generator.choice([-1, 1], count) * (FINFO.max - steps), 1e30)
+
+
 def sparse(generator: np.random.Generator, count: int) -> Doubles:
     """Mostly zeros, of both signs, and whole blocks of them."""
     return np.where(generator.random(count) < 2e-3, generator.standard_normal(count), generator.choice([0.0, -0.0]))
 
 
-KINDS: tuple[Kind, ...] = (normal, spread, ties, tiny, sparse)
+KINDS: tuple[Kind, ...] = (normal, spread, ties, tiny, extreme, sparse)
 KIND = st.sampled_from(KINDS)
 SEED = st.integers(0, 2**32 - 1)
 COUNT = st.one_of(st.sampled_from([0, 1, 255, 256, 257, 512, 4095, 4096, 4097]), st.integers(0, 10_000))

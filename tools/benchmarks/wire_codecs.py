@@ -7,6 +7,7 @@ time, since other processes share the cores.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -35,10 +36,10 @@ def measure(count: int, block_count: int) -> Results:
         codec = find_codec(name)
         encoded = torch.zeros(codec.nbytes(count), dtype=torch.uint8)
         calls: dict[str, Callable[[], object]] = {
-            "copy": lambda: decoded.copy_(values),
-            "encode": lambda codec=codec, encoded=encoded: codec.encode(values, encoded),
-            "decode": lambda codec=codec, encoded=encoded: codec.decode(encoded, decoded),
-            "feedback": lambda codec=codec, encoded=encoded: feedback.encode(codec, values, encoded),
+            "copy": functools.partial(decoded.copy_, values),
+            "encode": functools.partial(codec.encode, values, encoded),
+            "decode": functools.partial(codec.decode, encoded, decoded),
+            "feedback": functools.partial(feedback.encode, codec, values, encoded),
         }
         times = [{step: _seconds(call) for step, call in calls.items()} for _ in range(block_count)]
         medians = {step: statistics.median(each[step] for each in times) for step in calls}

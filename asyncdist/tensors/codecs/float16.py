@@ -10,11 +10,13 @@ from torch import Tensor
 
 from asyncdist.tensors.codecs.blocks import SCALE_NBYTES, BlockCodec, read_scale, write_scale
 
-#: Biased exponents of float32: the number of fraction bits before them, and their largest value for a finite number.
+#: The fraction bits of a float32, which precede the exponent, and the largest biased exponent of a finite value.
 _FRACTION_BITS: Final = 23
 _EXPONENT_MAX: Final = 254
 #: The scale brings a block's largest magnitude to at least 2^14, and below 2^15: float16 ends at 65504.
 _ROOM: Final = 14
+#: The largest float32 that has the 11 significant bits of a float16; larger ones would round to infinity.
+_LARGEST: Final = torch.finfo(torch.float16).max * 2.0**112
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +25,10 @@ class Float16(BlockCodec):
 
     A block has 256 values. Its scale is the power of two that brings the largest magnitude between 2^14 and 2^15, so
     that no finite value overflows. The error of a value is at most 2^-11 of the value, or 2^-39 of the block's largest
-    magnitude if that is more. A largest magnitude below 2^-112 counts as 2^-112. A block needs 4 bytes and 2 per value:
-    2.016 bytes per value. Blocks with NaNs or infinities are decoded to NaN. Source: IEEE 754 binary16; the scale is
-    that of loss scaling (1710.03740), chosen per block.
+    magnitude if that is more. A largest magnitude below 2^-112 counts as 2^-112. Finite values above 3.401e38, the
+    largest float32 with 11 significant bits, are rounded to it. Blocks with NaNs or infinities are decoded to NaN. A
+    block needs 4 bytes and 2 per value: 2.016 bytes per value. Source: IEEE 754 binary16; the scale is that of loss
+    scaling (1710.03740), chosen per block.
     """
 
     name: ClassVar[str] = "float16"
@@ -37,11 +40,11 @@ class Float16(BlockCodec):
     def _encode_rows(self, values: Tensor, out: Tensor) -> None:
         scratch = values.abs()
         largest = scratch.amax(dim=1, keepdim=True)
-        exponent = (largest.view(torch.int32) >> _FRACTION_BITS).clamp(_ROOM + 1, _EXPONENT_MAX)
+        exponent = (largest.view(torch.int32) >> _FRACTION_BITS).clamp(min=_ROOM + 1)
         scale = ((exponent - _ROOM) << _FRACTION_BITS).view(torch.float32)
         inverse = ((_EXPONENT_MAX + _ROOM - exponent) << _FRACTION_BITS).view(torch.float32)
         write_scale(out, scale, largest)
-        torch.mul(values, inverse, out=scratch)
+        torch.clamp(values, -_LARGEST, _LARGEST, out=scratch).mul_(inverse)
         out[:, SCALE_NBYTES:].copy_(scratch.to(torch.float16).view(torch.uint8))
 
     def _decode_rows(self, encoded: Tensor, out: Tensor) -> None:
