@@ -27,8 +27,8 @@ from asyncdist.planning.costs import (
 
 #: Utilisation that a recommended method should reach.
 TARGET: Final = 0.9
-#: Share of the values that the top-k codec sends in the table.
-TOPK_SHARE: Final = 0.01
+#: Share of the values that the top-k codec sends by default.
+TOPK_SHARE: Final = 0.03
 #: Largest number of fragments that is chosen without the option.
 _FRAGMENT_COUNT_MAX: Final = 4
 #: Largest number of steps between rounds that is suggested.
@@ -94,11 +94,6 @@ def _streaming(job: Job, codec: Codec, wishes: Wishes) -> Callable[[int], Method
     return lambda every: streaming(job, codec, every, wishes)
 
 
-def most_overlap_steps(every: int, fragments: int) -> int:
-    """Return the largest number of steps that is below ``every / fragments``, the steps between two fragments."""
-    return -(-every // fragments) - 1
-
-
 def streaming(job: Job, codec: Codec, every: int, wishes: Wishes) -> DiLoCo | None:
     """Return Streaming DiLoCo with a round every ``every`` steps; None if ``every`` is too small for the wishes.
 
@@ -107,15 +102,13 @@ def streaming(job: Job, codec: Codec, every: int, wishes: Wishes) -> DiLoCo | No
     """
     fragments, overlap_steps = wishes.fragments, wishes.overlap_steps
     if fragments is None:
-        divisors = (count for count in range(1, _FRAGMENT_COUNT_MAX + 1) if every % count == 0)
-        fragments = max((count for count in divisors if count * (overlap_steps or 0) < every), default=1)
+        fragments = max(count for count in range(1, _FRAGMENT_COUNT_MAX + 1) if every % count == 0)
     if fragments > every:
         return None
-    most = most_overlap_steps(every, fragments)
     if overlap_steps is None:
         blocking = round_cost(job, DiLoCo(every=every, codec=codec, fragments=fragments))
-        overlap_steps = min(math.ceil(blocking.transfer_s / fragments / job.step_s), most)
-    if overlap_steps > most or (overlap_steps == 0 and fragments == 1):
+        overlap_steps = min(math.ceil(blocking.transfer_s / fragments / job.step_s), math.ceil(every / fragments) - 1)
+    if overlap_steps >= every or (overlap_steps == 0 and fragments == 1):
         return None
     return DiLoCo(every=every, codec=codec, fragments=fragments, overlap_steps=overlap_steps)
 
@@ -127,7 +120,7 @@ def recommend(job: Job, everies: Sequence[int], wishes: Wishes) -> Recommendatio
 
     Averaging in each step is milder than averaging every ``n`` steps, and a small ``n`` milder than a large one. A
     method without staleness comes before one with staleness, which uses the smallest mild codec, because fewer bytes
-    make it less stale. Top-k is never chosen, because it needs another outer optimizer.
+    make it less stale. Top-k is never chosen, because it needs error feedback.
     """
     tried = []
     for method in _from_mildest(job, everies, wishes):

@@ -13,12 +13,10 @@ from asyncdist.planning.choice import (
     Row,
     Wishes,
     every_for_target,
-    most_overlap_steps,
     recommend,
     rows,
 )
 from asyncdist.planning.costs import (
-    BFLOAT16,
     FLOAT32,
     DataParallel,
     DiLoCo,
@@ -46,13 +44,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _problem(wishes: Wishes, every: int) -> str | None:
     """Return the reason why the wishes cannot be met even with the most steps between rounds; None if they can."""
-    fragments = wishes.fragments or 1
-    if fragments > every:
-        return f"argument --fragments: must be <= {every} with --every {every}, got {fragments}"
-    most = most_overlap_steps(every, fragments)
-    if wishes.overlap_steps is not None and wishes.overlap_steps > most:
-        parts = f" and {plural(fragments, 'fragment')}" if fragments > 1 else ""
-        return f"argument --overlap: must be <= {most} with --every {every}{parts}, got {wishes.overlap_steps}"
+    if wishes.fragments is not None and wishes.fragments > every:
+        return f"argument --fragments: must be <= {every} with --every {every}, got {wishes.fragments}"
+    if wishes.overlap_steps is not None and wishes.overlap_steps >= every:
+        return f"argument --overlap: must be < {every} with --every {every}, got {wishes.overlap_steps}"
     return None
 
 
@@ -116,7 +111,7 @@ def _notes(job: Job, every: int) -> Iterator[str]:
     yield "replaced rank receives one model."
     yield "memory: in addition to the model, its gradients and the state of its optimizer."
     yield "staleness: steps that a rank trains between the capture of values and the use of their mean."
-    yield f"topk sends {100 * TOPK_SHARE:.0f} % of the values. float16 costs as much as {BFLOAT16.name}."
+    yield f"topk sends {100 * TOPK_SHARE:.0f} % of the values. float16 takes 1 % more bytes than bfloat16."
     yield "selective averaging: no rank waits, but the steps of the replaced ranks are lost."
     step_count = round_cost(job, SelectiveAveraging(every=every)).staleness_steps
     if step_count > every:

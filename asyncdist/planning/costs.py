@@ -98,7 +98,7 @@ class Codec:
 
 FLOAT32: Final = Codec("float32", _FLOAT32_NBYTES)
 BFLOAT16: Final = Codec("bfloat16", 2)
-FLOAT16: Final = Codec("float16", 2)
+FLOAT16: Final = Codec("float16", 2 + _SCALE_NBYTES / _BLOCK_COUNT)
 INT8: Final = Codec("int8", 1 + _SCALE_NBYTES / _BLOCK_COUNT)
 Q4: Final = Codec("q4", 0.5 + _SCALE_NBYTES / _BLOCK_COUNT)
 
@@ -145,7 +145,7 @@ class DiLoCo:
         every: Steps between two exchanges of the same fragment.
         codec: Encoding of the differences.
         fragments: Number of equal parts that are exchanged in turn, at most ``every``.
-        overlap_steps: Steps that a rank trains while a fragment is exchanged; below ``every / fragments``.
+        overlap_steps: Steps that a rank trains while a fragment is exchanged; below ``every``.
     """
 
     every: int
@@ -159,10 +159,13 @@ class DiLoCo:
         validation.count("overlap_steps", self.overlap_steps, least=0)
         if self.fragments > self.every:
             validation.refuse("fragments", self.fragments, f"<= every = {self.every}")
-        if self.overlap_steps * self.fragments >= self.every:
-            most = -(-self.every // self.fragments) - 1
-            allowed = f"<= {most}, below every / fragments = {self.every} / {self.fragments}"
-            validation.refuse("overlap_steps", self.overlap_steps, allowed)
+        if self.overlap_steps >= self.every:
+            validation.refuse("overlap_steps", self.overlap_steps, f"< every = {self.every}")
+
+    @property
+    def spacing_steps(self) -> float:
+        """Steps between the beginnings of two fragments."""
+        return self.every / self.fragments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,8 +266,10 @@ def _average_all(job: Job, method: AverageAll) -> RoundCost:
 def _diloco(job: Job, method: DiLoCo) -> RoundCost:
     moved = _sharded_nbytes(job, job.param_count * method.codec.nbytes_per_value)
     fragment_s = 2 * job.link.seconds(moved / 2 / method.fragments)
-    hidden_s = min(method.overlap_steps * job.step_s, fragment_s)
-    copies = 2 + method.codec.keeps_residual + 1 / method.fragments  # anchor, momentum, residual, fragment in flight
+    # A fragment that takes longer than the spacing occupies the link when the next one begins.
+    hidden_s = min(min(method.overlap_steps, method.spacing_steps) * job.step_s, fragment_s)
+    in_flight_count = max(1, math.ceil(method.overlap_steps / method.spacing_steps))
+    copies = 2 + method.codec.keeps_residual + in_flight_count / method.fragments  # 2 are the anchor and the momentum
     return RoundCost(
         sent_nbytes=moved,
         received_nbytes=moved,
