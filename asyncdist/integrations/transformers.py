@@ -172,7 +172,7 @@ class SelectiveAveraging(TrainerCallback):
         return load_for_rank
 
     def _seeding_model_init(self, call_model_init: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``call_model_init`` to seed each trial equally on all ranks, since transformers 5 uses the last seed."""
+        """Wrap ``call_model_init`` to seed each trial equally on all ranks, as transformers 5 reuses seeds."""
 
         def call_with_seed(*args: Any, **options: Any) -> Any:
             assert self._seed is not None, "_prepare has run"

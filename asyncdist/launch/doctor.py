@@ -158,7 +158,7 @@ def find_problems(facts: Facts) -> list[Problem]:
 
 
 def _mpi_problems(facts: Facts) -> list[Problem]:
-    """Return the problems with MPI; [] if this process would not run on MPI."""
+    """Return the problems with MPI; empty if this process would not run on MPI."""
     if facts.started.transport == "torch" or facts.override == "local":
         return []
     if facts.installation.library is None and facts.started.transport == "local" and "gloo" in facts.backends:

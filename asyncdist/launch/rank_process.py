@@ -231,7 +231,7 @@ def _call(story: _Story, func: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 class _Story:
-    """Reports once to the launcher why this rank failed."""
+    """Reports to the launcher, only once, why this rank failed."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe

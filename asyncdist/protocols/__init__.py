@@ -18,7 +18,7 @@ from asyncdist import rank_program
 
 
 class _Aliases(MetaPathFinder, Loader):
-    """Import hook that resolves ``protocols.x`` to ``asyncdist.protocols.x`` if ``protocols`` is ours."""
+    """Import hook that resolves ``protocols.x`` to ``asyncdist.protocols.x`` if asyncdist owns ``protocols``."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

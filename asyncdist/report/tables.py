@@ -168,7 +168,7 @@ def query(recording: Recording, statement: str) -> tuple[list[str], Iterator[Seq
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """Return whether SQLite may perform an action that reads (https://www.sqlite.org/c3ref/set_authorizer.html)."""
+    """Return SQLITE_OK for actions that only read, else SQLITE_DENY (sqlite.org/c3ref/set_authorizer.html)."""
     if action == sqlite3.SQLITE_FUNCTION:
         return sqlite3.SQLITE_DENY if second == "load_extension" else sqlite3.SQLITE_OK
     if (

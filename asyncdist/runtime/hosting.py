@@ -206,7 +206,7 @@ def _note_interrupt(task: asyncio.Task[Any] | None, world: World) -> str | None:
 
 
 def _exporter(world: World, transport: Transport, options: RankOptions) -> Exporter | None:
-    """Start to export the rank's counters, if requested."""
+    """Start exporting the rank's counters, and return the exporter; None if no export is requested."""
     if not options.metrics:
         return None
     world.services.count_waits()

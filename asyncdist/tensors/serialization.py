@@ -169,7 +169,7 @@ def _int_to_bytes(value: int) -> bytes:
 
 
 def _is_unicode(text: str) -> bool:
-    """Return whether a string can be encoded in UTF-8, unlike lone surrogates, which occur in file names."""
+    """Return whether a string can be encoded in UTF-8. Lone surrogates, which occur in file names, cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

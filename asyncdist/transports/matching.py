@@ -313,7 +313,7 @@ class MatchedTransport(Transport):
 
     @abc.abstractmethod
     def _send_away(self, view: memoryview, dest: int, tag: int) -> Request:
-        """Start sending to another rank."""
+        """Start sending a message to another rank, and return its request."""
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         view = as_bytes(buffer)

@@ -223,7 +223,7 @@ class MpiMessages(Transport):
         self._mpi.COMM_SELF.Set_attr(self._leave_key, True)
 
     def _on_finalize(self, *_: Any) -> None:
-        """Call the registered function, since MPI_Finalize rather than :meth:`close` deletes the attribute."""
+        """Call the registered function. Called by MPI if MPI_Finalize, not :meth:`close`, deletes the attribute."""
         self._leave_key = None
         leave, self._leave = self._leave, None
         if leave is not None:

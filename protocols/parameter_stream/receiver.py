@@ -243,7 +243,7 @@ class SnapshotReceiver:
             self._posting.post_up_to(self._posted_count)
 
     def _take(self, landing: Landing) -> None:
-        """Add a chunk that has arrived to the mean, and free its space in the window."""
+        """Add a received chunk to the mean, and free its space in the window."""
         if landing.piece.averaged:
             self.mean.add(landing.piece.into, landing.chunk)
         self._under_way.popleft()

@@ -200,7 +200,7 @@ def explore(
 
 
 def _checked(seeds: Iterable[int]) -> Iterator[int]:
-    """Return an iterator over the seeds, which are checked to be integers: a list at once, an iterator in steps."""
+    """Return an iterator over the seeds. A list is checked for integers at once, and an iterator gradually."""
     if not isinstance(seeds, Iterable):
         raise TypeError(f"seeds must be an iterable of integers, as in range(1000), got {seeds!r:.80}")
     iterator = map(_seed, seeds if isinstance(seeds, (range, Iterator)) else [_seed(seed) for seed in seeds])

@@ -176,7 +176,7 @@ class Liveness:
             listen(other, incarnation)
 
     def _is_there(self, observer: int, other: int, incarnation: int) -> bool:
-        """Return whether both processes exist. A process of ``other`` exists until its held messages are delivered."""
+        """Return whether both processes exist. An ended process of ``other`` exists while its messages are held."""
         has_ended = observer in self.closed or (other in self.closed and (other, observer) not in self._held)
         return not (has_ended or {observer, other} & self.dead or self._incarnations[other] != incarnation)
 

@@ -29,7 +29,7 @@ def cut_at_signals(records: Mapping[int, Sequence[Event]]) -> dict[int, Sequence
 
 
 def _end(events: Sequence[Event]) -> int:
-    """Return the number of events to replay: those before a signal, or up to the last step if user code raised."""
+    """Return the number of events before a signal, or up to the last step if user code raised its exception."""
     end = 0
     for place, event in enumerate(events):
         if event.kind == "interrupted":
@@ -55,7 +55,7 @@ class _Messages:
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> _Messages:
-        """Return the indices of the message events."""
+        """Return the indices of the sends and receives among ``events``."""
         found = cls(len(events))
         for place, event in enumerate(events):
             match event.kind, event.fields:

@@ -39,11 +39,11 @@ class _Timer:
         self.is_over = self._is_cancelled = True
 
     def cancelled(self) -> bool:
-        """Return whether the call was cancelled, as asyncio's handles do."""
+        """Return whether the call was cancelled, like asyncio's handles."""
         return self._is_cancelled
 
     def when(self) -> float:
-        """Return the time of the call, as asyncio's handles do."""
+        """Return the virtual time of the call, like asyncio's timer handles."""
         return self.when_s
 
     def fire(self) -> None:

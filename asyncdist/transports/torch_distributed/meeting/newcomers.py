@@ -505,4 +505,4 @@ class Reception:
 
 
 class _EndedError(TransportError):
-    """Raised if one of two processes that want to connect has ended, so that no further attempt is made."""
+    """Raised if one of two connecting processes has ended, so that no further attempt is made."""
