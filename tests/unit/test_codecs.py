@@ -224,6 +224,7 @@ def test_topk_with_wrong_options_is_refused() -> None:
     for share in (0.0, -0.1, 1.01, math.nan, True, "1"):
         with pytest.raises(ValueError, match="share must be a number above 0 and at most 1"):
             TopK(share=share)  # type: ignore[arg-type]
+    assert repr(TopK(share=np.float64(0.5), block=np.int64(8))) == "TopK(share=0.5, block=8)"  # type: ignore[arg-type]
     for block in (0, 65537, 2.5):
         with pytest.raises(ValueError, match="block must be"):
             TopK(block=block)  # type: ignore[arg-type]

@@ -40,9 +40,14 @@ class TopK(BlockCodec):
     name: ClassVar[str] = "topk"
 
     def __post_init__(self) -> None:
-        validation.real("share", self.share, "a number above 0 and at most 1", low=validation.SMALLEST, high=1.0)
-        if validation.count("block", self.block) > _BLOCK_MAX:
-            validation.refuse("block", self.block, f"an integer from 1 to {_BLOCK_MAX}")
+        allowed = "a number above 0 and at most 1"
+        share = validation.real("share", self.share, allowed, low=validation.SMALLEST, high=1.0)
+        block = validation.count("block", self.block)
+        if block > _BLOCK_MAX:
+            validation.refuse("block", block, f"an integer from 1 to {_BLOCK_MAX}")
+        # Equal options have equal representations, whatever their types: ranks compare them.
+        object.__setattr__(self, "share", share)
+        object.__setattr__(self, "block", block)
 
     def _kept_count(self, count: int) -> int:
         return math.ceil(self.share * count)
