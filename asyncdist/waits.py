@@ -103,6 +103,7 @@ class WaitKind(enum.StrEnum):
     ROUND_SNAPSHOT = "round_snapshot", "a snapshot for round {number}"
     DONOR_SNAPSHOT = "donor_snapshot", "rank {number}'s snapshot"
     COPY_OF_WEIGHTS = "copy_of_weights", "the copy of the weights"
+    ROUND_MEAN = "round_mean", "the mean of round {number}"
     OWN_PART = "own_part", "the part of this rank in round {number}"
     OWN_READS = "own_reads", "the end of the reads of this rank"
     OWN_ROUND = "own_round", "the end of its part in a round"

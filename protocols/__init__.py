@@ -3,6 +3,9 @@
 import sys
 
 from asyncdist.protocols.average_all import AverageAllPolicy, AverageAllStatistics
+from asyncdist.protocols.diloco.outer_optimizers import FedAdagrad, FedAdam, FedYogi
+from asyncdist.protocols.diloco.policy import DiLoCoPolicy
+from asyncdist.protocols.diloco.statistics import DiLoCoStatistics
 from asyncdist.protocols.one_sided.policy import OneSidedSelectiveAveragingPolicy
 from asyncdist.protocols.one_sided.selection import OneSidedRules
 from asyncdist.protocols.one_sided.statistics import Durations, OneSidedStatistics
@@ -41,7 +44,12 @@ __all__ = [
     "AverageApplied",
     "CoordinatorChanged",
     "CoordinatorStatistics",
+    "DiLoCoPolicy",
+    "DiLoCoStatistics",
     "Durations",
+    "FedAdagrad",
+    "FedAdam",
+    "FedYogi",
     "OneSidedRules",
     "OneSidedSelectiveAveragingPolicy",
     "OneSidedStatistics",

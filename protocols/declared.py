@@ -20,7 +20,15 @@ T = TypeVar("T")
 Check: TypeAlias = Callable[[str, Any], Any]
 _KEY: Final = "option"
 #: Headings of the option groups, in documentation order.
-GROUPS: Final = ("start here", "donors", "stragglers and rounds", "members and timeouts", "islands", "coordinator")
+GROUPS: Final = (
+    "start here",
+    "fragments and bytes",
+    "donors",
+    "stragglers and rounds",
+    "members and timeouts",
+    "islands",
+    "coordinator",
+)
 
 
 @dataclass(frozen=True, slots=True)

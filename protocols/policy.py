@@ -195,6 +195,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             )
         self._members = self._choose_members()
         self.is_alone = not self._has_company()
+        self._prepare()
         if not self.is_alone:
             if not self.keeps_replicas:
                 check_not_inside(self.model)
@@ -490,6 +491,9 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._flat.follow(other.model)
         self.model = other.model
         return True
+
+    def _prepare(self) -> None:
+        """Prepare what depends on the members, before the start; also called if this rank is alone."""
 
     def _choose_members(self) -> tuple[int, ...]:
         """Return the ranks that start the policy together, including this rank: by default, all ranks of the group."""

@@ -32,6 +32,11 @@ class StepInfo:
         route: Route of the donors' weights, ``"direct"`` or ``"sharded"``; "" if the policy has no routes.
         island: Number of this rank's island, from 0; -1 if the policy has no islands.
         migrants: Ranks in ``donors`` that are in another island.
+        fragment: Number of the averaged fragment, from 0; -1 if the policy has no fragments.
+        wire_nbytes: Encoded size in bytes of this rank's contribution to the average; 0 if the policy has no codecs.
+        outer_norm: L2 norm of the mean difference, the outer optimizer's gradient; None if the policy has none.
+        cosine: Mean cosine between the differences of two ranks, near 0 if the ranks learn different things; None if
+            unknown.
     """
 
     averaged_this_iteration: bool = False
@@ -47,6 +52,10 @@ class StepInfo:
     route: str = ""
     island: int = -1
     migrants: tuple[int, ...] = ()
+    fragment: int = -1
+    wire_nbytes: int = 0
+    outer_norm: float | None = None
+    cosine: float | None = None
 
     def __bool__(self) -> bool:
         return self.averaged_this_iteration

@@ -113,8 +113,16 @@ async def save_population(
     After that, they complete the checkpoint. The cancellation is raised when no file is being written.
     """
     save = _Save(path, model, keep, format, group, world)
+    await _settle(policy)
     await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
     return await save.joint.result_or_give_up()
+
+
+async def _settle(policy: Stateful | None) -> None:
+    """Let a policy receive the data in flight, if it has a method ``settle``, so that its state can be saved."""
+    settle = getattr(policy, "settle", None)
+    if settle is not None:
+        await settle()
 
 
 async def async_save_population(
@@ -151,6 +159,7 @@ async def async_save_population(
     **Cancellation**: unless the save is completed, the others get RemoteError, from this call or when they await it.
     """
     save = _Save(path, model, keep, format, group, world, is_beside=True)
+    await _settle(policy)
     name = await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
     return PendingSave(Path(path) / name, save.joint)
 

@@ -146,17 +146,20 @@ class SnapshotServer:
         *,
         mean_of: Part | None = None,
         ready_count: int | None = None,
+        ends_earlier: bool = True,
     ) -> Offer:
-        """Send ``snapshot`` to all ranks that request it in ``round``, and abort the requests of earlier rounds.
+        """Send ``snapshot`` to all ranks that request it in ``round``.
 
         Args:
             mean_of: Part whose mean ``snapshot`` is; None for a donor's snapshot.
             ready_count: Number of chunks of the mean that are ready (:meth:`grow` adds the others); None for all.
+            ends_earlier: Whether the requests of earlier rounds are aborted.
         """
         chunks_made = self._chunks.setdefault(snapshot, {})
         offer = Offer(round, snapshot, on_free, chunks_made, mean_of=mean_of, ready_count=ready_count)
         self._offers.append(offer)
-        self.end_rounds(round - 1)
+        if ends_earlier:
+            self.end_rounds(round - 1)
         self._serve_early(offer)
         return offer
 

@@ -1,0 +1,1 @@
+from protocols.diloco.statistics import *

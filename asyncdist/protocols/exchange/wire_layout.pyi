@@ -1,0 +1,1 @@
+from protocols.exchange.wire_layout import *

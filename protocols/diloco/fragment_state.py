@@ -1,0 +1,203 @@
+"""Keeps the state of one fragment on one member: its anchor, outer optimizer, residual, and the mean to apply.
+
+All changes of the model's weights are made by :meth:`FragmentState.apply`, which the policy calls inside ``step``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncdist.protocols.diloco.outer_step import OuterFactory, OuterStep
+from asyncdist.protocols.exchange.ledger import Verdict
+from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, scatter
+from asyncdist.tensors.codecs import ErrorFeedback
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean that this member has received.
+
+    Attributes:
+        norm: L2 norm of the mean difference; None without an outer optimizer.
+        cosine: Mean cosine between two donors' differences; None if unknown.
+    """
+
+    verdict: Verdict
+    norm: float | None
+    cosine: float | None
+
+
+class FragmentState:
+    """State of one fragment.
+
+    Args:
+        factory: Factory of the outer optimizer; None to average states.
+        decay: Decay of the error feedback; None for none.
+        tensors: The model's tensors, from which the anchor is copied.
+
+    Attributes:
+        version: Number of merged rounds.
+        mean: The last merged mean; None before the first.
+    """
+
+    def __init__(
+        self,
+        layout: WireLayout,
+        factory: OuterFactory | None,
+        decay: float | None,
+        tensors: Sequence[Tensor],
+    ) -> None:
+        self.layout = layout
+        self.version = 0
+        self.mean: Mean | None = None
+        self._flats = layout.new_flats()  # scratch for a contribution, and then the decoded mean
+        self._outer: OuterStep | None = None
+        self._residuals: dict[int, list[ErrorFeedback]] = {}
+        if factory is not None:
+            anchors = layout.new_flats(layout.stepped)
+            for vector, anchor in zip(layout.stepped, anchors, strict=True):
+                gather(vector, tensors, anchor)
+            self._outer = OuterStep(factory, anchors)
+        if decay is not None:
+            for place, vector in enumerate(layout.vectors):
+                if vector.codec is not None:
+                    bounds = vector.bounds
+                    counts = [bounds[number + 1] - bounds[number] for number in range(layout.slice_count)]
+                    self._residuals[place] = [ErrorFeedback(count, decay=decay) for count in counts]
+
+    @torch.no_grad()
+    def capture(self, tensors: Sequence[Tensor], blobs: Sequence[Tensor]) -> float:
+        """Encode this member's contribution, and return its L2 norm."""
+        anchors = iter(() if self._outer is None else self._outer.anchors)
+        norm = 0.0
+        for vector, flat in zip(self.layout.vectors, self._flats, strict=True):
+            gather(vector, tensors, flat)
+            if vector.role == "stepped":
+                anchor = next(anchors, None)
+                if anchor is not None:
+                    torch.sub(anchor, flat, out=flat)
+                norm = math.hypot(norm, torch.linalg.vector_norm(flat).item())
+        if math.isfinite(norm):
+            self._encode(blobs)
+        return norm
+
+    def _encode(self, blobs: Sequence[Tensor]) -> None:
+        layout = self.layout
+        if not self._residuals:
+            layout.encode(self._flats, blobs)
+            return
+        for number, blob in enumerate(blobs):
+            for place, part in enumerate(layout.parts(blob, number)):
+                vector = layout.vectors[place]
+                values = vector.slice_of(self._flats[place], number)
+                if place in self._residuals and vector.codec is not None:
+                    self._residuals[place][number].encode(vector.codec, values, part)
+                elif vector.codec is None:
+                    vector.raw(part).copy_(values)
+                else:
+                    vector.codec.encode(values, part)
+
+    @torch.no_grad()
+    def merge(self, verdict: Verdict, blobs: Sequence[Tensor]) -> None:
+        """Decode the mean of all donors, and move the anchor."""
+        norm = cosine = None
+        if blobs:
+            self.layout.decode(blobs, self._flats)
+            if self._outer is not None:
+                differences = self._stepped_flats()
+                norm = math.hypot(*(torch.linalg.vector_norm(flat).item() for flat in differences))
+                cosine = mean_cosine(verdict, norm)
+                self._outer.step(differences)
+        self.version += 1
+        self.mean = Mean(verdict, norm, cosine)
+
+    def _stepped_flats(self) -> list[Tensor]:
+        return [flat for vector, flat in zip(self.layout.vectors, self._flats, strict=True) if vector.role == "stepped"]
+
+    @torch.no_grad()
+    def apply(self, tensors: Sequence[Tensor], mixing: float) -> None:
+        """Write the last mean into the model's tensors: ``mixing`` * own + (1 - ``mixing``) * new for parameters."""
+        assert self.mean is not None, "a mean is applied before it was merged"
+        has_mean = bool(self.mean.verdict.donors)
+        anchors = iter(() if self._outer is None else self._outer.anchors)
+        for vector, flat in zip(self.layout.vectors, self._flats, strict=True):
+            new = next(anchors, flat) if vector.role == "stepped" else flat
+            if not has_mean and new is flat:
+                continue  # no donor had finite values: without an anchor there is nothing to return to
+            if vector.role == "stepped" and mixing:
+                own = torch.empty_like(new)
+                gather(vector, tensors, own)
+                new = own.mul_(mixing).add_(new * (1.0 - mixing))
+            scatter(vector, new, tensors)
+
+    @property
+    def anchors(self) -> tuple[Tensor, ...]:
+        """The anchor's flat tensors; empty without an outer optimizer."""
+        return () if self._outer is None else self._outer.anchors
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the version, anchor, outer state and residuals, with cloned tensors."""
+        outer = self._outer
+        return {
+            "version": self.version,
+            "anchors": [] if outer is None else [anchor.clone() for anchor in outer.anchors],
+            "outer": None if outer is None else outer.state_dict(),
+            "residuals": [each.residual.clone() for own in self._residuals.values() for each in own],
+        }
+
+    def pending(self) -> dict[str, Any]:
+        """Return a copy of the merged mean that is not applied yet."""
+        assert self.mean is not None, "there is no mean"
+        verdict = self.mean.verdict
+        return {
+            "flats": [flat.clone() for flat in self._flats],
+            "donors": verdict.donors,
+            "weights": verdict.weights,
+            "norms": verdict.norms,
+            "norm": self.mean.norm,
+            "cosine": self.mean.cosine,
+        }
+
+    def restore_pending(self, state: Mapping[str, Any]) -> None:
+        """Load a result of :meth:`pending`."""
+        for flat, saved in zip(self._flats, state["flats"], strict=True):
+            flat.copy_(saved)
+        verdict = Verdict(1, tuple(state["donors"]), tuple(state["weights"]), tuple(state["norms"]))
+        self.mean = Mean(verdict, state["norm"], state["cosine"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state of a fragment with the same layout and options."""
+        anchors, residuals = list(state["anchors"]), [each for own in self._residuals.values() for each in own]
+        own_anchors = self.anchors
+        shapes = [anchor.shape for anchor in anchors], [each.shape for each in state["residuals"]]
+        if shapes != ([anchor.shape for anchor in own_anchors], [each.residual.shape for each in residuals]):
+            raise ValueError("the state's anchors and residuals must be those of this policy's model and options")
+        self.version = state["version"]
+        for anchor, saved in zip(own_anchors, anchors, strict=True):
+            anchor.copy_(saved)
+        for each, saved in zip(residuals, state["residuals"], strict=True):
+            each.residual.copy_(saved)
+        if self._outer is not None:
+            self._outer.load_state_dict(state["outer"])
+
+
+def mean_cosine(verdict: Verdict, norm: float) -> float | None:
+    """Return the mean cosine between two donors' contributions, from their norms and the norm of their mean.
+
+    None if there are fewer than two donors, or if all contributions are zero.
+
+    With the sum v of all weighted contributions, |v|^2 is the sum of all products of two contributions.
+    """
+    total = sum(verdict.weights)
+    lengths = [weight * own for weight, own in zip(verdict.weights, verdict.norms, strict=True)]
+    squares = math.fsum(length**2 for length in lengths)
+    products = math.fsum(lengths) ** 2 - squares
+    if len(lengths) < 2 or not products:
+        return None
+    return ((total * norm) ** 2 - squares) / products

@@ -1,0 +1,179 @@
+"""Declares the options of :class:`protocols.DiLoCoPolicy`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
+
+from asyncdist import validation
+from asyncdist.protocols.declared import Options, function, like, one_of, option, or_none, whole
+from asyncdist.protocols.diloco.fragments import FragmentPattern
+from asyncdist.protocols.diloco.outer_step import OuterFactory, check_factory
+from asyncdist.protocols.options import AveragingOptions, MemberOptions, OptimizerState
+from asyncdist.protocols.step_info import PolicyEvent
+from asyncdist.tensors.codecs import Codec, find_codec
+
+#: How the ranks' contributions are weighted: equally, or by the tokens passed to `step`.
+Weighting: TypeAlias = Literal["equal", "tokens"]
+#: Outer optimizer of the DiLoCo paper.
+NESTEROV: Final = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+_GROUP: Final = "fragments and bytes"
+
+
+class DiLoCoOptionNames(MemberOptions, total=False):
+    """The options of :class:`protocols.DiLoCoPolicy`, except ``average_every``."""
+
+    outer_optimizer: OuterFactory | None
+    fragments: int
+    fragment_pattern: FragmentPattern
+    overlap_steps: int
+    mixing: float
+    wire: str | Codec
+    error_feedback: float | None
+    weights: Weighting
+    warmup_steps: int
+    optimizer_state: OptimizerState
+    on_event: Callable[[PolicyEvent], None] | None
+    drain_timeout_s: float
+
+
+def _outer_factory(name: str, value: Any) -> Any:
+    del name
+    if value is not None:
+        check_factory(value)
+    return value
+
+
+def _codec(name: str, value: Any) -> Codec:
+    del name
+    return find_codec(value)
+
+
+def _pattern(name: str, value: Any) -> FragmentPattern:
+    if value == "strided" or value == "balanced":
+        return "strided" if value == "strided" else "balanced"
+    is_lists = isinstance(value, Sequence) and not isinstance(value, str)
+    if not is_lists or not all(
+        isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(each, str) for each in names)
+        for names in value
+    ):
+        validation.refuse(name, value, "'strided', 'balanced' or a list of lists of module names", TypeError)
+    return tuple(tuple(names) for names in value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiLoCoOptions(Options):
+    """Options of DiLoCo and of the methods that it includes."""
+
+    outer_optimizer: OuterFactory | None = option(
+        "Function that makes the outer optimizer of a list of flat parameters; by default SGD with lr 0.7 and Nesterov "
+        "momentum 0.9, as in the DiLoCo paper. None averages the weights themselves (local SGD).",
+        _outer_factory,
+        default=NESTEROV,
+    )
+    weights: Weighting = option(
+        'Weights of the ranks\' contributions: `"equal"`, or `"tokens"`, the sum of `step(tokens=...)` since the '
+        "previous contribution.",
+        one_of(Weighting),
+        default="equal",
+        is_agreed=True,
+    )
+    warmup_steps: int = option(
+        "Number of first steps in which the ranks average in each step (post-local SGD).",
+        whole(0),
+        default=0,
+        is_agreed=True,
+    )
+    fragments: int = option(
+        "Number of parts of the model that are averaged one after the other (Streaming DiLoCo), from 1 to "
+        "`average_every`. Each part is averaged every `average_every` steps.",
+        whole(1),
+        default=1,
+        group=_GROUP,
+        is_agreed=True,
+    )
+    fragment_pattern: FragmentPattern = option(
+        'Division into fragments: `"strided"` (layer i belongs to fragment i modulo `fragments`), `"balanced"` (equal '
+        "sizes), or a list with the module names of each fragment.",
+        _pattern,
+        default="strided",
+        group=_GROUP,
+        is_agreed=True,
+    )
+    overlap_steps: int = option(
+        "Number of steps between the capture of a contribution and the step that applies the average, less than "
+        "`average_every`. The exchange is hidden behind these steps.",
+        whole(0),
+        default=0,
+        group=_GROUP,
+        is_agreed=True,
+    )
+    mixing: float = option(
+        "Share of the rank's own weights that it keeps when an average is applied, 0 to 1.",
+        validation.fraction,
+        default=0.0,
+        group=_GROUP,
+        is_agreed=True,
+    )
+    wire: Codec = option(
+        'Encoding of the data: `"float32"`, or for differences `"bfloat16"`, `"float16"`, `"int8"`, `"q4"`, `"topk"` '
+        "(see `asyncdist.tensors.codecs`). Without an outer optimizer, only encodings for states are allowed.",
+        _codec,
+        default=find_codec("float32"),
+        group=_GROUP,
+    )
+    error_feedback: float | None = option(
+        "Decay, 0 to 1, of the encoding error that is added to the rank's next contribution; None adds no error. 1 "
+        "loses nothing; MuLoCo and SparseLoCo use 0.9 to 0.95.",
+        or_none(validation.fraction),
+        default=None,
+        group=_GROUP,
+        is_agreed=True,
+    )
+    optimizer_state: OptimizerState = like(AveragingOptions, "optimizer_state")
+    on_event: Callable[[PolicyEvent], None] | None = option(
+        "Callable that receives each event of this rank (`protocols.PolicyEvent`) inside `step`.",
+        function("None or a callable that takes one event"),
+        default=None,
+    )
+    drain_timeout_s: float = option(
+        "Seconds to wait, when leaving, for ranks that still receive this rank's data.",
+        validation.seconds,
+        default=60.0,
+        group="members and timeouts",
+    )
+
+    def check_beside(self, average_every: int) -> None:
+        """Raise ValueError if options contradict each other or ``average_every``."""
+        if self.fragments > average_every:
+            validation.refuse("fragments", self.fragments, f"at most average_every ({average_every})")
+        if self.overlap_steps >= average_every:
+            allowed = f"less than average_every ({average_every}), or a fragment would be due while it is in flight"
+            validation.refuse("overlap_steps", self.overlap_steps, allowed)
+        if self.outer_optimizer is None and not self.wire.for_states:
+            allowed = "'float32' or 'bfloat16' without an outer optimizer, since whole weights are sent"
+            validation.refuse("wire", self.wire.name, allowed)
+        if self.error_feedback is not None and self.outer_optimizer is None:
+            validation.refuse(
+                "error_feedback", self.error_feedback, "None without an outer optimizer, which sends no differences"
+            )
+
+    def agreed(self) -> dict[str, Any]:
+        """Return the options that must be equal on all members, by name, as JSON values."""
+        outer = "None" if self.outer_optimizer is None else described(self.outer_optimizer)
+        return {**Options.agreed(self), "wire": self.wire.name, "outer_optimizer": outer}
+
+
+def described(factory: OuterFactory) -> str:
+    """Return the name and arguments of an outer optimizer's factory, for the comparison between members."""
+    if isinstance(factory, functools.partial):
+        arguments = [
+            *map(repr, factory.args),
+            *(f"{name}={value!r}" for name, value in sorted(factory.keywords.items())),
+        ]
+        return f"{described(factory.func)}({', '.join(arguments)})"
+    return str(getattr(factory, "__qualname__", type(factory).__qualname__))

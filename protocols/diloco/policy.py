@@ -1,0 +1,336 @@
+"""DiLoCo and its relatives: ranks train alone for some steps, and an outer optimizer applies their mean difference.
+
+Every ``average_every`` steps (H), each rank i sends the difference D_i = a - theta_i between the anchor a, which is
+equal on all ranks, and its own weights theta_i. The anchor makes one step of an outer optimizer with the mean
+difference as its gradient, and becomes the new weights of all ranks:
+
+    D = sum(w_i D_i) / sum(w_i),    a = outer(a, D),    theta_i = a
+
+(DiLoCo: Douillard et al., 2311.08105.) With ``fragments`` the parts of the model take turns, and with ``overlap_steps``
+(tau) and ``mixing`` (alpha) the ranks continue to train while the data moves, and then mix: theta_i = alpha theta_i +
+(1 - alpha) a (Streaming DiLoCo: Douillard et al., 2501.18512). Without an outer optimizer, the weights themselves are
+averaged (local SGD; with ``weights="tokens"`` federated averaging: McMahan et al., 2017).
+
+The ranks wait for each other where a mean is applied. If a rank is lost, the mean is that of the others
+(:mod:`protocols.exchange.ledger`), and the anchor and the outer optimizer's state stay equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, ClassVar, Final, NamedTuple, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from asyncdist import BusyError, validation
+from asyncdist.protocols.declared import among, with_options
+from asyncdist.protocols.diloco.fragment_state import FragmentState
+from asyncdist.protocols.diloco.fragments import fragments_of
+from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions
+from asyncdist.protocols.diloco.schedule import Schedule
+from asyncdist.protocols.diloco.statistics import DiLoCoStatistics
+from asyncdist.protocols.exchange.exchange import Exchange
+from asyncdist.protocols.exchange.ledger import Verdict
+from asyncdist.protocols.exchange.wire_layout import WireLayout
+from asyncdist.protocols.metrics import MetricSource
+from asyncdist.protocols.options import CommonOptions, MemberOptions
+from asyncdist.protocols.policy import SpawnPolicy
+from asyncdist.protocols.selective.scopes import PolicyScopes
+from asyncdist.protocols.step_info import NOTHING, AverageApplied, StepInfo
+from asyncdist.tensors.byte_views import byte_view
+from asyncdist.tensors.flat_state import SnapshotPool
+from asyncdist.tensors.optimizers.reset import reset_optimizer_state
+
+
+class _InFlight(NamedTuple):
+    """A round to which this member has contributed, and whose mean is not applied yet."""
+
+    number: int
+    captured_at: int
+    applied_at: int
+
+
+#: Options of other libraries, with the names of this policy's options.
+_ELSEWHERE: Final = {
+    "sync_every": "here average_every is the number of inner steps per round",
+    "local_sgd_steps": "here average_every is the number of inner steps per round",
+    "fragment_sync_delay": "here overlap_steps is the number of steps between capture and application",
+    "fragment_update_alpha": "here mixing is the share of the rank's own weights",
+    "should_quantize": "here wire='int8' or another codec encodes the data",
+    "use_bucketization": "data is always sent in slices, one for each rank",
+    "bucket_cap_mb": "data is always sent in slices, one for each rank",
+    "inner_optimizer": "here optimizer, the second argument, is the inner optimizer",
+    "model_fragments": "here fragment_pattern lists the modules of each fragment",
+    "backup_device": "here the anchor is always in host memory",
+    "target_batch_size": "here average_every is the number of inner steps per round",
+    "use_local_updates": "here ranks always make local updates",
+}
+
+
+@with_options(DiLoCoOptionNames, CommonOptions, DiLoCoOptions)
+class DiLoCoPolicy(SpawnPolicy):
+    """DiLoCo, Streaming DiLoCo, local SGD, and methods with another outer optimizer.
+
+    ::
+
+        async with DiLoCoPolicy(model, optimizer, average_every=100) as policy:
+            for batch in data:
+                train_step(model, optimizer, batch)
+                await policy.step()
+
+    All ranks must begin with equal weights. The outer optimizer moves the parameters. Floating buffers, such as
+    BatchNorm's statistics, are averaged. Integer and bool buffers are copied from the first contributing rank. The
+    inner optimizer keeps its state. A rank whose weights are not finite does not contribute, and gets the others' mean.
+
+    If ranks end their training after different numbers of steps, the others continue without them.
+
+    Args:
+        model: Model that this rank trains; see :class:`SpawnPolicy`.
+        optimizer: Inner optimizer, which trains the model.
+        average_every, options: The options below.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or is out of range.
+    """
+
+    takes_metric: ClassVar[bool] = False
+
+    @validation.names_options(refused=_ELSEWHERE)
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        average_every: int,
+        **options: Unpack[DiLoCoOptionNames],
+    ) -> None:
+        own = self._own_options = DiLoCoOptions.of(options)
+        self._resets_optimizer = own.optimizer_state == "reset"
+        super().__init__(
+            model,
+            optimizer,
+            average_every=average_every,
+            resets_optimizer=self._resets_optimizer,
+            **among(options, MemberOptions),
+        )
+        own.check_beside(self.average_every)
+        self._chosen = fragments_of(self._flat.entries, own.fragments, own.fragment_pattern)
+        self._layout_buffers = self._flat.new_buffers(device="meta")
+        self._schedule = Schedule(self.average_every, own.fragments, own.overlap_steps, own.warmup_steps)
+        self._fragments: list[FragmentState] = []
+        self._saved: Mapping[str, Any] | None = None
+        self._exchange: Exchange | None = None
+        self._snapshots = SnapshotPool(self._flat)
+        self._in_flight: dict[int, _InFlight] = {}  # by fragment
+        self._tokens = [0.0] * own.fragments  # since each fragment's previous contribution
+        self._average_count, self._waited_s, self._sent_nbytes = 0, 0.0, 0
+
+    def step(
+        self,
+        local_metric: MetricSource = None,
+        *,
+        loss: MetricSource = None,
+        score: MetricSource = None,
+        tokens: float | None = None,
+    ) -> Coroutine[Any, Any, StepInfo]:
+        """Take part in the policy once per training step; see :meth:`SpawnPolicy.step`.
+
+        Args:
+            local_metric, loss, score: Ignored.
+            tokens: Number of tokens or examples of this step, for ``weights="tokens"``; 1 by default.
+
+        Raises:
+            ValueError: ``tokens`` is not finite and above 0.
+        """
+        count = 1.0 if tokens is None else validation.real("tokens", tokens, "a finite number > 0", low=1e-9)
+        self._tokens = [each + count for each in self._tokens]
+        return super().step(local_metric, loss=loss, score=score)
+
+    def statistics(self) -> DiLoCoStatistics:
+        """Return this member's counts so far."""
+        return DiLoCoStatistics(
+            iteration=self.iteration,
+            average_count=self._average_count,
+            waited_s=self._waited_s,
+            sent_nbytes=self._sent_nbytes,
+            title=self._journal.title(),
+        )
+
+    # -- starting and leaving ---------------------------------------------------------------------------------------
+
+    def _options(self) -> Mapping[str, Any]:
+        return {"average_every": self.average_every, **self._own_options.agreed()}
+
+    def _agreed_values(self) -> dict[str, str]:
+        checksum = 0
+        for fragment in self._fragments:
+            for anchor in fragment.anchors:
+                checksum = zlib.crc32(byte_view(anchor), checksum)
+        return {**super()._agreed_values(), "anchor": f"{checksum:08x}"}
+
+    async def _start(self) -> None:
+        agreed = await self._agree()
+        scopes = PolicyScopes(self._joint_start.meeting.ranks, agreed)
+        self._exchange = Exchange(self._services, scopes, self._members, self._fragments)
+
+    def _prepare(self) -> None:
+        """Lay out the fragments and copy their anchors from the model, or load them from a saved state."""
+        own, tensors = self._own_options, self._flat.tensors(self._layout_buffers)
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        count = len(self._members)
+        self._fragments = [
+            FragmentState(
+                WireLayout(self._flat.entries, chosen, parameters, count, own.wire),
+                own.outer_optimizer,
+                own.error_feedback,
+                tensors,
+            )
+            for chosen in self._chosen
+        ]
+        if self._saved is not None:
+            for own_fragment, state in zip(self._fragments, self._saved["fragments"], strict=False):
+                own_fragment.load_state_dict(state)
+            for fragment, number, captured_at, applied_at, pending in self._saved["in_flight"]:
+                self._in_flight[fragment] = _InFlight(number, captured_at, applied_at)
+                self._fragments[fragment].restore_pending(pending)
+            self._saved = None
+
+    async def _stop(self, error: BaseException | None) -> None:
+        exchange = self._exchange
+        assert exchange is not None, "the policy has not started"
+        try:
+            if error is None and self._services.engine.failure is None:
+                await exchange.settled(self._world.time() + self._own_options.drain_timeout_s)
+        finally:  # notifies the other ranks even if this task is cancelled
+            exchange.leave()
+
+    # -- continuing later -------------------------------------------------------------------------------------------
+
+    async def settle(self) -> None:
+        """Wait until this rank has the means of all rounds in flight, so that :meth:`state_dict` can save them.
+
+        :func:`asyncdist.save_population` calls this method. The weights do not change.
+        """
+        for fragment, flight in self._in_flight.items():
+            await self._merged(fragment, flight.number)
+
+    def _own_state(self) -> dict[str, Any]:
+        if self._stage == "new" and self._saved is not None:
+            return {name: self._saved[name] for name in ("fragments", "tokens", "in_flight")}
+        for fragment, flight in self._in_flight.items():
+            if not self._has_merged(fragment, flight.number):
+                raise BusyError(f"await policy.settle() before state_dict(): round {flight.number} is in flight")
+        return {
+            "fragments": [fragment.state_dict() for fragment in self._fragments],
+            "tokens": list(self._tokens),
+            "in_flight": [
+                (fragment, *flight, self._fragments[fragment].pending()) for fragment, flight in self._in_flight.items()
+            ],
+        }
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        count = len(state["fragments"]) or len(self._chosen)
+        if count != len(self._chosen):
+            raise ValueError(f"the state must have {len(self._chosen)} fragments, as this policy, got {count}")
+        self._saved = state
+        self._tokens = list(state["tokens"])
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    async def _step(self, local_metric: MetricSource) -> StepInfo:
+        del local_metric
+        world, step = self._world, self.iteration
+        if self.is_alone:
+            await world.safe_point()
+            if self._own_options.outer_optimizer is None:
+                return NOTHING
+        else:
+            await world.progress()
+        info = await self._apply_due(step)
+        for fragment in self._schedule.due(step):
+            self._capture(fragment, step)
+        return await self._apply_due(step) or info
+
+    def _tensors(self) -> Sequence[Tensor]:
+        return self._flat.tensors(self._layout_buffers)
+
+    def _number(self, fragment: int) -> int:
+        """Return the number of a fragment's next round."""
+        return self._fragments[fragment].version * len(self._fragments) + fragment + 1
+
+    def _has_merged(self, fragment: int, number: int) -> bool:
+        return self._number(fragment) > number
+
+    async def _merged(self, fragment: int, number: int) -> None:
+        """Wait until this rank has the mean of a round."""
+        if self._exchange is not None and not self._has_merged(fragment, number):
+            await self._exchange.merged(number)
+
+    def _capture(self, fragment: int, step: int) -> None:
+        """Capture this member's contribution to the fragment's next round."""
+        own, number = self._fragments[fragment], self._number(fragment)
+        weight = self._tokens[fragment] if self._own_options.weights == "tokens" else 1.0
+        self._tokens[fragment] = 0.0
+        self._in_flight[fragment] = _InFlight(number, step, self._schedule.applied_at(step))
+        exchange = self._exchange
+        if exchange is None:
+            blobs = own.layout.new_blobs()
+            norm = own.capture(self._tensors(), blobs)
+            own.merge(Verdict(1, (self._world.rank,), (weight,), (norm,)), blobs)
+            return
+        blobs = exchange.new_blobs(fragment)
+        norm = own.capture(self._tensors(), blobs)
+        self._sent_nbytes += own.layout.nbytes
+        exchange.contribute(number, blobs, weight, norm)
+
+    async def _apply_due(self, step: int) -> StepInfo:
+        """Apply all means that are due in this step, and wait for those that have not arrived."""
+        info = NOTHING
+        due = [each for each in self._in_flight.items() if each[1].applied_at <= step]
+        for fragment, flight in sorted(due):
+            began_at = self._world.time()
+            await self._merged(fragment, flight.number)
+            info = self._apply(fragment, flight.number, step - flight.captured_at, began_at)
+        return info
+
+    def _apply(self, fragment: int, number: int, age_steps: int, began_at: float) -> StepInfo:
+        """Write a fragment's merged mean into the model."""
+        own = self._fragments[fragment]
+        assert own.mean is not None, f"round {number} has no mean"
+        with self._weights.following():
+            own.apply(self._tensors(), self._own_options.mixing)
+        if self._resets_optimizer:
+            reset_optimizer_state(self.optimizer)
+        del self._in_flight[fragment]
+        waited_s = self._world.time() - began_at
+        self._average_count, self._waited_s = self._average_count + 1, self._waited_s + waited_s
+        verdict = own.mean.verdict
+        self._announce(number, verdict)
+        total = sum(verdict.weights)
+        return StepInfo(
+            averaged_this_iteration=True,
+            round=number,
+            donors=verdict.donors,
+            weights=tuple(weight / total for weight in verdict.weights),
+            staleness_steps=age_steps,
+            seconds=waited_s,
+            nbytes=own.layout.nbytes,
+            fragment=fragment,
+            wire_nbytes=own.layout.nbytes,
+            outer_norm=own.mean.norm,
+            cosine=own.mean.cosine,
+        )
+
+    def _announce(self, number: int, verdict: Verdict) -> None:
+        if self._own_options.on_event is None:
+            return
+        state = self._snapshots.acquire()
+        try:
+            self._flat.snapshot(state)
+            best = verdict.donors[0] if verdict.donors else -1
+            event = AverageApplied(number, verdict.donors, verdict.weights, best, self.iteration, state.by_name())
+            self._own_options.on_event(event)
+        finally:
+            self._snapshots.release(state)

@@ -1,0 +1,33 @@
+"""Determines in which steps the fragments are captured and applied. All functions are pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Steps at which the fragments are due, counted from 0.
+
+    During the warm-up, all fragments are due in each step, and are applied in the same step. Afterwards each fragment
+    is due every ``every`` steps, and the fragments follow each other at equal distances. The last fragment, or the only
+    one, is due in step i if ``(i + 1) % every == 0``.
+    """
+
+    every: int
+    fragment_count: int
+    overlap_steps: int
+    warmup_steps: int
+
+    def due(self, step: int) -> tuple[int, ...]:
+        """Return the fragments that are captured in a step."""
+        if step < self.warmup_steps:
+            return tuple(range(self.fragment_count))
+        place, count = (step + 1) % self.every, self.fragment_count
+        if count == 1:
+            return () if place else (0,)
+        return tuple(number for number in range(count) if (number + 1) * self.every // count % self.every == place)
+
+    def applied_at(self, step: int) -> int:
+        """Return the step in which a contribution that is captured in ``step`` is applied."""
+        return step if step < self.warmup_steps else step + self.overlap_steps

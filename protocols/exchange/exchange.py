@@ -1,0 +1,254 @@
+"""Averages contributions of all members in numbered rounds, in the background, even if members are lost.
+
+Each member contributes a fragment of its model, and continues to train. When all members have contributed to a round,
+its leader decides which contributions are averaged (:mod:`protocols.exchange.ledger`), and the members exchange the
+data (:mod:`protocols.exchange.rounds`). All messages and data move at safe points, or without the owner where the
+kernel lets a peer read its memory.
+
+The leader is the first member that is neither lost nor has left. If it is lost, each member sends its standing to the
+next one. Messages between two ranks arrive in order, so the new leader needs no other information.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from asyncdist import Envelope, RankLostError, tags
+from asyncdist.messaging.channels import Channel
+from asyncdist.messaging.services import Services
+from asyncdist.protocols.exchange.ledger import Decide, Instruction, Ledger, Retire, TakeCensus, Verdict
+from asyncdist.protocols.exchange.messages import (
+    Captured,
+    Census,
+    Decided,
+    ExchangeMessage,
+    Hold,
+    Left,
+    Merged,
+    Retired,
+)
+from asyncdist.protocols.exchange.rounds import Exchanged, MemberRound, RoundTransfers
+from asyncdist.protocols.parameter_stream.server import SnapshotServer
+from asyncdist.protocols.selective.scopes import PolicyScopes
+from asyncdist.waits import WaitId, WaitKind
+
+logger = logging.getLogger("protocols.exchange")
+
+
+class Exchange:
+    """One member's side of all rounds of a policy, and the leader's if this member leads.
+
+    Rounds are numbered from 1 over all fragments: round n is round ``(n - 1) // len(fragments)`` of fragment
+    ``(n - 1) % len(fragments)``.
+
+    Args:
+        members: Ranks that take part, ascending, including this rank.
+        fragments: Fragments of the policy's model, which receive the means.
+
+    Attributes:
+        leader: Rank of the current leader.
+    """
+
+    def __init__(
+        self, services: Services, scopes: PolicyScopes, members: Sequence[int], fragments: Sequence[Exchanged]
+    ) -> None:
+        self._services = services
+        self._fragments = fragments
+        self._living = set(members)
+        self._known = frozenset(members)
+        self._rounds: dict[int, MemberRound] = {}
+        self._last_retired = 0
+        self._early: list[tuple[int, int, ExchangeMessage]] = []  # messages to this rank before it leads
+        self._is_closed = False
+        self.leader = min(members)
+        self._ledger = Ledger(members) if self.leader == services.rank else None
+        self._server = SnapshotServer(services, scopes.to_members)
+        self._transfers = RoundTransfers(services, self._server, fragments)
+        self._channel: Channel[ExchangeMessage] = services.open_channel(
+            ExchangeMessage, tag=tags.CONTROL, scope=scopes.to_members, name="exchange", handler=self._on_message
+        )
+        services.on_gone(self._on_gone, among=members)
+        for rank in members:
+            if rank in services.gone:
+                self._on_gone(rank)
+
+    # -- the policy's calls -----------------------------------------------------------------------------------------
+
+    def new_blobs(self, fragment: int) -> list[Tensor]:
+        """Return blobs for a contribution to a fragment's next round."""
+        return self._transfers.new_blobs(fragment)
+
+    def contribute(self, number: int, blobs: Sequence[Tensor], weight: float, norm: float) -> None:
+        """Offer this member's contribution to a round; the blobs must not be changed afterwards."""
+        own = self._round(number)
+        own.contribution, own.weight, own.norm = blobs, weight, norm
+        self._transfers.offer_contribution(own)
+        self._tell_leader(Captured(weight, norm), number)
+
+    def has_merged(self, number: int) -> bool:
+        """Return whether this member has the mean of a round."""
+        own = self._rounds.get(number)
+        return number <= self._last_retired if own is None else own.has_merged
+
+    async def merged(self, number: int) -> None:
+        """Wait until this member has the mean of a round."""
+        if not self.has_merged(number):
+            wait = WaitId(WaitKind.ROUND_MEAN, number=number)
+            await self._services.engine.until(lambda: self.has_merged(number), wait)
+
+    async def settled(self, deadline: float | None = None) -> bool:
+        """Wait until every member has the means of all rounds to which this member has contributed.
+
+        Returns:
+            False if the deadline passed first.
+        """
+        wait = WaitId(WaitKind.OWN_ROUND)
+        return await self._services.engine.until(lambda: not self._rounds, wait, deadline=deadline)
+
+    def leave(self) -> None:
+        """Take part in no further round. Contributions to rounds in progress are withdrawn."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._services.off_gone(self._on_gone)
+        for own in self._rounds.values():
+            self._transfers.stop(own)
+            self._transfers.retire(own)
+        if self._services.engine.failure is None:
+            for rank in sorted(self._living - {self._services.rank}):
+                self._post(Left(), rank)
+        self._channel.close()
+        self._server.close()
+
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    def _on_gone(self, rank: int) -> None:
+        self._services.engine.loop.call_soon(self._note_gone, rank)
+
+    def _note_gone(self, rank: int) -> None:
+        """Handle a member that is lost or has left; a new leader takes a census."""
+        if rank not in self._living or self._is_closed:
+            return
+        self._living.discard(rank)
+        if rank != self.leader:
+            if self._ledger is not None:
+                self._carry_out(self._ledger.on_gone(rank))
+            return
+        self.leader = min(self._living)
+        logger.info("rank %d now leads the exchange, after rank %d", self.leader, rank)
+        if self.leader == self._services.rank:
+            self._ledger = Ledger(self._living, self._last_retired)
+            self._ledger.take_over()
+        self._hold(0)
+        early, self._early = self._early, []
+        for each in early if self._ledger is not None else ():
+            self._hear(*each)
+
+    def _on_message(self, envelope: Envelope[ExchangeMessage]) -> None:
+        message, source, number = envelope.message, envelope.source, envelope.round
+        if source not in self._known:
+            logger.debug("rank %d, which is not a member, sent a %s", source, type(message).__name__)
+        elif isinstance(message, Left):
+            self._note_gone(source)
+        elif isinstance(message, Captured | Merged | Census):
+            self._hear(source, number, message)
+        elif source == self.leader:
+            self._obey(number, message)
+
+    def _hear(self, source: int, number: int, message: ExchangeMessage) -> None:
+        """Handle a member's message as the leader, or keep it until this rank notices that it leads."""
+        ledger = self._ledger
+        if ledger is None:
+            self._early.append((source, number, message))
+            return
+        match message:
+            case Captured(weight, norm):
+                self._carry_out(ledger.on_captured(source, number, weight, norm))
+            case Merged():
+                self._carry_out(ledger.on_merged(source, number))
+            case Census(census, standings, last_retired):
+                self._carry_out(ledger.on_census(source, census, standings, last_retired))
+
+    def _obey(self, number: int, message: ExchangeMessage) -> None:
+        """Handle the leader's message as a member."""
+        match message:
+            case Decided(verdict) if number > self._last_retired:
+                self._take_verdict(self._round(number), verdict)
+            case Hold(census):
+                self._hold(census)
+            case Retired():
+                self._retire(number)
+
+    # -- a member's actions -----------------------------------------------------------------------------------------
+
+    def _round(self, number: int) -> MemberRound:
+        found = self._rounds.get(number)
+        if found is None:
+            found = self._rounds[number] = MemberRound(number, (number - 1) % len(self._fragments))
+        return found
+
+    def _take_verdict(self, own: MemberRound, verdict: Verdict) -> None:
+        if verdict.attempt <= own.attempt or not self._known.issuperset(verdict.donors):
+            return
+        own.attempt = verdict.attempt
+        if own.has_merged:
+            if verdict.holder == self._services.rank:
+                self._transfers.offer_mean(own, verdict)
+            return
+        own.verdict = verdict
+        own.task = self._transfers.begin(own, verdict)
+        own.task.add_done_callback(lambda task: self._on_merged(own))
+
+    def _on_merged(self, own: MemberRound) -> None:
+        if own.has_merged and not self._is_closed:
+            self._tell_leader(Merged(), own.number)
+
+    def _hold(self, census: int) -> None:
+        """Stop receiving means, and report this member's standing in each round."""
+        for own in self._rounds.values():
+            if not own.has_merged:
+                self._transfers.stop(own)
+        standings = tuple(own.standing() for _, own in sorted(self._rounds.items()))
+        self._tell_leader(Census(census, standings, self._last_retired), 0)
+
+    def _retire(self, last: int) -> None:
+        self._last_retired = max(self._last_retired, last)
+        for number in [number for number in self._rounds if number <= last]:
+            self._transfers.retire(self._rounds.pop(number))
+        self._server.end_rounds(last)
+        self._services.engine.recheck()
+
+    # -- sending ----------------------------------------------------------------------------------------------------
+
+    def _tell_leader(self, message: ExchangeMessage, number: int) -> None:
+        if self.leader == self._services.rank:
+            self._hear(self.leader, number, message)
+        else:
+            self._post(message, self.leader, number)
+
+    def _carry_out(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Decide(number, verdict, dests):
+                    self._send(Decided(verdict), dests, number)
+                case TakeCensus(number):
+                    self._send(Hold(number), sorted(self._living), 0)
+                case Retire(number):
+                    self._send(Retired(), sorted(self._living), number)
+
+    def _send(self, message: ExchangeMessage, dests: Sequence[int], number: int) -> None:
+        me = self._services.rank
+        for dest in dests:
+            if dest != me:
+                self._post(message, dest, number)
+        if me in dests:
+            self._obey(number, message)
+
+    def _post(self, message: ExchangeMessage, dest: int, number: int = 0) -> None:
+        try:
+            self._channel.send_nowait(message, dest, round=number)
+        except RankLostError as error:  # the loss is handled when the world reports it
+            logger.debug("a %s was not sent: %s", type(message).__name__, error)

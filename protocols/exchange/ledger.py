@@ -1,0 +1,249 @@
+"""Decides, on the leader of an exchange, which contributions each round averages, also after the loss of a rank.
+
+A round passes through these states on the leader:
+
+1. Members report their captured contributions. When the contributions of all members have been reported, the leader
+   decides the round: its verdict names the donors, their weights, and thereby the owners of the slices.
+2. Members report that they have the mean. When all have it, the round is retired.
+
+If a rank is lost that a decided round needs, or if this rank becomes the leader, the leader takes a *census*: all
+members stop receiving means, and report their standing in each round. No mean is received during a census, so its
+result is a consistent state: if a member has a round's mean, the others receive it from that member; if no member has
+it, no model has changed, and the leader decides the round again from the contributions that are left. (This is the
+recovery of a two-phase commit with a known set of participants: Bernstein, Hadzilacos and Goodman, 1987.)
+
+All functions are pure: messages and losses in, decisions out.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import NamedTuple, TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The leader's decision on a round.
+
+    Attributes:
+        attempt: Number of the decision on this round, from 1; a later decision replaces earlier ones.
+        donors: Ranks whose contributions are averaged, ascending; empty if no contribution was finite.
+        weights: Weights of the donors, in the same order.
+        norms: L2 norms of the donors' contributions, in the same order.
+        holder: Rank that has the mean already, from which all slices are requested; -1 if the donors own the slices.
+    """
+
+    attempt: int
+    donors: tuple[int, ...]
+    weights: tuple[float, ...]
+    norms: tuple[float, ...]
+    holder: int = -1
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the fields do not belong together."""
+        if self.attempt < 1 or len({len(self.donors), len(self.weights), len(self.norms)}) != 1:
+            raise ValueError(f"attempt must be >= 1, with a weight and a norm for each donor, got {self!r:.300}")
+        if list(self.donors) != sorted(set(self.donors)) or not all(weight > 0 for weight in self.weights):
+            raise ValueError(f"donors must be ascending, and weights > 0, got {self!r:.300}")
+
+    def source_of(self, number: int) -> int:
+        """Return the rank that provides the mean of slice ``number``."""
+        return self.holder if self.holder >= 0 else self.donors[number % len(self.donors)]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One member's standing in one round.
+
+    Attributes:
+        attempt: Attempt of the last verdict that this member knows; 0 if it knows none.
+        has_merged: Whether the member has the mean.
+        weight, norm: The member's contribution, if it is captured; otherwise 0.
+        donors, weights, norms: The verdict's donors if the member has the mean; otherwise empty.
+    """
+
+    round: int
+    attempt: int
+    has_merged: bool
+    weight: float
+    norm: float
+    donors: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+    norms: tuple[float, ...] = ()
+
+
+class Decide(NamedTuple):
+    """Instruction: send a round's verdict to some members."""
+
+    round: int
+    verdict: Verdict
+    dests: tuple[int, ...]
+
+
+class TakeCensus(NamedTuple):
+    """Instruction: let all members hold, and report their standings."""
+
+    number: int
+
+
+class Retire(NamedTuple):
+    """Instruction: notify all members that a round is retired."""
+
+    round: int
+
+
+Instruction: TypeAlias = Decide | TakeCensus | Retire
+
+
+@dataclass(slots=True, eq=False)
+class _Round:
+    """State of one round that is not retired."""
+
+    captured: dict[int, tuple[float, float]] = field(default_factory=dict)  # weight and norm by rank
+    merged: set[int] = field(default_factory=set)
+    attempt: int = 0
+    verdict: Verdict | None = None
+
+
+class Ledger:
+    """The leader's view of all rounds.
+
+    Args:
+        members: Ranks that take part.
+        last_retired: Last round that is known to be retired.
+
+    Attributes:
+        census: Number of the latest census; 0 before the first.
+    """
+
+    def __init__(self, members: Iterable[int], last_retired: int = 0) -> None:
+        self.members = set(members)
+        self.last_retired = last_retired
+        self.census = 0
+        self._awaited: set[int] | None = None  # members whose answer to the census is awaited; None without a census
+        self._standings: dict[int, tuple[Standing, ...]] = {}
+        self._rounds: dict[int, _Round] = {}
+
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    def take_over(self) -> None:
+        """Begin as the successor of a lost leader: all members hold and report when they notice the loss."""
+        self._begin_census(0)
+
+    def on_captured(self, rank: int, round: int, weight: float, norm: float) -> list[Instruction]:
+        """Record a member's contribution."""
+        if rank not in self.members or round <= self.last_retired:
+            return []
+        self._round(round).captured[rank] = weight, norm
+        return self._decisions()
+
+    def on_merged(self, rank: int, round: int) -> list[Instruction]:
+        """Record that a member has a round's mean."""
+        found = self._rounds.get(round)
+        if rank not in self.members or found is None:
+            return []
+        found.merged.add(rank)
+        return self._retirements()
+
+    def on_census(self, rank: int, number: int, standings: Iterable[Standing], last_retired: int) -> list[Instruction]:
+        """Record a member's answer to a census."""
+        if self._awaited is None or rank not in self._awaited or number < self.census:
+            return []
+        self._awaited.discard(rank)
+        self._standings[rank] = tuple(standings)
+        self.last_retired = max(self.last_retired, last_retired)
+        return self._end_census()
+
+    def on_gone(self, rank: int) -> list[Instruction]:
+        """Record that a member is lost or has left. A round that needs its data is decided again."""
+        if rank not in self.members:
+            return []
+        self.members.discard(rank)
+        self._standings.pop(rank, None)
+        is_needed = False
+        for each in self._rounds.values():
+            each.captured.pop(rank, None)
+            each.merged.discard(rank)
+            verdict = each.verdict
+            is_needed |= verdict is not None and rank in (*verdict.donors, verdict.holder)
+        if self._awaited is not None:
+            self._awaited.discard(rank)
+            return self._end_census()
+        if is_needed:
+            return self._begin_census(self.census + 1)
+        return [*self._retirements(), *self._decisions()]
+
+    # -- decisions --------------------------------------------------------------------------------------------------
+
+    def _round(self, number: int) -> _Round:
+        return self._rounds.setdefault(number, _Round())
+
+    def _decisions(self) -> list[Instruction]:
+        """Decide all rounds to which every member has contributed."""
+        if self._awaited is not None or not self.members:
+            return []
+        made: list[Instruction] = []
+        for number, each in sorted(self._rounds.items()):
+            if each.verdict is None and self.members <= each.captured.keys():
+                each.verdict = self._verdict(each)
+                made.append(Decide(number, each.verdict, tuple(sorted(self.members - each.merged))))
+        return made
+
+    def _verdict(self, each: _Round) -> Verdict:
+        each.attempt += 1
+        donors = tuple(sorted(rank for rank, (_, norm) in each.captured.items() if isfinite(norm)))
+        weights = tuple(each.captured[rank][0] for rank in donors)
+        return Verdict(each.attempt, donors, weights, tuple(each.captured[rank][1] for rank in donors))
+
+    def _retirements(self) -> list[Instruction]:
+        """Retire all rounds whose mean every member has, in order."""
+        made: list[Instruction] = []
+        while self._rounds and self._awaited is None and self.members:
+            number = min(self._rounds)
+            if not self.members <= self._rounds[number].merged:
+                break
+            del self._rounds[number]
+            self.last_retired = number
+            made.append(Retire(number))
+        return made
+
+    def _begin_census(self, number: int) -> list[Instruction]:
+        self.census = number
+        self._awaited = set(self.members)
+        self._standings = {}
+        return [TakeCensus(number)]
+
+    def _end_census(self) -> list[Instruction]:
+        """Decide all rounds again when every member has answered."""
+        if self._awaited is None or self._awaited:
+            return []
+        self._awaited = None
+        rounds: dict[int, _Round] = {}
+        holders: dict[int, tuple[int, Standing]] = {}
+        for rank, standings in sorted(self._standings.items()):
+            for own in standings:
+                if own.round <= self.last_retired:
+                    continue
+                each = rounds.setdefault(own.round, _Round())
+                each.attempt = max(each.attempt, own.attempt)
+                if own.weight:
+                    each.captured[rank] = own.weight, own.norm
+                if own.has_merged:
+                    each.merged.add(rank)
+                    holders.setdefault(own.round, (rank, own))
+        for number, known in self._rounds.items():  # contributions that were reported after the answer
+            each = rounds.setdefault(number, _Round())
+            each.attempt = max(each.attempt, known.attempt)
+            for rank in self.members & known.captured.keys():
+                each.captured.setdefault(rank, known.captured[rank])
+        self._rounds = rounds
+        made: list[Instruction] = []
+        for number, (rank, own) in sorted(holders.items()):
+            each = rounds[number]
+            each.attempt += 1
+            each.verdict = Verdict(each.attempt, own.donors, own.weights, own.norms, holder=rank)
+            # The holder needs the verdict as well, to offer the mean under the new attempt.
+            made.append(Decide(number, each.verdict, tuple(sorted({rank, *self.members} - (each.merged - {rank})))))
+        # A member may have missed the last message about retired rounds.
+        retired: list[Instruction] = [Retire(self.last_retired)] if self.last_retired else []
+        return [*retired, *made, *self._retirements(), *self._decisions()]
