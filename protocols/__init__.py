@@ -28,6 +28,7 @@ from asyncdist.protocols.step_info import (
     SnapshotTaken,
     StepInfo,
 )
+from asyncdist.tensors.codecs import TopK
 
 #: Aliases with torchgfn's names, for code ported from torchgfn.
 AverageAllPolicympi4py = AverageAllPolicy
@@ -66,6 +67,7 @@ __all__ = [
     "SnapshotTaken",
     "SpawnPolicy",
     "StepInfo",
+    "TopK",
     "coordinate",
     "serve_replay_buffer",
 ]

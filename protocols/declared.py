@@ -33,15 +33,28 @@ GROUPS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Metadata of one option: its documentation, check and group, and whether all members must agree on its value."""
+    """Metadata of one option: its documentation, check and group, and whether all members must agree on its value.
+
+    Attributes:
+        shown: Python expression for the default in documentation, if its representation is hard to read.
+    """
 
     doc: str
     check: Check
     group: str
     is_agreed: bool
+    shown: str = ""
 
 
-def option(doc: str, check: Check, *, default: Any = MISSING, group: str = GROUPS[0], is_agreed: bool = False) -> Any:
+def option(
+    doc: str,
+    check: Check,
+    *,
+    default: Any = MISSING,
+    group: str = GROUPS[0],
+    is_agreed: bool = False,
+    shown: str = "",
+) -> Any:
     """Declare an option as a field of an :class:`Options` subclass.
 
     Args:
@@ -49,8 +62,9 @@ def option(doc: str, check: Check, *, default: Any = MISSING, group: str = GROUP
         default: Default value. Without one, the option is required.
         group: One of :data:`GROUPS`.
         is_agreed: Whether the value must be equal on all members.
+        shown: Python expression for the default in documentation; its representation by default.
     """
-    return field(default=default, metadata={_KEY: Option(doc, check, group, is_agreed)})
+    return field(default=default, metadata={_KEY: Option(doc, check, group, is_agreed, shown)})
 
 
 def like(kind: type[Options], name: str) -> Any:
@@ -122,7 +136,7 @@ def listed(options: list[Field[Any]]) -> str:
     for group, members in by_group(options).items():
         lines.append(f"Options, {group}:")
         for each in members:
-            default = "required" if each.default is MISSING else f"default {each.default!r}"
+            default = "required" if each.default is MISSING else f"default {_shown(each)}"
             text = f"{each.name} ({default}): {each.metadata[_KEY].doc}"
             lines += textwrap.wrap(text, 110, initial_indent="    ", subsequent_indent="        ")
     return "\n".join(lines)
@@ -132,10 +146,15 @@ def in_markdown(options: list[Field[Any]]) -> str:
     """Return the options as a Markdown list, for the docs."""
     lines = []
     for each in options:
-        default = "required" if each.default is MISSING else f"default `{each.default!r}`".replace("'", '"')
+        default = "required" if each.default is MISSING else f"default `{_shown(each)}`".replace("'", '"')
         text = f"- `{each.name}` ({default}): {each.metadata[_KEY].doc}"
         lines += textwrap.wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines)
+
+
+def _shown(each: Field[Any]) -> str:
+    """Return a default value as a Python expression."""
+    return each.metadata[_KEY].shown or repr(each.default)
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def _checked_lists(pattern: Any, count: int) -> Sequence[Sequence[str]]:
         validation.refuse("fragment_pattern", pattern, _ALLOWED, TypeError)
     if len(pattern) != count:
         raise ValueError(
-            f"fragment_pattern must have a list for each of the {count} fragments, got {len(pattern)} lists"
+            f"fragment_pattern must have one list for each of the fragments ({count}), got {len(pattern)} lists"
         )
     return pattern
 

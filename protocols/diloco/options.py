@@ -56,12 +56,14 @@ def _codec(name: str, value: Any) -> Codec:
 def _pattern(name: str, value: Any) -> FragmentPattern:
     if value == "strided" or value == "balanced":
         return "strided" if value == "strided" else "balanced"
-    is_lists = isinstance(value, Sequence) and not isinstance(value, str)
-    if not is_lists or not all(
+    allowed = "'strided', 'balanced' or a list of lists of module names such as [['h.0', 'h.1'], ['h.2', 'h.3']]"
+    if isinstance(value, str):
+        validation.refuse(name, value, allowed)
+    if not isinstance(value, Sequence) or not all(
         isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(each, str) for each in names)
         for names in value
     ):
-        validation.refuse(name, value, "'strided', 'balanced' or a list of lists of module names", TypeError)
+        validation.refuse(name, value, allowed, TypeError)
     return tuple(tuple(names) for names in value)
 
 
@@ -74,6 +76,7 @@ class DiLoCoOptions(Options):
         "momentum 0.9, as in the DiLoCo paper. None averages the weights themselves (local SGD).",
         _outer_factory,
         default=NESTEROV,
+        shown="functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)",
     )
     weights: Weighting = option(
         'Weights of the ranks\' contributions: `"equal"`, or `"tokens"`, the sum of `step(tokens=...)` since the '
@@ -91,7 +94,7 @@ class DiLoCoOptions(Options):
     fragments: int = option(
         "Number of parts of the model that are averaged one after the other (Streaming DiLoCo), from 1 to "
         "`average_every`. Each part is averaged every `average_every` steps.",
-        whole(1),
+        whole(1, "; fragment_pattern lists the modules of each fragment"),
         default=1,
         group=_GROUP,
         is_agreed=True,
@@ -123,7 +126,7 @@ class DiLoCoOptions(Options):
         'Encoding of the data: `"float32"`, or for differences `"bfloat16"`, `"float16"`, `"int8"`, `"q4"`, `"topk"` '
         "(see `asyncdist.tensors.codecs`). Without an outer optimizer, only encodings for states are allowed.",
         _codec,
-        default=find_codec("float32"),
+        default="float32",
         group=_GROUP,
     )
     error_feedback: float | None = option(

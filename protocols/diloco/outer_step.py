@@ -115,7 +115,7 @@ def check_factory(factory: object) -> None:
         ValueError: It fails, or returns an optimizer that cannot move an anchor.
     """
     if isinstance(factory, torch.optim.Optimizer):
-        _refuse("an optimizer of another model", TypeError)
+        _refuse(f"an optimizer ({type(factory).__name__}) that has parameters already. Pass the factory", TypeError)
     if not callable(factory):
         validation.refuse("outer_optimizer", factory, _ALLOWED, TypeError)
     parameter = nn.Parameter(torch.ones(2, device="cpu"))
@@ -135,7 +135,7 @@ def _check_optimizer(optimizer: object, parameters: Sequence[nn.Parameter]) -> N
     name = type(optimizer).__name__
     found = [each for group in optimizer.param_groups for each in group["params"]]
     if sorted(map(id, found)) != sorted(map(id, parameters)):
-        _refuse("an optimizer of another model")
+        _refuse("one whose optimizer has other parameters than the given list. Pass this list to the optimizer")
     for group in optimizer.param_groups:
         if group.get("weight_decay", 0) != 0:
             _refuse(

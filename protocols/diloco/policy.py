@@ -17,6 +17,7 @@ The ranks wait for each other where a mean is applied. If a rank is lost, the me
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, Final, NamedTuple, Unpack
@@ -54,19 +55,40 @@ class _InFlight(NamedTuple):
 
 #: Options of other libraries, with the names of this policy's options.
 _ELSEWHERE: Final = {
-    "sync_every": "here average_every is the number of inner steps per round",
-    "local_sgd_steps": "here average_every is the number of inner steps per round",
+    **dict.fromkeys(
+        ("sync_every", "local_sgd_steps", "target_batch_size", "H"),
+        "here average_every is the number of inner steps per round",
+    ),
     "fragment_sync_delay": "here overlap_steps is the number of steps between capture and application",
-    "fragment_update_alpha": "here mixing is the share of the rank's own weights",
-    "should_quantize": "here wire='int8' or another codec encodes the data",
-    "use_bucketization": "data is always sent in slices, one for each rank",
-    "bucket_cap_mb": "data is always sent in slices, one for each rank",
+    **dict.fromkeys(("fragment_update_alpha", "alpha"), "here mixing is the share of the rank's own weights"),
+    **dict.fromkeys(
+        ("should_quantize", "grad_compression", "state_averaging_compression"),
+        "here wire='int8' or another codec encodes the data",
+    ),
+    **dict.fromkeys(("use_bucketization", "bucket_cap_mb"), "data is always sent in slices, one for each rank"),
     "inner_optimizer": "here optimizer, the second argument, is the inner optimizer",
-    "model_fragments": "here fragment_pattern lists the modules of each fragment",
-    "backup_device": "here the anchor is always in host memory",
-    "target_batch_size": "here average_every is the number of inner steps per round",
+    "model_fragments": "here fragment_pattern lists the names of the modules of each fragment",
+    **dict.fromkeys(("backup_device", "pin_memory"), "here the anchor is always in host memory"),
+    **dict.fromkeys(
+        ("manager", "accelerator", "dht", "run_id"), "the ranks are those of group, by default all ranks of the job"
+    ),
+    **dict.fromkeys(
+        ("matchmaking_time", "averaging_timeout"),
+        "a round has no time limit; it waits for all ranks that are neither lost nor have left",
+    ),
     "use_local_updates": "here ranks always make local updates",
+    "batch_size_per_step": "here step(tokens=n) reports the size of a step, for weights='tokens'",
+    "average_state_every": "here parameters and floating buffers are averaged in each round",
+    **dict.fromkeys(
+        ("metric", "metric_mode", "replacement_ratio", "averaging_strategy"),
+        "here all ranks are averaged, whatever their metrics; AsyncSelectiveAveragingPolicy chooses by metric",
+    ),
+    "momentum": "outer_optimizer=functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9) sets the outer momentum, and "
+    "mixing the share of the rank's own weights",
 }
+_LOSES_VALUES: Final = (
+    "wire='topk' without error_feedback loses the values that it does not send; pass error_feedback=0.95 or 1.0"
+)
 
 
 @with_options(DiLoCoOptionNames, CommonOptions, DiLoCoOptions)
@@ -116,6 +138,8 @@ class DiLoCoPolicy(SpawnPolicy):
             **among(options, MemberOptions),
         )
         own.check_beside(self.average_every)
+        if own.wire.name == "topk" and own.error_feedback is None:
+            warnings.warn(_LOSES_VALUES, UserWarning, stacklevel=3)
         self._chosen = fragments_of(self._flat.entries, own.fragments, own.fragment_pattern)
         self._layout_buffers = self._flat.new_buffers(device="meta")
         self._schedule = Schedule(self.average_every, own.fragments, own.overlap_steps, own.warmup_steps)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from support import pages
 
-from protocols import AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy
+from protocols import AsyncSelectiveAveragingPolicy, DiLoCoPolicy, OneSidedSelectiveAveragingPolicy
 
 #: What every block may use without an import, as the pages say.
 PRELUDE = "from dataclasses import dataclass\nimport torch\nimport asyncdist as ad\n"
@@ -109,14 +109,17 @@ def test_a_difference_is_an_import_and_two_lines_at_most(page: Path) -> None:
 def test_the_lists_of_options_are_those_of_the_policies() -> None:
     """Regression: the page listed options for the one-sided policy that only the selective policy has."""
     page = (pages.ROOT / "docs" / "policies.md").read_text()
-    rounds, own = (section(page, f"## {title}") for title in ("Selective averaging", "Without a coordinator"))
-    shared = set(re.findall(r"`(\w+)`", own.partition("shares these options")[2].partition("Its own options")[0]))
-    for policy, told in (
-        (AsyncSelectiveAveragingPolicy, options_of(rounds)),
-        (OneSidedSelectiveAveragingPolicy, {*options_of(own), *shared}),
-    ):
-        assert told == inspect.signature(policy).parameters.keys() - {"model", "optimizer"}, policy.__name__
-    assert shared < options_of(rounds) and not shared & options_of(own)
+    rounds = section(page, "## Selective averaging")
+    assert options_of(rounds) == options_in_signature(AsyncSelectiveAveragingPolicy)
+    for policy, title in ((OneSidedSelectiveAveragingPolicy, "Without a coordinator"), (DiLoCoPolicy, "DiLoCo")):
+        own = section(page, f"## {title}")
+        shared = set(re.findall(r"`(\w+)`", own.partition("shares these options")[2].partition("Its own options")[0]))
+        assert {*options_of(own), *shared} == options_in_signature(policy), policy.__name__
+        assert shared < options_of(rounds) and not shared & options_of(own)
+
+
+def options_in_signature(policy: type) -> set[str]:
+    return inspect.signature(policy).parameters.keys() - {"model", "optimizer"}
 
 
 def section(page: str, title: str) -> str:

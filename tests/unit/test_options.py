@@ -19,15 +19,18 @@ from support.facts import naming
 from asyncdist import validation
 from asyncdist.integrations import pytorch, torchgfn
 from asyncdist.runtime.run import WorldOptions, open_world, run
+from asyncdist.tensors.codecs import Codec
 from protocols import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
+    DiLoCoPolicy,
     OneSidedSelectiveAveragingPolicy,
     ReplayBuffer,
     ReplicaAveragingPolicy,
     SpawnPolicy,
 )
 from protocols.declared import GROUPS, Options, by_group, declared, in_markdown
+from protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions
 from protocols.one_sided.selection import OneSidedRules, ReadOptions
 from protocols.options import (
     AverageAllOptions,
@@ -63,9 +66,12 @@ DECLARED: list[tuple[type, type, list[str], list[type[Options]]]] = [
     ),
     (ReplicaAveragingPolicy, ReplicaPolicyOptions, ["average_every", "metric"], [*MEMBERS, SelectiveRules]),
     (OneSidedSelectiveAveragingPolicy, OneSidedOptions, ["average_every"], [*MEMBERS, OneSidedRules, ReadOptions]),
+    (DiLoCoPolicy, DiLoCoOptionNames, ["average_every"], [CommonOptions, DiLoCoOptions]),
 ]
+#: Options whose checked values have a narrower type than the given ones.
+CONVERTED: dict[str, Any] = {"successors": tuple[int, ...], "wire": Codec}
 NAMES = [each[0].__name__ for each in DECLARED]
-SELECTIVE, ONE_SIDED = DECLARED[2], DECLARED[4]
+SELECTIVE, ONE_SIDED, DILOCO = DECLARED[2], DECLARED[4], DECLARED[5]
 
 
 def declarations(names: typing.Iterable[str], kinds: list[type[Options]]) -> list[dataclasses.Field[Any]]:
@@ -85,7 +91,7 @@ def test_the_names_of_options_are_those_declared(
         own = typing.get_type_hints(kind)
         for name in {each.name for each in declared(kind)} & types.keys():
             given = types[name]
-            assert own[name] == given or (name == "successors" and own[name] == tuple[int, ...]), name
+            assert own[name] in (given, CONVERTED.get(name)), name
     parameters = inspect.signature(policy).parameters
     for each in declarations([*others, *types], kinds):
         assert parameters[each.name].kind is inspect.Parameter.KEYWORD_ONLY
@@ -117,6 +123,8 @@ def test_the_docs_list_the_options_as_they_are_declared() -> None:
     known = {each.name for each in selective}
     wanted = {group: in_markdown(members) for group, members in by_group(selective).items()}
     wanted["one-sided"] = in_markdown([each for each in own if each.name not in known])
+    diloco = declarations(DILOCO[1].__annotations__, DILOCO[3])
+    wanted["diloco"] = in_markdown([each for each in diloco if each.name not in known])
     assert lists_of_the_docs() == wanted
 
 
@@ -131,7 +139,13 @@ def test_options_of_worlds_are_those_of_the_function(function: Callable[..., Any
     assert typing.get_type_hints(WorldOptions) == {name: types[name] for name in names}
 
 
-POLICIES = [AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy, ReplicaAveragingPolicy]
+POLICIES = [
+    AsyncSelectiveAveragingPolicy,
+    AverageAllPolicy,
+    DiLoCoPolicy,
+    OneSidedSelectiveAveragingPolicy,
+    ReplicaAveragingPolicy,
+]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -406,9 +406,9 @@ class Keeping(SGD):
 
 
 WRONG: dict[str, tuple[object, type[Exception], tuple[str, ...]]] = {
-    "an optimizer": (SGD(nn.Linear(2, 2).parameters(), lr=0.7), TypeError, ("another model",)),
-    "another model's": (lambda _: SGD(nn.Linear(2, 2).parameters(), lr=0.7), ValueError, ("another model",)),
-    "no parameters given on": (lambda each: SGD([*each, nn.Parameter(torch.ones(1))]), ValueError, ("another model",)),
+    "an optimizer": (SGD(nn.Linear(2, 2).parameters(), lr=0.7), TypeError, ("has parameters already",)),
+    "another model's": (lambda _: SGD(nn.Linear(2, 2).parameters(), lr=0.7), ValueError, ("other parameters",)),
+    "no parameters given on": (lambda own: SGD([*own, nn.Parameter(torch.ones(1))]), ValueError, ("other parameters",)),
     "a number": (0.7, TypeError, ("0.7",)),
     "no optimizer": (lambda _: 3, TypeError, ("int",)),
     "weight decay": (functools.partial(SGD, lr=0.7, weight_decay=0.1), ValueError, ("SGD", "weight_decay=0.1")),
@@ -432,7 +432,7 @@ def test_wrong_factories_are_refused_with_the_reason(name: str) -> None:
 
 def test_an_outer_step_refuses_what_its_factory_makes_later() -> None:
     made = SGD([nn.Parameter(torch.ones(2))], lr=0.7)
-    with pytest.raises(ValueError, match=naming("outer_optimizer", "another model")):
+    with pytest.raises(ValueError, match=naming("outer_optimizer", "other parameters")):
         OuterStep(lambda _: made, [torch.zeros(2)])
 
 

@@ -1,0 +1,91 @@
+"""Tests the errors for wrong options of DiLoCo, in particular for the names that other libraries use."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from support.facts import naming
+
+import asyncdist.tensors.codecs
+import protocols
+from protocols import DiLoCoPolicy, TopK
+
+SGD = torch.optim.SGD
+
+
+def make(**options: Any) -> DiLoCoPolicy:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
+    options = {"average_every": 8, **options}
+    return DiLoCoPolicy(model, torch.optim.AdamW(model.parameters()), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "fact"),
+    [
+        ("sync_every", "average_every"),
+        ("local_sgd_steps", "average_every"),
+        ("target_batch_size", "average_every"),
+        ("H", "average_every"),
+        ("fragment_sync_delay", "overlap_steps"),
+        ("fragment_update_alpha", "mixing"),
+        ("alpha", "mixing"),
+        ("should_quantize", "wire="),
+        ("grad_compression", "wire="),
+        ("model_fragments", "fragment_pattern"),
+        ("inner_optimizer", "optimizer"),
+        ("manager", "group"),
+        ("dht", "group"),
+        ("pin_memory", "anchor"),
+        ("batch_size_per_step", "step(tokens=n)"),
+        ("averaging_timeout", "no time limit"),
+        ("momentum", "outer_optimizer"),
+        ("metric", "AsyncSelectiveAveragingPolicy"),
+    ],
+)
+def test_an_option_of_another_library_has_another_name(name: str, fact: str) -> None:
+    with pytest.raises(TypeError, match=naming("DiLoCoPolicy", f"{name!r}", fact)):
+        make(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "facts"),
+    [
+        ({"fragments": [torch.nn.Linear(1, 1)]}, ValueError, ("fragments", ">= 1", "fragment_pattern")),
+        ({"fragments": 9, "fragment_pattern": "balanced"}, ValueError, ("fragments", "average_every (8)", "9")),
+        ({"fragment_pattern": "striped"}, ValueError, ("fragment_pattern", "'strided'", "'striped'")),
+        ({"fragment_pattern": [torch.nn.Linear(1, 1)]}, TypeError, ("fragment_pattern", "module names", "Linear")),
+        ({"fragment_pattern": [["0", "1"], ["2", "3"]]}, ValueError, ("fragment_pattern", "1", "fragments", "2")),
+        ({"overlap_steps": 8}, ValueError, ("overlap_steps", "average_every (8)", "8")),
+        ({"mixing": 1.5}, ValueError, ("mixing", "0 to 1", "1.5")),
+        ({"wire": "fp8"}, ValueError, ("wire", "'int8'", "'fp8'")),
+        ({"outer_optimizer": None, "wire": "int8"}, ValueError, ("wire", "'bfloat16'", "'int8'")),
+        ({"outer_optimizer": None, "error_feedback": 1.0}, ValueError, ("error_feedback", "None", "1.0")),
+        ({"weights": "examples"}, ValueError, ("weights", "'tokens'", "'examples'")),
+        ({"average_every": 0}, ValueError, ("average_every", ">= 1", "0")),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_a_wrong_value_is_refused_with_the_allowed_ones(
+    options: dict[str, Any], kind: type[Exception], facts: tuple[str, ...]
+) -> None:
+    with pytest.raises(kind, match=naming(*facts)):
+        make(**options)
+
+
+def test_topk_without_error_feedback_warns_the_caller() -> None:
+    for wire in ("topk", TopK(share=0.01)):
+        with pytest.warns(UserWarning, match=naming("topk", "error_feedback")) as caught:
+            make(wire=wire)
+        assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(wire="topk", error_feedback=0.95)
+        make(wire="q4", outer_optimizer=functools.partial(SGD, lr=0.7))
+
+
+def test_the_codec_with_options_is_a_public_name() -> None:
+    assert protocols.TopK is asyncdist.tensors.codecs.TopK and "TopK" in protocols.__all__
