@@ -56,27 +56,33 @@ class FragmentState:
         self.layout = layout
         self.version = 0
         self.mean: Mean | None = None
-        self._flats = layout.new_flats()  # scratch for a contribution, and then the decoded mean
+        # Scratch for the values of encoded vectors; the values of other vectors are where they are sent from.
+        self._scratch = [vector.new_flat() if vector.codec else None for vector in layout.vectors]
+        self._values: list[Tensor] = []  # of the last mean, by vector
         self._outer: OuterStep | None = None
-        self._residuals: dict[int, list[ErrorFeedback]] = {}
+        self._residuals: dict[int, ErrorFeedback] = {}  # by vector
         if factory is not None:
-            anchors = layout.new_flats(layout.stepped)
+            anchors = [vector.new_flat() for vector in layout.stepped]
             for vector, anchor in zip(layout.stepped, anchors, strict=True):
                 gather(vector, tensors, anchor)
             self._outer = OuterStep(factory, anchors)
         if decay is not None:
-            for place, vector in enumerate(layout.vectors):
-                if vector.codec is not None:
-                    bounds = vector.bounds
-                    counts = [bounds[number + 1] - bounds[number] for number in range(layout.slice_count)]
-                    self._residuals[place] = [ErrorFeedback(count, decay=decay) for count in counts]
+            self._residuals = {
+                place: ErrorFeedback(vector.count, decay=decay)
+                for place, vector in enumerate(layout.vectors)
+                if vector.codec is not None
+            }
 
     @torch.no_grad()
-    def capture(self, tensors: Sequence[Tensor], blobs: Sequence[Tensor]) -> float:
-        """Encode this member's contribution, and return its L2 norm."""
+    def capture(self, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
+        """Write this member's contribution into ``encoded``, one tensor for each vector, and return its L2 norm.
+
+        If the norm is not finite, the contribution must not be used, and the residuals are unchanged.
+        """
         anchors = iter(() if self._outer is None else self._outer.anchors)
         norm = 0.0
-        for vector, flat in zip(self.layout.vectors, self._flats, strict=True):
+        flats = [each if own is None else own for each, own in zip(encoded, self._scratch, strict=True)]
+        for vector, flat in zip(self.layout.vectors, flats, strict=True):
             gather(vector, tensors, flat)
             if vector.role == "stepped":
                 anchor = next(anchors, None)
@@ -84,57 +90,50 @@ class FragmentState:
                     torch.sub(anchor, flat, out=flat)
                 norm = math.hypot(norm, torch.linalg.vector_norm(flat).item())
         if math.isfinite(norm):
-            self._encode(blobs)
+            for place, vector in enumerate(self.layout.vectors):
+                if place in self._residuals and vector.codec is not None:
+                    self._residuals[place].encode(vector.codec, flats[place], encoded[place])
+                elif vector.codec is not None:
+                    vector.codec.encode(flats[place], encoded[place])
         return norm
 
-    def _encode(self, blobs: Sequence[Tensor]) -> None:
-        layout = self.layout
-        if not self._residuals:
-            layout.encode(self._flats, blobs)
-            return
-        for number, blob in enumerate(blobs):
-            for place, part in enumerate(layout.parts(blob, number)):
-                vector = layout.vectors[place]
-                values = vector.slice_of(self._flats[place], number)
-                if place in self._residuals and vector.codec is not None:
-                    self._residuals[place][number].encode(vector.codec, values, part)
-                elif vector.codec is None:
-                    vector.raw(part).copy_(values)
-                else:
-                    vector.codec.encode(values, part)
-
     @torch.no_grad()
-    def merge(self, verdict: Verdict, blobs: Sequence[Tensor]) -> None:
-        """Decode the mean of all donors, and move the anchor."""
+    def merge(self, verdict: Verdict, encoded: Sequence[Tensor]) -> None:
+        """Take the encoded mean of all donors, which is kept until it is applied, and move the anchor."""
         norm = cosine = None
-        if blobs:
-            self.layout.decode(blobs, self._flats)
+        self._values = []
+        if encoded:
+            triples = zip(self.layout.vectors, encoded, self._scratch, strict=True)
+            self._values = [vector.decoded(each, each if own is None else own) for vector, each, own in triples]
             if self._outer is not None:
-                differences = self._stepped_flats()
+                differences = [
+                    values
+                    for vector, values in zip(self.layout.vectors, self._values, strict=True)
+                    if vector.role == "stepped"
+                ]
                 norm = math.hypot(*(torch.linalg.vector_norm(flat).item() for flat in differences))
                 cosine = mean_cosine(verdict, norm)
                 self._outer.step(differences)
         self.version += 1
         self.mean = Mean(verdict, norm, cosine)
 
-    def _stepped_flats(self) -> list[Tensor]:
-        return [flat for vector, flat in zip(self.layout.vectors, self._flats, strict=True) if vector.role == "stepped"]
-
     @torch.no_grad()
     def apply(self, tensors: Sequence[Tensor], mixing: float) -> None:
         """Write the last mean into the model's tensors: ``mixing`` * own + (1 - ``mixing``) * new for parameters."""
         assert self.mean is not None, "a mean is applied before it was merged"
-        has_mean = bool(self.mean.verdict.donors)
         anchors = iter(() if self._outer is None else self._outer.anchors)
-        for vector, flat in zip(self.layout.vectors, self._flats, strict=True):
-            new = next(anchors, flat) if vector.role == "stepped" else flat
-            if not has_mean and new is flat:
-                continue  # no donor had finite values: without an anchor there is nothing to return to
+        for place, vector in enumerate(self.layout.vectors):
+            new = next(anchors, None) if vector.role == "stepped" else None
+            if new is None:
+                if not self._values:
+                    continue  # no donor had finite values: without an anchor there is nothing to return to
+                new = self._values[place]
             if vector.role == "stepped" and mixing:
                 own = torch.empty_like(new)
                 gather(vector, tensors, own)
                 new = own.mul_(mixing).add_(new * (1.0 - mixing))
             scatter(vector, new, tensors)
+        self._values = []
 
     @property
     def anchors(self) -> tuple[Tensor, ...]:
@@ -148,7 +147,7 @@ class FragmentState:
             "version": self.version,
             "anchors": [] if outer is None else [anchor.clone() for anchor in outer.anchors],
             "outer": None if outer is None else outer.state_dict(),
-            "residuals": [each.residual.clone() for own in self._residuals.values() for each in own],
+            "residuals": [each.residual.clone() for each in self._residuals.values()],
         }
 
     def pending(self) -> dict[str, Any]:
@@ -156,7 +155,7 @@ class FragmentState:
         assert self.mean is not None, "there is no mean"
         verdict = self.mean.verdict
         return {
-            "flats": [flat.clone() for flat in self._flats],
+            "values": [values.clone() for values in self._values],
             "donors": verdict.donors,
             "weights": verdict.weights,
             "norms": verdict.norms,
@@ -166,14 +165,13 @@ class FragmentState:
 
     def restore_pending(self, state: Mapping[str, Any]) -> None:
         """Load a result of :meth:`pending`."""
-        for flat, saved in zip(self._flats, state["flats"], strict=True):
-            flat.copy_(saved)
+        self._values = [values.clone() for values in state["values"]]
         verdict = Verdict(1, tuple(state["donors"]), tuple(state["weights"]), tuple(state["norms"]))
         self.mean = Mean(verdict, state["norm"], state["cosine"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state of a fragment with the same layout and options."""
-        anchors, residuals = list(state["anchors"]), [each for own in self._residuals.values() for each in own]
+        anchors, residuals = list(state["anchors"]), list(self._residuals.values())
         own_anchors = self.anchors
         shapes = [anchor.shape for anchor in anchors], [each.shape for each in state["residuals"]]
         if shapes != ([anchor.shape for anchor in own_anchors], [each.residual.shape for each in residuals]):

@@ -298,16 +298,14 @@ class DiLoCoPolicy(SpawnPolicy):
         weight = self._tokens[fragment] if self._own_options.weights == "tokens" else 1.0
         self._tokens[fragment] = 0.0
         self._in_flight[fragment] = _InFlight(number, step, self._schedule.applied_at(step))
-        exchange = self._exchange
+        exchange, layout = self._exchange, own.layout
+        encoded = layout.new_encoded() if exchange is None else exchange.new_encoded(fragment)
+        norm = own.capture(self._tensors(), encoded)
         if exchange is None:
-            blobs = own.layout.new_blobs()
-            norm = own.capture(self._tensors(), blobs)
-            own.merge(Verdict(1, (self._world.rank,), (weight,), (norm,)), blobs)
+            own.merge(Verdict(1, (self._world.rank,), (weight,), (norm,)), encoded)
             return
-        blobs = exchange.new_blobs(fragment)
-        norm = own.capture(self._tensors(), blobs)
-        self._sent_nbytes += own.layout.nbytes
-        exchange.contribute(number, blobs, weight, norm)
+        self._sent_nbytes += layout.nbytes
+        exchange.contribute(number, encoded, weight, norm)
 
     async def _apply_due(self, step: int) -> StepInfo:
         """Apply all means that are due in this step, and wait for those that have not arrived."""

@@ -77,14 +77,14 @@ class Exchange:
 
     # -- the policy's calls -----------------------------------------------------------------------------------------
 
-    def new_blobs(self, fragment: int) -> list[Tensor]:
-        """Return blobs for a contribution to a fragment's next round."""
-        return self._transfers.new_blobs(fragment)
+    def new_encoded(self, fragment: int) -> list[Tensor]:
+        """Return memory for the encoded vectors of a contribution to a fragment's next round."""
+        return self._transfers.new_encoded(fragment)
 
-    def contribute(self, number: int, blobs: Sequence[Tensor], weight: float, norm: float) -> None:
-        """Offer this member's contribution to a round; the blobs must not be changed afterwards."""
+    def contribute(self, number: int, encoded: Sequence[Tensor], weight: float, norm: float) -> None:
+        """Offer this member's contribution to a round; its memory must not be changed afterwards."""
         own = self._round(number)
-        own.contribution, own.weight, own.norm = blobs, weight, norm
+        own.contribution, own.weight, own.norm = encoded, weight, norm
         self._transfers.offer_contribution(own)
         self._tell_leader(Captured(weight, norm), number)
 

@@ -1,7 +1,7 @@
 """Carries out the rounds of an exchange on one member: offers its contributions, and merges the means of all members.
 
 Each slice of a fragment has an owner, which requests the slice from all donors, averages it, and offers the mean to
-all members. Blobs are requested from a :class:`SnapshotServer`, which sends them as streams, or lets ranks on the same
+all members. Slices are requested from a :class:`SnapshotServer`, which sends them as streams, or lets ranks on the same
 host read them from its memory.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -21,7 +21,7 @@ from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import InboundStream, StreamAborted
 from asyncdist.protocols.exchange.ledger import Standing, Verdict
-from asyncdist.protocols.exchange.wire_layout import WireLayout
+from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout
 from asyncdist.protocols.parameter_stream.neighbours import PartReading
 from asyncdist.protocols.parameter_stream.parts import Part
 from asyncdist.protocols.parameter_stream.receiver import ask_for_part, cancel_stream
@@ -30,10 +30,11 @@ from asyncdist.tensors.flat_state import FlatBuffers
 
 logger = logging.getLogger("protocols.exchange.rounds")
 
-#: Number of blobs of one round that a server can distinguish: contributions, and the means of all attempts.
+#: Number of slices of one round that a server can distinguish: of contributions, and of the means of all attempts.
 _LABEL_COUNT: Final = 1 << 30
-#: Number of requests for a blob, of a rank that is not lost, before the round waits for the leader.
+#: Number of requests for a slice, of a rank that is not lost, before the round waits for the leader.
 _REQUEST_COUNT_MAX: Final = 8
+_YIELD_NBYTES: Final = 4 << 20  # bytes of a mean that are computed before other tasks run
 
 
 class Exchanged(Protocol):
@@ -45,8 +46,8 @@ class Exchanged(Protocol):
 
     layout: WireLayout
 
-    def merge(self, verdict: Verdict, blobs: Sequence[Tensor]) -> None:
-        """Take the encoded mean of all donors; ``blobs`` is empty if there were no donors."""
+    def merge(self, verdict: Verdict, encoded: Sequence[Tensor]) -> None:
+        """Take the encoded mean of all donors, one tensor for each vector; empty if there were no donors."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,14 +55,14 @@ class MemberRound:
     """State of one round on one member, until it is retired.
 
     Attributes:
-        contribution: Blobs of this member's contribution; empty before the capture.
+        contribution: This member's encoded contribution, by vector; empty before the capture.
         attempt: Attempt of the last verdict.
         verdict: Verdict whose mean this member receives or has; None before the verdict, and while it holds.
-        mean: Blobs of the mean; empty until they are requested.
+        mean: The encoded mean, by vector; empty until it is requested.
         has_merged: Whether the member has the mean.
-        offers: Offers of this member's blobs.
+        offers: Offers of this member's slices.
         received_nbytes: Number of bytes received for this round, as an owner and as a member.
-        is_clean: Whether no stopped stream can still write into the blobs.
+        is_clean: Whether no stopped stream can still write into the mean.
     """
 
     number: int
@@ -85,24 +86,8 @@ class MemberRound:
         return Standing(self.number, self.attempt, self.has_merged, self.weight, self.norm, *of_mean)
 
 
-class BlobPool:
-    """Reuses the blobs of one layout, so that no memory is allocated after the first rounds."""
-
-    def __init__(self, layout: WireLayout) -> None:
-        self._layout = layout
-        self._free: list[list[Tensor]] = []
-
-    def acquire(self) -> list[Tensor]:
-        """Return blobs with undefined contents."""
-        return self._free.pop() if self._free else self._layout.new_blobs()
-
-    def release(self, lent: list[list[Tensor]]) -> None:
-        """Return sets of blobs that no stream uses any more."""
-        self._free.extend(lent)
-
-
 class RoundTransfers:
-    """Moves the blobs of one member's rounds.
+    """Moves the slices of one member's rounds, and reuses the memory for encoded vectors.
 
     Args:
         fragments: Fragments of the policy's model.
@@ -112,21 +97,26 @@ class RoundTransfers:
         self._services = services
         self._server = server
         self._fragments = fragments
-        self._pools = [BlobPool(fragment.layout) for fragment in fragments]
+        self._free: list[list[list[Tensor]]] = [[] for _ in fragments]
+        self._last_means: dict[int, list[Tensor]] = {}  # by fragment: the mean of a retired round, not applied yet
+        self._scratch: list[Tensor] = []  # pieces of donors' slices, read from their memory
 
-    def new_blobs(self, fragment: int) -> list[Tensor]:
-        """Return blobs for a contribution to a fragment's next round."""
-        return self._pools[fragment].acquire()
+    def new_encoded(self, fragment: int) -> list[Tensor]:
+        """Return memory for the encoded vectors of a fragment, with undefined contents."""
+        free = self._free[fragment]
+        return free.pop() if free else self._fragments[fragment].layout.new_encoded()
 
     def offer_contribution(self, own: MemberRound) -> None:
         """Offer this member's contribution to the owners."""
-        for number, blob in enumerate(own.contribution):
-            self._offer(own, blob, _label(0, number, len(own.contribution)))
+        layout = self._fragments[own.fragment].layout
+        for each in layout.slices:
+            self._offer(own, layout.part(own.contribution, each), _label(0, each, layout))
 
     def offer_mean(self, own: MemberRound, verdict: Verdict) -> None:
         """Offer all slices of a mean that this member holds, under a new verdict."""
-        for number, blob in enumerate(own.mean):
-            self._offer(own, blob, _label(verdict.attempt, number, len(own.mean)))
+        layout = self._fragments[own.fragment].layout
+        for each in layout.slices if own.mean else ():
+            self._offer(own, layout.part(own.mean, each), _label(verdict.attempt, each, layout))
 
     def begin(self, own: MemberRound, verdict: Verdict) -> asyncio.Task[None]:
         """Start a task that receives and merges the mean of a verdict."""
@@ -140,9 +130,9 @@ class RoundTransfers:
             own.is_clean = False
 
     def retire(self, own: MemberRound) -> None:
-        """Stop offering the blobs of a round, and reuse them when the last stream has ended."""
+        """Stop offering the slices of a round, and reuse their memory when the last stream has ended."""
         offers, own.offers = own.offers, []
-        lent = [list(blobs) for blobs in (own.contribution, own.mean) if blobs]
+        contribution, mean = list(own.contribution), own.mean
         own.contribution, own.mean = (), []
         remaining = len(offers)
 
@@ -150,23 +140,25 @@ class RoundTransfers:
             nonlocal remaining
             remaining -= 1
             if not remaining and own.is_clean:
-                self._pools[own.fragment].release(lent)
+                if contribution:
+                    self._free[own.fragment].append(contribution)
+                if mean:  # its values may not be applied yet, but they are before the next mean is received
+                    self._last_means[own.fragment] = mean
 
         for offer in offers:
             offer.on_free = on_free
             self._server.withdraw(offer)
 
-    def _offer(self, own: MemberRound, blob: Tensor, label: Part) -> None:
-        if blob.numel():
-            buffers = _as_buffers(blob)
-            own.offers.append(
-                self._server.offer(own.number, buffers, lambda _: None, mean_of=label, ends_earlier=False)
-            )
+    def _offer(self, own: MemberRound, part: Tensor, label: Part) -> None:
+        buffers = _as_buffers(part)
+        own.offers.append(self._server.offer(own.number, buffers, lambda _: None, mean_of=label, ends_earlier=False))
 
     async def _merge(self, own: MemberRound, verdict: Verdict) -> None:
         try:
             if verdict.donors:
-                own.mean = self._pools[own.fragment].acquire()
+                if (mean := self._last_means.pop(own.fragment, None)) is not None:
+                    self._free[own.fragment].append(mean)
+                own.mean = self.new_encoded(own.fragment)
                 await self._receive(own, verdict)
             self._fragments[own.fragment].merge(verdict, own.mean)
         except (RankLostError, StreamAborted) as error:  # the leader takes a census when it notices the loss
@@ -178,38 +170,76 @@ class RoundTransfers:
     async def _receive(self, own: MemberRound, verdict: Verdict) -> None:
         """Average the slices that this member owns, and receive the means of all others."""
         layout = self._fragments[own.fragment].layout
-        me, count = self._services.rank, layout.slice_count
-        numbers = [number for number in range(count) if layout.blob_nbytes(number)]
-        owned = [number for number in numbers if verdict.source_of(number) == me]
-        fetches: dict[tuple[int, int], _Fetch] = {}
-        given: dict[int, list[Tensor]] = {}
+        me = self._services.rank
+        owned = [each for each in layout.slices if verdict.source_of(each.owner) == me]
+        others = [each for each in layout.slices if verdict.source_of(each.owner) != me]
+        given: dict[tuple[Slice, int], _Fetch] = {}
+        means: dict[Slice, _Fetch] = {}
         try:
-            for number in owned:
-                given[number] = []
-                for donor in verdict.donors:
-                    if donor == me:
-                        given[number].append(own.contribution[number])
-                        continue
-                    blob = torch.empty(layout.blob_nbytes(number), dtype=torch.uint8, device="cpu")
-                    given[number].append(blob)
-                    fetches[donor, number] = self._fetch(own, donor, blob, _label(0, number, count))
-            for number in numbers:
-                source = verdict.source_of(number)
-                if source != me:
-                    label = _label(verdict.attempt, number, count)
-                    fetches[-1, number] = self._fetch(own, source, own.mean[number], label)
-            for number in owned:
+            for each in owned:
                 for donor in verdict.donors:
                     if donor != me:
-                        await fetches.pop((donor, number)).whole()
-                layout.average(number, given.pop(number), verdict.weights, own.mean[number])
-                self._offer(own, own.mean[number], _label(verdict.attempt, number, count))
-            for number in numbers:
-                if verdict.source_of(number) != me:
-                    await fetches.pop((-1, number)).whole()
+                        into = _new_bytes(layout.nbytes_of(each))
+                        given[each, donor] = self._fetch(own, donor, into, _label(0, each, layout))
+            for each in others:
+                into = layout.part(own.mean, each)
+                label = _label(verdict.attempt, each, layout)
+                means[each] = self._fetch(own, verdict.source_of(each.owner), into, label)
+            for each in owned:
+                await self._average(own, verdict, each, {donor: given.get((each, donor)) for donor in verdict.donors})
+                self._offer(own, layout.part(own.mean, each), _label(verdict.attempt, each, layout))
+            for each in others:
+                await means[each].whole()
         finally:
-            for fetch in fetches.values():
+            for fetch in (*given.values(), *means.values()):
                 fetch.close()
+
+    async def _average(
+        self, own: MemberRound, verdict: Verdict, each: Slice, given: Mapping[int, _Fetch | None]
+    ) -> None:
+        """Average one slice; ``given`` has the requests for the donors' slices, and None for this rank's own."""
+        for count in range(_REQUEST_COUNT_MAX):
+            try:
+                for fetch in given.values():
+                    if fetch is not None:
+                        await fetch.ready()
+                await self._average_ready(own, verdict, each, list(given.values()))
+                return
+            except StreamAborted as error:
+                if count + 1 == _REQUEST_COUNT_MAX or error.rank in self._services.gone:
+                    raise
+                for fetch in given.values():
+                    if fetch is not None:
+                        fetch.renew()
+
+    async def _average_ready(
+        self, own: MemberRound, verdict: Verdict, each: Slice, given: Sequence[_Fetch | None]
+    ) -> None:
+        layout = self._fragments[own.fragment].layout
+        into, unread_nbytes = layout.part(own.mean, each), 0
+        own_part = layout.part(own.contribution, each) if None in given else into
+        for number, (first, end) in enumerate(layout.pieces(each)):
+            scratch = self._scratch_of(len(given), end - first)
+            parts = [
+                own_part[first:end] if fetch is None else fetch.piece(first, end, place)
+                for fetch, place in zip(given, scratch, strict=True)
+            ]
+            layout.average(each, number, parts, verdict.weights, into[first:end])
+            unread_nbytes += end - first
+            if unread_nbytes >= _YIELD_NBYTES:
+                unread_nbytes = 0
+                await yield_to_loop()
+        for fetch in given:
+            if fetch is not None:
+                fetch.complete()
+
+    def _scratch_of(self, count: int, nbytes: int) -> list[Tensor]:
+        """Return scratch memory of ``nbytes`` for each of ``count`` donors; large enough for most pieces."""
+        if not self._scratch or len(self._scratch[0]) < nbytes:
+            self._scratch = [_new_bytes(nbytes)]
+        while len(self._scratch) < count:
+            self._scratch.append(_new_bytes(len(self._scratch[0])))
+        return self._scratch[:count]
 
     def _fetch(self, own: MemberRound, source: int, into: Tensor, label: Part) -> _Fetch:
         fetch = _Fetch(self._services, self._server, own, source, into, label)
@@ -218,7 +248,7 @@ class RoundTransfers:
 
 
 class _Fetch:
-    """One request for a blob, repeated if the source's memory could not be read."""
+    """One request for a slice, repeated if the source's memory could not be read."""
 
     def __init__(
         self, services: Services, server: SnapshotServer, own: MemberRound, source: int, into: Tensor, label: Part
@@ -227,61 +257,88 @@ class _Fetch:
         self._server = server
         self._own = own
         self._source = source
-        self._into = _as_buffers(into)
+        self._into = into
         self._label = label
         self._stream: InboundStream | PartReading | None = None
+        self._is_whole = False
 
     def ask(self) -> None:
-        """Request the blob."""
+        """Request the slice."""
         self._stream = ask_for_part(
             self._services,
             self._server,
             self._source,
-            self._into,
+            _as_buffers(self._into),
             self._label,
             sizes={},
             round=self._own.number,
             of_mean=True,
         )
 
+    def renew(self) -> None:
+        """Request the slice again, unless it has arrived."""
+        if not self._is_whole:
+            self.close()
+            self.ask()
+
     async def whole(self) -> None:
-        """Wait until the blob has arrived.
+        """Wait until the slice has arrived.
 
         Raises:
             RankLostError: The source is lost.
-            StreamAborted: The source does not offer the blob.
+            StreamAborted: The source does not offer the slice.
         """
-        try:
-            for _ in range(_REQUEST_COUNT_MAX - 1):
-                try:
-                    return await self._arrival()
-                except StreamAborted:
-                    if self._source in self._services.gone:
-                        raise
-                    self.close()
-                    await yield_to_loop()
-                    self.ask()
-            await self._arrival()
-        finally:
+        for count in range(_REQUEST_COUNT_MAX):
+            try:
+                assert self._stream is not None, "the slice was not requested"
+                await self._stream.whole()
+                self.complete()
+                return
+            except StreamAborted:
+                if count + 1 == _REQUEST_COUNT_MAX or self._source in self._services.gone:
+                    raise
+                self.renew()
+                await yield_to_loop()
+
+    async def ready(self) -> None:
+        """Wait until :meth:`piece` can return all pieces; the errors of :meth:`whole`."""
+        if isinstance(self._stream, PartReading):
+            await self._stream.located()
+        elif not self._is_whole:
+            await self.whole()
+
+    def piece(self, first: int, end: int, scratch: Tensor) -> Tensor:
+        """Return the bytes from ``first`` to ``end``, if necessary by reading them into ``scratch``."""
+        if not isinstance(self._stream, PartReading):
+            return self._into[first:end]
+        self._stream.read(first, scratch[: end - first])
+        return scratch[: end - first]
+
+    def complete(self) -> None:
+        """Record that the whole slice has arrived or was read."""
+        if self._stream is not None:
+            if isinstance(self._stream, PartReading):
+                self._stream.complete()
+            self._own.received_nbytes += self._stream.received_nbytes
+            self._is_whole = True
             self.close()
 
-    async def _arrival(self) -> None:
-        if self._stream is not None:
-            await self._stream.whole()
-            self._own.received_nbytes += self._stream.received_nbytes
-
     def close(self) -> None:
-        """Ask the source to stop, unless the blob has arrived."""
+        """Ask the source to stop, unless the slice has arrived."""
         stream, self._stream = self._stream, None
         if stream is not None:
             channel, number = self._server.channel, self._own.number
             stream.finish(lambda stream: cancel_stream(self._services, channel, stream, number))
 
 
-def _as_buffers(blob: Tensor) -> FlatBuffers:
-    return FlatBuffers((), {torch.uint8: blob}, ())
+def _as_buffers(part: Tensor) -> FlatBuffers:
+    return FlatBuffers((), {torch.uint8: part}, ())
 
 
-def _label(attempt: int, number: int, count: int) -> Part:
-    """Return the label of a blob: of slice ``number`` of a contribution (attempt 0), or of the mean of an attempt."""
-    return Part(attempt * count + number, _LABEL_COUNT)
+def _new_bytes(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def _label(attempt: int, each: Slice, layout: WireLayout) -> Part:
+    """Return the label of a slice of a contribution (attempt 0), or of the mean of an attempt."""
+    return Part(attempt * len(layout.slices) + each.number, _LABEL_COUNT)

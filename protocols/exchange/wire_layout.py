@@ -1,4 +1,4 @@
-"""Divides a fragment of a model into vectors and slices, and encodes a slice as one message.
+"""Divides a fragment of a model into vectors and slices, and averages encoded slices.
 
 A fragment is a part of the model: some of its entries. Its values are kept as flat vectors, one for each role and
 dtype. The roles are:
@@ -8,15 +8,16 @@ dtype. The roles are:
   weights. They are never encoded with a lossy codec.
 - ``"copied"``: integer and bool entries, as bytes. Their mean is the value of the first donor.
 
-Each vector is cut into the same number of slices. A slice of the fragment consists of the slices of all vectors, and is
-encoded as one uint8 tensor, a blob. Sums are elementwise, so the slices can be averaged on different ranks.
+Each vector is cut into slices, which are sent and averaged separately. Sums are elementwise, so the slices can be
+averaged on different ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, Literal, TypeAlias
 
 import torch
@@ -25,12 +26,13 @@ from torch import Tensor
 from asyncdist.tensors.byte_views import flat_bytes
 from asyncdist.tensors.codecs import Codec, find_codec
 from asyncdist.tensors.flat_state import Entry, accumulate_dtype
-from asyncdist.tensors.means import WeightedMean
+from asyncdist.tensors.means import mean_into, weighted_mean_into
 
 Role: TypeAlias = Literal["stepped", "averaged", "copied"]
 
-#: Vectors begin at multiples of this number of bytes in a blob, so that they can be viewed with their own dtype.
+#: Copied entries begin at multiples of this number of bytes, so that they can be viewed with their own dtype.
 _ALIGNMENT_NBYTES: Final = 16
+_PIECE_COUNT: Final = 1 << 16  # elements that are averaged at a time; 256 KiB of float32 stay in a core's cache
 _EXACT: Final = find_codec("float32")
 
 
@@ -56,26 +58,44 @@ class Vector:
         """Number of elements."""
         return self.bounds[-1]
 
-    def slice_of(self, flat: Tensor, number: int) -> Tensor:
-        """Return slice ``number`` of a flat tensor with the vector's elements."""
-        return flat[self.bounds[number] : self.bounds[number + 1]]
+    def place_of(self, index: int) -> int:
+        """Return the index of element ``index``, the first of a block, in the encoded vector."""
+        return index if self.codec is None else self.codec.nbytes(index)
 
-    def nbytes(self, number: int) -> int:
-        """Return the encoded size of slice ``number`` in bytes."""
-        count = self.bounds[number + 1] - self.bounds[number]
-        return count * self.dtype.itemsize if self.codec is None else self.codec.nbytes(count)
+    @torch.inference_mode(False)  # the tensors outlive the caller's inference mode
+    def new_encoded(self) -> Tensor:
+        """Allocate an uninitialised encoded vector: uint8, or the vector's dtype if it is not encoded."""
+        dtype = self.dtype if self.codec is None else torch.uint8
+        return torch.empty(self.place_of(self.count), dtype=dtype, device="cpu")
 
-    def raw(self, part: Tensor) -> Tensor:
-        """View an unencoded slice in a blob with the vector's dtype."""
-        return part.view(self.dtype)
+    @torch.inference_mode(False)
+    def new_flat(self) -> Tensor:
+        """Allocate a zero-filled vector."""
+        return torch.zeros(self.count, dtype=self.dtype, device="cpu")
 
-    def decoded(self, part: Tensor, number: int) -> Tensor:
-        """Return the values of an encoded slice, as a view of it if it is not encoded."""
+    def decoded(self, encoded: Tensor, flat: Tensor) -> Tensor:
+        """Return the values of an encoded vector: the vector itself if it is not encoded, otherwise ``flat``."""
         if self.codec is None:
-            return self.raw(part)
-        values = torch.empty(self.bounds[number + 1] - self.bounds[number], dtype=self.dtype, device="cpu")
-        self.codec.decode(part, values)
-        return values
+            return encoded
+        self.codec.decode(encoded, flat)
+        return flat
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One slice of one vector, which is sent and averaged as a unit.
+
+    Attributes:
+        number: Number of the slice among all slices of the fragment.
+        owner: Number of the owner: slices with equal numbers have the same owner.
+        first, last: First element and end of the slice in the vector.
+    """
+
+    number: int
+    vector: int
+    owner: int
+    first: int
+    last: int
 
 
 class WireLayout:
@@ -85,14 +105,18 @@ class WireLayout:
         entries: All entries of the model.
         chosen: Indices of the fragment's entries.
         parameters: Names of the model's parameters; all other floating entries have the role ``"averaged"``.
-        slice_count: Number of slices.
+        owner_count: Number of ranks among which each vector is divided.
         codec: Codec of the stepped float32 vector.
+
+    Attributes:
+        slices: All slices that are not empty.
+        nbytes: Total size in bytes of all encoded vectors.
     """
 
     def __init__(
-        self, entries: Sequence[Entry], chosen: Sequence[int], parameters: set[str], slice_count: int, codec: Codec
+        self, entries: Sequence[Entry], chosen: Sequence[int], parameters: set[str], owner_count: int, codec: Codec
     ) -> None:
-        self.slice_count = slice_count
+        self._owner_count = owner_count
         self.codec = codec
         grouped: dict[tuple[Role, torch.dtype], list[tuple[int, int]]] = {}
         for index in chosen:
@@ -108,7 +132,8 @@ class WireLayout:
             grouped.setdefault((role, wide), []).append((index, count))
         self.vectors = tuple(self._vector(*key, grouped[key]) for key in sorted(grouped, key=str, reverse=True))
         self.stepped = tuple(vector for vector in self.vectors if vector.role == "stepped")
-        self._places = [self._places_of(number) for number in range(slice_count)]
+        self.slices = tuple(self._slices())
+        self.nbytes = sum(vector.new_encoded().nbytes for vector in self.vectors)
 
     def _vector(self, role: Role, dtype: torch.dtype, counts: Sequence[tuple[int, int]]) -> Vector:
         places, end = [], 0
@@ -119,85 +144,76 @@ class WireLayout:
                 end = -(-end // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
         is_coded = role == "stepped" and dtype == torch.float32 and self.codec is not _EXACT
         block = self.codec.block if is_coded else 1
-        inner = [end * number // self.slice_count // block * block for number in range(self.slice_count)]
-        bounds = (*([0] * self.slice_count if role == "copied" else inner), end)
-        if role == "copied":  # only the first donor's values count, so they need not be divided
-            bounds = (0, *[end] * self.slice_count)
+        total = self._owner_count if role != "copied" else 1  # the first donor's values count, so they are not divided
+        bounds = (*(end * number // total // block * block for number in range(total)), end)
         return Vector(role, dtype, tuple(places), bounds, self.codec if is_coded else None)
 
-    def _places_of(self, number: int) -> list[tuple[int, int]]:
-        places, end = [], 0
-        for vector in self.vectors:
-            nbytes = vector.nbytes(number)
-            places.append((end, end + nbytes))
-            end += -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
-        return places
+    def _slices(self) -> Iterator[Slice]:
+        number = 0
+        for place, vector in enumerate(self.vectors):
+            for owner, (first, last) in enumerate(pairwise(vector.bounds)):
+                if first < last:
+                    yield Slice(number, place, owner, first, last)
+                    number += 1
 
-    def blob_nbytes(self, number: int) -> int:
-        """Return the size in bytes of the blob of slice ``number``."""
-        return self._places[number][-1][1]
+    def new_encoded(self) -> list[Tensor]:
+        """Allocate an uninitialised encoded vector for each vector."""
+        return [vector.new_encoded() for vector in self.vectors]
 
-    @property
-    def nbytes(self) -> int:
-        """Total size in bytes of all blobs of one contribution."""
-        return sum(map(self.blob_nbytes, range(self.slice_count)))
+    def part(self, encoded: Sequence[Tensor], each: Slice) -> Tensor:
+        """Return a slice of encoded vectors as a uint8 tensor."""
+        vector = self.vectors[each.vector]
+        return encoded[each.vector][vector.place_of(each.first) : vector.place_of(each.last)].view(torch.uint8)
 
-    def parts(self, blob: Tensor, number: int) -> list[Tensor]:
-        """Return the part of a blob that contains each vector's slice."""
-        return [blob[first:end] for first, end in self._places[number]]
+    def nbytes_of(self, each: Slice) -> int:
+        """Return the encoded size of a slice in bytes."""
+        vector = self.vectors[each.vector]
+        size = vector.dtype.itemsize if vector.codec is None else 1
+        return (vector.place_of(each.last) - vector.place_of(each.first)) * size
 
-    @torch.inference_mode(False)  # the tensors outlive the caller's inference mode
-    def new_blobs(self) -> list[Tensor]:
-        """Allocate the uninitialised blobs of all slices."""
-        return [
-            torch.empty(self.blob_nbytes(number), dtype=torch.uint8, device="cpu") for number in range(self.slice_count)
-        ]
+    def pieces(self, each: Slice) -> list[tuple[int, int]]:
+        """Divide a slice into pieces that fit into a core's cache: first byte and end of each in the encoded slice."""
+        vector = self.vectors[each.vector]
+        if vector.role == "copied":
+            return [(0, each.last - each.first)]
+        size = 1 if vector.codec is not None else vector.dtype.itemsize
+        step = _PIECE_COUNT if vector.codec is None else max(1, _PIECE_COUNT // vector.codec.block) * vector.codec.block
+        firsts = [*range(each.first, each.last, step), each.last]
+        start = vector.place_of(each.first)
+        return [((vector.place_of(a) - start) * size, (vector.place_of(b) - start) * size) for a, b in pairwise(firsts)]
 
-    @torch.inference_mode(False)
-    def new_flats(self, vectors: Sequence[Vector] | None = None) -> list[Tensor]:
-        """Allocate a zero-filled flat tensor for each vector."""
-        return [torch.zeros(vector.count, dtype=vector.dtype, device="cpu") for vector in vectors or self.vectors]
-
-    def encode(self, flats: Sequence[Tensor], blobs: Sequence[Tensor]) -> None:
-        """Write the values of all vectors into blobs."""
-        for number, blob in enumerate(blobs):
-            for vector, flat, part in zip(self.vectors, flats, self.parts(blob, number), strict=True):
-                values = vector.slice_of(flat, number)
-                if vector.codec is None:
-                    vector.raw(part).copy_(values)
-                else:
-                    vector.codec.encode(values, part)
-
-    def decode(self, blobs: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
-        """Write the values in blobs into the flat tensors of all vectors."""
-        for number, blob in enumerate(blobs):
-            for vector, flat, part in zip(self.vectors, flats, self.parts(blob, number), strict=True):
-                into = vector.slice_of(flat, number)
-                if vector.codec is None:
-                    into.copy_(vector.raw(part))
-                else:
-                    vector.codec.decode(part, into)
-
-    def average(self, number: int, blobs: Sequence[Tensor], weights: Sequence[float], into: Tensor) -> None:
-        """Write the encoded weighted mean of the donors' blobs of one slice, added up in the order of the donors.
+    def average(
+        self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
+    ) -> None:
+        """Write the encoded weighted mean of one piece of a slice, added up in the order of the donors.
 
         Args:
-            blobs: Blob of each donor.
+            number: Number of the piece in :meth:`pieces`.
+            parts: The piece of each donor, uint8.
             weights: Weight of each donor, above 0.
+            into: The piece of the mean, uint8.
         """
-        given = [self.parts(blob, number) for blob in blobs]
-        for place, (vector, part) in enumerate(zip(self.vectors, self.parts(into, number), strict=True)):
-            if vector.role == "copied":
-                part.copy_(given[0][place])
-                continue
-            count = vector.bounds[number + 1] - vector.bounds[number]
-            result = vector.raw(part) if vector.codec is None else torch.empty(count, dtype=vector.dtype, device="cpu")
-            mean = WeightedMean(len(blobs))
-            for parts, weight in zip(given, weights, strict=True):
-                mean.begin(weight)
-                mean.add(result, vector.decoded(parts[place], number))
-            if vector.codec is not None:
-                vector.codec.encode(result, part)
+        vector = self.vectors[each.vector]
+        if vector.role == "copied":
+            into.copy_(parts[0])
+            return
+        if vector.codec is None:
+            _average([part.view(vector.dtype) for part in parts], weights, into.view(vector.dtype))
+            return
+        step = max(1, _PIECE_COUNT // vector.codec.block) * vector.codec.block
+        count = min(step, each.last - each.first - number * step)
+        values = torch.empty(len(parts) + 1, count, dtype=vector.dtype, device="cpu")
+        for part, row in zip(parts, values, strict=False):
+            vector.codec.decode(part, row)
+        _average(list(values[:-1]), weights, values[-1])
+        vector.codec.encode(values[-1], into)
+
+
+def _average(parts: Sequence[Tensor], weights: Sequence[float], into: Tensor) -> None:
+    if len(parts) > 1 and all(weight == 1.0 for weight in weights):
+        mean_into(into, parts)
+    else:
+        weighted_mean_into(into, parts, weights)
 
 
 def gather(vector: Vector, tensors: Sequence[Tensor], flat: Tensor) -> None:

@@ -205,10 +205,23 @@ class PartReading:
             RankLostError: The donor is gone.
             StreamAborted: The donor has no snapshot, has withdrawn it or has ended.
         """
-        await self._reading.located(deadline=deadline)
+        await self.located(deadline=deadline)
         for piece in self._pieces:
             self._reading.read(*piece)
             await yield_to_loop()
+        self.complete()
+
+    async def located(self, *, deadline: float | None = None) -> None:
+        """Wait for the address of the part, which :meth:`read` can read from then on; the errors of :meth:`whole`."""
+        await self._reading.located(deadline=deadline)
+
+    def read(self, first: int, into: torch.Tensor) -> None:
+        """Read elements of the part's first tensor, beginning with element ``first``; the errors of :meth:`whole`."""
+        number, start, _ = self._pieces[0]
+        self._reading.read(number, start + first, into)
+
+    def complete(self) -> None:
+        """Record that the whole part was read."""
         self._reading.complete()
 
     def finish(self, cancel: object = None) -> None:
