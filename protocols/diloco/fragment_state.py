@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncdist.protocols.diloco.outer_step import OuterFactory, OuterStep
 from asyncdist.protocols.exchange.ledger import Verdict
-from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, scatter
+from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, scatter, subtract
 from asyncdist.tensors.codecs import ErrorFeedback
 
 
@@ -83,11 +83,12 @@ class FragmentState:
         norm = 0.0
         flats = [each if own is None else own for each, own in zip(encoded, self._scratch, strict=True)]
         for vector, flat in zip(self.layout.vectors, flats, strict=True):
-            gather(vector, tensors, flat)
+            anchor = next(anchors, None) if vector.role == "stepped" else None
+            if anchor is None:
+                gather(vector, tensors, flat)
+            else:
+                subtract(vector, anchor, tensors, flat)
             if vector.role == "stepped":
-                anchor = next(anchors, None)
-                if anchor is not None:
-                    torch.sub(anchor, flat, out=flat)
                 norm = math.hypot(norm, torch.linalg.vector_norm(flat).item())
         if math.isfinite(norm):
             for place, vector in enumerate(self.layout.vectors):

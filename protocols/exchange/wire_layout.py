@@ -222,6 +222,12 @@ def gather(vector: Vector, tensors: Sequence[Tensor], flat: Tensor) -> None:
         flat[first:end].copy_(_values_of(vector, tensors[index]))
 
 
+def subtract(vector: Vector, anchor: Tensor, tensors: Sequence[Tensor], flat: Tensor) -> None:
+    """Write the differences between an anchor and the model's tensors into a flat tensor."""
+    for index, first, end in vector.places:
+        torch.sub(anchor[first:end], _values_of(vector, tensors[index]).to(flat), out=flat[first:end])
+
+
 def scatter(vector: Vector, flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy a flat tensor into the model's tensors, rounding each value once to the tensor's dtype."""
     for index, first, end in vector.places:
