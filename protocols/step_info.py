@@ -65,6 +65,8 @@ class StepInfo:
             return f"round {self.round}: abandoned, {self.abandoned}"
         if not self.averaged_this_iteration:
             return "nothing changed"
+        if not self.donors and self.fragment >= 0:
+            return f"round {self.round}: no rank had finite weights"
         if not self.donors:
             return f"round {self.round}: fresh weights"
         ranks = ", ".join(map(str, self.donors))

@@ -25,7 +25,7 @@ class Mean:
 
     Attributes:
         norm: L2 norm of the mean difference; None without an outer optimizer.
-        cosine: Mean cosine between two donors' differences; None if unknown.
+        cosine: Mean cosine between two donors' differences; None if unknown, for example with top-k.
     """
 
     verdict: Verdict
@@ -113,7 +113,9 @@ class FragmentState:
                     if vector.role == "stepped"
                 ]
                 norm = math.hypot(*(torch.linalg.vector_norm(flat).item() for flat in differences))
-                cosine = mean_cosine(verdict, norm)
+                # The donors' norms are those of the differences. With these options, other vectors are sent.
+                is_other = bool(self._residuals) or self.layout.codec.name == "topk"
+                cosine = None if is_other else mean_cosine(verdict, norm)
                 self._outer.step(differences)
         self.version += 1
         self.mean = Mean(verdict, norm, cosine)
@@ -135,6 +137,12 @@ class FragmentState:
                 new = own.mul_(mixing).add_(new * (1.0 - mixing))
             scatter(vector, new, tensors)
         self._values = []
+
+    @torch.no_grad()
+    def restore(self, tensors: Sequence[Tensor]) -> None:
+        """Write the anchor into the model's parameters; without an outer optimizer, change nothing."""
+        for vector, anchor in zip(self.layout.stepped, self.anchors, strict=bool(self.anchors)):
+            scatter(vector, anchor, tensors)
 
     @property
     def anchors(self) -> tuple[Tensor, ...]:

@@ -17,6 +17,7 @@ The ranks wait for each other where a mean is applied. If a rank is lost, the me
 
 from __future__ import annotations
 
+import math
 import warnings
 import zlib
 from collections.abc import Coroutine, Mapping, Sequence
@@ -39,6 +40,7 @@ from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.options import CommonOptions, MemberOptions
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.selective.scopes import PolicyScopes
+from asyncdist.protocols.starting.differences import FIRST_WEIGHTS
 from asyncdist.protocols.step_info import NOTHING, AverageApplied, StepInfo
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.flat_state import SnapshotPool
@@ -46,11 +48,16 @@ from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
 
 class _InFlight(NamedTuple):
-    """A round to which this member has contributed, and whose mean is not applied yet."""
+    """A round for which this member has captured its weights, and whose mean is not applied yet.
+
+    Attributes:
+        is_finite: Whether the captured weights were finite; if not, they are left out of the mean.
+    """
 
     number: int
     captured_at: int
     applied_at: int
+    is_finite: bool
 
 
 #: Options of other libraries, with the names of this policy's options.
@@ -104,7 +111,8 @@ class DiLoCoPolicy(SpawnPolicy):
 
     All ranks must begin with equal weights. The outer optimizer moves the parameters. Floating buffers, such as
     BatchNorm's statistics, are averaged. Integer and bool buffers are copied from the first contributing rank. The
-    inner optimizer keeps its state. A rank whose weights are not finite does not contribute, and gets the others' mean.
+    inner optimizer keeps its state. A rank whose weights are not finite does not contribute. It gets the others' mean,
+    and its inner optimizer's state is cleared (``StepInfo.recovered``).
 
     If ranks end their training after different numbers of steps, the others continue without them.
 
@@ -192,7 +200,7 @@ class DiLoCoPolicy(SpawnPolicy):
         for fragment in self._fragments:
             for anchor in fragment.anchors:
                 checksum = zlib.crc32(byte_view(anchor), checksum)
-        return {**super()._agreed_values(), "anchor": f"{checksum:08x}"}
+        return {**super()._agreed_values(), FIRST_WEIGHTS: f"{checksum:08x}"}
 
     async def _start(self) -> None:
         agreed = await self._agree()
@@ -216,8 +224,8 @@ class DiLoCoPolicy(SpawnPolicy):
         if self._saved is not None:
             for own_fragment, state in zip(self._fragments, self._saved["fragments"], strict=False):
                 own_fragment.load_state_dict(state)
-            for fragment, number, captured_at, applied_at, pending in self._saved["in_flight"]:
-                self._in_flight[fragment] = _InFlight(number, captured_at, applied_at)
+            for fragment, *flight, pending in self._saved["in_flight"]:
+                self._in_flight[fragment] = _InFlight(*flight)
                 self._fragments[fragment].restore_pending(pending)
             self._saved = None
 
@@ -297,15 +305,15 @@ class DiLoCoPolicy(SpawnPolicy):
         own, number = self._fragments[fragment], self._number(fragment)
         weight = self._tokens[fragment] if self._own_options.weights == "tokens" else 1.0
         self._tokens[fragment] = 0.0
-        self._in_flight[fragment] = _InFlight(number, step, self._schedule.applied_at(step))
         exchange, layout = self._exchange, own.layout
         encoded = layout.new_encoded() if exchange is None else exchange.new_encoded(fragment)
         norm = own.capture(self._tensors(), encoded)
         if exchange is None:
             own.merge(Verdict(1, (self._world.rank,), (weight,), (norm,)), encoded)
-            return
-        self._sent_nbytes += layout.nbytes
-        exchange.contribute(number, encoded, weight, norm)
+        else:
+            self._sent_nbytes += layout.nbytes
+            exchange.contribute(number, encoded, weight, norm)
+        self._in_flight[fragment] = _InFlight(number, step, self._schedule.applied_at(step), math.isfinite(norm))
 
     async def _apply_due(self, step: int) -> StepInfo:
         """Apply all means that are due in this step, and wait for those that have not arrived."""
@@ -314,16 +322,19 @@ class DiLoCoPolicy(SpawnPolicy):
         for fragment, flight in sorted(due):
             began_at = self._world.time()
             await self._merged(fragment, flight.number)
-            info = self._apply(fragment, flight.number, step - flight.captured_at, began_at)
+            info = self._apply(fragment, flight, began_at)
         return info
 
-    def _apply(self, fragment: int, number: int, age_steps: int, began_at: float) -> StepInfo:
+    def _apply(self, fragment: int, flight: _InFlight, began_at: float) -> StepInfo:
         """Write a fragment's merged mean into the model."""
-        own = self._fragments[fragment]
+        own, number = self._fragments[fragment], flight.number
         assert own.mean is not None, f"round {number} has no mean"
         with self._weights.following():
-            own.apply(self._tensors(), self._own_options.mixing)
-        if self._resets_optimizer:
+            own.apply(self._tensors(), self._own_options.mixing if flight.is_finite else 0.0)
+            if not flight.is_finite:  # the next step would otherwise spread NaNs from the other fragments
+                for each in self._fragments:
+                    each.restore(self._tensors())
+        if self._resets_optimizer or not flight.is_finite:
             reset_optimizer_state(self.optimizer)
         del self._in_flight[fragment]
         waited_s = self._world.time() - began_at
@@ -336,9 +347,10 @@ class DiLoCoPolicy(SpawnPolicy):
             round=number,
             donors=verdict.donors,
             weights=tuple(weight / total for weight in verdict.weights),
-            staleness_steps=age_steps,
+            staleness_steps=self.iteration - flight.captured_at,
             seconds=waited_s,
             nbytes=own.layout.nbytes,
+            recovered="" if flight.is_finite else "this rank's weights were not finite",
             fragment=fragment,
             wire_nbytes=own.layout.nbytes,
             outer_norm=own.mean.norm,

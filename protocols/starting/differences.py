@@ -16,6 +16,8 @@ from asyncdist.tensors.flat_state import Fingerprint, first_difference
 
 #: Name in error messages for the checksum of the parameters that parameters="trainable" excludes.
 LEFT_OUT: Final = "the hash of the parameters that are not trained"
+#: Name in error messages for the checksum of the anchors of DiLoCo.
+FIRST_WEIGHTS: Final = "the checksum of the first weights"
 #: Name of the value that marks a start after running out of memory. A difference in this value is reported first.
 BEGINS_AGAIN: Final = "a start after exhausted memory"
 _WHOSE_START: Final = "a policy's ranks are the ranks of its group=, by default all"
@@ -71,6 +73,13 @@ async def explained(
         return DisagreementError(
             f"{error.message}; with parameters='trainable' the other parameters must be equal on all ranks: load the "
             "same weights on all ranks, or pass parameters='all'",
+            **error.facts,
+        )
+    if difference == FIRST_WEIGHTS:
+        return DisagreementError(
+            f"{error.message}; with an outer optimizer all ranks must begin with equal weights: call "
+            "torch.manual_seed(seed) with the same seed on all ranks before the model is created, or load the same "
+            "weights or checkpoint on all ranks",
             **error.facts,
         )
     if difference != "model":
