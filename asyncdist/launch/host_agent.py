@@ -13,11 +13,13 @@ Both sides send lines of JSON. The launcher writes commands to the agent's stand
 The agent writes its answers to standard output, between the ranks' output lines. Each answer begins with a mark that
 contains the launcher's TOKEN. When standard input ends, because the launcher, ssh or the network has failed, the agent
 kills all ranks. If the agent itself is killed, the guardians kill the ranks, on Linux. If an mpirun starts the ranks,
-the TOKEN of ``reports`` is not empty, and the agent forwards each of their guardians' reports as ``report``.
+the TOKEN of ``reports`` is not empty. The agent then forwards each of their guardians' reports as ``report``, and makes
+private folders for Open MPI, which it removes when it ends.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
@@ -35,6 +37,7 @@ if __name__ == "__main__":
 from asyncdist import environment, local_host  # noqa: E402
 from asyncdist._version import __version__  # noqa: E402
 from asyncdist.launch import local_ranks  # noqa: E402
+from asyncdist.launch.mpi_folders import MpiFolders  # noqa: E402
 from asyncdist.launch.supervision.guardian_reports import GuardianReports  # noqa: E402
 
 
@@ -57,6 +60,7 @@ class _Agent:
         self._ranks: dict[int, local_ranks.RankProcess] = {}
         self._told: dict[str, str] = {}
         self._reports: GuardianReports | None = None
+        self._folders = MpiFolders("", "")
 
     def run(self) -> None:
         threading.Thread(target=self._read, name="launcher", daemon=True).start()
@@ -82,6 +86,7 @@ class _Agent:
                 process.wait()
             if self._reports is not None:
                 self._reports.close()
+            self._folders.remove()
 
     def _read(self) -> None:
         try:
@@ -118,7 +123,13 @@ class _Agent:
             return
         if token:
             self._reports = GuardianReports(token, lambda report: self._tell(report=report))
-        self._tell(hello=versions(), cores=local_host.available_cores(), port=local_host.find_free_port())
+            self._folders = MpiFolders.make(token)
+        self._tell(
+            hello=versions(),
+            cores=local_host.available_cores(),
+            port=local_host.find_free_port(),
+            folders=dataclasses.asdict(self._folders),
+        )
 
     def _start(self, rank: int, command: list[str], environ: dict[str, str]) -> None:
         events = self._events

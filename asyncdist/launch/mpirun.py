@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from asyncdist import environment, local_host, rank_program
-from asyncdist.launch import guardians, remote_hosts
+from asyncdist.launch import guardians, mpi_folders, remote_hosts
 from asyncdist.launch.remote_hosts import Host
 from asyncdist.launch.supervision import mpirun_process
 from asyncdist.launch.supervision.endings import JobEnds
@@ -100,14 +100,19 @@ def run(
     if ranks is not None and not hosts:
         local_host.check_script(script)
         local_host.check_ranks(ranks)
-    environ = environment.without_launchers(environ)
+    environ = mpi_folders.without_outer(environment.without_launchers(environ))
     installation = find_installation(environ)
     flavour = choose_flavour(installation, mpi)
     if survives:
         check_survival(installation)
     mpirun = installation.launchers[flavour]
     token = secrets.token_hex(8)
-    with remote_hosts.connected(hosts, ssh, script, needs=[mpirun], reports=token) as agents:
+    with (
+        remote_hosts.connected(hosts, ssh, script, needs=[mpirun], reports=token) as agents,
+        mpi_folders.kept(token) as folders,
+    ):
+        if flavour == "openmpi":
+            environ = {**mpi_folders.settings(folders, [agent.folders for agent in agents]), **environ}
         if agents:
             fullest = min(agents, key=lambda agent: agent.cores / agent.host.slots)
             on_one, cores = fullest.host.slots, fullest.cores

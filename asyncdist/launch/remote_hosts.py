@@ -26,6 +26,7 @@ from typing import IO, Any, Final
 
 from asyncdist import local_host
 from asyncdist.launch import host_agent
+from asyncdist.launch.mpi_folders import MpiFolders
 from asyncdist.wording import ranks_in_words
 
 #: Default command to reach a host. A login fails instead of asking for a password or for an unknown host's key.
@@ -159,6 +160,7 @@ class Agent:
         on_report: Function called in a thread with each report of a guardian.
         cores: Number of cores for the ranks; known after ``check``.
         port: Free port on the host; known after ``check``.
+        folders: Private folders for Open MPI on the host; known after ``check``.
         heard_at: :func:`time.monotonic` time of the agent's last message.
     """
 
@@ -166,6 +168,7 @@ class Agent:
         self.on_report: Callable[[str], object] = lambda _: None
         self.host = host
         self.cores = self.port = 0
+        self.folders = MpiFolders("", "")
         self.heard_at = time.monotonic()
         self._token = secrets.token_hex(8)
         self._ranks: dict[int, RemoteRank] = {}
@@ -213,7 +216,7 @@ class Agent:
                     f"{name} must be equal on all hosts, but it is {there} there and {version} here; install the same "
                     "version"
                 )
-        self.cores, self.port = answer["cores"], answer["port"]
+        self.cores, self.port, self.folders = answer["cores"], answer["port"], MpiFolders(**answer["folders"])
         self._is_ready = True
         return None
 

@@ -446,6 +446,30 @@ def test_files_with_the_next_process_number_hinder_no_job(tmp_path: Path) -> Non
     assert all(file.exists() for file in files)
 
 
+#: Prints the files of Open MPI that this rank has mapped.
+SHOWS_FILES = """
+from mpi4py import MPI
+lines = open("/proc/self/maps").read().splitlines()
+found = {line.split(maxsplit=5)[5].removesuffix(" (deleted)") for line in lines if "/dev/shm/" in line or "ompi." in line}
+print(*sorted(found))
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(not guardians.ARE_HERE, reason="the test reads /proc")
+def test_open_mpis_files_are_in_private_folders(tmp_path: Path) -> None:
+    """Regression: other users had made /dev/shm/sm_segment.* or /tmp/ompi.PID first, and could read all messages."""
+    if mpi.flavour() != "openmpi":
+        pytest.skip("MPICH opens no existing file")
+    said = mpi.run_source(2, SHOWS_FILES, env={"TMPDIR": str(tmp_path)}).check().stdout.splitlines()
+    for line in said:
+        folders = {Path(path).parts[:-1] for path in line.split()}
+        assert all(any(part.startswith("asyncdist-mpi-") for part in folder) for folder in folders), line
+        assert "/sm_segment." in line and "/ompi." in line
+        assert not any(Path(path).exists() for path in line.split())
+    assert len(said) == 2
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize(("given", "seen"), [({}, "^ofi"), ({"OMPI_MCA_btl": "self,sm"}, "self,sm")])
 def test_a_job_on_one_host_looks_for_no_fabric_unless_asked(given: dict[str, str], seen: str) -> None:

@@ -175,6 +175,18 @@ def test_a_job_on_mpi_that_has_lost_a_host_has_failed(tmp_path: Path) -> None:
     assert result.stderr.count("asyncdist run: mpirun ") == 1
 
 
+@MPI
+def test_open_mpis_files_on_other_hosts_are_private(tmp_path: Path) -> None:
+    """Regression: other users of a host had made the folder prted.PID first, and could replace the files in it."""
+    script = tmp_path / "show.py"
+    script.write_text("import os\nfrom mpi4py import MPI\nprint(os.environ['PMIX_SERVER_TMPDIR'], flush=True)\n")
+    start = f"{RUN} --hosts host1:1,host2:1 --transport mpi {script}"
+    left = "for host in host1 host2; do ssh $host 'ls -d ${TMPDIR:-/tmp}/asyncdist-mpi-* /dev/shm/asyncdist-mpi-*'; done"
+    result = hosts.run(2, ["sh", "-c", f"{start} && ! ({left})"]).check()
+    folders = result.stdout.splitlines()
+    assert len(folders) == 2 and all("/asyncdist-mpi-" in folder for folder in folders), result.output()
+
+
 #: Rank 2 ends as told; with "stay" all wait until a signal comes. Rank 0 says when all are there.
 MPI_ENDING = """
 import os, signal, sys

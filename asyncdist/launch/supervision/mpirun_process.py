@@ -23,11 +23,9 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any, Final
 
 from asyncdist import local_host, rank_program
@@ -49,8 +47,6 @@ _PROBE_S: Final = 5.0
 _SILENCE_S: Final = 30.0
 #: Maximum seconds to hold back the beginning of an mpirun message before printing it incomplete.
 _HOLD_S: Final = 0.2
-#: Maximum number of processes to start for mpirun, until one has a pid that no other mpirun has or had.
-_NUMBER_COUNT: Final = 1000
 #: Signals that Open MPI's mpirun passes on to its ranks. All other signals would end it.
 _FOR_MPIRUN: Final = frozenset(
     {*local_host.ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT, signal.SIGALRM}
@@ -150,31 +146,19 @@ class _Job:
             guardian.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start mpirun as a process whose pid no other mpirun has or had.
-
-        Raises:
-            local_host.LaunchError: Folders of other mpiruns exist for too many successive pids.
-        """
-        for _ in range(_NUMBER_COUNT):
-            with contextlib.suppress(subprocess.SubprocessError):  # _begin has failed; the next process has another pid
-                return subprocess.Popen(
-                    self._command,
-                    executable=self._mpirun,
-                    env=self._environ,
-                    stdin=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    process_group=0,
-                    preexec_fn=self._begin,
-                )
-        raise local_host.LaunchError(
-            f"{tempfile.gettempdir()} has folders ompi.NUMBER for the next {_NUMBER_COUNT} process numbers, so mpirun "
-            "cannot start: set TMPDIR to another folder"
+        return subprocess.Popen(
+            self._command,
+            executable=self._mpirun,
+            env=self._environ,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            process_group=0,
+            preexec_fn=self._begin,
         )
 
     def _begin(self) -> None:
-        """Prepare the child process that becomes mpirun. Raise FileExistsError if it needs another pid."""
+        """Prepare the child process that becomes mpirun."""
         guardians.die_with_parent(self._pid)
-        _check_number()
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun has no handler for it while it starts
         signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
 
@@ -369,19 +353,3 @@ def _write(data: bytes) -> None:
     with contextlib.suppress(OSError):  # no process reads the output any longer
         while data:
             data = data[os.write(2, data) :]
-
-
-def _check_number() -> None:
-    """Check that no other mpirun has or had the pid of this process, which becomes mpirun.
-
-    Open MPI names mpirun's folder and the ranks' shared memory after the pid of mpirun, and does not start if the
-    folder contains files. The folder may belong to a killed mpirun, or to one that runs in another container with the
-    same ``/tmp``. If that folder were removed, both jobs would use the same shared memory, and crash.
-
-    Raises:
-        FileExistsError: A folder for this pid exists.
-    """
-    with contextlib.suppress(FileNotFoundError):  # no folder for temporary files exists
-        folder = Path(tempfile.gettempdir(), f"ompi.{os.getpid()}")
-        if os.path.lexists(folder):
-            raise FileExistsError(folder)

@@ -1,0 +1,102 @@
+"""Makes private folders for the files and the shared memory of one Open MPI job on this host.
+
+By default, Open MPI uses predictable names: ``/tmp/ompi.PID``, ``/tmp/prted.PID`` and ``/dev/shm/sm_segment.*``. If
+another user of the host has created such a folder or file first, Open MPI uses it, and that user can read and change
+the ranks' messages (unless the kernel's ``fs.protected_regular`` prevents the latter). Each job therefore gets folders
+of mode 0700 with a random name. They also keep apart the jobs of containers that share ``/tmp`` or ``/dev/shm``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from asyncdist.trust import private_folders
+
+_PREFIX: Final = "asyncdist-mpi-"
+#: Folder in memory, in which Open MPI would create the memory that ranks share.
+_MEMORY: Final = "/dev/shm"
+#: Settings for the folder of mpirun's files and of the files of its daemons on other hosts, by Open MPI 5's and 4's
+#: names.
+_OF_MPIRUN: Final = ("PRTE_MCA_prte_local_tmpdir_base", "OMPI_MCA_orte_local_tmpdir_base")
+_OF_DAEMONS: Final = ("PRTE_MCA_prte_remote_tmpdir_base", "OMPI_MCA_orte_remote_tmpdir_base")
+#: Settings for the folder of memory that ranks share: for messages (Open MPI 5's and 4's names) and for windows.
+_OF_MEMORY: Final = tuple(
+    f"OMPI_MCA_{part}_backing_directory" for part in ("btl_sm", "btl_vader", "osc_sm", "osc_rdma", "osc_ucx")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MpiFolders:
+    """Private folders on one host.
+
+    Attributes:
+        files: Folder for the files of mpirun or its daemon; "" if it could not be made.
+        memory: Folder for the memory that ranks share; "" if it could not be made.
+    """
+
+    files: str
+    memory: str
+
+    @staticmethod
+    def make(name: str) -> MpiFolders:
+        """Make this host's folders for a job, whose random name is known to no other user."""
+        files = ""
+        with contextlib.suppress(OSError):  # no folder for temporary files is writable
+            files = _made(tempfile.gettempdir(), name)
+        return MpiFolders(files, _made(_MEMORY, name))
+
+    def remove(self) -> None:
+        """Remove the folders and all files in them."""
+        for folder in filter(None, asdict(self).values()):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _made(base: str, name: str) -> str:
+    path = os.path.join(base, _PREFIX + name)
+    with contextlib.suppress(OSError), private_folders.opened(path, makes=True):
+        return path
+    return ""
+
+
+@contextlib.contextmanager
+def kept(name: str) -> Iterator[MpiFolders]:
+    """Make this host's folders for a job, and remove them when the context ends."""
+    folders = MpiFolders.make(name)
+    try:
+        yield folders
+    finally:
+        folders.remove()
+
+
+def settings(own: MpiFolders, of_hosts: Sequence[MpiFolders] = ()) -> dict[str, str]:
+    """Return the variables by which Open MPI uses the private folders.
+
+    A setting applies to all hosts, so a folder is used only if all hosts have it.
+
+    Args:
+        own: Folders on the host of mpirun.
+        of_hosts: Folders on the hosts of the ranks; empty if the ranks are on the host of mpirun.
+    """
+    folders = {
+        _OF_MPIRUN: own.files,
+        _OF_DAEMONS: _common([each.files for each in of_hosts]),
+        _OF_MEMORY: _common([each.memory for each in of_hosts or (own,)]),
+    }
+    return {name: folder for names, folder in folders.items() if folder for name in names}
+
+
+def _common(folders: Sequence[str]) -> str:
+    """Return the folder that all hosts have, or an empty string."""
+    return folders[0] if len(set(folders)) == 1 else ""
+
+
+def without_outer(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environ`` without settings that name the folders of another job, which has started this process."""
+    names = (*_OF_MPIRUN, *_OF_DAEMONS, *_OF_MEMORY)
+    return {name: text for name, text in environ.items() if name not in names or _PREFIX not in text}

@@ -1,0 +1,62 @@
+"""Tests the private folders of an Open MPI job: who can enter them, and which settings name them."""
+
+from __future__ import annotations
+
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from asyncdist.launch import mpi_folders
+from asyncdist.launch.mpi_folders import MpiFolders
+
+MPIRUN = "PRTE_MCA_prte_local_tmpdir_base"
+DAEMONS = "PRTE_MCA_prte_remote_tmpdir_base"
+MEMORY = "OMPI_MCA_btl_sm_backing_directory"
+
+
+@pytest.fixture
+def bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """The folders in which a host's folders are made: for files and for memory."""
+    bases = tmp_path / "files", tmp_path / "memory"
+    for base in bases:
+        base.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(bases[0]))
+    monkeypatch.setattr(mpi_folders, "_MEMORY", str(bases[1]))
+    return bases
+
+
+def test_only_this_user_can_enter_the_folders(bases: tuple[Path, Path]) -> None:
+    with mpi_folders.kept("name") as folders:
+        made = [Path(folders.files), Path(folders.memory)]
+        assert [path.parent for path in made] == list(bases)
+        assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700, 0o700]
+        (made[0] / "left").touch()
+        assert MpiFolders.make("name") == folders, "two hosts may share a folder for temporary files"
+    assert [list(base.iterdir()) for base in bases] == [[], []]
+
+
+def test_a_folder_that_others_can_enter_is_not_used(bases: tuple[Path, Path]) -> None:
+    for base in bases:
+        (base / "asyncdist-mpi-name").mkdir()
+        (base / "asyncdist-mpi-name").chmod(0o777)
+    assert MpiFolders.make("name") == MpiFolders("", "")
+
+
+def test_each_setting_names_a_folder_that_all_hosts_have() -> None:
+    own = MpiFolders("/own", "/shm")
+    alone = mpi_folders.settings(own)
+    assert (alone[MPIRUN], alone[MEMORY]) == ("/own", "/shm") and DAEMONS not in alone
+    equal = mpi_folders.settings(own, [MpiFolders("/there", "/memory")] * 2)
+    assert (equal[MPIRUN], equal[DAEMONS], equal[MEMORY]) == ("/own", "/there", "/memory")
+    different = mpi_folders.settings(own, [MpiFolders("/there", "/memory"), MpiFolders("/here", "")])
+    assert different[MPIRUN] == "/own" and not {DAEMONS, MEMORY} & different.keys()
+    assert mpi_folders.settings(MpiFolders("", "")) == {}
+
+
+def test_a_nested_job_does_not_use_the_outer_jobs_folders() -> None:
+    outer = mpi_folders.settings(MpiFolders("/tmp/asyncdist-mpi-1", "/dev/shm/asyncdist-mpi-1"))
+    users = {MEMORY: "/fast", "PATH": "p"}
+    assert mpi_folders.without_outer(outer) == {}
+    assert mpi_folders.without_outer(users) == users
