@@ -26,6 +26,7 @@ from asyncdist.launchers.variables import (
     Variables,
     number,
 )
+from asyncdist.rank_program import SURVIVAL_VARIABLE
 from asyncdist.trust import job_secret, secret_files
 from asyncdist.trust.job_secret import JobSecret
 
@@ -68,6 +69,10 @@ SECRET_VARIABLE: Final = "ASYNCDIST_JOB_SECRET"
 SECRET_FILE_VARIABLE: Final = "ASYNCDIST_JOB_SECRET_FILE"
 #: Variable that is 1 if all ranks of the job are on one host, and 0 if ranks on other hosts may join.
 LOOPBACK_VARIABLE: Final = "ASYNCDIST_LOOPBACK"
+#: Variable with the launcher's name of the job to which the variables of :data:`_OF_RUN` apply. A rank's child
+#: processes inherit them, and may be ranks of another job.
+RUN_VARIABLE: Final = "ASYNCDIST_RUN_ID"
+_OF_RUN: Final = (INCARNATION_VARIABLE, EMPTY_VARIABLE, LOOPBACK_VARIABLE)
 #: Variable that passes an MPI rank's pid and launcher variables to the rank's child processes.
 _RANK_VARIABLE: Final = "ASYNCDIST_RANK"
 
@@ -222,6 +227,10 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
     assert launch is not None and launch.expected_size is not None and port is not None
     if launch.expected_size > 1:
         local_host.check_address("MASTER_ADDR", environ["MASTER_ADDR"])
+    run_id = environ.get("TORCHELASTIC_RUN_ID", "")
+    if environ.get(RUN_VARIABLE, run_id) != run_id:  # a rank of another job has started this job
+        environ = {name: text for name, text in environ.items() if name not in _OF_RUN}
+        variables = Variables(environ)
     is_served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the same comparison as in torch.distributed
     is_loopback = environ.get(LOOPBACK_VARIABLE) != "0" and local_host.is_loopback(environ["MASTER_ADDR"])
     return TorchRendezvous(
@@ -232,7 +241,7 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
         is_served,
         incarnation=variables.number(INCARNATION_VARIABLE) or 0,
         admits_restarted=is_served and bool(environ.get(INCARNATION_VARIABLE)),
-        job=environ.get("TORCHELASTIC_RUN_ID", ""),
+        job=run_id,
         empty_count=variables.number(EMPTY_VARIABLE) or 0,
         why_missing=why_missing,
         secret=_secret_of_job(own, environ["MASTER_ADDR"], launch.expected_size),
@@ -460,11 +469,14 @@ def variable_set(name: str, text: str) -> Iterator[None]:
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     """Return ``environ`` for a new job: without launcher variables if this process is a rank of another job.
 
-    MASTER_ADDR and similar variables are removed only from a torch rank, because users set them for libraries.
+    MASTER_ADDR and similar variables are removed only from a torch rank, because users set them for libraries. For the
+    same reason, the variable that ``mpirun --with-ft`` sets is removed only from an MPI rank.
     """
     is_torch_rank = any(environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
-    own = (_RANK_VARIABLE, INCARNATION_VARIABLE, EMPTY_VARIABLE, LOOPBACK_VARIABLE, SECRET_VARIABLE)
-    outer = (*own, *_MPI_PREFIXES, *(_TORCH_PREFIXES if is_torch_rank else ()))
+    is_mpi_rank = any(name.startswith((_RANK_VARIABLE, "OMPI_COMM_WORLD_")) for name in environ)
+    own = (_RANK_VARIABLE, RUN_VARIABLE, SECRET_VARIABLE, *_OF_RUN)
+    of_rank = (*(_TORCH_PREFIXES if is_torch_rank else ()), *((SURVIVAL_VARIABLE,) if is_mpi_rank else ()))
+    outer = (*own, *_MPI_PREFIXES, *of_rank)
     return {
         name: text for name, text in environ.items() if not name.startswith(outer) or name.startswith(_MPI_SETTINGS)
     }

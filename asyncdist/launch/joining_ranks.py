@@ -102,7 +102,11 @@ def build_environments(
     places: list[tuple[int, int]] = job["places"]
     share = str(max(1, local_host.available_cores() // len(places)))
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    chosen |= {environment.SECRET_VARIABLE: secret, environment.LOOPBACK_VARIABLE: "0" if job["is_open"] else "1"}
+    chosen |= {
+        environment.SECRET_VARIABLE: secret,
+        environment.LOOPBACK_VARIABLE: "0" if job["is_open"] else "1",
+        environment.RUN_VARIABLE: job["job"],
+    }
     return {
         rank: {
             "OMP_NUM_THREADS": share,

@@ -292,8 +292,12 @@ def build_environments(
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     if restarts or places is not None:
         chosen |= newcomer_variables(0, 0 if places is None else places - ranks)
-    chosen |= {environment.SECRET_VARIABLE: secret, environment.LOOPBACK_VARIABLE: "0" if is_open else "1"}
     port, run_id = local_host.find_free_port(), local_host.new_run_id()
+    chosen |= {
+        environment.SECRET_VARIABLE: secret,
+        environment.LOOPBACK_VARIABLE: "0" if is_open else "1",
+        environment.RUN_VARIABLE: run_id,
+    }
     return [
         {
             "OMP_NUM_THREADS": share,

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, Final
 
-from asyncdist import local_host
+from asyncdist import environment, local_host
 from asyncdist.launch import host_agent
 from asyncdist.launch.mpi_folders import MpiFolders
 from asyncdist.wording import ranks_in_words
@@ -106,17 +106,18 @@ def place_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
 
 
 def split_ssh(command: str) -> list[str]:
-    """Return the words of ``--ssh``. Raise LaunchError if the command is empty, or its program does not exist."""
+    """Return the words of ``--ssh``, with its program's path. Raise LaunchError if there is no such program."""
     try:
         words = shlex.split(command)
     except ValueError as error:
         raise local_host.LaunchError(f"--ssh must be a command line, got {command!r}: {error}") from error
-    if not words or shutil.which(words[0]) is None:
+    program = shutil.which(words[0], path=os.pathsep.join(environment.program_directories())) if words else None
+    if program is None:
         lacking = f"there is no program {words[0]!r}" if words else "no program is named"
         raise local_host.LaunchError(
             f"--ssh must be a command that takes a host and a command line as ssh does, got {command!r}: {lacking}"
         )
-    return words
+    return [program, *words[1:]]
 
 
 def travelling(environ: Mapping[str, str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -31,8 +32,19 @@ def find_job(name: str | None) -> str:
 
 
 def job_of_process(pid: int, found: Mapping[str, Sequence[Place]]) -> str | None:
-    """Return the job to which a process belongs, or whose ranks the process has started; None if there is none."""
-    return next((job for job, places in found.items() if any(pid in _line_of(each.pid) for each in places)), None)
+    """Return the job to which a process belongs, or whose ranks the process has started; None if there is none.
+
+    If a rank has started a job of its own, the launcher of the rank has started both. The outer job is then returned.
+    """
+    distances = {job: _distance(pid, places) for job, places in found.items()}
+    nearest = min(distances, key=distances.__getitem__, default="")
+    return nearest if nearest and distances[nearest] < math.inf else None
+
+
+def _distance(pid: int, places: Sequence[Place]) -> float:
+    """Return the number of generations from a process to its nearest rank; infinity if no rank descends from it."""
+    lines = (list(_line_of(each.pid)) for each in places)
+    return min((float(line.index(pid)) for line in lines if pid in line), default=math.inf)
 
 
 def _refusal(name: str | None, found: Mapping[str, Sequence[Place]]) -> str:

@@ -449,9 +449,8 @@ def test_files_with_the_next_process_number_hinder_no_job(tmp_path: Path) -> Non
 #: Prints the files of Open MPI that this rank has mapped.
 SHOWS_FILES = """
 from mpi4py import MPI
-lines = open("/proc/self/maps").read().splitlines()
-found = {line.split(maxsplit=5)[5].removesuffix(" (deleted)") for line in lines if "/dev/shm/" in line or "ompi." in line}
-print(*sorted(found))
+lines = [line for line in open("/proc/self/maps") if "/dev/shm/" in line or "ompi." in line]
+print(*sorted({line.split()[5] for line in lines}))
 """
 
 

@@ -105,6 +105,7 @@ def test_ranks_get_the_variables_of_torchrun_and_are_the_script(tmp_path: Path) 
         assert len(variables.pop("ASYNCDIST_JOB_SECRET")) == 64
         assert variables == {
             "ASYNCDIST_LOOPBACK": "1",
+            "ASYNCDIST_RUN_ID": run_id,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": "3",

@@ -183,6 +183,10 @@ def test_ranks_of_a_world_with_places_know_its_size_and_starters() -> None:
     assert all(place.admits_restarted and place.is_store_served for place in places)
     (nested,) = local_ranks.build_environments(made[0], ranks=1, threads=None)
     assert environment.torch_rendezvous(nested).empty_count == 0, "a job that a rank starts is another one"
+    nested = {**made[0], "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "localhost"}  # as by torchrun
+    nested |= {"ASYNCDIST_INCARNATION": "2", "ASYNCDIST_LOOPBACK": "0"}
+    place = environment.torch_rendezvous(nested)
+    assert (place.empty_count, place.incarnation, place.admits_restarted, place.is_loopback) == (0, 0, False, True)
     job = {"job": places[0].job, "size": 4, "empty_count": 2, "is_open": False, "places": [(1, 5), (3, 1)]}
     joined = joining_ranks.build_environments({"RANK": "9"}, job, host="localhost", port=123, threads=None)
     coming = {rank: environment.torch_rendezvous(each) for rank, each in joined.items()}

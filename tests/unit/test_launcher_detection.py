@@ -395,6 +395,10 @@ def test_outer_launchers_variables_are_cleared_and_users_kept() -> None:
         assert launch.detect(left).source == ("SLURM_STEP_NUM_TASKS" if "srun" in name else "no launcher")
     assert launch.without_launchers(users | meeting | OPENMPI) == users | meeting
     assert launch.without_launchers(users | TORCHRUN) == users
+    survives = users | {"OMPI_MCA_mpi_ft_enable": "1"}
+    assert launch.without_launchers(survives) == survives
+    for rank in (OPENMPI, {"ASYNCDIST_RANK": "7 PMIX_RANK=0"}):
+        assert launch.without_launchers(survives | rank) == users, "mpirun --with-ft has started the outer job only"
 
 
 def test_lone_mpi_rank_among_torchrun_workers_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +64,18 @@ def test_an_ssh_that_is_not_there_is_named(command: str, problem: str) -> None:
         local_host.LaunchError, match="--ssh must be .*, got " + re.escape(f"{command!r}: ") + f".*{problem}"
     ):
         remote_hosts.split_ssh(command)
+
+
+def test_no_ssh_of_the_working_directory_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with a dot in PATH, another user's program in a shared folder ran."""
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / "ssh", tmp_path / "own" / "ssh"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("#!/bin/sh\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f".:{tmp_path / 'own'}")
+    assert remote_hosts.split_ssh("ssh -x") == [str(tmp_path / "own" / "ssh"), "-x"]
+    assert remote_hosts.split_ssh("./ssh") == ["./ssh"], "the user has named it"
 
 
 def test_an_environment_travels_without_what_is_about_this_host() -> None:

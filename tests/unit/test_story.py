@@ -444,6 +444,17 @@ def test_jobs_that_run_here_are_told_apart_by_what_they_run(monkeypatch: pytest.
     )
 
 
+def test_a_launcher_has_its_ranks_job_not_one_that_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: --live showed either job."""
+    # Launcher 10 has started rank 20, which has started launcher 30, which has started rank 40.
+    parents = {40: [40, 30, 20, 10], 20: [20, 10]}
+    monkeypatch.setattr(finding, "_line_of", parents.__getitem__)
+    outer, inner = ([sockets.Place(Path("socket"), 0, pid)] for pid in (20, 40))
+    for found in ({"a": inner, "b": outer}, {"b": outer, "a": inner}):
+        assert [finding.job_of_process(pid, found) for pid in (10, 20, 30, 40)] == ["b", "b", "a", "a"]
+    assert finding.job_of_process(40, {"b": outer}) is None
+
+
 def test_a_word_that_is_neither_a_job_nor_a_folder_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

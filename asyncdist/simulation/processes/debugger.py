@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pdb  # noqa: T100 - the purpose of this module
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
+
+#: File in the current folder with commands that pdb executes when it starts.
+_COMMANDS: Final = ".pdbrc"
 
 
 class RankDebugger(pdb.Pdb):
     """Python's debugger for one rank: breakpoints, steps and ``breakpoint()`` work only while that rank runs."""
 
     def __init__(self, rank: int) -> None:
-        super().__init__(nosigint=True)
+        may_read = _may_read_commands(Path.cwd(), os.getuid())
+        super().__init__(nosigint=True, readrc=may_read)
         self._rank = rank
+        if not may_read:
+            self.message(f"{_COMMANDS} belongs to another user than the current folder, and is not executed")
 
     def watch(self, main: Callable[..., Any], rank: int) -> None:
         """Stop on the first line of ``main`` if ``rank`` is the debugged rank."""
@@ -54,3 +62,12 @@ class RankDebugger(pdb.Pdb):
             return getattr(asyncio.get_running_loop(), "rank", None) == self._rank
         except RuntimeError:
             return False
+
+
+def _may_read_commands(folder: Path, user: int) -> bool:
+    """Return whether pdb may execute the commands in the current folder, possibly shared by all users as ``/tmp``."""
+    try:
+        owner = (folder / _COMMANDS).lstat().st_uid
+    except OSError:
+        return True
+    return owner in (user, 0, folder.stat().st_uid)
