@@ -37,8 +37,8 @@ if __name__ == "__main__":
 from asyncdist import environment, local_host  # noqa: E402
 from asyncdist._version import __version__  # noqa: E402
 from asyncdist.launch import local_ranks  # noqa: E402
-from asyncdist.launch.mpi_folders import MpiFolders  # noqa: E402
 from asyncdist.launch.supervision.guardian_reports import GuardianReports  # noqa: E402
+from asyncdist.trust.mpi_folders import MpiFolders  # noqa: E402
 
 
 def mark(token: str) -> bytes:

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Final
 
 from asyncdist import environment, local_host, rank_program
-from asyncdist.launch import guardians, mpi_folders, remote_hosts
+from asyncdist.launch import guardians, remote_hosts
 from asyncdist.launch.remote_hosts import Host
 from asyncdist.launch.supervision import mpirun_process
 from asyncdist.launch.supervision.endings import JobEnds
 from asyncdist.transports import mpi_launchers
+from asyncdist.trust import mpi_folders
 
 TITLES: Final[Mapping[str, str]] = {"openmpi": "Open MPI", "mpich": "MPICH"}
 #: Variables that must both be 1 for Open MPI's mpirun to run as root. PRRTE's own names have no effect.

@@ -26,7 +26,7 @@ from typing import IO, Any, Final
 
 from asyncdist import environment, local_host
 from asyncdist.launch import host_agent
-from asyncdist.launch.mpi_folders import MpiFolders
+from asyncdist.trust.mpi_folders import MpiFolders
 from asyncdist.wording import ranks_in_words
 
 #: Default command to reach a host. A login fails instead of asking for a password or for an unknown host's key.

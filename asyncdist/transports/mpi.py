@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast
 
+from asyncdist import environment
 from asyncdist.errors import TransportError, TruncationError
 from asyncdist.transports.base import (
     ANY_SOURCE,
@@ -40,6 +41,7 @@ from asyncdist.transports.mpi_groups import MpiGroup
 from asyncdist.transports.mpi_requests import ReceiveRequest, SendRequest
 from asyncdist.transports.persistent_send import PersistentSend
 from asyncdist.transports.torch_distributed.keepalive import probe_all
+from asyncdist.trust import mpi_folders
 from asyncdist.wording import plural
 
 logger = logging.getLogger("asyncdist.transports.mpi")
@@ -84,6 +86,7 @@ def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -
     if not MPI.Is_initialized():
         if check_library is not None:
             check_library(MPI.Get_library_version())
+        environment.set_variables(mpi_folders.settings_of_rank(environment.VARIABLES))
         try:
             MPI.Init_thread(MPI.THREAD_FUNNELED)
         except MPI.Exception as error:

@@ -470,6 +470,21 @@ def test_open_mpis_files_are_in_private_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.skipif(not guardians.ARE_HERE, reason="the test reads /proc")
+def test_ranks_of_a_plain_mpirun_share_private_memory(tmp_path: Path) -> None:
+    installation = mpirun.find_installation(os.environ)
+    if mpi.flavour() != "openmpi":
+        pytest.skip("MPICH opens no existing file")
+    script = tmp_path / "show.py"
+    script.write_text(f"import asyncdist as ad\nad.blocking.process_world()\n{SHOWS_FILES}")
+    command = [installation.launchers["openmpi"], "-n", "2", "--host", "localhost:2", sys.executable, str(script)]
+    environ = mpirun.build_environment("openmpi", base_environment(), ranks=2, threads=1)
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=True)
+    shared = [path for path in ended.stdout.split() if "/sm_segment." in path]
+    assert shared and all(f"/asyncdist-{os.getuid()}/" in path for path in shared), ended.stdout
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize(("given", "seen"), [({}, "^ofi"), ({"OMPI_MCA_btl": "self,sm"}, "self,sm")])
 def test_a_job_on_one_host_looks_for_no_fabric_unless_asked(given: dict[str, str], seen: str) -> None:
     """Regression: Open MPI slept a second of each start."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist.launch import mpi_folders
-from asyncdist.launch.mpi_folders import MpiFolders
+from asyncdist.trust import mpi_folders, private_folders
+from asyncdist.trust.mpi_folders import MpiFolders
 
 MPIRUN = "PRTE_MCA_prte_local_tmpdir_base"
 DAEMONS = "PRTE_MCA_prte_remote_tmpdir_base"
@@ -60,3 +60,12 @@ def test_a_nested_job_does_not_use_the_outer_jobs_folders() -> None:
     users = {MEMORY: "/fast", "PATH": "p"}
     assert mpi_folders.without_outer(outer) == {}
     assert mpi_folders.without_outer(users) == users
+
+
+def test_a_rank_started_by_mpirun_uses_its_users_folder(bases: tuple[Path, Path]) -> None:
+    made = mpi_folders.settings_of_rank({})
+    assert set(made.values()) == {str(private_folders.candidates([str(bases[1])])[0])}
+    assert stat.S_IMODE(Path(made[MEMORY]).stat().st_mode) == 0o700
+    Path(made[MEMORY]).chmod(0o777)
+    assert mpi_folders.settings_of_rank({})[MEMORY] == str(private_folders.candidates([str(bases[1])])[1])
+    assert mpi_folders.settings_of_rank({MEMORY: "/fast"}) == {}

@@ -1,9 +1,11 @@
-"""Makes private folders for the files and the shared memory of one Open MPI job on this host.
+"""Makes private folders for Open MPI's files and shared memory on this host.
 
 By default, Open MPI uses predictable names: ``/tmp/ompi.PID``, ``/tmp/prted.PID`` and ``/dev/shm/sm_segment.*``. If
 another user of the host has created such a folder or file first, Open MPI uses it, and that user can read and change
-the ranks' messages (unless the kernel's ``fs.protected_regular`` prevents the latter). Each job therefore gets folders
-of mode 0700 with a random name. They also keep apart the jobs of containers that share ``/tmp`` or ``/dev/shm``.
+the ranks' messages (unless the kernel's ``fs.protected_regular`` prevents the latter). Each job of
+``asyncdist run`` therefore gets folders of mode 0700 with a random name. They also keep apart the jobs of containers
+that share ``/tmp`` or ``/dev/shm``. A rank that ``mpirun`` or ``srun`` has started uses its user's private folder in
+``/dev/shm``; mpirun's own folder cannot be changed then.
 """
 
 from __future__ import annotations
@@ -100,3 +102,13 @@ def without_outer(environ: Mapping[str, str]) -> dict[str, str]:
     """Return ``environ`` without settings that name the folders of another job, which has started this process."""
     names = (*_OF_MPIRUN, *_OF_DAEMONS, *_OF_MEMORY)
     return {name: text for name, text in environ.items() if name not in names or _PREFIX not in text}
+
+
+def settings_of_rank(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which a rank that has no such setting shares memory in its user's private folder."""
+    if any(environ.get(name) for name in _OF_MEMORY):
+        return {}
+    for folder in private_folders.candidates([_MEMORY]):
+        with contextlib.suppress(OSError), private_folders.opened(folder, makes=True):
+            return dict.fromkeys(_OF_MEMORY, str(folder))
+    return {}
