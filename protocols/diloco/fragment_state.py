@@ -159,6 +159,11 @@ class FragmentState:
             "residuals": [each.residual.clone() for each in self._residuals.values()],
         }
 
+    def clear_residuals(self) -> None:
+        """Drop the encoding errors of earlier rounds, to which this member did not contribute."""
+        for each in self._residuals.values():
+            each.residual.zero_()
+
     def pending(self) -> dict[str, Any]:
         """Return a copy of the merged mean that is not applied yet."""
         assert self.mean is not None, "there is no mean"

@@ -17,6 +17,7 @@ The ranks wait for each other where a mean is applied. If a rank is lost, the me
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 import zlib
@@ -26,13 +27,14 @@ from typing import Any, ClassVar, Final, NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from asyncdist import BusyError, validation
+from asyncdist import BusyError, ClosedError, RankLostError, validation
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.fragment_state import FragmentState
 from asyncdist.protocols.diloco.fragments import fragments_of
 from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions
 from asyncdist.protocols.diloco.schedule import Schedule
 from asyncdist.protocols.diloco.statistics import DiLoCoStatistics
+from asyncdist.protocols.exchange.admission import Admission, welcomed
 from asyncdist.protocols.exchange.exchange import Exchange
 from asyncdist.protocols.exchange.ledger import Verdict
 from asyncdist.protocols.exchange.wire_layout import WireLayout
@@ -41,10 +43,13 @@ from asyncdist.protocols.options import CommonOptions, MemberOptions
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.selective.scopes import PolicyScopes
 from asyncdist.protocols.starting.differences import FIRST_WEIGHTS
+from asyncdist.protocols.starting.without_lost import lost_members
 from asyncdist.protocols.step_info import NOTHING, AverageApplied, StepInfo
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.flat_state import SnapshotPool
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
+
+logger = logging.getLogger("protocols.diloco")
 
 
 class _InFlight(NamedTuple):
@@ -126,6 +131,7 @@ class DiLoCoPolicy(SpawnPolicy):
     """
 
     takes_metric: ClassVar[bool] = False
+    admits_restarted: ClassVar[bool] = True
 
     @validation.names_options(refused=_ELSEWHERE)
     def __init__(
@@ -153,7 +159,9 @@ class DiLoCoPolicy(SpawnPolicy):
         self._schedule = Schedule(self.average_every, own.fragments, own.overlap_steps, own.warmup_steps)
         self._fragments: list[FragmentState] = []
         self._saved: Mapping[str, Any] | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: Exchange | None = None  # None before the start, and if this rank is alone
+        self._admission: Admission | None = None
+        self._is_admitting = False
         self._snapshots = SnapshotPool(self._flat)
         self._in_flight: dict[int, _InFlight] = {}  # by fragment
         self._tokens = [0.0] * own.fragments  # since each fragment's previous contribution
@@ -204,8 +212,89 @@ class DiLoCoPolicy(SpawnPolicy):
 
     async def _start(self) -> None:
         agreed = await self._agree()
-        scopes = PolicyScopes(self._joint_start.meeting.ranks, agreed)
-        self._exchange = Exchange(self._services, scopes, self._members, self._fragments)
+        meeting = self._joint_start.meeting
+        scopes = PolicyScopes(meeting.ranks, agreed)
+        lost = lost_members(self._world, self._members, meeting)
+        members = [rank for rank in self._members if rank not in lost]
+        self._open(Exchange(self._services, scopes, members, self._fragments, known=self._members), scopes)
+
+    def _open(self, exchange: Exchange, scopes: PolicyScopes) -> None:
+        values = _without_first_weights(self._agreed_values())
+        self._exchange = exchange
+        self._admission = Admission(self._services, exchange, scopes, self._members, values)
+
+    def _opened(self) -> tuple[Exchange, Admission]:
+        assert self._exchange is not None and self._admission is not None, "the policy has not opened"
+        return self._exchange, self._admission
+
+    # -- joining a running policy -----------------------------------------------------------------------------------
+
+    async def _join(self) -> None:
+        """Join the policy that runs on the other ranks, with its leader's state."""
+        # Until it is admitted, other ranks must not count this rank as a member.
+        was_admitted, self._services.is_admitted = self._services.is_admitted, False
+        deadline = self._world.time() + self._start_timeout_s
+        try:
+            while not await self._has_joined(deadline, may_start=was_admitted):
+                logger.info("the leader was lost during this rank's admission, which is repeated")
+        except BaseException:
+            self._stage = "closed"
+            raise
+        self._services.is_admitted = True
+
+    async def _has_joined(self, deadline: float, *, may_start: bool) -> bool:
+        """Try once to join; return False if the leader is lost while it sends its state."""
+        values = _without_first_weights(self._agreed_values())
+        try:
+            welcome, leader = await welcomed(self._services, self._members, values, self._start_timeout_s)
+        except ClosedError:  # all other ranks were restarted as well, so no policy is running
+            if not may_start:
+                raise
+            await self._start_among_newcomers()
+            return True
+        scopes = PolicyScopes.of_running(welcome, values)
+        members = [rank for rank, _ in welcome.members]
+        exchange = Exchange(
+            self._services,
+            scopes,
+            members,
+            self._fragments,
+            known=self._members,
+            admitted=dict(welcome.members),
+            leader=leader,
+        )
+        self._open(exchange, scopes)
+        try:
+            self._restore_whole(await self._opened()[1].take_state(self._flat.nbytes, deadline))
+        except RankLostError:
+            await self._stop(None)
+            return False
+        except BaseException as error:
+            await self._stop(error)
+            raise
+        exchange.begin_joined()
+        return True
+
+    def _whole_state(self) -> dict[str, Any]:
+        """Return this rank's state after the current step: what a newcomer needs to continue as this rank."""
+        weights = self._flat.new_buffers()
+        self._flat.snapshot(weights)
+        policy = {**self.state_dict(), "iteration": self.iteration + 1}
+        return {"weights": weights.by_name(), "optimizer": self.optimizer.state_dict(), "policy": policy}
+
+    def _restore_whole(self, state: Mapping[str, Any]) -> None:
+        """Load another rank's state, except its residuals and token counts."""
+        weights = self._flat.new_buffers()
+        for name, tensor in weights.by_name().items():
+            tensor.copy_(state["weights"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        with self._weights.following():
+            self._flat.load(weights)
+        self._restore(state["policy"])
+        self._take_saved()
+        self._tokens = [0.0] * len(self._fragments)
+        for fragment in self._fragments:
+            fragment.clear_residuals()
 
     def _prepare(self) -> None:
         """Lay out the fragments and copy their anchors from the model, or load them from a saved state."""
@@ -221,22 +310,27 @@ class DiLoCoPolicy(SpawnPolicy):
             )
             for chosen in self._chosen
         ]
+        self._take_saved()
+
+    def _take_saved(self) -> None:
+        """Load the state that :meth:`load_state_dict` or another rank has given, if any."""
         if self._saved is not None:
             for own_fragment, state in zip(self._fragments, self._saved["fragments"], strict=False):
                 own_fragment.load_state_dict(state)
             for fragment, *flight, pending in self._saved["in_flight"]:
                 self._in_flight[fragment] = _InFlight(*flight)
-                self._fragments[fragment].restore_pending(pending)
+                if pending is not None:
+                    self._fragments[fragment].restore_pending(pending)
             self._saved = None
 
     async def _stop(self, error: BaseException | None) -> None:
-        exchange = self._exchange
-        assert exchange is not None, "the policy has not started"
+        exchange, admission = self._opened()
         try:
             if error is None and self._services.engine.failure is None:
                 await exchange.settled(self._world.time() + self._own_options.drain_timeout_s)
         finally:  # notifies the other ranks even if this task is cancelled
             exchange.leave()
+            admission.close()
 
     # -- continuing later -------------------------------------------------------------------------------------------
 
@@ -252,13 +346,18 @@ class DiLoCoPolicy(SpawnPolicy):
         if self._stage == "new" and self._saved is not None:
             return {name: self._saved[name] for name in ("fragments", "tokens", "in_flight")}
         for fragment, flight in self._in_flight.items():
-            if not self._has_merged(fragment, flight.number):
+            if not self._has_merged(fragment, flight.number) and not self._is_admitting:
                 raise BusyError(f"await policy.settle() before state_dict(): round {flight.number} is in flight")
         return {
             "fragments": [fragment.state_dict() for fragment in self._fragments],
             "tokens": list(self._tokens),
             "in_flight": [
-                (fragment, *flight, self._fragments[fragment].pending()) for fragment, flight in self._in_flight.items()
+                (
+                    fragment,
+                    *flight,
+                    self._fragments[fragment].pending() if self._has_merged(fragment, flight.number) else None,
+                )
+                for fragment, flight in self._in_flight.items()
             ],
         }
 
@@ -283,7 +382,14 @@ class DiLoCoPolicy(SpawnPolicy):
         info = await self._apply_due(step)
         for fragment in self._schedule.due(step):
             self._capture(fragment, step)
-        return await self._apply_due(step) or info
+        info = await self._apply_due(step) or info
+        if self._admission is not None and self._admission.is_asked:
+            self._is_admitting = True
+            try:
+                self._admission.admit(self._whole_state())
+            finally:
+                self._is_admitting = False
+        return info
 
     def _tensors(self) -> Sequence[Tensor]:
         return self._flat.tensors(self._layout_buffers)
@@ -368,3 +474,8 @@ class DiLoCoPolicy(SpawnPolicy):
             self._own_options.on_event(event)
         finally:
             self._snapshots.release(state)
+
+
+def _without_first_weights(values: Mapping[str, str]) -> dict[str, str]:
+    """Return the values that a restarted rank must share with the members, whose anchor has moved."""
+    return {name: value for name, value in values.items() if name != FIRST_WEIGHTS}

@@ -7,12 +7,15 @@ kernel lets a peer read its memory.
 
 The leader is the first member that is neither lost nor has left. If it is lost, each member sends its standing to the
 next one. Messages between two ranks arrive in order, so the new leader needs no other information.
+
+The leader admits restarted ranks inside its own ``step``: it copies its whole state, and from then on the newcomer is a
+member, which receives the means of all rounds that are in progress (:mod:`protocols.exchange.admission`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -21,6 +24,7 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.exchange.ledger import Decide, Instruction, Ledger, Retire, TakeCensus, Verdict
 from asyncdist.protocols.exchange.messages import (
+    Admitted,
     Captured,
     Census,
     Decided,
@@ -45,32 +49,51 @@ class Exchange:
     ``(n - 1) % len(fragments)``.
 
     Args:
-        members: Ranks that take part, ascending, including this rank.
+        members: Ranks that take part, in the order in which they may lead, including this rank.
         fragments: Fragments of the policy's model, which receive the means.
+        known: All ranks that may become members; by default the members.
+        admitted: Number of restarts of each member that was restarted.
+        leader: Rank that has answered this newcomer's request for admission; None for a member from the start.
 
     Attributes:
         leader: Rank of the current leader.
+        admission: Number of the state that the leader offers to this newcomer; 0 before it is admitted.
     """
 
     def __init__(
-        self, services: Services, scopes: PolicyScopes, members: Sequence[int], fragments: Sequence[Exchanged]
+        self,
+        services: Services,
+        scopes: PolicyScopes,
+        members: Sequence[int],
+        fragments: Sequence[Exchanged],
+        *,
+        known: Sequence[int] = (),
+        admitted: Mapping[int, int] | None = None,
+        leader: int | None = None,
     ) -> None:
         self._services = services
         self._fragments = fragments
+        self._order = list(members)  # members in the order in which they may lead; newcomers are the last
         self._living = set(members)
-        self._known = frozenset(members)
+        self._admitted = dict(admitted or {})
+        self._known = frozenset(known or members)
         self._rounds: dict[int, MemberRound] = {}
         self._last_retired = 0
         self._early: list[tuple[int, int, ExchangeMessage]] = []  # messages to this rank before it leads
         self._is_closed = False
-        self.leader = min(members)
+        self.leader = self._order[0] if leader is None else leader
+        self.admission = 0
+        self._admission_count = 0
+        self._is_joining = leader is not None
+        self._orders: list[tuple[int, ExchangeMessage]] = []  # the leader's messages before this newcomer has a state
         self._ledger = Ledger(members) if self.leader == services.rank else None
         self._server = SnapshotServer(services, scopes.to_members)
         self._transfers = RoundTransfers(services, self._server, fragments)
         self._channel: Channel[ExchangeMessage] = services.open_channel(
             ExchangeMessage, tag=tags.CONTROL, scope=scopes.to_members, name="exchange", handler=self._on_message
         )
-        services.on_gone(self._on_gone, among=members)
+        services.on_gone(self._on_gone, among=self._known)
+        services.on_returned(self._on_returned)
         for rank in members:
             if rank in services.gone:
                 self._on_gone(rank)
@@ -114,6 +137,7 @@ class Exchange:
             return
         self._is_closed = True
         self._services.off_gone(self._on_gone)
+        self._services.off_returned(self._on_returned)
         for own in self._rounds.values():
             self._transfers.stop(own)
             self._transfers.retire(own)
@@ -122,6 +146,51 @@ class Exchange:
                 self._post(Left(), rank)
         self._channel.close()
         self._server.close()
+
+    # -- admission --------------------------------------------------------------------------------------------------
+
+    @property
+    def can_admit(self) -> bool:
+        """True if this rank leads, and no census is in progress."""
+        return self._ledger is not None and self._ledger.can_admit and not self._is_closed
+
+    def members(self) -> tuple[int, ...]:
+        """Return the living members in the order in which they may lead."""
+        return tuple(rank for rank in self._order if rank in self._living)
+
+    def dismiss(self, rank: int) -> None:
+        """Count a member as lost, since it has asked for admission again."""
+        self._note_gone(rank)
+
+    def admit(self, newcomers: Sequence[tuple[int, int]]) -> int:
+        """Admit restarted ranks, with their incarnations, and return the number of the state to offer to them."""
+        ledger = self._ledger
+        assert ledger is not None and ledger.can_admit, "only a leader without a census admits"
+        self._admission_count += 1
+        ranks = [rank for rank, _ in newcomers]
+        self._order = [*self.members(), *ranks]
+        self._living.update(ranks)
+        self._admitted.update(newcomers)
+        for rank in ranks:
+            self._channel.admit(rank)
+            self._server.channel.admit(rank)
+        message = Admitted(tuple(self._order), tuple(newcomers))
+        for rank in sorted(self._living - {self._services.rank}):
+            self._post(message, rank, self._admission_count)
+        for rank in ranks:
+            self._carry_out(ledger.on_admitted(rank))
+        return self._admission_count
+
+    def begin_joined(self) -> None:
+        """Take part as a member, after the leader's state was loaded."""
+        self._is_joining = False
+        orders, self._orders = self._orders, []
+        for order in orders:
+            self._obey(*order)
+
+    def _is_past(self, number: int) -> bool:
+        """Return whether this rank's state contains a round's mean."""
+        return (number - 1) // len(self._fragments) < self._fragments[(number - 1) % len(self._fragments)].version
 
     # -- events -----------------------------------------------------------------------------------------------------
 
@@ -137,7 +206,10 @@ class Exchange:
             if self._ledger is not None:
                 self._carry_out(self._ledger.on_gone(rank))
             return
-        self.leader = min(self._living)
+        if self._is_joining:  # the request for admission is repeated
+            self._services.engine.recheck()
+            return
+        self.leader = next(each for each in self._order if each in self._living)
         logger.info("rank %d now leads the exchange, after rank %d", self.leader, rank)
         if self.leader == self._services.rank:
             self._ledger = Ledger(self._living, self._last_retired)
@@ -156,7 +228,10 @@ class Exchange:
         elif isinstance(message, Captured | Merged | Census):
             self._hear(source, number, message)
         elif source == self.leader:
-            self._obey(number, message)
+            if self._is_joining and not isinstance(message, Admitted):
+                self._orders.append((number, message))
+            else:
+                self._obey(number, message)
 
     def _hear(self, source: int, number: int, message: ExchangeMessage) -> None:
         """Handle a member's message as the leader, or keep it until this rank notices that it leads."""
@@ -176,11 +251,16 @@ class Exchange:
         """Handle the leader's message as a member."""
         match message:
             case Decided(verdict) if number > self._last_retired:
-                self._take_verdict(self._round(number), verdict)
+                if number not in self._rounds and self._is_past(number):  # part of the state that it received
+                    self._tell_leader(Merged(), number)
+                else:
+                    self._take_verdict(self._round(number), verdict)
             case Hold(census):
                 self._hold(census)
             case Retired():
                 self._retire(number)
+            case Admitted():
+                self._note_admitted(number, message)
 
     # -- a member's actions -----------------------------------------------------------------------------------------
 
@@ -189,6 +269,37 @@ class Exchange:
         if found is None:
             found = self._rounds[number] = MemberRound(number, (number - 1) % len(self._fragments))
         return found
+
+    def _note_admitted(self, number: int, message: Admitted) -> None:
+        """Record the members after an admission, possibly this rank's own."""
+        me = self._services.rank, self._services.incarnation
+        self._order = list(message.order)
+        self._admission_count = max(self._admission_count, number)
+        self._admitted.update(message.newcomers)
+        for newcomer in message.newcomers:
+            if newcomer == me:
+                self.admission = number
+                self._living = {each for each in self._order if each not in self._services.gone}
+                self._services.engine.recheck()
+            else:
+                self._look_at(newcomer[0])
+
+    def _on_returned(self, rank: int) -> None:
+        self._services.engine.loop.call_soon(self._look_at, rank)
+
+    def _look_at(self, rank: int) -> None:
+        """Count a restarted rank as a member if this rank is connected to the process that was admitted."""
+        if rank in self._admitted and self._is_reachable(rank) and not self._is_closed:
+            self._living.add(rank)
+            self._channel.admit(rank)
+            self._server.channel.admit(rank)
+            for own in list(self._rounds.values()):
+                self._begin(own)
+
+    def _is_reachable(self, rank: int) -> bool:
+        services = self._services
+        is_present = rank not in services.gone and services.restarted.get(rank, 0) == self._admitted.get(rank, 0)
+        return rank == services.rank or is_present
 
     def _take_verdict(self, own: MemberRound, verdict: Verdict) -> None:
         if verdict.attempt <= own.attempt or not self._known.issuperset(verdict.donors):
@@ -199,8 +310,16 @@ class Exchange:
                 self._transfers.offer_mean(own, verdict)
             return
         own.verdict = verdict
-        own.task = self._transfers.begin(own, verdict)
-        own.task.add_done_callback(lambda task: self._on_merged(own))
+        self._begin(own)
+
+    def _begin(self, own: MemberRound) -> None:
+        """Start to receive a round's mean, unless this rank is not connected yet to a donor that was restarted."""
+        verdict = own.verdict
+        if verdict is None or own.has_merged or own.task is not None:
+            return
+        if all(map(self._is_reachable, (*verdict.donors, *([verdict.holder] if verdict.holder >= 0 else ())))):
+            own.task = self._transfers.begin(own, verdict)
+            own.task.add_done_callback(lambda task: self._on_merged(own))
 
     def _on_merged(self, own: MemberRound) -> None:
         if own.has_merged and not self._is_closed:

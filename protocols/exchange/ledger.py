@@ -100,6 +100,7 @@ class _Round:
     """State of one round that is not retired."""
 
     captured: dict[int, tuple[float, float]] = field(default_factory=dict)  # weight and norm by rank
+    excused: set[int] = field(default_factory=set)  # members that were admitted after the round had begun
     merged: set[int] = field(default_factory=set)
     attempt: int = 0
     verdict: Verdict | None = None
@@ -154,6 +155,22 @@ class Ledger:
         self.last_retired = max(self.last_retired, last_retired)
         return self._end_census()
 
+    def on_admitted(self, rank: int) -> list[Instruction]:
+        """Record a new member, which need not contribute to the rounds that have begun, but receives their means."""
+        assert self._awaited is None, "no member is admitted during a census"
+        self.members.add(rank)
+        made: list[Instruction] = []
+        for number, each in sorted(self._rounds.items()):
+            each.excused.add(rank)
+            if each.verdict is not None:
+                made.append(Decide(number, each.verdict, (rank,)))
+        return made
+
+    @property
+    def can_admit(self) -> bool:
+        """True if a member may be admitted now, since no census is in progress."""
+        return self._awaited is None
+
     def on_gone(self, rank: int) -> list[Instruction]:
         """Record that a member is lost or has left. A round that needs its data is decided again."""
         if rank not in self.members:
@@ -184,7 +201,7 @@ class Ledger:
             return []
         made: list[Instruction] = []
         for number, each in sorted(self._rounds.items()):
-            if each.verdict is None and self.members <= each.captured.keys():
+            if each.verdict is None and each.captured and self.members - each.excused <= each.captured.keys():
                 each.verdict = self._verdict(each)
                 made.append(Decide(number, each.verdict, tuple(sorted(self.members - each.merged))))
         return made
@@ -234,6 +251,7 @@ class Ledger:
         for number, known in self._rounds.items():  # contributions that were reported after the answer
             each = rounds.setdefault(number, _Round())
             each.attempt = max(each.attempt, known.attempt)
+            each.excused = known.excused & self.members
             for rank in self.members & known.captured.keys():
                 each.captured.setdefault(rank, known.captured[rank])
         self._rounds = rounds

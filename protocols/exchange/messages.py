@@ -75,4 +75,17 @@ class Left:
     """Member to all members: this member takes part in no further round."""
 
 
-ExchangeMessage = Captured | Merged | Decided | Hold | Census | Retired | Left
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Leader to all members and newcomers: the members have changed. The round number is that of the offered state.
+
+    Attributes:
+        order: All members in the order in which they may lead; the sender is one of them.
+        newcomers: The restarted ranks among them that were admitted now, with their incarnations.
+    """
+
+    order: tuple[int, ...]
+    newcomers: tuple[tuple[int, int], ...]
+
+
+ExchangeMessage = Captured | Merged | Decided | Hold | Census | Retired | Left | Admitted

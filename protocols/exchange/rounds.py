@@ -42,9 +42,11 @@ class Exchanged(Protocol):
 
     Attributes:
         layout: Vectors and slices of the fragment.
+        version: Number of merged rounds.
     """
 
     layout: WireLayout
+    version: int
 
     def merge(self, verdict: Verdict, encoded: Sequence[Tensor]) -> None:
         """Take the encoded mean of all donors, one tensor for each vector; empty if there were no donors."""
@@ -128,6 +130,7 @@ class RoundTransfers:
         if own.task is not None and not own.task.done():
             own.task.cancel()
             own.is_clean = False
+        own.task = None
 
     def retire(self, own: MemberRound) -> None:
         """Stop offering the slices of a round, and reuse their memory when the last stream has ended."""

@@ -1,0 +1,135 @@
+"""Admits restarted ranks to a running exchange, with the leader's whole state.
+
+A newcomer finds the policy through the board that all policies of a rank share
+(:mod:`protocols.selective.joining.newcomers`). The leader copies its state inside its next ``step``, and admits the
+newcomer at the same moment, so the state and the newcomer's first round fit together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from asyncdist import StartTimeoutError
+from asyncdist.messaging import wire
+from asyncdist.messaging.services import Services
+from asyncdist.protocols.exchange.exchange import Exchange
+from asyncdist.protocols.selective.board import Board
+from asyncdist.protocols.selective.joining.newcomers import Application, Refusal, Request, Welcome, digest_of, key_of
+from asyncdist.protocols.selective.joining.state_transfer import StateTransfer, packed, unpacked
+from asyncdist.protocols.selective.scopes import PolicyScopes
+from asyncdist.waits import WaitId, WaitKind
+
+#: Largest state that a newcomer accepts: this number of bytes plus this multiple of its model's size.
+_STATE_NBYTES_MAX: Final = 64 << 20
+_STATE_MODEL_COUNT_MAX: Final = 32
+
+
+class Admission:
+    """Answers requests for admission on each member, and admits newcomers on the leader.
+
+    Args:
+        ranks: All ranks of the policy's group.
+        values: Values that must be equal on all members and on newcomers.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        exchange: Exchange,
+        scopes: PolicyScopes,
+        ranks: Sequence[int],
+        values: Mapping[str, str],
+    ) -> None:
+        self._services = services
+        self._exchange = exchange
+        self._scopes = scopes
+        self._ranks = tuple(ranks)
+        self._values = dict(values)
+        self._applicants: dict[int, int] = {}  # incarnation by rank
+        self._board = services.shared(Board)
+        self._board.open(scopes.policy, lambda message, source: None, key_of(ranks, values), self._on_request)
+        scope = wire.scope_of((), f"states of policy {scopes.policy}", 0)
+        self._states = StateTransfer(services, scope)
+
+    @property
+    def is_asked(self) -> bool:
+        """True if this rank leads and a newcomer waits for admission."""
+        return bool(self._applicants) and self._exchange.can_admit
+
+    def admit(self, state: Mapping[str, Any]) -> None:
+        """Admit all newcomers, and offer them this rank's state, which must be that of the current step."""
+        living = [
+            (rank, incarnation)
+            for rank, incarnation in sorted(self._applicants.items())
+            if rank not in self._services.gone and self._services.restarted.get(rank, 0) == incarnation
+        ]
+        self._applicants.clear()
+        if living:
+            data = packed(state)
+            for rank, _ in living:
+                self._states.admit(rank)
+            self._states.offer(self._exchange.admit(living), data)
+
+    async def take_state(self, nbytes: int, deadline: float) -> Any:
+        """Wait for this newcomer's admission, and return the leader's state.
+
+        Args:
+            nbytes: Size of the model, which limits the size of the state.
+
+        Raises:
+            StartTimeoutError: The leader did not admit this rank before the deadline.
+            AsyncdistError: The leader was lost.
+        """
+        exchange, leader = self._exchange, self._exchange.leader
+
+        def has_news() -> bool:
+            return exchange.admission > 0 or leader in self._services.gone
+
+        if not await self._services.engine.until(has_news, WaitId(WaitKind.POLICY_ADMISSION), deadline=deadline):
+            raise StartTimeoutError(
+                f"rank {leader} did not admit this rank in time; it admits inside step()", missing=()
+            )
+        limit = _STATE_NBYTES_MAX + _STATE_MODEL_COUNT_MAX * nbytes
+        data: torch.Tensor = await self._states.take(leader, exchange.admission, nbytes_max=limit, deadline=deadline)
+        return unpacked(data)
+
+    def close(self) -> None:
+        """Answer no further requests."""
+        self._board.close(self._scopes.policy)
+        self._states.close()
+
+    def _on_request(self, request: Request, source: int) -> bool:
+        """Answer a request if this rank leads; return whether the request may still be granted."""
+        exchange, scopes = self._exchange, self._scopes
+        if exchange.leader != self._services.rank or source not in self._ranks:
+            return exchange.leader not in self._services.gone
+        if request.digest != digest_of(self._ranks, self._values):
+            self._board.send(Refusal(request.key, tuple(self._values.items())), source)
+            return True
+        exchange.dismiss(source)  # if its former process is still counted as a member
+        members = tuple((rank, self._services.restarted.get(rank, 0)) for rank in exchange.members())
+        facts = scopes.policy, scopes.to_members, scopes.to_coordinator, 0, members
+        self._board.send(Welcome(request.key, *facts), source)
+        self._applicants[source] = request.incarnation
+        return True
+
+
+async def welcomed(
+    services: Services, ranks: Sequence[int], values: Mapping[str, str], timeout_s: float
+) -> tuple[Welcome, int]:
+    """Ask all members for admission, and return the leader's answer and rank.
+
+    Raises:
+        ClosedError: All other ranks were restarted as well, so there is no running policy.
+        AsyncdistError: The policy differs, has ended, or did not answer in time.
+    """
+    board = services.shared(Board)
+    application = Application(services, board, ranks, values, timeout_s, left=board.newest_left(key_of(ranks, values)))
+    board.apply(application)
+    try:
+        return await application.welcomed()
+    finally:
+        application.close()
