@@ -215,9 +215,10 @@ class Exchange:
             self._ledger = Ledger(self._living, self._last_retired)
             self._ledger.take_over()
         self._hold(0)
-        early, self._early = self._early, []
-        for each in early if self._ledger is not None else ():
-            self._hear(*each)
+        if self._ledger is not None:  # otherwise yet another rank is lost before this one leads
+            early, self._early = self._early, []
+            for each in early:
+                self._hear(*each)
 
     def _on_message(self, envelope: Envelope[ExchangeMessage]) -> None:
         message, source, number = envelope.message, envelope.source, envelope.round
