@@ -168,7 +168,12 @@ class DiLoCoOptions(Options):
     def agreed(self) -> dict[str, Any]:
         """Return the options that must be equal on all members, by name, as JSON values."""
         outer = "None" if self.outer_optimizer is None else described(self.outer_optimizer)
-        return {**Options.agreed(self), "wire": self.wire.name, "outer_optimizer": outer}
+        return {
+            **Options.agreed(self),
+            "optimizer_state": self.optimizer_state,
+            "wire": repr(self.wire),
+            "outer_optimizer": outer,
+        }
 
 
 def described(factory: OuterFactory) -> str:

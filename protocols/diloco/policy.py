@@ -47,22 +47,18 @@ from asyncdist.protocols.starting.without_lost import lost_members
 from asyncdist.protocols.step_info import NOTHING, AverageApplied, StepInfo
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.flat_state import SnapshotPool
+from asyncdist.tensors.infinities import KnownInfinities, all_finite
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
 logger = logging.getLogger("protocols.diloco")
 
 
 class _InFlight(NamedTuple):
-    """A round for which this member has captured its weights, and whose mean is not applied yet.
-
-    Attributes:
-        is_finite: Whether the captured weights were finite; if not, they are left out of the mean.
-    """
+    """A round for which this member has captured its weights, and whose mean is not applied yet."""
 
     number: int
     captured_at: int
     applied_at: int
-    is_finite: bool
 
 
 #: Options of other libraries, with the names of this policy's options.
@@ -158,12 +154,14 @@ class DiLoCoPolicy(SpawnPolicy):
         self._layout_buffers = self._flat.new_buffers(device="meta")
         self._schedule = Schedule(self.average_every, own.fragments, own.overlap_steps, own.warmup_steps)
         self._fragments: list[FragmentState] = []
+        self._known_infinities: KnownInfinities
         self._saved: Mapping[str, Any] | None = None
         self._exchange: Exchange | None = None  # None before the start, and if this rank is alone
         self._admission: Admission | None = None
         self._is_admitting = False
         self._snapshots = SnapshotPool(self._flat)
         self._in_flight: dict[int, _InFlight] = {}  # by fragment
+        self._owed: list[int] = []  # fragments that are due but not captured, in turn; several after cancelled steps
         self._tokens = [0.0] * own.fragments  # since each fragment's previous contribution
         self._average_count, self._waited_s, self._sent_nbytes = 0, 0.0, 0
 
@@ -208,7 +206,8 @@ class DiLoCoPolicy(SpawnPolicy):
         for fragment in self._fragments:
             for anchor in fragment.anchors:
                 checksum = zlib.crc32(byte_view(anchor), checksum)
-        return {**super()._agreed_values(), FIRST_WEIGHTS: f"{checksum:08x}"}
+        rounds = [fragment.version for fragment in self._fragments]
+        return {**super()._agreed_values(), "rounds completed": str(rounds), FIRST_WEIGHTS: f"{checksum:08x}"}
 
     async def _start(self) -> None:
         agreed = await self._agree()
@@ -298,7 +297,8 @@ class DiLoCoPolicy(SpawnPolicy):
 
     def _prepare(self) -> None:
         """Lay out the fragments and copy their anchors from the model, or load them from a saved state."""
-        own, tensors = self._own_options, self._flat.tensors(self._layout_buffers)
+        own, tensors = self._own_options, self._tensors()
+        self._known_infinities = KnownInfinities(self._flat)
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         count = len(self._members)
         self._fragments = [
@@ -344,13 +344,14 @@ class DiLoCoPolicy(SpawnPolicy):
 
     def _own_state(self) -> dict[str, Any]:
         if self._stage == "new" and self._saved is not None:
-            return {name: self._saved[name] for name in ("fragments", "tokens", "in_flight")}
+            return {name: self._saved[name] for name in ("fragments", "tokens", "owed", "in_flight")}
         for fragment, flight in self._in_flight.items():
             if not self._has_merged(fragment, flight.number) and not self._is_admitting:
                 raise BusyError(f"await policy.settle() before state_dict(): round {flight.number} is in flight")
         return {
             "fragments": [fragment.state_dict() for fragment in self._fragments],
             "tokens": list(self._tokens),
+            "owed": list(self._owed),
             "in_flight": [
                 (
                     fragment,
@@ -366,23 +367,26 @@ class DiLoCoPolicy(SpawnPolicy):
         if count != len(self._chosen):
             raise ValueError(f"the state must have {len(self._chosen)} fragments, as this policy, got {count}")
         self._saved = state
-        self._tokens = list(state["tokens"])
+        self._tokens, self._owed = list(state["tokens"]), list(state["owed"])
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         del local_metric
         world, step = self._world, self.iteration
+        self._owed += self._schedule.due(step)  # before the first await: a cancelled step captures nothing
         if self.is_alone:
             await world.safe_point()
             if self._own_options.outer_optimizer is None:
+                self._owed.clear()
                 return NOTHING
         else:
             await world.progress()
         info = await self._apply_due(step)
-        for fragment in self._schedule.due(step):
-            self._capture(fragment, step)
-        info = await self._apply_due(step) or info
+        while self._owed and self._owed[0] not in self._in_flight:
+            while self._owed and self._owed[0] not in self._in_flight:
+                self._capture(self._owed.pop(0), step)
+            info = await self._apply_due(step) or info
         if self._admission is not None and self._admission.is_asked:
             self._is_admitting = True
             try:
@@ -413,13 +417,21 @@ class DiLoCoPolicy(SpawnPolicy):
         self._tokens[fragment] = 0.0
         exchange, layout = self._exchange, own.layout
         encoded = layout.new_encoded() if exchange is None else exchange.new_encoded(fragment)
-        norm = own.capture(self._tensors(), encoded)
+        norm = self._contribution(own, encoded)
         if exchange is None:
-            own.merge(Verdict(1, (self._world.rank,), (weight,), (norm,)), encoded)
+            is_finite = math.isfinite(norm)
+            verdict = Verdict(1, (self._world.rank,), (weight,), (norm,)) if is_finite else Verdict(1, (), (), ())
+            own.merge(verdict, encoded if is_finite else ())
         else:
             self._sent_nbytes += layout.nbytes
             exchange.contribute(number, encoded, weight, norm)
-        self._in_flight[fragment] = _InFlight(number, step, self._schedule.applied_at(step), math.isfinite(norm))
+        self._in_flight[fragment] = _InFlight(number, step, self._schedule.applied_at(step))
+
+    def _contribution(self, fragment: FragmentState, encoded: Sequence[Tensor]) -> float:
+        """Encode this member's contribution and return its norm; NaN if the model is not finite."""
+        if self._known_infinities.unsound_entry_of_model() is not None:
+            return math.nan
+        return fragment.capture(self._tensors(), encoded)
 
     async def _apply_due(self, step: int) -> StepInfo:
         """Apply all means that are due in this step, and wait for those that have not arrived."""
@@ -435,12 +447,13 @@ class DiLoCoPolicy(SpawnPolicy):
         """Write a fragment's merged mean into the model."""
         own, number = self._fragments[fragment], flight.number
         assert own.mean is not None, f"round {number} has no mean"
+        trouble = self._trouble()
         with self._weights.following():
-            own.apply(self._tensors(), self._own_options.mixing if flight.is_finite else 0.0)
-            if not flight.is_finite:  # the next step would otherwise spread NaNs from the other fragments
+            own.apply(self._tensors(), 0.0 if trouble else self._own_options.mixing)
+            if trouble:  # otherwise the other fragments would make this one non-finite in the next training step
                 for each in self._fragments:
                     each.restore(self._tensors())
-        if self._resets_optimizer or not flight.is_finite:
+        if self._resets_optimizer or trouble:
             reset_optimizer_state(self.optimizer)
         del self._in_flight[fragment]
         waited_s = self._world.time() - began_at
@@ -456,12 +469,21 @@ class DiLoCoPolicy(SpawnPolicy):
             staleness_steps=self.iteration - flight.captured_at,
             seconds=waited_s,
             nbytes=own.layout.nbytes,
-            recovered="" if flight.is_finite else "this rank's weights were not finite",
+            recovered=trouble,
             fragment=fragment,
             wire_nbytes=own.layout.nbytes,
             outer_norm=own.mean.norm,
             cosine=own.mean.cosine,
         )
+
+    def _trouble(self) -> str:
+        """Describe the part of this rank's weights or optimizer that is not finite; return "" if all is finite."""
+        name = self._known_infinities.unsound_entry_of_model()
+        if name is not None:
+            return f"{name!r} was not finite"
+        if not self._resets_optimizer and not all_finite(dict(self.optimizer.state)):
+            return "the optimizer's state was not finite"
+        return ""
 
     def _announce(self, number: int, verdict: Verdict) -> None:
         if self._own_options.on_event is None:

@@ -11,7 +11,8 @@ class Schedule:
 
     During the warm-up, all fragments are due in each step, and are applied in the same step. Afterwards each fragment
     is due every ``every`` steps, and the fragments follow each other at equal distances. The last fragment, or the only
-    one, is due in step i if ``(i + 1) % every == 0``.
+    one, is due in step i if ``(i + 1 - warmup_steps) % every == 0``. The fragments are therefore always due in turn,
+    beginning with fragment 0, so that round numbers never decrease.
     """
 
     every: int
@@ -23,7 +24,7 @@ class Schedule:
         """Return the fragments that are captured in a step."""
         if step < self.warmup_steps:
             return tuple(range(self.fragment_count))
-        place, count = (step + 1) % self.every, self.fragment_count
+        place, count = (step + 1 - self.warmup_steps) % self.every, self.fragment_count
         if count == 1:
             return () if place else (0,)
         return tuple(number for number in range(count) if (number + 1) * self.every // count % self.every == place)

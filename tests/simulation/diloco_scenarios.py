@@ -1,0 +1,392 @@
+"""Simulates DiLoCo and its family with faults, and compares each rank's weights after each step with an oracle.
+
+The oracle is a second implementation of Streaming DiLoCo in numpy (Douillard et al., 2501.18512). It takes from the run
+only the donors of each round, since the donors depend on the moment of a loss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import torch
+from scripts.population import sgd
+from torch import nn
+
+import asyncdist as ad
+from asyncdist.simulation import (
+    Compute,
+    Delay,
+    Exponential,
+    Fault,
+    Kill,
+    Link,
+    Network,
+    Partition,
+    SimReport,
+    SlowLink,
+    SlowRank,
+    Stall,
+    Uniform,
+    simulate,
+)
+from protocols import AverageApplied, DiLoCoPolicy, StepInfo
+
+Arrays = list[np.ndarray[Any, Any]]
+
+#: Learning rate, momentum and Nesterov of each outer optimizer; None averages the weights.
+OUTERS: Final[dict[str, tuple[float, float, bool] | None]] = {
+    "none": None,
+    "default": (0.7, 0.9, True),
+    "dyadic": (0.5, 0.5, True),
+    "heavy ball": (0.25, 0.5, False),
+}
+LAYER_COUNT: Final = 4
+
+
+class Layers(nn.Module):
+    """Four layers and a head, whose weights are equal on all ranks."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(nn.Linear(3, 2, dtype=dtype) for _ in range(LAYER_COUNT))
+        self.head = nn.Linear(2, 1, dtype=dtype)
+        with torch.no_grad():
+            for place, parameter in enumerate(self.parameters()):
+                count = torch.arange(parameter.numel(), dtype=dtype).view(parameter.shape)
+                parameter.copy_((count + place) / 8)
+
+
+def layer_of(place: int) -> int:
+    """Return the layer of the ``place``-th parameter; the head belongs to layer 0, and therefore to fragment 0."""
+    return place // 2 if place < 2 * LAYER_COUNT else 0
+
+
+def drift(rank: int, step: int, place: int, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Return one training step of a parameter, a multiple of 1/64."""
+    count = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    return ((count * 5 + rank * 7 + step * 3 + place) % 13 - 6 + rank) / 64.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One run.
+
+    Attributes:
+        steps: Number of steps of each rank.
+        outer: Key of ``OUTERS``.
+        uses_tokens: Whether rank r reports r + 1 tokens per step, as weights.
+    """
+
+    ranks: int = 4
+    steps: tuple[int, ...] = ()
+    every: int = 3
+    fragments: int = 1
+    overlap_steps: int = 0
+    mixing: float = 0.0
+    warmup_steps: int = 0
+    outer: str = "default"
+    uses_tokens: bool = False
+    dtype: torch.dtype = torch.float64
+    step_s: float = 0.01
+    network: Network = field(default_factory=Network)
+    compute: Compute = field(default_factory=Compute)
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        chosen = OUTERS[self.outer]
+        outer: Any = None
+        if chosen is not None:
+            lr, momentum, nesterov = chosen
+            outer = functools.partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=nesterov)
+        return {
+            "average_every": self.every,
+            "outer_optimizer": outer,
+            "fragments": self.fragments,
+            "overlap_steps": self.overlap_steps,
+            "mixing": self.mixing,
+            "warmup_steps": self.warmup_steps,
+            "weights": "tokens" if self.uses_tokens else "equal",
+        }
+
+    @property
+    def killed(self) -> set[int]:
+        return {fault.rank for fault in self.faults if isinstance(fault, Kill)}
+
+
+class Record:
+    """The results of all steps, the weights after them, and the donors of all applied rounds, by rank."""
+
+    def __init__(self) -> None:
+        self.infos: dict[int, list[StepInfo]] = defaultdict(list)
+        self.weights: dict[int, list[Arrays]] = defaultdict(list)
+        self.applied: dict[int, list[AverageApplied]] = defaultdict(list)
+        self.without: set[int] = set()  # ranks whose start was ended by a loss
+
+    def donors(self, killed: set[int]) -> tuple[dict[int, tuple[int, ...]], dict[int, int]]:
+        """Return the donors of each round, and the step from which a killed rank differs from the others.
+
+        A rank may apply a mean and die before any other rank has this mean. The others then decide the round again.
+        """
+        found: dict[int, tuple[int, ...]] = {}
+        parted: dict[int, int] = {}
+        for rank in sorted(self.applied, key=lambda rank: (rank in killed, -len(self.weights[rank]), rank)):
+            for event in self.applied[rank]:
+                donors = found.setdefault(event.round, event.donors)
+                assert donors == event.donors or rank in killed, f"rank {rank}, round {event.round}: {event.donors}"
+                if donors != event.donors:
+                    parted.setdefault(rank, event.iteration)
+        return found, parted
+
+
+def weights_of(model: nn.Module) -> Arrays:
+    return [parameter.detach().numpy().copy() for parameter in model.parameters()]
+
+
+async def train(world: ad.World, plan: Plan, record: Record) -> None:
+    """Train on one rank, and record each step."""
+    model = Layers(plan.dtype)
+    optimizer = sgd(model)
+    rank = world.rank
+    policy = DiLoCoPolicy(model, optimizer, on_event=record.applied[rank].append, **plan.options)
+    async with AsyncExitStack() as stack:
+        try:
+            await stack.enter_async_context(policy)
+        except ad.RankLostError:
+            assert plan.killed
+            record.without.add(rank)
+            return
+        for step in range(plan.steps[rank]):
+            with torch.no_grad():
+                for place, parameter in enumerate(model.parameters()):
+                    parameter.add_(torch.from_numpy(drift(rank, step, place, parameter.shape)))
+            await asyncio.sleep(plan.step_s * (1 + 0.2 * rank))
+            info = await policy.step(tokens=rank + 1)
+            record.infos[rank].append(info)
+            record.weights[rank].append(weights_of(model))
+        before = weights_of(model)
+        await stack.aclose()
+    assert all(map(np.array_equal, before, weights_of(model))), "the weights changed outside step"
+
+
+class Oracle:
+    """Computes the weights of all ranks step by step. ``donors`` are the donors of each round, by its number."""
+
+    def __init__(self, plan: Plan, donors: dict[int, tuple[int, ...]], dtype: Any) -> None:
+        self.plan, self.donors = plan, donors
+        self.scalar = dtype
+        first = [array.astype(dtype) for array in weights_of(Layers(plan.dtype))]
+        self.own = {rank: [array.copy() for array in first] for rank in range(plan.ranks)}
+        self.anchor = [array.copy() for array in first]
+        self.buffer: list[Any] = [None] * len(first)
+        self.tokens = np.zeros((plan.ranks, plan.fragments))
+        self.versions = [0] * plan.fragments
+        self.flight: dict[int, tuple[int, dict[int, Any]]] = {}  # by fragment: step of the application, captures
+        self.captured_at: dict[int, int] = {}  # by round
+        self.cosines: dict[int, float] = {}
+
+    def places(self, fragment: int) -> list[int]:
+        return [place for place in range(len(self.anchor)) if layer_of(place) % self.plan.fragments == fragment]
+
+    def is_due(self, fragment: int, step: int) -> bool:
+        plan = self.plan
+        if step < plan.warmup_steps:
+            return True
+        since, offset = step + 1 - plan.warmup_steps, (fragment + 1) * plan.every // plan.fragments
+        return since >= offset and (since - offset) % plan.every == 0
+
+    def step(self, step: int) -> None:
+        """Advance all ranks by one step."""
+        for rank, own in self.own.items():
+            for place, array in enumerate(own):
+                array += drift(rank, step, place, array.shape).astype(self.scalar)
+            self.tokens[rank] += rank + 1 if self.plan.uses_tokens else 1
+        self.apply(step)
+        for fragment in range(self.plan.fragments):
+            if self.is_due(fragment, step):
+                tau = 0 if step < self.plan.warmup_steps else self.plan.overlap_steps
+                taken = {
+                    rank: ([own[place].copy() for place in self.places(fragment)], self.tokens[rank, fragment])
+                    for rank, own in self.own.items()
+                }
+                self.tokens[:, fragment] = 0
+                self.flight[fragment] = step + tau, taken
+                self.captured_at[self.versions[fragment] * self.plan.fragments + fragment + 1] = step
+        self.apply(step)
+
+    def apply(self, step: int) -> None:
+        for fragment in sorted(self.flight):
+            at, taken = self.flight[fragment]
+            if at <= step:
+                del self.flight[fragment]
+                self.merge(fragment, taken)
+                self.mix(fragment)
+
+    def merge(self, fragment: int, taken: dict[int, Any]) -> None:
+        number = self.versions[fragment] * self.plan.fragments + fragment + 1
+        self.versions[fragment] += 1
+        donors = self.donors.get(number, ())
+        if not donors:
+            return  # no living rank has applied this round
+        weights = [taken[rank][1] if self.plan.uses_tokens else 1.0 for rank in donors]
+        chosen = OUTERS[self.plan.outer]
+        for index, place in enumerate(self.places(fragment)):
+            states = [taken[rank][0][index] for rank in donors]
+            given = states if chosen is None else [self.anchor[place] - state for state in states]
+            mean = self.scalar(0)
+            for weight, each in zip(weights, given, strict=True):
+                mean = mean + self.scalar(weight) * each
+            mean = mean / self.scalar(sum(weights))
+            self.anchor[place] = mean if chosen is None else self.outer(place, mean, *chosen)
+
+    def outer(self, place: int, mean: Any, lr: float, momentum: float, nesterov: bool) -> Any:
+        buffer = self.buffer[place]
+        buffer = self.buffer[place] = mean if buffer is None else self.scalar(momentum) * buffer + mean
+        return self.anchor[place] - self.scalar(lr) * (mean + self.scalar(momentum) * buffer if nesterov else buffer)
+
+    def mix(self, fragment: int) -> None:
+        alpha = self.scalar(self.plan.mixing)
+        for own in self.own.values():
+            for place in self.places(fragment):
+                own[place] = alpha * own[place] + (self.scalar(1) - alpha) * self.anchor[place]
+
+
+def run(plan: Plan, seed: int = 0) -> tuple[SimReport, Record]:
+    """Simulate a plan."""
+    plan = dataclasses.replace(plan, steps=plan.steps or (12,) * plan.ranks)
+    record = Record()
+    report = simulate(
+        train,
+        plan,
+        record,
+        ranks=plan.ranks,
+        seed=seed,
+        network=plan.network,
+        compute=plan.compute,
+        faults=plan.faults,
+        strict=not plan.killed,
+        until_s=1e4,
+    )
+    for rank, result in enumerate(report.results):
+        if isinstance(result, BaseException) and rank not in plan.killed:
+            raise AssertionError(f"rank {rank} ended with {result!r}") from result
+        is_whole = len(record.infos[rank]) == plan.steps[rank]
+        assert is_whole or rank in plan.killed | record.without, f"rank {rank} made {len(record.infos[rank])} steps"
+    return report, record
+
+
+def check(plan: Plan, record: Record, tolerance: Callable[[Oracle], float]) -> Oracle:
+    """Compare all weights after each step with the oracle's."""
+    steps = plan.steps or (12,) * plan.ranks
+    donors, parted = record.donors(plan.killed)
+    is_exact = tolerance is exactly
+    dtype = np.float32 if is_exact and plan.dtype == torch.float32 else np.float64
+    oracle = Oracle(plan, donors, dtype)
+    for step in range(max(steps)):
+        oracle.step(step)
+        allowed = tolerance(oracle)
+        for rank, weights in record.weights.items():
+            if step >= min(len(weights), parted.get(rank, len(weights))):
+                continue
+            for place, (mine, right) in enumerate(zip(weights[step], oracle.own[rank], strict=True)):
+                error = np.abs(mine - right).max()
+                assert error <= allowed, f"rank {rank}, step {step}, parameter {place}: {error} > {allowed}"
+    for number, ranks in donors.items():
+        at = oracle.captured_at[number]
+        present = {rank for rank in range(plan.ranks) if rank not in plan.killed | record.without and steps[rank] > at}
+        assert present <= set(ranks), f"round {number} at step {at} was without {present - set(ranks)}"
+    return oracle
+
+
+def exactly(_: Oracle) -> float:
+    return 0.0
+
+
+def within(oracle: Oracle) -> float:
+    """Return 1e-12 for float64, and for float32 two roundings of the largest weight per round."""
+    if oracle.plan.dtype == torch.float64:
+        return 1e-12
+    largest = max(float(np.abs(array).max()) for array in (*oracle.anchor, *oracle.own[0]))
+    return 2 * float(np.finfo(np.float32).eps) * max(1.0, largest) * (2 + sum(oracle.versions))
+
+
+def draw_plan(seed: int) -> Plan:
+    """Return a run with drawn options, network and faults."""
+    rng = random.Random(f"diloco {seed}")
+    ranks = rng.randint(2, 5)
+    every = rng.randint(2, 6)
+    fragments = rng.choice((1, 1, rng.randint(1, min(LAYER_COUNT, every))))
+    steps = rng.randint(8, 16)
+    network = rng.choice(
+        (
+            Network(),
+            Network(ranks_per_host=2),
+            Network(link=Link(latency_s=Uniform(1e-4, 5e-3), bandwidth_nbytes_per_s=1e5)),
+            Network(link=Link(latency_s=Exponential(0.02)), loss_detection_s=Uniform(0.0, 0.1)),
+        )
+    )
+    return Plan(
+        ranks=ranks,
+        steps=tuple(steps if rng.random() < 0.9 else rng.randint(1, steps) for _ in range(ranks)),
+        every=every,
+        fragments=fragments,
+        overlap_steps=rng.choice((0, rng.randrange(every))),
+        mixing=rng.choice((0.0, 0.0, 0.5, 0.25)),
+        warmup_steps=rng.choice((0, 0, rng.randint(1, 4))),
+        outer=rng.choice(tuple(OUTERS)),
+        uses_tokens=rng.random() < 0.2,
+        network=network,
+        compute=Compute(factors={rng.randrange(ranks): rng.choice((0.1, 10.0))} if rng.random() < 0.3 else {}),
+        faults=tuple(_draw_faults(rng, ranks)),
+    )
+
+
+def _draw_faults(rng: random.Random, ranks: int) -> list[Fault]:
+    found: list[Fault] = []
+    for rank in rng.sample(range(ranks), rng.randint(0, ranks - 1)):
+        at: dict[str, Any] = rng.choice(
+            (
+                {"at_s": rng.uniform(0.005, 0.25)},
+                {"at_turn": rng.randint(10, 500)},
+                {"at_message": rng.randint(10, 150)},
+            )
+        )
+        found.append(Kill(rank, **at))
+    for kind in rng.sample((Stall, SlowRank, SlowLink, Partition, Delay), rng.randint(0, 2)):
+        rank, other = rng.sample(range(ranks), 2)
+        at_s = rng.uniform(0.0, 0.15)
+        if kind is Stall:
+            found.append(Stall(rank, at_s, rng.choice((0.01, 0.1, 1.0))))
+        elif kind is SlowRank:
+            found.append(SlowRank(rank, at_s, rng.choice((10.0, 100.0))))
+        elif kind is SlowLink:
+            found.append(SlowLink(rank, other, at_s, rng.choice((10.0, 100.0))))
+        elif kind is Partition:
+            found.append(Partition((rank,), at_s, at_s + rng.choice((0.01, 0.1))))
+        else:
+            found.append(Delay(rank, other, rng.randint(1, 60), rng.choice((0.02, 0.5))))
+    return found
+
+
+def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
+    """Run one seed; AssertionError if a weight differs, or a rank is stuck."""
+    report, *_ = seen_in(seed, faults)
+    return report
+
+
+def seen_in(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimReport, Plan, Oracle]:
+    """Run one seed, and return what the test of coverage counts."""
+    plan = draw_plan(seed)
+    if faults is not None:
+        plan = dataclasses.replace(plan, faults=tuple(faults))
+    report, record = run(plan, seed)
+    return report, plan, check(plan, record, within)
