@@ -61,6 +61,8 @@ class _InFlight(NamedTuple):
     applied_at: int
 
 
+#: Name in error messages for the number of completed rounds of each fragment.
+_ROUNDS: Final = "rounds completed"
 #: Options of other libraries, with the names of this policy's options.
 _ELSEWHERE: Final = {
     **dict.fromkeys(
@@ -207,7 +209,7 @@ class DiLoCoPolicy(SpawnPolicy):
             for anchor in fragment.anchors:
                 checksum = zlib.crc32(byte_view(anchor), checksum)
         rounds = [fragment.version for fragment in self._fragments]
-        return {**super()._agreed_values(), "rounds completed": str(rounds), FIRST_WEIGHTS: f"{checksum:08x}"}
+        return {**super()._agreed_values(), _ROUNDS: str(rounds), FIRST_WEIGHTS: f"{checksum:08x}"}
 
     async def _start(self) -> None:
         agreed = await self._agree()
@@ -218,7 +220,7 @@ class DiLoCoPolicy(SpawnPolicy):
         self._open(Exchange(self._services, scopes, members, self._fragments, known=self._members), scopes)
 
     def _open(self, exchange: Exchange, scopes: PolicyScopes) -> None:
-        values = _without_first_weights(self._agreed_values())
+        values = _without_progress(self._agreed_values())
         self._exchange = exchange
         self._admission = Admission(self._services, exchange, scopes, self._members, values)
 
@@ -243,7 +245,7 @@ class DiLoCoPolicy(SpawnPolicy):
 
     async def _has_joined(self, deadline: float, *, may_start: bool) -> bool:
         """Try once to join; return False if the leader is lost while it sends its state."""
-        values = _without_first_weights(self._agreed_values())
+        values = _without_progress(self._agreed_values())
         try:
             welcome, leader = await welcomed(self._services, self._members, values, self._start_timeout_s)
         except ClosedError:  # all other ranks were restarted as well, so no policy is running
@@ -498,6 +500,6 @@ class DiLoCoPolicy(SpawnPolicy):
             self._snapshots.release(state)
 
 
-def _without_first_weights(values: Mapping[str, str]) -> dict[str, str]:
-    """Return the values that a restarted rank must share with the members, whose anchor has moved."""
-    return {name: value for name, value in values.items() if name != FIRST_WEIGHTS}
+def _without_progress(values: Mapping[str, str]) -> dict[str, str]:
+    """Return the values that a restarted rank must share with the members, whose rounds and anchor have advanced."""
+    return {name: value for name, value in values.items() if name not in (FIRST_WEIGHTS, _ROUNDS)}
