@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -10,9 +11,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 import yaml
 from support import pages
 
+import asyncdist as ad
+import protocols
 from protocols import AsyncSelectiveAveragingPolicy, DiLoCoPolicy, OneSidedSelectiveAveragingPolicy
 
 #: What every block may use without an import, as the pages say.
@@ -129,6 +133,32 @@ def section(page: str, title: str) -> str:
 def options_of(text: str) -> set[str]:
     """The options that its lists name."""
     return set(re.findall(r"^- `(\w+)` \(", text, re.MULTILINE))
+
+
+async def use(world: ad.World, text: str) -> int:
+    """Train on a policy, given as Python text, for one round of ``average_every`` steps and return the averages."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
+    names = {**vars(protocols), "partial": functools.partial, "SGD": torch.optim.SGD}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    async with eval(text, {**names, "model": model, "optimizer": optimizer}) as policy:
+        for _ in range(policy.average_every):
+            optimizer.zero_grad()
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            await policy.step(tokens=world.rank + 1)
+        return int(policy.statistics().average_count)
+
+
+@pytest.mark.slow
+def test_policies_in_the_table_of_methods_run() -> None:
+    page = (pages.ROOT / "docs" / "diloco.md").read_text()
+    rows = re.findall(r"^\| ([\w -]+) \| `(DiLoCoPolicy\(.*?\))` \|", page, re.MULTILINE)
+    assert len(rows) == 11
+    for method, text in rows:
+        ranks = 1 if method == "Lookahead" else 2
+        counts = ad.run_local(use, text, ranks=ranks, strict=True)
+        assert counts == [{"post-local SGD": 16, "Streaming DiLoCo": 3}.get(method, 1)] * ranks, method
 
 
 def test_models_of_the_integrations_begin_equal() -> None:
