@@ -314,11 +314,11 @@ class Exchange:
         self._begin(own)
 
     def _begin(self, own: MemberRound) -> None:
-        """Start to receive a round's mean, unless this rank is not connected yet to a donor that was restarted."""
+        """Start to receive a round's mean, unless this rank is not connected yet to a source that was restarted."""
         verdict = own.verdict
         if verdict is None or own.has_merged or own.task is not None:
             return
-        if all(map(self._is_reachable, (*verdict.donors, *([verdict.holder] if verdict.holder >= 0 else ())))):
+        if all(map(self._is_reachable, verdict.sources)):
             own.task = self._transfers.begin(own, verdict)
             own.task.add_done_callback(lambda task: self._on_merged(own))
 

@@ -46,6 +46,11 @@ class Verdict:
         if list(self.donors) != sorted(set(self.donors)) or not all(weight > 0 for weight in self.weights):
             raise ValueError(f"donors must be ascending, and weights > 0, got {self!r:.300}")
 
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Ranks whose data the members need: the holder, or all donors. A holder's donors may be lost."""
+        return (self.holder,) if self.holder >= 0 else self.donors
+
     def source_of(self, number: int) -> int:
         """Return the rank that provides the mean of slice ``number``."""
         return self.holder if self.holder >= 0 else self.donors[number % len(self.donors)]
@@ -182,7 +187,7 @@ class Ledger:
             each.captured.pop(rank, None)
             each.merged.discard(rank)
             verdict = each.verdict
-            is_needed |= verdict is not None and rank in (*verdict.donors, verdict.holder)
+            is_needed |= verdict is not None and rank in verdict.sources
         if self._awaited is not None:
             self._awaited.discard(rank)
             return self._end_census()

@@ -236,7 +236,7 @@ def scatter(vector: Vector, flat: Tensor, tensors: Sequence[Tensor]) -> None:
         if vector.role == "copied":
             values = values.view(tensor.dtype)
         elif tensor.is_complex():
-            values = torch.view_as_complex(values.view(-1, 2))
+            values = torch.complex(values[0::2], values[1::2])  # a view would need an even offset
         tensor.copy_(values.view(tensor.shape))
 
 

@@ -1,0 +1,212 @@
+"""Tests the layout of an exchange: slices cover each element once, and the mean of slices is the mean of the whole."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asyncdist.protocols.exchange.wire_layout import Vector, WireLayout, gather, scatter, subtract
+from asyncdist.tensors.codecs import Codec, TopK, find_codec
+from asyncdist.tensors.flat_state import FlatState
+
+CODECS = [find_codec(name) for name in ("float32", "bfloat16", "float16", "int8", "q4")] + [TopK(share=0.1, block=64)]
+SEEDS = range(12)
+
+
+class Everything(nn.Module):
+    """Parameters and buffers of all roles and dtypes: 0-d, empty, tied, complex, integer and bool ones included."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        rng = random.Random(seed)
+        generator = torch.Generator().manual_seed(seed)
+
+        def drawn(dtype: torch.dtype) -> Tensor:
+            shape = rng.choice(((), (0,), (1,), (3, 5), (2, 0), (7, 11, 3), (257,), (300, 3)))
+            if dtype.is_floating_point or dtype.is_complex:
+                return torch.randn(shape, generator=generator, dtype=dtype if dtype.itemsize > 2 else None).to(dtype)
+            return torch.randint(0, 2, shape, generator=generator).to(dtype)
+
+        floating = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
+        for number in range(rng.randint(1, 8)):
+            self.register_parameter(f"p{number}", nn.Parameter(drawn(rng.choice(floating))))
+        for number in range(rng.randint(0, 8)):
+            self.register_buffer(f"b{number}", drawn(rng.choice((*floating, torch.int64, torch.int32, torch.bool))))
+        self.tied = self.p0
+
+
+def laid_out(
+    seed: int, codec: Codec, owner_count: int | None = None
+) -> tuple[FlatState, list[Tensor], list[WireLayout]]:
+    """Return a model's entries, in one to three fragments."""
+    model = Everything(seed)
+    flat = FlatState(model)
+    rng = random.Random(-seed)
+    count = min(len(flat.entries), rng.randint(1, 3))
+    owners = rng.randint(1, 5)
+    of = [*range(count), *(rng.randrange(count) for _ in flat.entries)][: len(flat.entries)]
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    layouts = [
+        WireLayout(
+            flat.entries, [i for i, each in enumerate(of) if each == fragment], parameters, owner_count or owners, codec
+        )
+        for fragment in range(count)
+    ]
+    return flat, list(flat.tensors(flat.new_buffers())), layouts
+
+
+def same(one: Tensor, two: Tensor) -> bool:
+    return one.dtype == two.dtype and one.shape == two.shape and bool(torch.equal(one, two))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_slices_cover_each_byte_of_each_entry_once(seed: int, codec: Codec) -> None:
+    flat, tensors, layouts = laid_out(seed, codec)
+    places = sorted(place for layout in layouts for vector in layout.vectors for place, *_ in vector.places)
+    assert places == list(range(len(flat.entries))), "each entry is in one vector of one fragment"
+    for layout in layouts:
+        encoded = layout.new_encoded()
+        covered = [torch.zeros_like(each.view(torch.uint8)) for each in encoded]
+        elements = [np.zeros(vector.count, int) for vector in layout.vectors]
+        for number, each in enumerate(layout.slices):
+            assert each.number == number and each.first < each.last
+            elements[each.vector][each.first : each.last] += 1
+            part = layout.part([own.view(each.dtype) for own, each in zip(covered, encoded, strict=True)], each)
+            assert part.numel() == layout.nbytes_of(each)
+            for first, end in layout.pieces(each):
+                assert first < end
+                part[first:end] += 1
+        assert all((each == 1).all() for each in (*covered, *elements))
+        assert layout.nbytes == sum(map(layout.nbytes_of, layout.slices))
+        for vector in layout.vectors:
+            check_places(vector, tensors)
+
+
+def check_places(vector: Vector, tensors: list[Tensor]) -> None:
+    end = 0
+    for index, first, last in vector.places:
+        tensor = tensors[index]
+        size = tensor.numel() * (tensor.element_size() if vector.role == "copied" else 1 + tensor.is_complex())
+        assert first >= end and last - first == size, f"entry {index}"
+        assert first == end or vector.role == "copied"
+        end = last
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_float32_values_return_bit_for_bit(seed: int) -> None:
+    _, tensors, layouts = laid_out(seed, find_codec("float32"))
+    found = [torch.zeros_like(tensor) for tensor in tensors]
+    for layout in layouts:
+        for vector, encoded in zip(layout.vectors, layout.new_encoded(), strict=True):
+            gather(vector, tensors, encoded)
+            scatter(vector, vector.decoded(encoded, vector.new_flat()), found)
+    assert all(map(same, tensors, found))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_differences_are_the_anchor_minus_the_values(seed: int) -> None:
+    _, tensors, layouts = laid_out(seed, find_codec("float32"))
+    for layout in layouts:
+        for vector in layout.stepped:
+            anchor, flat, difference = (vector.new_flat() for _ in range(3))
+            anchor.copy_(torch.linspace(-1.0, 1.0, vector.count, dtype=vector.dtype))
+            gather(vector, tensors, flat)
+            subtract(vector, anchor, tensors, difference)
+            assert same(difference, torch.from_numpy(anchor.numpy() - flat.numpy()))
+
+
+def contributions(layout: WireLayout, tensors: list[Tensor], ranks: int, seed: int) -> list[list[Tensor]]:
+    """Return encoded vectors of several ranks, which differ in all values."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for rank in range(ranks):
+        given = []
+        for vector, encoded in zip(layout.vectors, layout.new_encoded(), strict=True):
+            flat = vector.new_flat()
+            if vector.role == "copied":
+                flat.random_(generator=generator)
+            else:
+                gather(vector, tensors, flat)
+                flat.add_(torch.randn(vector.count, generator=generator, dtype=vector.dtype) * (rank + 1))
+            if vector.codec is None:
+                encoded.copy_(flat)
+            else:
+                vector.codec.encode(flat, encoded)
+            given.append(encoded)
+        found.append(given)
+    return found
+
+
+def averaged(layout: WireLayout, given: list[list[Tensor]], weights: list[float]) -> list[Tensor]:
+    """Average all pieces of all slices, in an arbitrary order."""
+    mean = layout.new_encoded()
+    work = [(each, number, piece) for each in layout.slices for number, piece in enumerate(layout.pieces(each))]
+    random.Random(0).shuffle(work)
+    for each, number, (first, end) in work:
+        parts = [layout.part(own, each)[first:end] for own in given]
+        layout.average(each, number, parts, weights, layout.part(mean, each)[first:end])
+    return mean
+
+
+@pytest.mark.parametrize("weights", [[1.0] * 3, [1.0, 3.0, 2.0], [5.0]], ids=str)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_mean_of_slices_is_the_mean_in_rank_order(seed: int, weights: list[float]) -> None:
+    _, tensors, layouts = laid_out(seed, find_codec("float32"))
+    for layout in layouts:
+        given = contributions(layout, tensors, len(weights), seed)
+        mean = averaged(layout, given, weights)
+        for place, vector in enumerate(layout.vectors):
+            arrays = [own[place].numpy() for own in given]
+            right: Any = arrays[0]
+            if vector.role != "copied" and len(weights) > 1:
+                scalar = arrays[0].dtype.type
+                right = scalar(0)
+                for weight, array in zip(weights, arrays, strict=True):
+                    right = right + scalar(weight) * array
+                right = right / scalar(sum(weights))
+            assert np.array_equal(mean[place].numpy(), right), (vector.role, vector.dtype)
+
+
+@pytest.mark.parametrize("codec", CODECS[1:], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("owner_count", [2, 3, 5])
+def test_the_mean_of_encoded_slices_is_that_of_the_whole(codec: Codec, owner_count: int) -> None:
+    """Slices end at the blocks of a codec, so the number of owners changes no bit."""
+    for seed in SEEDS:
+        _, tensors, divided = laid_out(seed, codec, owner_count)
+        _, _, whole = laid_out(seed, codec, 1)
+        for one, two in zip(divided, whole, strict=True):
+            given = contributions(one, tensors, 3, seed)
+            assert all(map(same, averaged(one, given, [1.0, 2.0, 1.0]), averaged(two, given, [1.0, 2.0, 1.0])))
+
+
+def test_pieces_of_large_slices_change_no_bit() -> None:
+    """A vector of more than one piece per slice, whose last piece is short."""
+    entries = FlatState(nn.Linear(1000, 301, bias=False)).entries
+    for codec in CODECS:
+        layout = WireLayout(entries, [0], {"weight"}, 2, codec)
+        assert min(len(layout.pieces(each)) for each in layout.slices) > 1
+        given = contributions(layout, [torch.zeros(301, 1000)], 2, 0)
+        (vector,), (mean,) = layout.vectors, averaged(layout, given, [1.0, 1.0])
+        decoded = [vector.decoded(own[0], vector.new_flat()) for own in given]
+        right = (decoded[0] + decoded[1]) / 2
+        if vector.codec is not None:
+            encoded = vector.new_encoded()
+            vector.codec.encode(right, encoded)
+            right = encoded
+        assert same(mean, right), codec.name
+
+
+def test_bfloat16_rounds_once_when_it_is_written() -> None:
+    tensor = torch.tensor([1.0, -3.0], dtype=torch.bfloat16)
+    model = nn.ParameterDict({"w": nn.Parameter(tensor)})
+    layout = WireLayout(FlatState(model).entries, [0], {"w"}, 1, find_codec("float32"))
+    (vector,) = layout.vectors
+    assert vector.dtype == torch.float32
+    scatter(vector, torch.tensor([1.0 + 2**-9, 1.0 + 3 * 2**-9]), [tensor])
+    assert tensor.tolist() == [1.0, 1.0078125]
