@@ -20,6 +20,7 @@ import asyncdist as ad
 from protocols import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
+    DiLoCoPolicy,
     OneSidedSelectiveAveragingPolicy,
     ReplicaAveragingPolicy,
 )
@@ -59,6 +60,10 @@ def of_all(model: nn.Module, optimizer: Any, **options: Any) -> Any:
     return AverageAllPolicy(model, optimizer, average_every=EVERY, **options)
 
 
+def local_sgd(model: nn.Module, optimizer: Any, **options: Any) -> Any:
+    return DiLoCoPolicy(model, optimizer, average_every=EVERY, outer_optimizer=None, **options)
+
+
 def of_replicas(model: nn.Module, optimizer: Any, **options: Any) -> Any:
     return ReplicaAveragingPolicy(
         model,
@@ -78,6 +83,7 @@ POLICIES: dict[str, tuple[Callable[..., Any], int, tuple[int, ...]]] = {
     "selective": (selective, 1, (0, 1)),
     "one-sided": (one_sided, 1, (0, 1)),
     "all": (of_all, 1, (0, 1, 2)),
+    "local SGD": (local_sgd, 1, (0, 1, 2)),
     "replicas": (of_replicas, 2, (0, 1)),
 }
 
@@ -167,7 +173,7 @@ def test_schedule_free_iterates_are_averaged_with_the_weights(kind: str, policy:
     for own_model, own_optimizer, _ in results[:-1]:
         own_optimizer.eval()
         ys[results.index((own_model, own_optimizer, _))] = values(own_model)
-    if policy != "all":  # there the donors have the average, too
+    if policy not in ("all", "local SGD"):  # there the donors have the average, too
         assert torch.allclose(evaluated, sum(ys[rank] for rank in donors) / len(donors), rtol=1e-5)
 
 
@@ -188,7 +194,7 @@ KEEPERS: dict[str, Callable[[nn.Module], Any]] = {
     ("kind", "policy"), [*((kind, "selective") for kind in KEEPERS), *(("masters", policy) for policy in POLICIES)]
 )
 def test_masters_and_slow_weights_become_the_average(kind: str, policy: str, momentum: float) -> None:
-    if momentum and policy in ("all", "one-sided"):
+    if momentum and policy in ("all", "local SGD", "one-sided"):
         pytest.skip("no such option, or applied many times")
     results, donors = run(KEEPERS[kind], policy, **({"momentum": momentum} if momentum else {}))
     model, optimizer, (own, _) = results[-1]

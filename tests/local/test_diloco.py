@@ -1,0 +1,328 @@
+"""Tests DiLoCo on ranks in one process and real time: a run against numpy, and what else happens in a training job."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripts.population import Mixed, clone_state, equal_states, sgd, values
+from support.local import run
+from torch import nn
+
+import asyncdist as ad
+from protocols import AverageAllPolicy, DiLoCoPolicy, StepInfo
+
+HALF = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5)
+
+
+def linear(size: int = 3) -> nn.Module:
+    model = nn.Linear(size, size, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    return model
+
+
+def move(model: nn.Module, by: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(by)
+
+
+def test_four_ranks_train_as_in_numpy() -> None:
+    """Each rank follows the gradient of its own quadratic (x - rank)^2 / 2, with DiLoCo's default outer optimizer."""
+
+    async def main(world: ad.World) -> list[float]:
+        model = linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        found = []
+        async with DiLoCoPolicy(model, optimizer, average_every=4) as policy:
+            for _ in range(40):
+                loss = sum(((parameter - world.rank) ** 2).sum() / 2 for parameter in model.parameters())
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[union-attr]
+                optimizer.step()
+                info = await policy.step()
+                if info:
+                    assert info.donors == (0, 1, 2, 3)
+                    (value,) = set(model.bias.tolist())
+                    found.append(value)
+        return found
+
+    own, anchor, buffer, right = np.ones(4), 1.0, 0.0, []
+    for step in range(40):
+        own -= 0.125 * (own - np.arange(4))
+        if step % 4 == 3:
+            difference = anchor - own.mean()
+            buffer = 0.9 * buffer + difference
+            anchor -= 0.7 * (difference + 0.9 * buffer)
+            own[:] = anchor
+            right.append(anchor)
+    for found in run(main, 4):
+        assert np.allclose(found, right, rtol=0, atol=1e-13)
+
+
+def test_a_step_that_times_out_leaves_the_ranks_equal() -> None:
+    """The rank that was cancelled continues, and takes the mean of the same round in a later step."""
+
+    async def main(world: ad.World) -> tuple[int, dict[int, float], int]:
+        model, applied, cancelled = linear(), {}, 0
+        async with DiLoCoPolicy(
+            model, sgd(model), average_every=2, outer_optimizer=HALF, on_event=lambda event: None
+        ) as policy:
+            step = 0
+            while step < 20 or len(applied) < 8:
+                step += 1
+                move(model, world.rank + 1.0)
+                if world.rank == 0 and step in (2, 5, 9):
+                    step_task = asyncio.ensure_future(policy.step())
+                    await asyncio.sleep(0)
+                    step_task.cancel()
+                    try:
+                        info = await step_task
+                    except asyncio.CancelledError:
+                        cancelled += 1
+                        continue
+                elif world.rank == 0 and step == 13:
+                    try:
+                        info = await asyncio.wait_for(policy.step(), 1e-9)
+                    except TimeoutError:
+                        cancelled += 1
+                        continue
+                else:
+                    info = await policy.step()
+                if info:
+                    applied[info.round] = model.bias[0].item()
+        return cancelled, applied, policy.statistics().average_count
+
+    results = run(main, 3)
+    assert results[0][0] >= 3
+    for number in range(1, 9):
+        assert len({applied[number] for _, applied, _ in results}) == 1, f"round {number}"
+
+
+def bytes_of_encoded_vectors() -> int:
+    """Return the size of all living uint8 tensors in this process."""
+    gc.collect()
+    found = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.dtype == torch.uint8]
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in found}.values())
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_over_many_rounds() -> None:
+    """120 rounds of three fragments in flight keep no more encoded vectors than the first 20."""
+
+    async def main(world: ad.World) -> tuple[int, int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(50, 50) for _ in range(3)))
+        sizes = []
+        options: dict[str, Any] = {"fragments": 3, "overlap_steps": 2, "wire": "int8", "error_feedback": 0.9}
+        async with DiLoCoPolicy(model, sgd(model), average_every=3, **options) as policy:
+            for step in range(120):
+                move(model, 0.01 * (world.rank + 1))
+                await policy.step()
+                if step in (20, 119):
+                    sizes.append(bytes_of_encoded_vectors())
+        return sizes[0], sizes[1]
+
+    model_nbytes = 3 * 51 * 50  # encoded as int8
+    for early, late in run(main, 2):
+        assert model_nbytes < late <= early + 2 * model_nbytes
+
+
+def test_the_model_and_the_policy_are_freed_at_the_end() -> None:
+    references: list[Any] = []
+
+    async def main(world: ad.World) -> None:
+        model = linear()
+        async with DiLoCoPolicy(model, sgd(model), average_every=1) as policy:
+            for _ in range(3):
+                await policy.step()
+            references.append(weakref.ref(policy._fragments[0].anchors[0].untyped_storage()))
+            references.append(weakref.ref(policy))
+
+    run(main, 2)
+    gc.collect()
+    assert references[1::2] and all(reference() is None for reference in references[1::2])
+
+
+def test_frozen_parameters_may_be_left_out() -> None:
+    async def main(world: ad.World) -> tuple[set[float], set[float]]:
+        model = nn.Sequential(linear(), linear())
+        model[0].requires_grad_(False)
+        model[0].weight.fill_(7.0)
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        async with DiLoCoPolicy(
+            model, optimizer, average_every=2, parameters="trainable", outer_optimizer=None
+        ) as policy:
+            for _ in range(2):
+                move(model, float(world.rank))
+                info = await policy.step()
+            assert info.wire_nbytes == 12 * 8
+        return set(model[0].weight.flatten().tolist()), set(model[1].weight.flatten().tolist())
+
+    assert run(main, 3) == [({7.0}, {3.0})] * 3
+
+
+def test_a_model_on_the_meta_device_is_refused_by_name() -> None:
+    model = nn.Linear(2, 2, device="meta")
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match="meta"):
+        DiLoCoPolicy(model, sgd(model), average_every=1)
+
+
+def test_two_policies_of_one_rank_do_not_mix() -> None:
+    async def main(world: ad.World) -> list[Any]:
+        one, two, three = linear(), linear(2), linear(2)
+        own = await world.new_group([0, 2] if world.rank != 1 else [1])
+        async with (
+            DiLoCoPolicy(one, sgd(one), average_every=1, outer_optimizer=None, name="one") as first,
+            DiLoCoPolicy(two, sgd(two), average_every=2, outer_optimizer=None, name="two") as second,
+        ):
+            for _ in range(4):
+                move(one, float(world.rank))
+                move(two, world.rank * 10.0)
+                await asyncio.gather(first.step(), second.step())
+            if world.rank != 1:
+                async with AverageAllPolicy(three, sgd(three), average_every=1, group=own) as third:
+                    move(three, float(world.rank))
+                    await third.step()
+                    await first.step()
+            else:
+                await first.step()
+        return [each.bias[0].item() for each in (one, two, three)]
+
+    assert run(main, 3) == [[5.0, 41.0, 2.0], [5.0, 41.0, 1.0], [5.0, 41.0, 2.0]]
+
+
+def test_a_subset_of_the_ranks_averages() -> None:
+    async def main(world: ad.World) -> float:
+        model = linear()
+        move(model, float(world.rank) - 1.0)
+        if world.rank in (1, 3):
+            group = await ad.new_group([1, 3])
+            async with DiLoCoPolicy(model, sgd(model), average_every=1, group=group, outer_optimizer=None) as policy:
+                info = await policy.step()
+                assert info.donors == (1, 3)
+        return model.bias[0].item()
+
+    assert run(main, 4) == [0.0, 2.0, 2.0, 2.0]
+
+
+def test_training_in_another_thread_overlaps_the_exchange() -> None:
+    async def main(world: ad.World) -> tuple[int, ...]:
+        model = linear()
+        rounds = []
+        async with DiLoCoPolicy(model, sgd(model), average_every=4, overlap_steps=3, mixing=0.5) as policy:
+            for _ in range(16):
+                await world.compute(move, model, world.rank + 1.0)
+                info = await policy.step()
+                rounds += [info.round] if info else []
+            busy = asyncio.ensure_future(world.compute(move, model, 0.0))
+            await asyncio.sleep(0)
+            with pytest.raises(ad.BusyError):
+                await policy.step()
+            await busy
+        return tuple(rounds)
+
+    assert run(main, 2) == [(1, 2, 3)] * 2
+
+
+def test_an_error_in_one_ranks_loop_ends_the_job_with_it() -> None:
+    async def main(world: ad.World) -> None:
+        model = linear()
+        async with DiLoCoPolicy(model, sgd(model), average_every=2) as policy:
+            for step in range(8):
+                if world.rank == 1 and step == 5:
+                    raise ZeroDivisionError("of rank 1")
+                await policy.step()
+
+    with pytest.raises(ZeroDivisionError, match="of rank 1"):
+        run(main, 3)
+
+
+def test_an_error_that_one_rank_handles_ends_its_part_alone() -> None:
+    """Leaving the block by an error withdraws the rank's contribution; the others continue without the rank."""
+
+    async def main(world: ad.World) -> list[tuple[int, ...]]:
+        model, donors = linear(), []
+        try:
+            async with DiLoCoPolicy(model, sgd(model), average_every=2) as policy:
+                for step in range(8):
+                    if world.rank == 0 and step == 5:
+                        raise ZeroDivisionError
+                    info = await policy.step()
+                    donors += [info.donors] if info else []
+        except ZeroDivisionError:
+            pass
+        return donors
+
+    results = run(main, 3)
+    assert results[0] == [(0, 1, 2)] * 2
+    assert results[1] == results[2] == [(0, 1, 2)] * 2 + [(1, 2)] * 2
+
+
+def test_weights_change_only_inside_step() -> None:
+    async def main(world: ad.World) -> None:
+        model = Mixed(1.0)
+        async with DiLoCoPolicy(model, sgd(model), average_every=3, overlap_steps=2) as policy:
+            for _ in range(12):
+                move(model, world.rank + 1.0)
+                before = clone_state(model)
+                for _ in range(20):
+                    await world.progress()
+                assert equal_states(before, clone_state(model))
+                info = await policy.step()
+                assert bool(info) != equal_states(before, clone_state(model))
+
+    run(main, 2)
+
+
+def test_an_optimizer_is_reset_at_each_average_on_request() -> None:
+    async def main(world: ad.World) -> list[bool]:
+        model = linear()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        found = []
+        async with DiLoCoPolicy(model, optimizer, average_every=2, optimizer_state="reset") as policy:
+            for _ in range(4):
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+                await policy.step()
+                found.append(bool(optimizer.state))
+        return found
+
+    assert run(main, 2) == [[True, False, True, False]] * 2
+
+
+def test_one_rank_alone_moves_its_anchor() -> None:
+    async def main(world: ad.World) -> tuple[set[float], StepInfo]:
+        model = linear()
+        async with DiLoCoPolicy(model, sgd(model), average_every=2, outer_optimizer=HALF) as policy:
+            for _ in range(2):
+                move(model, 1.0)
+                info = await policy.step()
+        return values(model, floating=True), info
+
+    ((found, info),) = run(main, 1)
+    assert found == {2.0} and info.donors == (0,) and info.outer_norm == pytest.approx(2.0 * 12**0.5)
+
+
+@pytest.mark.parametrize("tokens", [0, -1.0, float("nan"), float("inf"), "many"])
+def test_a_wrong_number_of_tokens_is_refused(tokens: Any) -> None:
+    async def main(world: ad.World) -> None:
+        model = linear()
+        async with DiLoCoPolicy(model, sgd(model), average_every=2, weights="tokens") as policy:
+            with pytest.raises((ValueError, TypeError), match="tokens"):
+                await policy.step(tokens=tokens)
+            await policy.step(tokens=3)
+            info = await policy.step(tokens=world.rank + 1)
+        assert info.weights == pytest.approx((4 / 9, 5 / 9)), "a refused number is not counted"
+
+    run(main, 2)
