@@ -123,7 +123,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._flat = FlatState(  # raises TypeError if model is not a module
             model, takes_shards=self.keeps_replicas, trained_only=own.parameters == "trainable", states=states
         )
-        check_not_wrapped(model, takes_shards=self.keeps_replicas)
+        check_not_wrapped(model, keeps_replicas=self.keeps_replicas)
         self._flat.check_optimizer(optimizer)
         self._weights = OptimizerWeights(model, optimizer, states, is_reset=resets_optimizer)
         self._given_group = own.group

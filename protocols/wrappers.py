@@ -23,12 +23,22 @@ _SHARDED: Final = "torch.distributed.fsdp._fully_shard"
 _WHY: Final = "whose ranks always have equal weights, while a policy gives each rank its own. Pass a model without it"
 
 
-def check_not_wrapped(model: nn.Module, *, takes_shards: bool = False) -> None:
-    """Raise ValueError if the model is or contains a DDP or FSDP wrapper; ``takes_shards`` allows `fully_shard`."""
-    kinds = [type(each) for each in model.modules() if not (takes_shards and _is_divided(type(each)))]
+def check_not_wrapped(model: nn.Module, *, keeps_replicas: bool = False) -> None:
+    """Raise ValueError if the model is or contains a DDP or FSDP wrapper.
+
+    ``keeps_replicas`` allows `fully_shard` and DDP, whose ranks :func:`check_replica_group` checks. DDP may be inside
+    the model, as in ``torch.compile(DDP(model))`` or a ``ModuleDict`` of wrapped networks.
+    """
+    kinds = [type(each) for each in model.modules() if not (keeps_replicas and _may_span_replica(type(each)))]
     found = next((name for kind in kinds if (name := _wrapper_name(kind))), None)
-    if found is not None:
-        raise ValueError(f"model must not be wrapped in {found}, {_WHY}")
+    if found is None:
+        return
+    if keeps_replicas:
+        raise ValueError(
+            f"the model of a replica must not be wrapped in {found}: wrap it in DistributedDataParallel, or shard it "
+            "with fully_shard"
+        )
+    raise ValueError(f"model must not be wrapped in {found}, {_WHY}")
 
 
 def reshard(model: nn.Module) -> None:
@@ -121,6 +131,10 @@ def _modules_of(outer: nn.Module) -> Iterator[nn.Module]:
             seen.add(id(module))
             yield module
             waiting += [child for child in getattr(module, "_modules", {}).values() if child is not None]
+
+
+def _may_span_replica(kind: type) -> bool:
+    return issubclass(kind, nn.parallel.DistributedDataParallel) or _is_divided(kind)
 
 
 def _is_divided(kind: type) -> bool:

@@ -89,9 +89,9 @@ class ReplicaAveragingPolicy(Ported):
     own shards.
 
     Args:
-        model: Module, DDP around a module, or module sharded by ``fully_shard`` over exactly the ranks of the replica,
-            in the same way in all replicas. At the start, the replica's first rank copies its weights to the other
-            ranks, unless the model is sharded.
+        model: Module, DDP around a module, module that contains DDP (as ``torch.compile(ddp)`` does), or module sharded
+            by ``fully_shard`` over exactly the ranks of the replica, in the same way in all replicas. At the start, the
+            replica's first rank copies its weights to the other ranks, unless the model is sharded.
         optimizer: Optimizer of the model on this rank.
         replica_size: Number of ranks in a replica. Replicas are consecutive ranks of the group.
         swap_every: Number of steps between steps in which weights may change; a divisor of ``average_every``. By

@@ -9,9 +9,11 @@ import torch
 from scripts.population import sgd
 from support.facts import naming
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import asyncdist as ad
 from protocols import ReplicaAveragingPolicy
+from protocols.wrappers import check_not_wrapped
 
 
 class Wrapped(nn.parallel.DistributedDataParallel):
@@ -22,8 +24,13 @@ class Wrapped(nn.parallel.DistributedDataParallel):
         self.module, self.process_group = module, ranks
 
 
-def start(monkeypatch: pytest.MonkeyPatch, groups: list[list[int] | None], size: int = 4, **options: Any) -> None:
-    """Start a policy on four ranks with DDP over ``groups``; torch.distributed has ``size`` ranks."""
+def start(
+    monkeypatch: pytest.MonkeyPatch, groups: list[list[int] | None], size: int = 4, outer: Any = None, **options: Any
+) -> None:
+    """Start a policy on four ranks with DDP over ``groups``; torch.distributed has ``size`` ranks.
+
+    If ``outer`` is given, all policies get the model that it makes from DDP.
+    """
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: ad.current_world().rank % size)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: size)
@@ -33,6 +40,7 @@ def start(monkeypatch: pytest.MonkeyPatch, groups: list[list[int] | None], size:
         model = nn.Linear(2, 2)
         wrapped = Wrapped(model, groups[world.rank])
         given = wrapped if world.rank % 2 else model  # the module inside is known to be inside
+        given = given if outer is None else outer(wrapped)
         async with ReplicaAveragingPolicy(given, sgd(model), replica_size=2, average_every=2, **options) as policy:
             await policy.step(1.0)
         assert wrapped.module is model
@@ -52,6 +60,32 @@ def test_ddp_over_all_ranks_is_refused_with_both_lists(monkeypatch: pytest.Monke
     told = r"DDP must synchronise the ranks \[(0, 1|2, 3)\] of this rank's replica, got \[0, 1, 2, 3\]"
     with pytest.raises(ValueError, match=told):
         start(monkeypatch, [[0, 1, 2, 3]] * 4)
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        pytest.param(lambda wrapped: torch.compile(wrapped), id="compiled"),
+        pytest.param(lambda wrapped: nn.ModuleDict({"net": wrapped}), id="one of several"),
+    ],
+)
+def test_ddp_inside_the_model_of_a_replica(outer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: torch.compile(DDP(model)) was refused, as if each rank had been a replica of its own."""
+    start(monkeypatch, [[0, 1], [0, 1], [2, 3], [2, 3]], outer=outer)
+    with pytest.raises(ValueError, match="DDP must synchronise the ranks"):
+        start(monkeypatch, [[0, 1, 2, 3]] * 4, outer=outer)
+
+
+def test_fsdp_of_a_replica_is_refused_with_the_alternatives() -> None:
+    class Flat(FullyShardedDataParallel):
+        """FSDP without the process group that it needs."""
+
+        def __init__(self, module: nn.Module) -> None:
+            nn.Module.__init__(self)
+            self._fsdp_wrapped_module = module
+
+    with pytest.raises(ValueError, match="model of a replica must not be wrapped in FullyShardedDataParallel: wrap it"):
+        check_not_wrapped(Flat(nn.Linear(2, 2)), keeps_replicas=True)
 
 
 @pytest.mark.long
