@@ -189,7 +189,10 @@ class FragmentState:
         own_anchors = self.anchors
         shapes = [anchor.shape for anchor in anchors], [each.shape for each in state["residuals"]]
         if shapes != ([anchor.shape for anchor in own_anchors], [each.residual.shape for each in residuals]):
-            raise ValueError("the state's anchors and residuals must be those of this policy's model and options")
+            raise ValueError(
+                "the state's anchors and residuals must have the shapes of this policy's. Use the model, "
+                "outer_optimizer, error_feedback and fragments of the run that saved it"
+            )
         self.version = state["version"]
         for anchor, saved in zip(own_anchors, anchors, strict=True):
             anchor.copy_(saved)

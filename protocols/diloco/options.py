@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
+from torch import nn
 
 from asyncdist import validation
 from asyncdist.protocols.declared import Options, function, like, one_of, option, or_none, whole
@@ -177,11 +180,19 @@ class DiLoCoOptions(Options):
 
 
 def described(factory: OuterFactory) -> str:
-    """Return the name and arguments of an outer optimizer's factory, for the comparison between members."""
-    if isinstance(factory, functools.partial):
-        arguments = [
-            *map(repr, factory.args),
-            *(f"{name}={value!r}" for name, value in sorted(factory.keywords.items())),
-        ]
-        return f"{described(factory.func)}({', '.join(arguments)})"
-    return str(getattr(factory, "__qualname__", type(factory).__qualname__))
+    """Return an outer optimizer's class and the options that are not its defaults, to compare members.
+
+    The optimizer is made to read them, because two functions with equal names may make different optimizers.
+    """
+    optimizer = factory([nn.Parameter(torch.ones(2, device="cpu"))])
+    defaults = {name: _text_of(each.default) for name, each in inspect.signature(type(optimizer)).parameters.items()}
+    (first, *_) = optimizer.param_groups
+    options = {name: _text_of(value) for name, value in sorted(first.items()) if name != "params"}
+    changed = [f"{name}={value}" for name, value in options.items() if value != defaults.get(name)]
+    return f"{type(optimizer).__name__}({', '.join(changed)})"
+
+
+def _text_of(value: Any) -> str:
+    """Return a value as a string, which is the same for equal numbers of different types."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return repr(float(value) if is_number else value)

@@ -39,6 +39,7 @@ from asyncdist.protocols.exchange.exchange import Exchange
 from asyncdist.protocols.exchange.ledger import Verdict
 from asyncdist.protocols.exchange.wire_layout import WireLayout
 from asyncdist.protocols.metrics import MetricSource
+from asyncdist.protocols.misuse import line_of_caller
 from asyncdist.protocols.options import CommonOptions, MemberOptions
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.selective.scopes import PolicyScopes
@@ -184,7 +185,10 @@ class DiLoCoPolicy(SpawnPolicy):
         Raises:
             ValueError: ``tokens`` is not finite and above 0.
         """
-        count = 1.0 if tokens is None else validation.real("tokens", tokens, "a finite number > 0", low=1e-9)
+        if self._first_call is None:
+            self.note_call(line_of_caller())
+        allowed = "a finite number > 0 (of a tensor, tokens.item())"
+        count = 1.0 if tokens is None else validation.real("tokens", tokens, allowed, low=1e-9)
         self._tokens = [each + count for each in self._tokens]
         return super().step(local_metric, loss=loss, score=score)
 

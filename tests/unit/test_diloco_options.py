@@ -12,7 +12,8 @@ from support.facts import naming
 
 import asyncdist.tensors.codecs
 import protocols
-from protocols import DiLoCoPolicy, TopK
+from protocols import DiLoCoPolicy, FedAdam, TopK
+from protocols.diloco.options import DiLoCoOptions
 
 SGD = torch.optim.SGD
 
@@ -85,6 +86,19 @@ def test_topk_without_error_feedback_warns_the_caller() -> None:
         warnings.simplefilter("error")
         make(wire="topk", error_feedback=0.95)
         make(wire="q4", outer_optimizer=functools.partial(SGD, lr=0.7))
+
+
+@pytest.mark.parametrize(
+    ("factory", "text"),
+    [
+        (functools.partial(SGD, lr=0.7, momentum=0.9, nesterov=True), "SGD(lr=0.7, momentum=0.9, nesterov=True)"),
+        (lambda own: SGD(own, lr=0.5, momentum=0.0), "SGD(lr=0.5)"),
+        (functools.partial(FedAdam, lr=0.5), "FedAdam(lr=0.5)"),
+    ],
+)
+def test_members_compare_the_options_of_the_outer_optimizer(factory: Any, text: str) -> None:
+    """Regression: ranks with different lambdas began, and their anchors parted."""
+    assert DiLoCoOptions(outer_optimizer=factory).agreed()["outer_optimizer"] == text
 
 
 def test_the_codec_with_options_is_a_public_name() -> None:
