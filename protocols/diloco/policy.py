@@ -277,7 +277,9 @@ class DiLoCoPolicy(SpawnPolicy):
         except BaseException as error:
             await self._stop(error)
             raise
-        exchange.begin_joined()
+        exchange.begin_joined(
+            [each.number for fragment, each in self._in_flight.items() if not self._has_merged(fragment, each.number)]
+        )
         return True
 
     def _whole_state(self) -> dict[str, Any]:

@@ -181,9 +181,15 @@ class Exchange:
             self._carry_out(ledger.on_admitted(rank))
         return self._admission_count
 
-    def begin_joined(self) -> None:
-        """Take part as a member, after the leader's state was loaded."""
+    def begin_joined(self, in_flight: Sequence[int]) -> None:
+        """Take part as a member, after the leader's state was loaded.
+
+        Args:
+            in_flight: Rounds whose means this member receives, although it has not contributed to them.
+        """
         self._is_joining = False
+        for number in in_flight:
+            self._round(number)  # is reported in a census
         orders, self._orders = self._orders, []
         for order in orders:
             self._obey(*order)

@@ -63,7 +63,8 @@ class Standing:
     Attributes:
         attempt: Attempt of the last verdict that this member knows; 0 if it knows none.
         has_merged: Whether the member has the mean.
-        weight, norm: The member's contribution, if it is captured; otherwise 0.
+        weight, norm: The member's contribution, if it is captured; 0 if the member was admitted after the round had
+            begun, and only receives the mean.
         donors, weights, norms: The verdict's donors if the member has the mean; otherwise empty.
     """
 
@@ -250,13 +251,15 @@ class Ledger:
                 each.attempt = max(each.attempt, own.attempt)
                 if own.weight:
                     each.captured[rank] = own.weight, own.norm
+                elif not own.has_merged:
+                    each.excused.add(rank)
                 if own.has_merged:
                     each.merged.add(rank)
                     holders.setdefault(own.round, (rank, own))
         for number, known in self._rounds.items():  # contributions that were reported after the answer
             each = rounds.setdefault(number, _Round())
             each.attempt = max(each.attempt, known.attempt)
-            each.excused = known.excused & self.members
+            each.excused |= known.excused & self.members
             for rank in self.members & known.captured.keys():
                 each.captured.setdefault(rank, known.captured[rank])
         self._rounds = rounds
