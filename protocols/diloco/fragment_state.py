@@ -40,6 +40,7 @@ class FragmentState:
         factory: Factory of the outer optimizer; None to average states.
         decay: Decay of the error feedback; None for none.
         tensors: The model's tensors, from which the anchor is copied.
+        keeps_captured: Whether the captured parameters are kept, for :meth:`apply_late`.
 
     Attributes:
         version: Number of merged rounds.
@@ -52,6 +53,8 @@ class FragmentState:
         factory: OuterFactory | None,
         decay: float | None,
         tensors: Sequence[Tensor],
+        *,
+        keeps_captured: bool = False,
     ) -> None:
         self.layout = layout
         self.version = 0
@@ -59,6 +62,7 @@ class FragmentState:
         # Scratch for the values of encoded vectors; the values of other vectors are where they are sent from.
         self._scratch = [vector.new_flat() if vector.codec else None for vector in layout.vectors]
         self._values: list[Tensor] = []  # of the last mean, by vector
+        self._captured = [vector.new_flat() for vector in layout.stepped] if keeps_captured else []
         self._outer: OuterStep | None = None
         self._residuals: dict[int, ErrorFeedback] = {}  # by vector
         if factory is not None:
@@ -79,6 +83,8 @@ class FragmentState:
 
         If the norm is not finite, the contribution must not be used, and the residuals are unchanged.
         """
+        for vector, captured in zip(self.layout.stepped, self._captured, strict=bool(self._captured)):
+            gather(vector, tensors, captured)
         anchors = iter(() if self._outer is None else self._outer.anchors)
         norm = 0.0
         flats = [each if own is None else own for each, own in zip(encoded, self._scratch, strict=True)]
@@ -139,6 +145,31 @@ class FragmentState:
         self._values = []
 
     @torch.no_grad()
+    def apply_late(self, tensors: Sequence[Tensor]) -> None:
+        """Write the last mean into the model's tensors, and keep the progress of the parameters since the capture.
+
+        Parameters become own + (new - captured), in the vector's dtype.
+        """
+        for vector, captured, new in zip(self.layout.stepped, self._captured, self._stepped(), strict=True):
+            own = torch.empty_like(new)
+            gather(vector, tensors, own)
+            captured.sub_(new)
+            scatter(vector, own.sub_(captured), tensors)
+        for vector, values in zip(self.layout.vectors, self._values, strict=bool(self._values)):
+            if vector.role != "stepped":
+                scatter(vector, values, tensors)
+        self._values = []
+
+    def _stepped(self) -> list[Tensor]:
+        """Return the new parameters: the anchor, or the mean; the captured ones if no donor had finite values."""
+        if self._outer is not None:
+            return list(self._outer.anchors)
+        if not self._values:
+            return [captured.clone() for captured in self._captured]
+        pairs = zip(self.layout.vectors, self._values, strict=True)
+        return [values for vector, values in pairs if vector.role == "stepped"]
+
+    @torch.no_grad()
     def restore(self, tensors: Sequence[Tensor]) -> None:
         """Write the anchor into the model's parameters; without an outer optimizer, change nothing."""
         for vector, anchor in zip(self.layout.stepped, self.anchors, strict=bool(self.anchors)):
@@ -150,10 +181,11 @@ class FragmentState:
         return () if self._outer is None else self._outer.anchors
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the version, anchor, outer state and residuals, with cloned tensors."""
+        """Return the version, captured parameters, anchor, outer state and residuals, with cloned tensors."""
         outer = self._outer
         return {
             "version": self.version,
+            "captured": [flat.clone() for flat in self._captured],
             "anchors": [] if outer is None else [anchor.clone() for anchor in outer.anchors],
             "outer": None if outer is None else outer.state_dict(),
             "residuals": [each.residual.clone() for each in self._residuals.values()],
@@ -194,6 +226,8 @@ class FragmentState:
                 "outer_optimizer, error_feedback and fragments of the run that saved it"
             )
         self.version = state["version"]
+        for flat, saved in zip(self._captured, state["captured"], strict=True):
+            flat.copy_(saved)
         for anchor, saved in zip(own_anchors, anchors, strict=True):
             anchor.copy_(saved)
         for each, saved in zip(residuals, state["residuals"], strict=True):

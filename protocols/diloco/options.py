@@ -22,6 +22,8 @@ from asyncdist.tensors.codecs import Codec, find_codec
 
 #: How the ranks' contributions are weighted: equally, or by the tokens passed to `step`.
 Weighting: TypeAlias = Literal["equal", "tokens"]
+#: Whether a step waits for a mean that has not arrived when it is due.
+Late: TypeAlias = Literal["wait", "skip"]
 #: Outer optimizer of the DiLoCo paper.
 NESTEROV: Final = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 _GROUP: Final = "fragments and bytes"
@@ -40,6 +42,7 @@ class DiLoCoOptionNames(MemberOptions, total=False):
     weights: Weighting
     warmup_steps: int
     optimizer_state: OptimizerState
+    late: Late
     on_event: Callable[[PolicyEvent], None] | None
     drain_timeout_s: float
 
@@ -141,6 +144,15 @@ class DiLoCoOptions(Options):
         is_agreed=True,
     )
     optimizer_state: OptimizerState = like(AveragingOptions, "optimizer_state")
+    late: Late = option(
+        'Whether a step waits for a mean that has not arrived when it is due (`"wait"`). With `"skip"`, no step waits: '
+        "the mean is applied in the first step after its arrival, the rank keeps its progress since the capture, and "
+        "the fragment is captured again only then. Results then depend on timing.",
+        one_of(Late),
+        default="wait",
+        group="stragglers and rounds",
+        is_agreed=True,
+    )
     on_event: Callable[[PolicyEvent], None] | None = option(
         "Callable that receives each event of this rank (`protocols.PolicyEvent`) inside `step`.",
         function("None or a callable that takes one event"),

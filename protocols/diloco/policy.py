@@ -11,8 +11,9 @@ difference as its gradient, and becomes the new weights of all ranks:
 (1 - alpha) a (Streaming DiLoCo: Douillard et al., 2501.18512). Without an outer optimizer, the weights themselves are
 averaged (local SGD; with ``weights="tokens"`` federated averaging: McMahan et al., 2017).
 
-The ranks wait for each other where a mean is applied. If a rank is lost, the mean is that of the others
-(:mod:`protocols.exchange.ledger`), and the anchor and the outer optimizer's state stay equal on all ranks.
+The ranks wait for each other where a mean is applied, unless ``late="skip"``: then each rank applies a mean when it has
+arrived, and keeps the progress that it has made since it captured its weights. If a rank is lost, the mean is that of
+the others (:mod:`protocols.exchange.ledger`). The anchor and the outer optimizer's state stay equal on all ranks.
 """
 
 from __future__ import annotations
@@ -155,6 +156,7 @@ class DiLoCoPolicy(SpawnPolicy):
             warnings.warn(_LOSES_VALUES, UserWarning, stacklevel=3)
         self._chosen = fragments_of(self._flat.entries, own.fragments, own.fragment_pattern)
         self._layout_buffers = self._flat.new_buffers(device="meta")
+        self._skips = own.late == "skip"
         self._schedule = Schedule(self.average_every, own.fragments, own.overlap_steps, own.warmup_steps)
         self._fragments: list[FragmentState] = []
         self._known_infinities: KnownInfinities
@@ -164,6 +166,7 @@ class DiLoCoPolicy(SpawnPolicy):
         self._is_admitting = False
         self._snapshots = SnapshotPool(self._flat)
         self._in_flight: dict[int, _InFlight] = {}  # by fragment
+        self._captured = [0] * own.fragments  # number of contributions by fragment
         self._owed: list[int] = []  # fragments that are due but not captured, in turn; several after cancelled steps
         self._tokens = [0.0] * own.fragments  # since each fragment's previous contribution
         self._average_count, self._waited_s, self._sent_nbytes = 0, 0.0, 0
@@ -315,6 +318,7 @@ class DiLoCoPolicy(SpawnPolicy):
                 own.outer_optimizer,
                 own.error_feedback,
                 tensors,
+                keeps_captured=own.late == "skip",
             )
             for chosen in self._chosen
         ]
@@ -352,12 +356,13 @@ class DiLoCoPolicy(SpawnPolicy):
 
     def _own_state(self) -> dict[str, Any]:
         if self._stage == "new" and self._saved is not None:
-            return {name: self._saved[name] for name in ("fragments", "tokens", "owed", "in_flight")}
+            return {name: self._saved[name] for name in ("fragments", "captured", "tokens", "owed", "in_flight")}
         for fragment, flight in self._in_flight.items():
             if not self._has_merged(fragment, flight.number) and not self._is_admitting:
                 raise BusyError(f"await policy.settle() before state_dict(): round {flight.number} is in flight")
         return {
             "fragments": [fragment.state_dict() for fragment in self._fragments],
+            "captured": list(self._captured),
             "tokens": list(self._tokens),
             "owed": list(self._owed),
             "in_flight": [
@@ -376,13 +381,16 @@ class DiLoCoPolicy(SpawnPolicy):
             raise ValueError(f"the state must have {len(self._chosen)} fragments, as this policy, got {count}")
         self._saved = state
         self._tokens, self._owed = list(state["tokens"]), list(state["owed"])
+        self._captured = list(state["captured"])
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         del local_metric
         world, step = self._world, self.iteration
-        self._owed += self._schedule.due(step)  # before the first await: a cancelled step captures nothing
+        # Before the first await, since a cancelled step captures nothing. A fragment in flight is due only once more.
+        due = self._schedule.due(step)
+        self._owed += [each for each in due if not (self._skips and each in self._owed)]
         if self.is_alone:
             await world.safe_point()
             if self._own_options.outer_optimizer is None:
@@ -406,12 +414,9 @@ class DiLoCoPolicy(SpawnPolicy):
     def _tensors(self) -> Sequence[Tensor]:
         return self._flat.tensors(self._layout_buffers)
 
-    def _number(self, fragment: int) -> int:
-        """Return the number of a fragment's next round."""
-        return self._fragments[fragment].version * len(self._fragments) + fragment + 1
-
     def _has_merged(self, fragment: int, number: int) -> bool:
-        return self._number(fragment) > number
+        """Return whether this rank has the mean of a round of the fragment."""
+        return (number - 1) // len(self._fragments) < self._fragments[fragment].version
 
     async def _merged(self, fragment: int, number: int) -> None:
         """Wait until this rank has the mean of a round."""
@@ -420,7 +425,11 @@ class DiLoCoPolicy(SpawnPolicy):
 
     def _capture(self, fragment: int, step: int) -> None:
         """Capture this member's contribution to the fragment's next round."""
-        own, number = self._fragments[fragment], self._number(fragment)
+        own, number = self._fragments[fragment], self._captured[fragment] * len(self._fragments) + fragment + 1
+        self._captured[fragment] += 1
+        if self._has_merged(fragment, number):  # this rank was admitted while the others captured the round
+            self._in_flight[fragment] = _InFlight(number, step, self._schedule.applied_at(step))
+            return
         weight = self._tokens[fragment] if self._own_options.weights == "tokens" else 1.0
         self._tokens[fragment] = 0.0
         exchange, layout = self._exchange, own.layout
@@ -442,10 +451,12 @@ class DiLoCoPolicy(SpawnPolicy):
         return fragment.capture(self._tensors(), encoded)
 
     async def _apply_due(self, step: int) -> StepInfo:
-        """Apply all means that are due in this step, and wait for those that have not arrived."""
+        """Apply all means that are due in this step; wait for those that have not arrived, unless ``late="skip"``."""
         info = NOTHING
         due = [each for each in self._in_flight.items() if each[1].applied_at <= step]
         for fragment, flight in sorted(due):
+            if self._skips and not self._has_merged(fragment, flight.number):
+                continue
             began_at = self._world.time()
             await self._merged(fragment, flight.number)
             info = self._apply(fragment, flight, began_at)

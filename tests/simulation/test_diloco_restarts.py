@@ -1,0 +1,95 @@
+"""DiLoCo while ranks are killed and restarted: newcomers get the leader's state, and all agree on each mean."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from support.seeds import seeds
+
+import asyncdist as ad
+from asyncdist.simulation import Fault, Kill, Restart, simulate
+from protocols import DiLoCoPolicy
+
+STEPS, EVERY = 24, 3
+
+
+@dataclass
+class Life:
+    """What one process of a rank has seen."""
+
+    joined_at: int | None = None
+    applied: dict[int, tuple[tuple[int, ...], int, list[torch.Tensor]]] = field(default_factory=dict)  # by round
+    has_ended: bool = False
+
+
+def weights_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+async def train(world: ad.World, options: dict[str, Any], lives: dict[tuple[int, int], Life]) -> None:
+    model = torch.nn.Linear(3, 2, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+    life = lives.setdefault((world.rank, world.incarnation), Life())
+    async with DiLoCoPolicy(model, optimizer, average_every=EVERY, **options) as policy:
+        life.joined_at = policy.iteration
+        while policy.iteration < STEPS:
+            step = policy.iteration
+            with torch.no_grad():
+                for number, parameter in enumerate(model.parameters()):
+                    parameter.add_((world.rank + 1) * (step + 1) * (number + 1) / 64)
+            await asyncio.sleep(0.01 * (1 + world.rank * 0.2))
+            if info := await policy.step():
+                life.applied[info.round] = info.donors, step, weights_of(model)
+    life.has_ended = True
+
+
+def plan(chance: random.Random, ranks: int) -> list[Fault]:
+    """Kill some ranks, and restart most of them; at least one rank lives to the end."""
+    faults: list[Fault] = []
+    for rank in chance.sample(range(ranks), chance.randint(1, ranks - 1)):
+        at_s = chance.uniform(0.005, 0.3)
+        faults.append(Kill(rank, at_s=at_s))
+        if chance.random() < 0.8:
+            faults.append(Restart(rank, at_s=at_s + chance.uniform(0.01, 0.2)))
+    return faults
+
+
+@pytest.mark.parametrize("seed", seeds(48))
+def test_restarted_ranks_take_part_with_the_leaders_state(seed: int) -> None:
+    chance = random.Random(seed)
+    ranks = chance.choice([2, 3, 4, 5])
+    options: dict[str, Any] = chance.choice([{}, {"outer_optimizer": None}])
+    options = {**options, "overlap_steps": chance.choice([0, 0, 1, 2])}
+    faults = plan(chance, ranks)
+    lives: dict[tuple[int, int], Life] = {}
+    try:
+        simulate(train, options, lives, ranks=ranks, seed=seed, faults=faults, until_s=300)
+    except ad.LateError:  # the policy had ended when the rank was back
+        return
+    agreed: dict[int, tuple[tuple[int, ...], int, list[torch.Tensor]]] = {}
+    for key, life in lives.items():
+        for number, (donors, step, weights) in life.applied.items():
+            expected = agreed.setdefault(number, (donors, step, weights))
+            assert (donors, step) == expected[:2], (key, number)
+            assert all(map(torch.equal, weights, expected[2])), (key, number)
+    killed = {fault.rank for fault in faults if isinstance(fault, Kill)}
+    assert all(life.has_ended for (rank, _), life in lives.items() if rank not in killed)
+
+
+def test_a_newcomer_contributes_to_rounds_after_its_own_admission() -> None:
+    lives: dict[tuple[int, int], Life] = {}
+    faults = [Kill(2, at_s=0.05), Restart(2, at_s=0.1)]
+    simulate(train, {}, lives, ranks=3, faults=faults, until_s=300)
+    newcomer, leader = lives[2, 1], lives[0, 0]
+    assert newcomer.joined_at and newcomer.has_ended
+    assert leader.applied[8][0] == newcomer.applied[8][0] == (0, 1, 2)
+    assert any(donors == (0, 1) for donors, _, _ in leader.applied.values()), "it was away for a round"
+    assert all(map(torch.equal, leader.applied[8][2], newcomer.applied[8][2]))
