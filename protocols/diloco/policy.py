@@ -468,7 +468,10 @@ class DiLoCoPolicy(SpawnPolicy):
         assert own.mean is not None, f"round {number} has no mean"
         trouble = self._trouble()
         with self._weights.following():
-            own.apply(self._tensors(), 0.0 if trouble else self._own_options.mixing)
+            if self._skips and flight.applied_at < self.iteration and not trouble:
+                own.apply_late(self._tensors())
+            else:
+                own.apply(self._tensors(), 0.0 if trouble else self._own_options.mixing)
             if trouble:  # otherwise the other fragments would make this one non-finite in the next training step
                 for each in self._fragments:
                     each.restore(self._tensors())

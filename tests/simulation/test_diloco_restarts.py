@@ -84,7 +84,7 @@ def test_restarted_ranks_take_part_with_the_leaders_state(seed: int) -> None:
     assert all(life.has_ended for (rank, _), life in lives.items() if rank not in killed)
 
 
-def test_a_newcomer_contributes_to_rounds_after_its_own_admission() -> None:
+def test_a_newcomer_contributes_after_its_admission() -> None:
     lives: dict[tuple[int, int], Life] = {}
     faults = [Kill(2, at_s=0.05), Restart(2, at_s=0.1)]
     simulate(train, {}, lives, ranks=3, faults=faults, until_s=300)
