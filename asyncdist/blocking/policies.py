@@ -85,16 +85,28 @@ class Policy(Generic[PolicyT_co]):
         """The world in which the policy runs."""
         return World(self._caller or self._refuse())
 
-    def step(self: Policy[_Awaited[InfoT]], local_metric: Any = None, *, loss: Any = None, score: Any = None) -> InfoT:
+    def step(
+        self: Policy[_Awaited[InfoT]],
+        local_metric: Any = None,
+        *,
+        loss: Any = None,
+        score: Any = None,
+        tokens: float | None = None,
+    ) -> InfoT:
         """Do a policy step, which may change the model's weights; see :meth:`protocols.SpawnPolicy.step`.
+
+        Args:
+            local_metric, loss, score: This rank's metric.
+            tokens: Number of tokens or examples of this step, for :class:`protocols.DiLoCoPolicy`.
 
         Raises:
             RuntimeError: Called outside the ``with`` block.
         """
         caller = self._caller or self._refuse()
-        if loss is None and score is None:
+        if loss is None and score is None and tokens is None:
             return caller.call(self.awaited.step, local_metric)
-        return caller.call(self.awaited.step, local_metric, loss=loss, score=score)
+        given = {"loss": loss, "score": score, **({} if tokens is None else {"tokens": tokens})}
+        return caller.call(self.awaited.step, local_metric, **given)
 
     def statistics(self: Policy[_ReportingPolicy[ReportT]]) -> ReportT:
         """Return the policy's statistics on this member so far."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import os
 import random
+import signal
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -84,6 +86,8 @@ class Plan:
         steps: Number of steps of each rank.
         outer: Key of ``OUTERS``.
         uses_tokens: Whether rank r reports r + 1 tokens per step, as weights.
+        wire: Codec of the differences; int8 and others have error feedback. The oracle knows only float32.
+        dies_at: Step before which a rank kills its process, by rank; for real jobs.
     """
 
     ranks: int = 4
@@ -96,6 +100,8 @@ class Plan:
     outer: str = "default"
     uses_tokens: bool = False
     dtype: torch.dtype = torch.float64
+    wire: str = "float32"
+    dies_at: Mapping[int, int] = field(default_factory=dict)
     step_s: float = 0.01
     network: Network = field(default_factory=Network)
     compute: Compute = field(default_factory=Compute)
@@ -116,11 +122,13 @@ class Plan:
             "mixing": self.mixing,
             "warmup_steps": self.warmup_steps,
             "weights": "tokens" if self.uses_tokens else "equal",
+            "wire": self.wire,
+            "error_feedback": None if self.wire == "float32" else 0.9,
         }
 
     @property
     def killed(self) -> set[int]:
-        return {fault.rank for fault in self.faults if isinstance(fault, Kill)}
+        return {fault.rank for fault in self.faults if isinstance(fault, Kill)} | set(self.dies_at)
 
 
 class Record:
@@ -170,6 +178,8 @@ async def train(world: ad.World, plan: Plan, record: Record) -> None:
                 for place, parameter in enumerate(model.parameters()):
                     parameter.add_(torch.from_numpy(drift(rank, step, place, parameter.shape)))
             await asyncio.sleep(plan.step_s * (1 + 0.2 * rank))
+            if plan.dies_at.get(rank) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
             info = await policy.step(tokens=rank + 1)
             record.infos[rank].append(info)
             record.weights[rank].append(weights_of(model))

@@ -1,0 +1,60 @@
+"""DiLoCo between real processes: four ranks on MPI and on torch, calm and with kills, against oracle and simulator."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scripts.diloco import BLOCKING, CALM, KILLED, record_of
+from simulation.diloco_scenarios import Plan, Record, check, exactly, run, within
+from support import mpi, torchrun
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "diloco.py"
+TRANSPORTS = [pytest.param("mpi", marks=pytest.mark.mpi), pytest.param("torch", marks=pytest.mark.long)]
+
+
+def records(reports: Any, plans: dict[str, Plan]) -> dict[str, Record]:
+    return {
+        name: record_of(plan, {rank: found[name] for rank, found in reports.items()}) for name, plan in plans.items()
+    }
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_real_ranks_have_the_weights_of_the_simulator(transport: str) -> None:
+    start: Callable[..., Any] = mpi.run_ranks if transport == "mpi" else torchrun.run_ranks
+    for name, record in records(start(4, SCRIPT, "calm", timeout_s=100).check().reports, CALM).items():
+        simulated = run(CALM[name])[1]
+        for rank in range(4):
+            for mine, theirs in zip(record.weights[rank], simulated.weights[rank], strict=True):
+                assert all(map(np.array_equal, mine, theirs)), (name, rank)
+        if CALM[name].wire == "float32":
+            check(CALM[name], record, within)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_killed_ranks_leave_the_others_with_the_oracles_weights(transport: str) -> None:
+    """The leader of the exchange is killed, and later another rank."""
+    if transport == "mpi":
+        reports = mpi.run_ranks(4, SCRIPT, "killed", timeout_s=100, survive=True).check().reports
+    else:
+        reports = torchrun.run_ranks(4, SCRIPT, "killed", timeout_s=100).check(-9, 0, -9, 0).reports
+    assert reports.keys() == {1, 3}
+    plan = KILLED["killed"]
+    record = records(reports, KILLED)["killed"]
+    check(plan, record, within)
+    donors, _ = record.donors(set())
+    assert donors[1] == (0, 1, 2, 3) and donors[max(donors)] == (1, 3) and max(donors) >= 14
+
+
+@pytest.mark.mpi
+def test_blocking_code_trains_as_the_oracle() -> None:
+    reports = mpi.run_ranks(2, SCRIPT, "blocking", timeout_s=100).check().reports
+    plan = dataclasses.replace(BLOCKING, ranks=2)
+    record = records(reports, {"blocking": plan})["blocking"]
+    every = dict.fromkeys(range(1, 5), (0, 1))
+    record.donors = lambda killed: (every, {})  # type: ignore[method-assign]
+    check(plan, record, exactly)

@@ -1,0 +1,91 @@
+"""The jobs of ``launched/test_diloco.py``: the training of ``simulation/diloco_scenarios.py`` between real processes.
+
+The argument is ``calm`` or ``killed``. Each rank reports its weights after each step, and the rounds that it applied.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from simulation.diloco_scenarios import Layers, Plan, Record, drift, train, weights_of
+from support.mpi import report
+
+import asyncdist as ad
+from protocols import AverageApplied, DiLoCoPolicy
+
+STEPS = (16,) * 4
+CALM = {
+    "default": Plan(outer="default", steps=STEPS, every=4, step_s=0.0),
+    "streaming": Plan(
+        outer="default",
+        steps=STEPS,
+        every=4,
+        fragments=2,
+        overlap_steps=3,
+        mixing=0.5,
+        wire="int8",
+        dtype=torch.float32,
+    ),
+    "local SGD": Plan(outer="none", steps=STEPS, every=3, warmup_steps=2, step_s=0.0),
+}
+#: Rank 0 leads until it is killed. Rank 2 is killed later.
+KILLED = {
+    "killed": Plan(outer="default", steps=STEPS, every=2, fragments=2, overlap_steps=1, dies_at={0: 5, 2: 10}),
+}
+BLOCKING = Plan(outer="dyadic", steps=STEPS, every=4, step_s=0.0)
+
+
+def seen_by(record: Record, rank: int) -> dict[str, Any]:
+    """Return a rank's part of a record as JSON values."""
+    return {
+        "weights": [[array.tolist() for array in weights] for weights in record.weights[rank]],
+        "applied": [(event.round, event.donors, event.iteration) for event in record.applied[rank]],
+    }
+
+
+def record_of(plan: Plan, reports: dict[int, dict[str, Any]]) -> Record:
+    """Return the record of all ranks' reports."""
+    record = Record()
+    shapes = [array.shape for array in weights_of(Layers())]
+    for rank, seen in reports.items():
+        for weights in seen["weights"]:
+            tensors = [
+                torch.tensor(own, dtype=plan.dtype).view(shape) for own, shape in zip(weights, shapes, strict=True)
+            ]
+            record.weights[rank].append([tensor.numpy() for tensor in tensors])
+        for number, donors, iteration in seen["applied"]:
+            record.applied[rank].append(AverageApplied(number, tuple(donors), (), -1, iteration, {}))
+    return record
+
+
+async def main(world: ad.World, job: str) -> None:
+    found = {}
+    for name, plan in (CALM if job == "calm" else KILLED).items():
+        record = Record()
+        await train(world, plan, record)
+        found[name] = seen_by(record, world.rank)
+        report(world.rank, found)
+
+
+def without_loop() -> None:
+    """Train in blocking code, which reports the weights at the end."""
+    with ad.blocking.open_world() as world:
+        plan, model, record = BLOCKING, Layers(), Record()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with ad.blocking.policy(DiLoCoPolicy(model, optimizer, **plan.options)) as policy:
+            for step in range(plan.steps[world.rank]):
+                with torch.no_grad():
+                    for place, parameter in enumerate(model.parameters()):
+                        parameter.add_(torch.from_numpy(drift(world.rank, step, place, parameter.shape)))
+                policy.step(tokens=1)
+                record.weights[world.rank].append(weights_of(model))
+        report(world.rank, {"blocking": seen_by(record, world.rank)})
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "blocking":
+        without_loop()
+    else:
+        ad.run(main, sys.argv[1])
