@@ -17,9 +17,9 @@ from support.seeds import seeds
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.simulation import Kill, Network, Restart, SlowLink, SlowRank, Stall
+from asyncdist.simulation import Interrupt, Kill, Network, Restart, SlowLink, SlowRank, Stall
 from protocols import AverageAllPolicy, DiLoCoPolicy, StepInfo
-from simulation.diloco_scenarios import OUTERS, Plan, Record, check, exactly, run, seen_in, within
+from simulation.diloco_scenarios import OUTERS, Plan, Record, check, exactly, run, seen_in, train, within
 
 HALF = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5, nesterov=True)
 
@@ -531,6 +531,48 @@ def test_a_cancelled_step_captures_its_fragment_later(timeout_s: float, options:
     assert cancelled[1:] == (0, 0)
     record.donors(set())
     assert len(record.applied[1]) >= 5
+
+
+# -- how jobs end -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at_s", [0.033, 0.0605, 0.075])
+@pytest.mark.parametrize("options", [{}, {"fragments": 3, "overlap_steps": 2}])
+def test_ctrl_c_on_one_rank_ends_all_without_a_hang(at_s: float, options: dict[str, Any]) -> None:
+    plan, record = Plan(steps=(40,) * 3, ranks=3, **{"every": 3, **options}), Record()
+    faults = [Interrupt(1, at_s=at_s, signal="SIGINT")]
+    results = ad.simulate(train, plan, record, ranks=3, faults=faults, until_s=50.0).results
+    assert isinstance(results[1], KeyboardInterrupt)
+    assert all(isinstance(results[rank], ad.RankLostError) for rank in (0, 2)), results
+
+
+def test_the_last_round_in_flight_is_not_applied_after_the_end() -> None:
+    """Ranks that leave with a round in flight wait for each other, so that no rank loses another's data."""
+    plan = Plan(steps=(6,) * 3, ranks=3, every=6, overlap_steps=5)
+    _, record = run(plan)
+    check(plan, record, within)
+    assert not any(record.applied.values())
+
+
+def test_a_rank_waits_a_limited_time_at_its_end() -> None:
+    """``drain_timeout_s`` limits the wait of a rank that has left for a rank that is too slow to take its data."""
+
+    async def main(world: ad.World) -> tuple[float, tuple[int, ...]]:
+        model = Mixed(1.0)
+        options: dict[str, Any] = {"average_every": 2, "overlap_steps": 1, "drain_timeout_s": 2.0}
+        donors: tuple[int, ...] = ()
+        async with DiLoCoPolicy(model, sgd(model), **options) as policy:
+            await policy.step()
+            if world.rank == 1:
+                await asyncio.sleep(30.0)
+            await policy.step()
+            if world.rank == 1:
+                donors = (await policy.step()).donors
+            began_at = world.time()
+        return world.time() - began_at, donors
+
+    (waited_s, _), (_, donors) = ad.simulate(main, ranks=2, until_s=1000.0).results
+    assert waited_s == pytest.approx(2.0, abs=0.1) and donors == (1,)
 
 
 # -- restarted ranks --------------------------------------------------------------------------------------------------
