@@ -176,6 +176,11 @@ class FragmentState:
             scatter(vector, anchor, tensors)
 
     @property
+    def holds_mean(self) -> bool:
+        """True if the memory of the last mean is needed until :meth:`apply`."""
+        return bool(self._values)
+
+    @property
     def anchors(self) -> tuple[Tensor, ...]:
         """The anchor's flat tensors; empty without an outer optimizer."""
         return () if self._outer is None else self._outer.anchors

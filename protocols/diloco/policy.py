@@ -478,6 +478,8 @@ class DiLoCoPolicy(SpawnPolicy):
         if self._resets_optimizer or trouble:
             reset_optimizer_state(self.optimizer)
         del self._in_flight[fragment]
+        if self._exchange is not None:
+            self._exchange.note_applied(fragment)
         waited_s = self._world.time() - began_at
         self._average_count, self._waited_s = self._average_count + 1, self._waited_s + waited_s
         verdict = own.mean.verdict

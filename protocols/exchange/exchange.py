@@ -104,6 +104,10 @@ class Exchange:
         """Return memory for the encoded vectors of a contribution to a fragment's next round."""
         return self._transfers.new_encoded(fragment)
 
+    def note_applied(self, fragment: int) -> None:
+        """Reuse the memory of a fragment's last mean, which was applied."""
+        self._transfers.note_applied(fragment)
+
     def contribute(self, number: int, encoded: Sequence[Tensor], weight: float, norm: float) -> None:
         """Offer this member's contribution to a round; its memory must not be changed afterwards."""
         own = self._round(number)

@@ -21,7 +21,7 @@ from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import InboundStream, StreamAborted
 from asyncdist.protocols.exchange.ledger import Standing, Verdict
-from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout
+from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, new_memory
 from asyncdist.protocols.parameter_stream.neighbours import PartReading
 from asyncdist.protocols.parameter_stream.parts import Part
 from asyncdist.protocols.parameter_stream.receiver import ask_for_part, cancel_stream
@@ -43,10 +43,15 @@ class Exchanged(Protocol):
     Attributes:
         layout: Vectors and slices of the fragment.
         version: Number of merged rounds.
+        holds_mean: Whether the memory of the last mean is needed until the mean is applied.
     """
 
     layout: WireLayout
     version: int
+
+    @property
+    def holds_mean(self) -> bool:
+        """See the class."""
 
     def merge(self, verdict: Verdict, encoded: Sequence[Tensor]) -> None:
         """Take the encoded mean of all donors, one tensor for each vector; empty if there were no donors."""
@@ -64,7 +69,6 @@ class MemberRound:
         has_merged: Whether the member has the mean.
         offers: Offers of this member's slices.
         received_nbytes: Number of bytes received for this round, as an owner and as a member.
-        is_clean: Whether no stopped stream can still write into the mean.
     """
 
     number: int
@@ -79,7 +83,6 @@ class MemberRound:
     task: asyncio.Task[None] | None = None
     offers: list[Offer] = field(default_factory=list)
     received_nbytes: int = 0
-    is_clean: bool = True
 
     def standing(self) -> Standing:
         """Return this member's standing in the round."""
@@ -99,14 +102,27 @@ class RoundTransfers:
         self._services = services
         self._server = server
         self._fragments = fragments
-        self._free: list[list[list[Tensor]]] = [[] for _ in fragments]
-        self._last_means: dict[int, list[Tensor]] = {}  # by fragment: the mean of a retired round, not applied yet
+        # Blocks of memory that are large enough for the encoded vectors of each fragment.
+        self._block_nbytes = max(fragment.layout.memory_nbytes for fragment in fragments)
+        self._free: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}  # by address
+        self._kept: dict[int, list[Tensor]] = {}  # by fragment: the mean of a retired round, which is not applied yet
         self._scratch: list[Tensor] = []  # pieces of donors' slices, read from their memory
 
     def new_encoded(self, fragment: int) -> list[Tensor]:
         """Return memory for the encoded vectors of a fragment, with undefined contents."""
-        free = self._free[fragment]
-        return free.pop() if free else self._fragments[fragment].layout.new_encoded()
+        block = self._free.pop() if self._free else new_memory(self._block_nbytes)
+        self._lent[block.data_ptr()] = block
+        return self._fragments[fragment].layout.encoded_in(block)
+
+    def note_applied(self, fragment: int) -> None:
+        """Reuse the memory of a fragment's last mean, whose values are no longer needed."""
+        if fragment in self._kept:
+            self._give_back(self._kept.pop(fragment))
+
+    def _give_back(self, encoded: Sequence[Tensor]) -> None:
+        if encoded:
+            self._free.append(self._lent.pop(encoded[0].data_ptr()))
 
     def offer_contribution(self, own: MemberRound) -> None:
         """Offer this member's contribution to the owners."""
@@ -129,28 +145,44 @@ class RoundTransfers:
         own.verdict = None
         if own.task is not None and not own.task.done():
             own.task.cancel()
-            own.is_clean = False
         own.task = None
+        if not own.has_merged:
+            self._forget(own.mean)
+            own.mean = []
 
     def retire(self, own: MemberRound) -> None:
         """Stop offering the slices of a round, and reuse their memory when the last stream has ended."""
         offers, own.offers = own.offers, []
         contribution, mean = list(own.contribution), own.mean
         own.contribution, own.mean = (), []
+        if not own.has_merged:
+            self._forget(mean)
+            mean = []
         remaining = len(offers)
+
+        def reuse() -> None:
+            self._give_back(contribution)
+            if mean and self._fragments[own.fragment].holds_mean:
+                self._kept[own.fragment] = mean
+            else:
+                self._give_back(mean)
 
         def on_free(_: FlatBuffers) -> None:
             nonlocal remaining
             remaining -= 1
-            if not remaining and own.is_clean:
-                if contribution:
-                    self._free[own.fragment].append(contribution)
-                if mean:  # its values may not be applied yet, but they are before the next mean is received
-                    self._last_means[own.fragment] = mean
+            if not remaining:
+                reuse()
 
         for offer in offers:
             offer.on_free = on_free
             self._server.withdraw(offer)
+        if not offers:
+            reuse()
+
+    def _forget(self, encoded: Sequence[Tensor]) -> None:
+        """Do not reuse the memory of an incomplete mean, since a stopped stream may still write into it."""
+        if encoded:
+            del self._lent[encoded[0].data_ptr()]
 
     def _offer(self, own: MemberRound, part: Tensor, label: Part) -> None:
         buffers = _as_buffers(part)
@@ -159,8 +191,6 @@ class RoundTransfers:
     async def _merge(self, own: MemberRound, verdict: Verdict) -> None:
         try:
             if verdict.donors:
-                if (mean := self._last_means.pop(own.fragment, None)) is not None:
-                    self._free[own.fragment].append(mean)
                 own.mean = self.new_encoded(own.fragment)
                 await self._receive(own, verdict)
             self._fragments[own.fragment].merge(verdict, own.mean)

@@ -30,7 +30,8 @@ from asyncdist.tensors.means import mean_into, weighted_mean_into
 
 Role: TypeAlias = Literal["stepped", "averaged", "copied"]
 
-#: Copied entries begin at multiples of this number of bytes, so that they can be viewed with their own dtype.
+#: Copied entries, and vectors in a block of memory, begin at multiples of this number of bytes, so that they can be
+#: viewed with their own dtype.
 _ALIGNMENT_NBYTES: Final = 16
 _PIECE_COUNT: Final = 1 << 16  # elements that are averaged at a time; 256 KiB of float32 stay in a core's cache
 _EXACT: Final = find_codec("float32")
@@ -62,13 +63,17 @@ class Vector:
         """Return the index of element ``index``, the first of a block, in the encoded vector."""
         return index if self.codec is None else self.codec.nbytes(index)
 
-    @torch.inference_mode(False)  # the tensors outlive the caller's inference mode
-    def new_encoded(self) -> Tensor:
-        """Allocate an uninitialised encoded vector: uint8, or the vector's dtype if it is not encoded."""
-        dtype = self.dtype if self.codec is None else torch.uint8
-        return torch.empty(self.place_of(self.count), dtype=dtype, device="cpu")
+    @property
+    def encoded_dtype(self) -> torch.dtype:
+        """Dtype of the encoded vector: uint8, or the vector's dtype if it is not encoded."""
+        return self.dtype if self.codec is None else torch.uint8
 
-    @torch.inference_mode(False)
+    @property
+    def encoded_nbytes(self) -> int:
+        """Size in bytes of the encoded vector."""
+        return self.place_of(self.count) * self.encoded_dtype.itemsize
+
+    @torch.inference_mode(False)  # the tensor outlives the caller's inference mode
     def new_flat(self) -> Tensor:
         """Allocate a zero-filled vector."""
         return torch.zeros(self.count, dtype=self.dtype, device="cpu")
@@ -111,6 +116,7 @@ class WireLayout:
     Attributes:
         slices: All slices that are not empty.
         nbytes: Total size in bytes of all encoded vectors.
+        memory_nbytes: Size in bytes of the memory for all encoded vectors, with gaps between them.
     """
 
     def __init__(
@@ -133,7 +139,8 @@ class WireLayout:
         self.vectors = tuple(self._vector(*key, grouped[key]) for key in sorted(grouped, key=str, reverse=True))
         self.stepped = tuple(vector for vector in self.vectors if vector.role == "stepped")
         self.slices = tuple(self._slices())
-        self.nbytes = sum(vector.new_encoded().nbytes for vector in self.vectors)
+        self.nbytes = sum(vector.encoded_nbytes for vector in self.vectors)
+        self.memory_nbytes = sum(_aligned(vector.encoded_nbytes) for vector in self.vectors)
 
     def _vector(self, role: Role, dtype: torch.dtype, counts: Sequence[tuple[int, int]]) -> Vector:
         places, end = [], 0
@@ -141,7 +148,7 @@ class WireLayout:
             places.append((index, end, end + count))
             end += count
             if role == "copied":  # each entry begins where it can be viewed with its own dtype
-                end = -(-end // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+                end = _aligned(end)
         is_coded = role == "stepped" and dtype == torch.float32 and self.codec is not _EXACT
         block = self.codec.block if is_coded else 1
         total = self._owner_count if role != "copied" else 1  # the first donor's values count, so they are not divided
@@ -156,9 +163,17 @@ class WireLayout:
                     yield Slice(number, place, owner, first, last)
                     number += 1
 
+    def encoded_in(self, memory: Tensor) -> list[Tensor]:
+        """Return a view of ``memory``, which has at least ``memory_nbytes`` uint8, for each encoded vector."""
+        views, end = [], 0
+        for vector in self.vectors:
+            views.append(memory[end : end + vector.encoded_nbytes].view(vector.encoded_dtype))
+            end += _aligned(vector.encoded_nbytes)
+        return views
+
     def new_encoded(self) -> list[Tensor]:
         """Allocate an uninitialised encoded vector for each vector."""
-        return [vector.new_encoded() for vector in self.vectors]
+        return self.encoded_in(new_memory(self.memory_nbytes))
 
     def part(self, encoded: Sequence[Tensor], each: Slice) -> Tensor:
         """Return a slice of encoded vectors as a uint8 tensor."""
@@ -214,6 +229,16 @@ def _average(parts: Sequence[Tensor], weights: Sequence[float], into: Tensor) ->
         mean_into(into, parts)
     else:
         weighted_mean_into(into, parts, weights)
+
+
+@torch.inference_mode(False)  # the tensor outlives the caller's inference mode
+def new_memory(nbytes: int) -> Tensor:
+    """Allocate uninitialised memory as a uint8 tensor."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
 
 
 def gather(vector: Vector, tensors: Sequence[Tensor], flat: Tensor) -> None:
