@@ -59,9 +59,7 @@ class FragmentState:
         self.layout = layout
         self.version = 0
         self.mean: Mean | None = None
-        # Scratch for the values of encoded vectors; the values of other vectors are where they are sent from.
-        self._scratch = [vector.new_flat() if vector.codec else None for vector in layout.vectors]
-        self._values: list[Tensor] = []  # of the last mean, by vector
+        self._values: dict[int, Tensor] = {}  # by vector: values of the last mean that will be applied
         self._captured = [vector.new_flat() for vector in layout.stepped] if keeps_captured else []
         self._outer: OuterStep | None = None
         self._residuals: dict[int, ErrorFeedback] = {}  # by vector
@@ -87,7 +85,7 @@ class FragmentState:
             gather(vector, tensors, captured)
         anchors = iter(() if self._outer is None else self._outer.anchors)
         norm = 0.0
-        flats = [each if own is None else own for each, own in zip(encoded, self._scratch, strict=True)]
+        flats = [vector.values_of(each) for vector, each in zip(self.layout.vectors, encoded, strict=True)]
         for vector, flat in zip(self.layout.vectors, flats, strict=True):
             anchor = next(anchors, None) if vector.role == "stepped" else None
             if anchor is None:
@@ -108,16 +106,13 @@ class FragmentState:
     def merge(self, verdict: Verdict, encoded: Sequence[Tensor]) -> None:
         """Take the encoded mean of all donors, which is kept until it is applied, and move the anchor."""
         norm = cosine = None
-        self._values = []
+        vectors = self.layout.vectors
+        self._values = {}
         if encoded:
-            triples = zip(self.layout.vectors, encoded, self._scratch, strict=True)
-            self._values = [vector.decoded(each, each if own is None else own) for vector, each, own in triples]
+            self._values = {place: vectors[place].decoded(each) for place, each in enumerate(encoded)}
             if self._outer is not None:
-                differences = [
-                    values
-                    for vector, values in zip(self.layout.vectors, self._values, strict=True)
-                    if vector.role == "stepped"
-                ]
+                stepped = [place for place, vector in enumerate(vectors) if vector.role == "stepped"]
+                differences = [self._values.pop(place) for place in stepped]
                 norm = math.hypot(*(torch.linalg.vector_norm(flat).item() for flat in differences))
                 # The donors' norms are those of the differences. With these options, other vectors are sent.
                 is_other = bool(self._residuals) or self.layout.codec.name == "topk"
@@ -134,7 +129,7 @@ class FragmentState:
         for place, vector in enumerate(self.layout.vectors):
             new = next(anchors, None) if vector.role == "stepped" else None
             if new is None:
-                if not self._values:
+                if place not in self._values:
                     continue  # no donor had finite values: without an anchor there is nothing to return to
                 new = self._values[place]
             if vector.role == "stepped" and mixing:
@@ -142,7 +137,7 @@ class FragmentState:
                 gather(vector, tensors, own)
                 new = own.mul_(mixing).add_(new * (1.0 - mixing))
             scatter(vector, new, tensors)
-        self._values = []
+        self._values = {}
 
     @torch.no_grad()
     def apply_late(self, tensors: Sequence[Tensor]) -> None:
@@ -155,10 +150,10 @@ class FragmentState:
             gather(vector, tensors, own)
             captured.sub_(new)
             scatter(vector, own.sub_(captured), tensors)
-        for vector, values in zip(self.layout.vectors, self._values, strict=bool(self._values)):
-            if vector.role != "stepped":
-                scatter(vector, values, tensors)
-        self._values = []
+        for place, values in self._values.items():
+            if self.layout.vectors[place].role != "stepped":
+                scatter(self.layout.vectors[place], values, tensors)
+        self._values = {}
 
     def _stepped(self) -> list[Tensor]:
         """Return the new parameters: the anchor, or the mean; the captured ones if no donor had finite values."""
@@ -166,8 +161,7 @@ class FragmentState:
             return list(self._outer.anchors)
         if not self._values:
             return [captured.clone() for captured in self._captured]
-        pairs = zip(self.layout.vectors, self._values, strict=True)
-        return [values for vector, values in pairs if vector.role == "stepped"]
+        return [values for place, values in self._values.items() if self.layout.vectors[place].role == "stepped"]
 
     @torch.no_grad()
     def restore(self, tensors: Sequence[Tensor]) -> None:
@@ -206,7 +200,7 @@ class FragmentState:
         assert self.mean is not None, "there is no mean"
         verdict = self.mean.verdict
         return {
-            "values": [values.clone() for values in self._values],
+            "values": {place: values.clone() for place, values in self._values.items()},
             "donors": verdict.donors,
             "weights": verdict.weights,
             "norms": verdict.norms,
@@ -216,7 +210,7 @@ class FragmentState:
 
     def restore_pending(self, state: Mapping[str, Any]) -> None:
         """Load a result of :meth:`pending`."""
-        self._values = [values.clone() for values in state["values"]]
+        self._values = {place: values.clone() for place, values in state["values"].items()}
         verdict = Verdict(1, tuple(state["donors"]), tuple(state["weights"]), tuple(state["norms"]))
         self.mean = Mean(verdict, state["norm"], state["cosine"])
 

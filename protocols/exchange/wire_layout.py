@@ -78,12 +78,17 @@ class Vector:
         """Allocate a zero-filled vector."""
         return torch.zeros(self.count, dtype=self.dtype, device="cpu")
 
-    def decoded(self, encoded: Tensor, flat: Tensor) -> Tensor:
-        """Return the values of an encoded vector: the vector itself if it is not encoded, otherwise ``flat``."""
-        if self.codec is None:
-            return encoded
-        self.codec.decode(encoded, flat)
-        return flat
+    @torch.inference_mode(False)
+    def values_of(self, encoded: Tensor) -> Tensor:
+        """Return memory for the vector's values: ``encoded`` if it is not encoded, otherwise a new tensor."""
+        return encoded if self.codec is None else torch.empty(self.count, dtype=self.dtype, device="cpu")
+
+    def decoded(self, encoded: Tensor) -> Tensor:
+        """Return the values of an encoded vector: the vector itself if it is not encoded."""
+        values = self.values_of(encoded)
+        if self.codec is not None:
+            self.codec.decode(encoded, values)
+        return values
 
 
 @dataclass(frozen=True, slots=True)
