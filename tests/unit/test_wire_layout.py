@@ -105,7 +105,7 @@ def test_float32_values_return_bit_for_bit(seed: int) -> None:
     for layout in layouts:
         for vector, encoded in zip(layout.vectors, layout.new_encoded(), strict=True):
             gather(vector, tensors, encoded)
-            scatter(vector, vector.decoded(encoded, vector.new_flat()), found)
+            scatter(vector, vector.decoded(encoded), found)
     assert all(map(same, tensors, found))
 
 
@@ -193,7 +193,7 @@ def test_pieces_of_large_slices_change_no_bit() -> None:
         assert min(len(layout.pieces(each)) for each in layout.slices) > 1
         given = contributions(layout, [torch.zeros(301, 1000)], 2, 0)
         (vector,), (mean,) = layout.vectors, averaged(layout, given, [1.0, 1.0])
-        decoded = [vector.decoded(own[0], vector.new_flat()) for own in given]
+        decoded = [vector.decoded(own[0]) for own in given]
         right = (decoded[0] + decoded[1]) / 2
         if vector.codec is not None:
             encoded = vector.new_encoded()
