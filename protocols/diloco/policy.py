@@ -388,9 +388,8 @@ class DiLoCoPolicy(SpawnPolicy):
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         del local_metric
         world, step = self._world, self.iteration
-        # Before the first await, since a cancelled step captures nothing. A fragment in flight is due only once more.
-        due = self._schedule.due(step)
-        self._owed += [each for each in due if not (self._skips and each in self._owed)]
+        # Before the first await, since a cancelled step captures nothing.
+        self._owed += [each for each in self._schedule.due(step) if not self._skips or self._is_in_turn(each)]
         if self.is_alone:
             await world.safe_point()
             if self._own_options.outer_optimizer is None:
@@ -410,6 +409,14 @@ class DiLoCoPolicy(SpawnPolicy):
             finally:
                 self._is_admitting = False
         return info
+
+    def _is_in_turn(self, fragment: int) -> bool:
+        """Return whether a fragment's next round is the first that is neither captured nor owed.
+
+        Rounds are retired in the order of their numbers, so they must be captured in this order.
+        """
+        counts = [count + self._owed.count(each) for each, count in enumerate(self._captured)]
+        return fragment not in self._owed and fragment == counts.index(min(counts))
 
     def _tensors(self) -> Sequence[Tensor]:
         return self._flat.tensors(self._layout_buffers)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import asyncdist as ad
-from asyncdist.simulation import simulate
+from asyncdist.simulation import SlowLink, simulate
 from protocols import DiLoCoPolicy
 
 STEP_S = 0.01
@@ -71,3 +71,24 @@ def test_a_late_mean_keeps_the_progress_since_the_capture(outer: Any) -> None:
     weight, progress = simulate(main, ranks=2).results[0]
     assert progress > 10
     assert weight == 6.0 + progress
+
+
+def test_fragments_of_unequal_sizes_are_captured_in_turn() -> None:
+    async def main(_: ad.World) -> list[int]:
+        model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Linear(1, 100_000))
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, 1.0)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        rounds = []
+        options: Any = {"late": "skip", "fragments": 2, "fragment_pattern": [["0"], ["1"]], "drain_timeout_s": 1.0}
+        async with DiLoCoPolicy(model, optimizer, average_every=10, **options) as policy:
+            for _ in range(200):
+                await asyncio.sleep(STEP_S)
+                if info := await policy.step():
+                    rounds.append(info.round)
+            return rounds
+
+    # On these links the large fragment takes between one and one and a half times as long as average_every steps.
+    slow = [SlowLink(rank, 1 - rank, at_s=0.0, factor=1000) for rank in (0, 1)]
+    for rounds in simulate(main, ranks=2, faults=slow, until_s=1000).results:
+        assert len(rounds) > 25, "averaging continues to the end"
