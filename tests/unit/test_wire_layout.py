@@ -196,7 +196,7 @@ def test_pieces_of_large_slices_change_no_bit() -> None:
         decoded = [vector.decoded(own[0]) for own in given]
         right = (decoded[0] + decoded[1]) / 2
         if vector.codec is not None:
-            encoded = vector.new_encoded()
+            (encoded,) = layout.new_encoded()
             vector.codec.encode(right, encoded)
             right = encoded
         assert same(mean, right), codec.name
