@@ -6,7 +6,8 @@ and all ranks step at the same pace.
 
 A sharded mean is computed in two phases. First each rank sends every other rank that rank's slice; then each rank sends
 the mean of its own slice to all others. A rank sends, and receives, 2 S (k - 1) / k bytes, where S is the encoded size
-of the values and k the number of ranks. The mean is encoded with the same codec as the values.
+of the values and k the number of ranks. The mean is encoded with the same codec as the values. In DiLoCo, three
+messages precede the first phase: a report to the leader, the leader's decision, and the requests for the slices.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _FLOAT32_NBYTES: Final = 4
 #: Share of a step's time in the backward pass, behind which DDP hides its transfer: a forward pass takes about half as
 #: long as a backward pass.
 _BACKWARD_SHARE: Final = 2 / 3
+#: Latencies before the first byte of a DiLoCo exchange: a report, a decision and a request.
+_CONTROL_COUNT: Final = 3
 #: Default of the option ``replacement_ratio`` of selective averaging.
 _REPLACEMENT_RATIO: Final = 0.2
 
@@ -265,7 +268,7 @@ def _average_all(job: Job, method: AverageAll) -> RoundCost:
 
 def _diloco(job: Job, method: DiLoCo) -> RoundCost:
     moved = _sharded_nbytes(job, job.param_count * method.codec.nbytes_per_value)
-    fragment_s = 2 * job.link.seconds(moved / 2 / method.fragments)
+    fragment_s = _CONTROL_COUNT * job.link.latency_s + 2 * job.link.seconds(moved / 2 / method.fragments)
     # A fragment that takes longer than the spacing occupies the link when the next one begins.
     hidden_s = min(min(method.overlap_steps, method.spacing_steps) * job.step_s, fragment_s)
     in_flight_count = max(1, math.ceil(method.overlap_steps / method.spacing_steps))

@@ -224,7 +224,15 @@ class DiLoCoPolicy(SpawnPolicy):
         scopes = PolicyScopes(meeting.ranks, agreed)
         lost = lost_members(self._world, self._members, meeting)
         members = [rank for rank in self._members if rank not in lost]
-        self._open(Exchange(self._services, scopes, members, self._fragments, known=self._members), scopes)
+        exchange = Exchange(
+            self._services,
+            scopes,
+            members,
+            self._fragments,
+            is_overlapped=self._own_options.overlap_steps > 0,
+            known=self._members,
+        )
+        self._open(exchange, scopes)
 
     def _open(self, exchange: Exchange, scopes: PolicyScopes) -> None:
         values = _without_progress(self._agreed_values())
@@ -267,6 +275,7 @@ class DiLoCoPolicy(SpawnPolicy):
             scopes,
             members,
             self._fragments,
+            is_overlapped=self._own_options.overlap_steps > 0,
             known=self._members,
             admitted=dict(welcome.members),
             leader=leader,

@@ -51,6 +51,7 @@ class Exchange:
     Args:
         members: Ranks that take part, in the order in which they may lead, including this rank.
         fragments: Fragments of the policy's model, which receive the means.
+        is_overlapped: Whether the ranks train while data moves; equal on all members.
         known: All ranks that may become members; by default the members.
         admitted: Number of restarts of each member that was restarted.
         leader: Rank that has answered this newcomer's request for admission; None for a member from the start.
@@ -67,6 +68,7 @@ class Exchange:
         members: Sequence[int],
         fragments: Sequence[Exchanged],
         *,
+        is_overlapped: bool,
         known: Sequence[int] = (),
         admitted: Mapping[int, int] | None = None,
         leader: int | None = None,
@@ -88,7 +90,7 @@ class Exchange:
         self._orders: list[tuple[int, ExchangeMessage]] = []  # the leader's messages before this newcomer has a state
         self._ledger = Ledger(members) if self.leader == services.rank else None
         self._server = SnapshotServer(services, scopes.to_members)
-        self._transfers = RoundTransfers(services, self._server, fragments)
+        self._transfers = RoundTransfers(services, self._server, fragments, is_overlapped=is_overlapped)
         self._channel: Channel[ExchangeMessage] = services.open_channel(
             ExchangeMessage, tag=tags.CONTROL, scope=scopes.to_members, name="exchange", handler=self._on_message
         )

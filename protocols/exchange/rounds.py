@@ -19,9 +19,10 @@ from torch import Tensor
 from asyncdist import RankLostError
 from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.services import Services
-from asyncdist.messaging.streams import InboundStream, StreamAborted
+from asyncdist.messaging.streams import WINDOW_COUNT, InboundStream, StreamAborted
 from asyncdist.protocols.exchange.ledger import Standing, Verdict
 from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, new_memory
+from asyncdist.protocols.parameter_stream.messages import PART_CHUNK_COUNT
 from asyncdist.protocols.parameter_stream.neighbours import PartReading
 from asyncdist.protocols.parameter_stream.parts import Part
 from asyncdist.protocols.parameter_stream.receiver import ask_for_part, cancel_stream
@@ -96,9 +97,15 @@ class RoundTransfers:
 
     Args:
         fragments: Fragments of the policy's model.
+        is_overlapped: Whether the ranks train while data moves. A training rank sends one window of chunks per safe
+            point, so a slice is then sent in one window of large chunks. A waiting rank sends small chunks, so that
+            large slices do not delay each other.
     """
 
-    def __init__(self, services: Services, server: SnapshotServer, fragments: Sequence[Exchanged]) -> None:
+    def __init__(
+        self, services: Services, server: SnapshotServer, fragments: Sequence[Exchanged], *, is_overlapped: bool
+    ) -> None:
+        self._chunk_count = WINDOW_COUNT if is_overlapped else PART_CHUNK_COUNT
         self._services = services
         self._server = server
         self._fragments = fragments
@@ -186,7 +193,10 @@ class RoundTransfers:
 
     def _offer(self, own: MemberRound, part: Tensor, label: Part) -> None:
         buffers = _as_buffers(part)
-        own.offers.append(self._server.offer(own.number, buffers, lambda _: None, mean_of=label, ends_earlier=False))
+        offer = self._server.offer(
+            own.number, buffers, lambda _: None, mean_of=label, ends_earlier=False, chunk_count=self._chunk_count
+        )
+        own.offers.append(offer)
 
     async def _merge(self, own: MemberRound, verdict: Verdict) -> None:
         try:
@@ -275,7 +285,7 @@ class RoundTransfers:
         return self._scratch[:count]
 
     def _fetch(self, own: MemberRound, source: int, into: Tensor, label: Part) -> _Fetch:
-        fetch = _Fetch(self._services, self._server, own, source, into, label)
+        fetch = _Fetch(self._services, self._server, own, source, into, label, self._chunk_count)
         fetch.ask()
         return fetch
 
@@ -284,7 +294,14 @@ class _Fetch:
     """One request for a slice, repeated if the source's memory could not be read."""
 
     def __init__(
-        self, services: Services, server: SnapshotServer, own: MemberRound, source: int, into: Tensor, label: Part
+        self,
+        services: Services,
+        server: SnapshotServer,
+        own: MemberRound,
+        source: int,
+        into: Tensor,
+        label: Part,
+        chunk_count: int,
     ) -> None:
         self._services = services
         self._server = server
@@ -292,6 +309,7 @@ class _Fetch:
         self._source = source
         self._into = into
         self._label = label
+        self._chunk_count = chunk_count
         self._stream: InboundStream | PartReading | None = None
         self._is_whole = False
 
@@ -306,6 +324,7 @@ class _Fetch:
             sizes={},
             round=self._own.number,
             of_mean=True,
+            chunk_count=self._chunk_count,
         )
 
     def renew(self) -> None:

@@ -16,6 +16,7 @@ from asyncdist.messaging.streams import WINDOW_COUNT, Cancel, Grant, InboundStre
 from asyncdist.protocols.parameter_stream import messages
 from asyncdist.protocols.parameter_stream.landing import ASKED_COUNT_MAX, ChunkRing, Landing
 from asyncdist.protocols.parameter_stream.messages import (
+    PART_CHUNK_COUNT,
     PartGrant,
     StreamMessage,
     chunks_of,
@@ -44,6 +45,7 @@ def ask_for_part(
     round: int,
     exact: bool = True,
     of_mean: bool = False,
+    chunk_count: int = PART_CHUNK_COUNT,
 ) -> InboundStream | PartReading | None:
     """Request a part of one rank's snapshot, or the mean of that part, and begin to receive it into ``into``.
 
@@ -52,6 +54,7 @@ def ask_for_part(
         sizes: Number of elements of the whole state, by dtype.
         exact: Whether the integer and bool tensors are requested as well.
         of_mean: Whether the mean of the part is requested instead of the source's own part.
+        chunk_count: Usual number of chunks, as the source offers the part.
 
     Returns:
         The stream, to be finished with :func:`cancel_stream`; None if the part is empty.
@@ -66,7 +69,7 @@ def ask_for_part(
     reading = server.neighbours.ask(source, nbytes, round=round, mean_of=part if of_mean else None)
     if reading is not None:
         return PartReading(reading, _pieces(into, part, sizes, exact=exact, is_alone=of_mean))
-    chunk_nbytes = part_chunk_nbytes(nbytes)
+    chunk_nbytes = part_chunk_nbytes(nbytes, chunk_count)
     stream = InboundStream(services.slots, source, chunks_of(into, exact, chunk_nbytes), WINDOW_COUNT)
     stream.flow()
     grant = PartGrant(stream.slot, nbytes, chunk_nbytes, *part, of_mean)

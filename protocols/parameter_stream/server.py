@@ -17,6 +17,7 @@ from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import Cancel, Grant
 from asyncdist.protocols.parameter_stream import messages
 from asyncdist.protocols.parameter_stream.messages import (
+    PART_CHUNK_COUNT,
     LocateRequest,
     Location,
     PartGrant,
@@ -52,6 +53,7 @@ class Offer:
         ready_count: Number of chunks of an incomplete mean that are ready; None if all chunks are ready.
         token: Token with which receivers check that the memory was valid while they read it; None before the first
             receiver asks for the memory's address.
+        chunk_count: Usual number of chunks of a mean.
     """
 
     round: int
@@ -63,6 +65,7 @@ class Offer:
     mean_of: Part | None = None
     ready_count: int | None = None
     token: AttachToken | None = None
+    chunk_count: int = PART_CHUNK_COUNT
 
     def answers(self, round: int, request: Request) -> bool:
         """Return whether this offer can answer a request; an incomplete mean cannot be read directly."""
@@ -77,7 +80,7 @@ class Offer:
 
     def _mean_size(self) -> tuple[int, int]:
         nbytes = stream_nbytes(self.snapshot, exact=True)
-        return nbytes, part_chunk_nbytes(nbytes)
+        return nbytes, part_chunk_nbytes(nbytes, self.chunk_count)
 
     def mean_chunks(self) -> list[memoryview]:
         """Return all chunks of the mean, including chunks that are not ready yet."""
@@ -147,6 +150,7 @@ class SnapshotServer:
         mean_of: Part | None = None,
         ready_count: int | None = None,
         ends_earlier: bool = True,
+        chunk_count: int = PART_CHUNK_COUNT,
     ) -> Offer:
         """Send ``snapshot`` to all ranks that request it in ``round``.
 
@@ -154,9 +158,12 @@ class SnapshotServer:
             mean_of: Part whose mean ``snapshot`` is; None for a donor's snapshot.
             ready_count: Number of chunks of the mean that are ready (:meth:`grow` adds the others); None for all.
             ends_earlier: Whether the requests of earlier rounds are aborted.
+            chunk_count: Usual number of chunks of the mean; receivers request the same number.
         """
         chunks_made = self._chunks.setdefault(snapshot, {})
-        offer = Offer(round, snapshot, on_free, chunks_made, mean_of=mean_of, ready_count=ready_count)
+        offer = Offer(
+            round, snapshot, on_free, chunks_made, mean_of=mean_of, ready_count=ready_count, chunk_count=chunk_count
+        )
         self._offers.append(offer)
         if ends_earlier:
             self.end_rounds(round - 1)

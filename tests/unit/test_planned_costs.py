@@ -112,7 +112,7 @@ def test_each_phase_of_each_fragment_takes_the_latency() -> None:
     slow = replace(JOB, link=Link(bandwidth_nbytes_per_s=1e9, latency_s=0.25))
     for method, count in (
         (AverageAll(every=1), 2),
-        (DiLoCo(every=6, fragments=3), 6),
+        (DiLoCo(every=6, fragments=3), 15),  # a report, a decision, a request and two transfers, for each fragment
         (DataParallel(), 4),  # two exchanges for halving and two for doubling
         (SelectiveAveraging(every=1), 2),
     ):
