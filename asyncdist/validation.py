@@ -80,21 +80,32 @@ def names_options(*, refused: Mapping[str, str] | None = None) -> Callable[[Call
         @functools.wraps(init)
         def checked(*args: P.args, **options: P.kwargs) -> None:
             for name in options.keys() - named:
-                _check_name(init, args[0], name, refused or {})
+                _check_name(init, type(args[0]), name, refused or {})
             init(*args, **options)
 
+        checked.refused_options = refused or {}  # type: ignore[attr-defined]
         return checked
 
     return decorate
 
 
-def _check_name(init: Callable[..., None], made: object, name: str, refused: Mapping[str, str]) -> None:
-    kind = type(made).__name__
+def check_option_names(kind: type, names: Iterable[str]) -> None:
+    """Raise the TypeError of :func:`names_options` if the constructor of ``kind`` has no option of one of the names.
+
+    Nothing is checked if that constructor is not decorated.
+    """
+    init: Any = kind.__init__  # type: ignore[misc]
+    if hasattr(init, "refused_options"):
+        for name in names:
+            _check_name(init, kind, name, init.refused_options)
+
+
+def _check_name(init: Callable[..., None], kind: type, name: str, refused: Mapping[str, str]) -> None:
     if name in refused:
-        raise TypeError(f"{kind} has no option {name!r}: {refused[name]}")
+        raise TypeError(f"{kind.__name__} has no option {name!r}: {refused[name]}")
     allowed = option_names(init)
     if name not in allowed:
-        raise TypeError(f"{kind} has no option {name!r}; {meant(name, allowed)}")
+        raise TypeError(f"{kind.__name__} has no option {name!r}; {meant(name, allowed)}")
 
 
 @functools.cache  # resolving the annotations takes 0.3 ms

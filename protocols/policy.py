@@ -483,14 +483,23 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         """From now on, use the model and optimizer of ``other``, a policy that was not entered.
 
         Returns:
-            Whether that model has the layout of this policy's model. If not, this policy is unchanged.
+            Whether that model can continue in this policy. If not, this policy is unchanged. The model needs the layout
+            of this policy's model, and must not spoil the others' means: see :meth:`_can_begin_again`.
         """
-        if self.keeps_replicas or other._flat.fingerprint != self._flat.fingerprint:
+        has_layout = not self.keeps_replicas and other._flat.fingerprint == self._flat.fingerprint
+        if not has_layout or not self._can_begin_again():
             return False
         self._weights.follow(other.model, other.optimizer)
         self._flat.follow(other.model)
         self.model = other.model
         return True
+
+    def _can_begin_again(self) -> bool:
+        """Return whether a rank may continue in this policy with a new, untrained model.
+
+        By default, only a policy that judges ranks allows this: it replaces the bad weights and does not average them.
+        """
+        return self.takes_metric
 
     def _prepare(self) -> None:
         """Prepare what depends on the members, before the start; also called if this rank is alone."""

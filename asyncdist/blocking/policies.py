@@ -36,6 +36,12 @@ class _ReportingPolicy(_Awaited[Any], Protocol[ReportT_co]):
     def statistics(self) -> ReportT_co: ...
 
 
+class _SettlingPolicy(_Awaited[Any], Protocol):
+    """Policy with a ``settle`` method."""
+
+    async def settle(self) -> None: ...
+
+
 class Policy(Generic[PolicyT_co]):
     """Wraps a policy for code without an event loop: ``with ad.blocking.policy(...) as policy``.
 
@@ -107,6 +113,14 @@ class Policy(Generic[PolicyT_co]):
             return caller.call(self.awaited.step, local_metric)
         given = {"loss": loss, "score": score, **({} if tokens is None else {"tokens": tokens})}
         return caller.call(self.awaited.step, local_metric, **given)
+
+    def settle(self: Policy[_SettlingPolicy]) -> None:
+        """Wait for the rounds in flight, so that ``state_dict`` can save them; see DiLoCoPolicy's ``settle``.
+
+        Raises:
+            RuntimeError: Called outside the ``with`` block.
+        """
+        (self._caller or self._refuse()).call(self.awaited.settle)
 
     def statistics(self: Policy[_ReportingPolicy[ReportT]]) -> ReportT:
         """Return the policy's statistics on this member so far."""

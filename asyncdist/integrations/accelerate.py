@@ -1,4 +1,4 @@
-"""Selective averaging in a training loop that uses Accelerate.
+"""Averaging in a training loop that uses Accelerate: selective averaging, or any other policy.
 
 ::
 
@@ -9,6 +9,10 @@
     for batch in loader:
         ...
         averaging.step(loss=loss)                     # asyncdist run -n 4 train.py
+
+With another policy::
+
+    averaging = Averaging(DiLoCoPolicy(model, optimizer, average_every=100))
 
 Importing this module hides the launcher's variables, so each rank's ``Accelerator`` sees a single process. Mixed
 precision and gradient accumulation work as usual, and loaders do not wait for other ranks. With several ranks,
@@ -28,7 +32,15 @@ from torch import nn
 from asyncdist import current_world, validation
 from asyncdist.blocking.callers import is_in_a_rank
 from asyncdist.integrations import pytorch
-from asyncdist.integrations.joining import hide_ranks, join, note_out_of_memory
+from asyncdist.integrations.joining import (
+    PolicyT,
+    Selective,
+    Training,
+    hide_ranks,
+    join,
+    note_out_of_memory,
+    settle_open_trainings,
+)
 from asyncdist.integrations.random_numbers import draw_apart, shuffle_apart
 from asyncdist.protocols import StepInfo
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
@@ -92,6 +104,18 @@ def _load_states_apart(kind: Any) -> None:
     kind.load_state = load_for_rank
 
 
+def _save_settled_states(kind: Any) -> None:
+    """Patch ``Accelerator`` so that rounds in flight are complete when it saves the state of a registered policy."""
+    save = kind.save_state
+
+    @functools.wraps(save)
+    def save_settled(self: Any, *args: Any, **options: Any) -> Any:
+        settle_open_trainings()
+        return save(self, *args, **options)
+
+    kind.save_state = save_settled
+
+
 def _world() -> Any:
     return current_world() if is_in_a_rank() else join()
 
@@ -120,14 +144,38 @@ _note_exhausted_memory(accelerate.utils.memory)
 _give_ranks_folders(accelerate.Accelerator)
 _shuffle_loaders_apart(accelerate.Accelerator)
 _load_states_apart(accelerate.Accelerator)
+_save_settled_states(accelerate.Accelerator)
 
 
-class SelectiveAveraging(pytorch.SelectiveAveraging):
+class Averaging(pytorch.Averaging[PolicyT]):
+    """Runs a policy in a loop that uses Accelerate; see :class:`asyncdist.integrations.pytorch.Averaging`.
+
+    ``average_every`` counts optimizer steps. Inside ``accelerator.accumulate(model)``, :meth:`step` only records the
+    metric and the tokens until gradients are synchronised, because ``optimizer.step()`` does nothing until then.
+    """
+
+    def _begin(self, training: Training[PolicyT], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._gradients = accelerate.state.GradientState()  # all GradientState instances share one state
+        self._tokens: float | None = None
+        super()._begin(training, model, optimizer)
+
+    def step(self, metric: Any = None, *, loss: Any = None, score: Any = None, tokens: float | None = None) -> StepInfo:
+        """Do a policy step, with the arguments of :meth:`asyncdist.integrations.pytorch.Averaging.step`."""
+        if tokens is not None:
+            self._tokens = tokens + (self._tokens or 0)
+        if self._gradients.sync_gradients or self.policy is None:
+            tokens, self._tokens = self._tokens, None
+            return super().step(metric, loss=loss, score=score, tokens=tokens)
+        if self._training.is_judged:
+            self._add(metric, loss, score)
+        return NOTHING
+
+
+class SelectiveAveraging(Averaging[Selective], pytorch.SelectiveAveraging):
     """Replaces the worst ranks' weights with the average of good ranks' weights, in a loop that uses Accelerate.
 
     The arguments are those of :class:`asyncdist.integrations.pytorch.SelectiveAveraging`, except that ``replica_size``
-    raises TypeError. ``average_every`` counts optimizer steps. Inside ``accelerator.accumulate(model)``, :meth:`step`
-    only records the loss until gradients are synchronised, because ``optimizer.step()`` does nothing until then.
+    raises TypeError. Steps are those of :class:`Averaging`.
     """
 
     @validation.names_options(refused=dict.fromkeys(("replica_size", "swap_every"), _ONE_RANK))
@@ -140,12 +188,4 @@ class SelectiveAveraging(pytorch.SelectiveAveraging):
         mode: MetricMode | None = None,
         **options: Unpack[SelectiveOptions],
     ) -> None:
-        super().__init__(model, optimizer, average_every, mode=mode, **options)
-        self._gradients = accelerate.state.GradientState()  # all GradientState instances share one state
-
-    def step(self, metric: Any = None, *, loss: Any = None, score: Any = None) -> StepInfo:
-        """Do a policy step, with the arguments of :meth:`asyncdist.integrations.pytorch.SelectiveAveraging.step`."""
-        if self._gradients.sync_gradients or self.policy is None:
-            return super().step(metric, loss=loss, score=score)
-        self._add(metric, loss, score)
-        return NOTHING
+        pytorch.SelectiveAveraging.__init__(self, model, optimizer, average_every, mode=mode, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, Literal, NoReturn, TypeAlias, TypeVar
 
@@ -18,7 +18,12 @@ from asyncdist.blocking.process_world import process_world
 from asyncdist.blocking.world import World
 from asyncdist.errors import ClosedError, DisagreementError, LocalProtocolError, StartTimeoutError
 from asyncdist.integrations.random_numbers import draw_apart
-from asyncdist.protocols import AsyncSelectiveAveragingPolicy, ReplicaAveragingPolicy, SpawnPolicy, StepInfo
+from asyncdist.protocols import (
+    AsyncSelectiveAveragingPolicy,
+    ReplicaAveragingPolicy,
+    SpawnPolicy,
+    StepInfo,
+)
 from asyncdist.protocols.misuse import is_larger_better
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
 from asyncdist.protocols.starting.differences import BEGINS_AGAIN
@@ -60,8 +65,8 @@ def join() -> World:
             return process_world()
     if is_in_a_rank():
         raise LocalProtocolError(
-            "SelectiveAveraging cannot be used in a coroutine, because it blocks: enter a policy of "
-            "asyncdist.protocols with async with, and await its step"
+            "an integration cannot be used in a coroutine, because it blocks: enter a policy of asyncdist.protocols "
+            "with async with, and await its step"
         )
     world = process_world()
     if world.size == 1 and "alone" not in _told:
@@ -72,7 +77,7 @@ def join() -> World:
             else ""
         )
         logger.warning(
-            "selective averaging: this process trains alone, so nothing is averaged; %sto start four ranks, use "
+            "averaging: this process trains alone, so nothing is averaged; %sto start four ranks, use "
             "asyncdist run -n 4 script.py",
             started,
         )
@@ -114,6 +119,25 @@ def selective_averaging(
     return Training(lambda model, optimizer: ReplicaAveragingPolicy(model, optimizer, **given), warning)
 
 
+def averaging(kind: type[PolicyT], options: Mapping[str, Any], *, monitor: str | None = None) -> Training[PolicyT]:
+    """Return a :class:`Training` that runs a policy of the class ``kind`` with these options.
+
+    Unless the options have a ``metric_mode``, smaller metrics are better. Raises TypeError or ValueError if ``kind`` is
+    not the class of a policy, or has no option of one of the names; values are checked when the training begins.
+    """
+    given_kind: object = kind
+    if not (isinstance(given_kind, type) and issubclass(given_kind, SpawnPolicy)):
+        validation.refuse("policy", kind, "the class of a policy, such as protocols.DiLoCoPolicy", TypeError)
+    if kind.keeps_replicas:
+        validation.refuse("policy", kind, "a policy of one rank per replica; use SelectiveAveraging(replica_size=...)")
+    if monitor is not None and not kind.takes_metric:
+        validation.refuse("monitor", monitor, f"None, because {kind.__name__} uses no metric")
+    validation.check_option_names(kind, options)
+    given = {"metric_mode": "min", **options} if kind.takes_metric else dict(options)
+    warning = "" if monitor is None else _warning_of_monitor(monitor, given["metric_mode"])
+    return Training(lambda model, optimizer: kind(model, optimizer, **given), warning)
+
+
 def warn_of_unlabelled_lines(world: World, cure: str) -> None:
     """Log once, on rank 0, how to label the lines that all ranks print; the warning ends with the remedy ``cure``."""
     is_labelled = environment.VARIABLES.get(rank_program.PREFIX_VARIABLE) == "1"
@@ -132,7 +156,7 @@ def log_once_that_rank_0_pushes() -> None:
     if "pushes" not in _told:
         _told.add("pushes")
         logger.warning(
-            "selective averaging: only rank 0 pushes to the hub, because all ranks would push to the same repository; "
+            "averaging: only rank 0 pushes to the hub, because all ranks would push to the same repository; "
             "to push a different rank's model, call model.push_to_hub(...) on that rank"
         )
 
@@ -149,11 +173,11 @@ def _warning_of_monitor(monitor: str, mode: MetricMode) -> str:
     )
 
 
-def refuse_copy(*_: object) -> NoReturn:
+def refuse_copy(owner: object, *_: object) -> NoReturn:
     """Raise TypeError, since an object that owns a training's policy cannot be copied."""
     raise TypeError(
-        "SelectiveAveraging cannot be copied, because it holds the policy of this rank's training; make another one "
-        "with the same options"
+        f"{type(owner).__name__} cannot be copied, because it holds the policy of this rank's training; make another "
+        "one with the same options"
     )
 
 
@@ -166,6 +190,8 @@ class Training(Generic[PolicyT]):
 
     Attributes:
         policy: Open policy; None before and after the training.
+        is_judged: Whether the policy needs this rank's metric in its steps. Policies that use no metric, or have the
+            option ``metric``, do not.
         replacement_count: Number of times that this rank has adopted an average since the training began.
         is_interrupted: Whether memory ran out while the policy was open, so that the training may begin again.
         is_apart: Whether this rank trains alone because it ran out of memory, and the other ranks did not start a new
@@ -175,6 +201,8 @@ class Training(Generic[PolicyT]):
     def __init__(self, make: Callable[[nn.Module, torch.optim.Optimizer], PolicyT], warning: str = "") -> None:
         self._make = make
         self._warning = warning
+        self.is_judged = True
+        self._saved: Mapping[str, Any] | None = None
         self.policy: Policy[PolicyT] | None = None
         self.replacement_count = 0
         self.is_interrupted = self.is_apart = False
@@ -198,7 +226,11 @@ class Training(Generic[PolicyT]):
         if (error := sys.exception()) is not None and is_out_of_memory(error):
             note_out_of_memory()
         made = self._make(model, optimizer)
+        self.is_judged = made.takes_metric and made._metric is None
+        saved, self._saved = self._saved, None
         if not self._continue(made):
+            if saved is not None:
+                made.load_state_dict(saved)
             interrupted = [owner for owner in _open_trainings() if owner.is_interrupted]
             was_apart = any(owner.is_apart for owner in interrupted)
             for owner in (*interrupted, self):
@@ -215,7 +247,7 @@ class Training(Generic[PolicyT]):
         others = [owner.policy.awaited for owner in _open_trainings() if owner.policy is not None]
         if is_again:
             logger.warning(
-                "selective averaging: this rank has run out of memory and begins again with a different kind of model "
+                "averaging: this rank has run out of memory and begins again with a different kind of model "
                 "or different options, so it starts a new policy and waits up to %g s for all ranks to do the same. To "
                 "continue alone instead, make the model and the options, including average_every, independent of the "
                 "batch size",
@@ -231,7 +263,7 @@ class Training(Generic[PolicyT]):
             if not (is_again and is_alone and current_caller("a policy").is_open):
                 raise
             logger.warning(
-                "selective averaging: the other ranks have not started a new policy, so this rank continues without "
+                "averaging: the other ranks have not started a new policy, so this rank continues without "
                 "averages, and the others continue without this rank: %s",
                 error,
             )
@@ -276,12 +308,37 @@ class Training(Generic[PolicyT]):
         if self.policy is not None and self.policy.awaited.optimizer is not optimizer:
             self.policy.awaited.optimizer = optimizer
 
-    def step(self, metric: Any) -> StepInfo:
-        """Do a policy step; only this changes weights. Raise ClosedError if the training has not begun or has ended."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the open policy, after the rounds in flight have arrived; empty if it is not open."""
+        self.settle()
+        return {} if self.policy is None else self.policy.awaited.state_dict()
+
+    def settle(self) -> None:
+        """Wait for the rounds in flight, if the open policy has a method ``settle``, so that its state can be saved."""
+        settle = None if self.policy is None else getattr(self.policy.awaited, "settle", None)
+        if settle is not None:
+            self._caller.call(settle)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Start the next policy from a result of :meth:`state_dict`. If a policy is open, ignore the state.
+
+        A trainer's search for a learning rate saves and loads a checkpoint while the policy is open.
+        """
+        if self.policy is None:
+            self._saved = state
+
+    def step(self, metric: Any, tokens: float | None = None) -> StepInfo:
+        """Do a policy step; only this changes weights. Raise ClosedError if the training has not begun or has ended.
+
+        Args:
+            metric: This rank's metric; None if the policy uses none.
+            tokens: Number of tokens or examples since the last step; only for policies whose ``step`` has this option.
+        """
         if self.is_apart:
             self._caller.call(self._caller.world.safe_point)  # raises an error if the job has failed
             return NOTHING
-        info: StepInfo = self._caller.call(self._open_policy().awaited.step, metric)
+        size = {} if tokens is None else {"tokens": tokens}
+        info: StepInfo = self._caller.call(self.open_policy().awaited.step, metric, **size)
         if info is not NOTHING:
             self.replacement_count += bool(info)
         return info
@@ -293,13 +350,14 @@ class Training(Generic[PolicyT]):
         if self.is_apart:
             return model, optimizer, fields_of(self.step(metric))
         called: tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]
-        called = self._open_policy()(iteration, model, optimizer, metric)
+        called = self.open_policy()(iteration, model, optimizer, metric)
         self.replacement_count += called[2]["averaged_this_iteration"]
         return called
 
-    def _open_policy(self) -> Policy[PolicyT]:
+    def open_policy(self) -> Policy[PolicyT]:
+        """Return the policy; raise ClosedError if the training has not begun or has ended."""
         if self.policy is None:
-            raise ClosedError("this SelectiveAveraging has ended, with close() or with its block; make another one")
+            raise ClosedError("this averaging has ended, with close() or with its block; make another one")
         return self.policy
 
     def end(self, error: BaseException | None = None) -> None:
@@ -320,6 +378,13 @@ def _open_trainings() -> list[Training[Any]]:
     """Return this rank's unfinished trainings, oldest first."""
     owners = [getattr(end, "__self__", None) for end in current_caller("a policy").registered]
     return [owner for owner in owners if isinstance(owner, Training)]
+
+
+def settle_open_trainings() -> None:
+    """Wait for the rounds in flight of this rank's open policies, so that their states can be saved."""
+    if find_caller() is not None:
+        for training in _open_trainings():
+            training.settle()
 
 
 def note_out_of_memory() -> None:

@@ -1,4 +1,4 @@
-"""Selective averaging as a callback of Lightning's ``Trainer``.
+"""Averaging as a callback of Lightning's ``Trainer``: selective averaging, or any other policy.
 
 ::
 
@@ -6,6 +6,10 @@
 
     trainer = Trainer(max_epochs=10, callbacks=[SelectiveAveraging(average_every=100)])
     trainer.fit(module, loader)                       # asyncdist run -n 4 train.py
+
+With another policy::
+
+    trainer = Trainer(max_epochs=10, callbacks=[Averaging(DiLoCoPolicy, average_every=100)])
 
 Each rank has its own trainer, which reads its own data, and validates and saves without waiting for other ranks.
 """
@@ -17,13 +21,22 @@ import logging
 import os
 import sys
 import warnings
-from typing import Any, Final, NoReturn, Unpack
+from typing import Any, Final, Generic, NoReturn, Unpack
 
 import torch
 
 from asyncdist import environment, validation
 from asyncdist.blocking.policies import Policy
-from asyncdist.integrations.joining import Selective, hide_ranks, join, refuse_copy, selective_averaging
+from asyncdist.integrations.joining import (
+    PolicyT,
+    Selective,
+    Training,
+    averaging,
+    hide_ranks,
+    join,
+    refuse_copy,
+    selective_averaging,
+)
 from asyncdist.integrations.metrics import RunningLoss
 from asyncdist.integrations.random_numbers import draw, shuffle_apart
 from asyncdist.integrations.replicas import show_replica
@@ -36,6 +49,7 @@ with validation.optional_imports(__name__, ["lightning"], "lightning"):
     from lightning.fabric.utilities.warnings import PossibleUserWarning
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.utilities import rank_zero_only
+    from lightning.pytorch.utilities.data import extract_batch_size
 
 hide_ranks()
 
@@ -47,51 +61,54 @@ _AVERAGES: Final = frozenset(("StochasticWeightAveraging", "WeightAveraging"))
 _LIBRARIES: Final = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
 
-class SelectiveAveraging(Callback):
-    """Replaces the worst ranks' weights with the average of good ranks' weights during training.
+class Averaging(Callback, Generic[PolicyT]):
+    """Runs a policy during training.
 
     Weights change between two training batches, after an optimizer step. If there are several ranks, each writes its
     logs and checkpoints to a subfolder ``rank0``, ``rank1``, ... in the folders of the trainer, its loggers, its
     profiler and its checkpoint callbacks. Only rank 0 shows a progress bar. Each rank logs the number of averages it
-    has adopted as ``replacements``. Create this object before the trainer, so that the trainer uses the subfolder from
-    the beginning. Trainers of ``pytorch_lightning`` and ``lightning.pytorch`` are supported.
+    has adopted as ``averages``. Checkpoints contain the policy's state, and a fit with ``ckpt_path`` continues from it.
+    Create this object before the trainer, so that the trainer uses the subfolder from the beginning. Trainers of
+    ``pytorch_lightning`` and ``lightning.pytorch`` are supported.
 
     Args:
-        average_every: Number of optimizer steps between two reports of a rank's metric.
-        monitor: Name of the logged metric by which ranks are judged, for example ``"val_loss"``. By default, ranks are
+        policy: Class of the policy, for example :class:`protocols.DiLoCoPolicy`.
+        monitor: Name of the logged metric by which ranks are judged, if the policy judges them. By default, ranks are
             judged by the mean training loss since their last report.
-        mode: ``"min"`` (the default) if smaller is better, ``"max"`` if larger is.
         optimizer_index: Index of the optimizer to use, if the module has several.
-        replica_size: Number of consecutive ranks that form one replica under DDP; by default 1. The trainers then need
-            ``devices=replica_size`` and ``strategy="ddp"``, and write to folders ``replica0``, ``replica1``, ... Make
-            this object before the trainer, since it sets the ranks that Lightning reads.
-        swap_every: Option of :class:`protocols.ReplicaAveragingPolicy`; only for ``replica_size`` above 1.
-        options: Other options of :class:`protocols.AsyncSelectiveAveragingPolicy`.
+        options: Options of the policy. With ``weights="tokens"`` the tokens of a step are the examples of its batches.
 
     Attributes:
         last_info: Events of the policy's last step.
 
     Raises:
-        TypeError, ValueError: An option has a wrong type or value, the trainer does not have ``replica_size`` devices,
-            or the module has several optimizers and ``optimizer_index`` is missing.
+        TypeError, ValueError: An option has a wrong type or value, the trainer has several devices, or the module has
+            several optimizers and ``optimizer_index`` is missing.
     """
 
-    @validation.names_options()
     def __init__(
         self,
-        average_every: int,
+        policy: type[PolicyT],
         *,
         monitor: str | None = None,
-        mode: MetricMode | None = None,
         optimizer_index: int | None = None,
-        replica_size: int = 1,
-        swap_every: int | None = None,
-        **options: Unpack[SelectiveOptions],
+        **options: Any,
+    ) -> None:
+        self._set_up(averaging(policy, options, monitor=monitor), monitor, optimizer_index, 1)
+        self._count_name = "averages"
+        self._counts_examples = options.get("weights") == "tokens"
+        self._policy_name = policy.__name__
+
+    def _set_up(
+        self, training: Training[PolicyT], monitor: str | None, optimizer_index: int | None, replica_size: int
     ) -> None:
         self.monitor = monitor
         self.last_info: StepInfo | None = None
+        self._training = training
         self._optimizer_index = optimizer_index
+        self._replica_size = replica_size
         self._loss = RunningLoss()
+        self._example_count = 0
         self._trainer: pl.Trainer
         self._log: Any = None
         self._steps: Any = None
@@ -100,11 +117,8 @@ class SelectiveAveraging(Callback):
         self._has_losses = self._has_warned = False
         self._spent: Any = None
         self._spent_value: float | None = None
-        self._training = selective_averaging(
-            average_every, mode, options, replica_size=replica_size, swap_every=swap_every, monitor=monitor
-        )
+        self._last_state: dict[str, Any] = {}
         self._world = join()
-        self._replica_size = replica_size
         self._folder = f"rank{self._world.rank}"
         rank_zero_only.rank = 0  # type: ignore[attr-defined]  # each rank writes its own files; in a replica, one rank
         self._number = self._world.rank
@@ -119,7 +133,7 @@ class SelectiveAveraging(Callback):
             warnings.simplefilter("ignore", PossibleUserWarning)  # rank 0 shows these warnings
 
     @property
-    def policy(self) -> Policy[Selective] | None:
+    def policy(self) -> Policy[PolicyT] | None:
         """The policy while the trainer fits; None otherwise."""
         return self._training.policy
 
@@ -184,8 +198,9 @@ class SelectiveAveraging(Callback):
 
     def __getstate__(self) -> NoReturn:
         raise ValueError(
-            "SelectiveAveraging cannot be sent to another process, as this Trainer's strategy requires: pass devices=1 "
-            "and start more ranks, or pass strategy='ddp' to the Trainer and replica_size= to SelectiveAveraging"
+            f"{type(self).__name__} cannot be sent to another process, as this Trainer's strategy requires: pass "
+            "devices=1 and start more ranks, or pass strategy='ddp' to the Trainer and replica_size= to "
+            "SelectiveAveraging"
         )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -193,6 +208,7 @@ class SelectiveAveraging(Callback):
         self._trainer = trainer
         self._has_losses = self._has_warned = False
         self._loss.reset()
+        self._example_count, self._last_state = 0, {}
         self._training.begin(pl_module, self._choose(trainer.optimizers))
         if self.monitor is None:
             self._training.judge_by_training_loss()
@@ -203,7 +219,7 @@ class SelectiveAveraging(Callback):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if _AVERAGES.intersection(kind.__name__ for kind in type(callback).__mro__):
                 logger.warning(
-                    "selective averaging: %s averages only this rank's weights. Its average still includes the weights "
+                    "averaging: %s averages only this rank's weights. Its average still includes the weights "
                     "from before a replacement, and replaces the model's weights at the end",
                     type(callback).__name__,
                 )
@@ -213,8 +229,8 @@ class SelectiveAveraging(Callback):
         if index is None and len(optimizers) != 1:
             raise ValueError(
                 f"optimizer_index must be set, because configure_optimizers returns {len(optimizers)} optimizers: pass "
-                "SelectiveAveraging the index of the optimizer whose state is reset when weights are replaced, such as "
-                "optimizer_index=0"
+                f"{type(self).__name__} the index of the optimizer whose state is reset when weights are replaced, "
+                "such as optimizer_index=0"
             )
         return optimizers[index or 0]
 
@@ -228,7 +244,9 @@ class SelectiveAveraging(Callback):
     ) -> None:
         """Do a step of the policy if the optimizer has done a step."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if self.monitor is None and loss is not None:
+        if self._counts_examples:
+            self._example_count += extract_batch_size(batch)
+        if self._is_judged_by_loss and loss is not None:
             self._has_losses = True
             if trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization:
                 loss = loss * trainer.accumulate_grad_batches  # Lightning has divided the loss by this number
@@ -238,12 +256,18 @@ class SelectiveAveraging(Callback):
             return
         self._step_count = step_count
         self._training.use(self._choose(trainer.optimizers))
-        self.last_info = self._training.step(self._metric)
+        tokens = self._example_count if self._counts_examples else None
+        self._example_count = 0
+        self.last_info = self._training.step(self._metric if self._training.is_judged else None, tokens)
         if self.last_info:
             self._loss.reset()
             if self.monitor is not None:  # the metric was measured with the replaced weights
                 self._spend(trainer.callback_metrics.get(self.monitor))
-            self.log("replacements", float(self._training.replacement_count), prog_bar=True)
+            self.log(self._count_name, float(self._training.replacement_count), prog_bar=True)
+
+    @property
+    def _is_judged_by_loss(self) -> bool:
+        return self.monitor is None and self._training.is_judged
 
     def _metric(self) -> Any:
         if self.monitor is None:
@@ -267,7 +291,7 @@ class SelectiveAveraging(Callback):
 
     def _warn_of_no_metric(self, trainer: pl.Trainer) -> None:
         """Log a warning, once, if the optimizer has made steps but this rank has no metric by which to judge it."""
-        if self._has_warned or self._step_count == self._first_step_count:
+        if self._has_warned or self._step_count == self._first_step_count or not self._training.is_judged:
             return
         if self.monitor is None:
             missing = "" if self._has_losses else "training_step has not returned a loss: return it, or pass monitor="
@@ -278,16 +302,77 @@ class SelectiveAveraging(Callback):
             missing = f"the monitored metric {self.monitor!r} has not been logged; logged metrics: {logged}"
         if missing:
             self._has_warned = True
-            logger.warning("selective averaging: this rank has no metric so far, so it cannot be judged: %s", missing)
+            logger.warning("averaging: this rank has no metric so far, so it cannot be judged: %s", missing)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave the policy. The other ranks continue."""
         self._warn_of_no_metric(trainer)
+        self._last_state = self._training.state_dict()
         self._training.end()
+
+    @property
+    def state_key(self) -> str:
+        """The key of the policy's state in checkpoints, which differs between policies."""
+        return f"{type(self).__qualname__}({self._policy_name})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the policy's state for a checkpoint, also after the fit; empty if nothing was trained."""
+        return self._training.state_dict() or self._last_state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Start the policy of the next fit from the state of a checkpoint."""
+        self._training.load_state_dict(state_dict)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave the policy because the trainer has raised an exception."""
         self._training.end(exception)
+
+
+class SelectiveAveraging(Averaging[Selective]):
+    """Replaces the worst ranks' weights with the average of good ranks' weights during training.
+
+    It behaves as :class:`Averaging`, except that each rank logs the number of averages it has adopted as
+    ``replacements``.
+
+    Args:
+        average_every: Number of optimizer steps between two reports of a rank's metric.
+        monitor: Name of the logged metric by which ranks are judged, for example ``"val_loss"``. By default, ranks are
+            judged by the mean training loss since their last report.
+        mode: ``"min"`` (the default) if smaller is better, ``"max"`` if larger is.
+        optimizer_index: Index of the optimizer to use, if the module has several.
+        replica_size: Number of consecutive ranks that form one replica under DDP; by default 1. The trainers then need
+            ``devices=replica_size`` and ``strategy="ddp"``, and write to folders ``replica0``, ``replica1``, ... Make
+            this object before the trainer, since it sets the ranks that Lightning reads.
+        swap_every: Option of :class:`protocols.ReplicaAveragingPolicy`; only for ``replica_size`` above 1.
+        options: Other options of :class:`protocols.AsyncSelectiveAveragingPolicy`.
+
+    Attributes:
+        last_info: Events of the policy's last step.
+
+    Raises:
+        TypeError, ValueError: An option has a wrong type or value, the trainer does not have ``replica_size`` devices,
+            or the module has several optimizers and ``optimizer_index`` is missing.
+    """
+
+    @validation.names_options()
+    def __init__(
+        self,
+        average_every: int,
+        *,
+        monitor: str | None = None,
+        mode: MetricMode | None = None,
+        optimizer_index: int | None = None,
+        replica_size: int = 1,
+        swap_every: int | None = None,
+        **options: Unpack[SelectiveOptions],
+    ) -> None:
+        training = selective_averaging(
+            average_every, mode, options, replica_size=replica_size, swap_every=swap_every, monitor=monitor
+        )
+        self._set_up(training, monitor, optimizer_index, replica_size)
+        self._count_name = "replacements"
+        self._counts_examples = False
+        self._policy_name = "" if replica_size == 1 else f"replicas of {replica_size}"
 
 
 class _GlobalStep:
@@ -337,7 +422,7 @@ def _giving_folders(make: Any) -> Any:
     def make_for_rank(self: Any, *args: Any, **options: Any) -> None:
         make(self, *args, **options)
         for callback in self.callbacks:
-            if isinstance(callback, SelectiveAveraging):
+            if isinstance(callback, Averaging):
                 callback._give_folder(self)
 
     make_for_rank.gives_folders = True  # type: ignore[attr-defined]

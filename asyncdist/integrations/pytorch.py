@@ -1,4 +1,4 @@
-"""Selective averaging in a plain training loop.
+"""Averaging in a plain training loop: selective averaging, or any other policy.
 
 ::
 
@@ -8,12 +8,19 @@
     for batch in loader:
         loss = train_step(model, optimizer, batch)
         averaging.step(loss=loss)                     # asyncdist run -n 4 train.py
+
+With another policy::
+
+    from asyncdist.integrations.pytorch import Averaging
+    from protocols import DiLoCoPolicy
+
+    averaging = Averaging(DiLoCoPolicy(model, optimizer, average_every=100))
 """
 
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Generic, Self, Unpack
 
 import torch
 from torch import nn
@@ -21,13 +28,102 @@ from torch import nn
 from asyncdist import validation
 from asyncdist.blocking.policies import Policy
 from asyncdist.integrations import replicas
-from asyncdist.integrations.joining import Selective, join, selective_averaging
+from asyncdist.integrations.joining import PolicyT, Selective, Training, join, refuse_copy, selective_averaging
 from asyncdist.integrations.metrics import RunningLoss
-from asyncdist.protocols import StepInfo
+from asyncdist.protocols import SpawnPolicy, StepInfo
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
 
 
-class SelectiveAveraging:
+class Averaging(Generic[PolicyT]):
+    """Runs a policy in a training loop without coroutines.
+
+    Averaging ends when the program ends, with :meth:`close`, or at the end of a ``with`` block.
+
+    Args:
+        policy: Policy that has not been entered. Its optimizer may be prepared by Accelerate.
+
+    Raises:
+        TypeError: ``policy`` is not a policy.
+    """
+
+    def __init__(self, policy: PolicyT) -> None:
+        given: object = policy
+        if not isinstance(given, SpawnPolicy):
+            allowed = "a policy, such as protocols.DiLoCoPolicy(model, optimizer, average_every=100)"
+            validation.refuse("policy", policy, allowed, TypeError)
+        policy.optimizer = getattr(policy.optimizer, "optimizer", policy.optimizer)  # prepared by Accelerate
+        self._begin(Training(lambda *_: policy), policy.model, policy.optimizer)
+
+    def _begin(self, training: Training[PolicyT], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._loss = RunningLoss()
+        self._training = training
+        self._training.begin(model, optimizer)
+
+    __copy__ = __deepcopy__ = refuse_copy
+
+    @property
+    def policy(self) -> Policy[PolicyT] | None:
+        """The policy; None after :meth:`close`."""
+        return self._training.policy
+
+    def step(self, metric: Any = None, *, loss: Any = None, score: Any = None, tokens: float | None = None) -> StepInfo:
+        """Do a policy step, which may change the model's weights. Call it after each optimizer step.
+
+        If the policy judges ranks by a metric, pass exactly one of ``loss``, ``score`` and ``metric``: a number, or a
+        tensor with one element. A rank is judged by the mean since its last report, or since its weights were replaced.
+        Policies that use no metric, or have the option ``metric``, ignore these three.
+
+        Args:
+            metric: Metric for which ``mode`` or ``metric_mode`` says whether smaller or larger is better.
+            loss: Loss of this step. Smaller is better, regardless of ``mode``.
+            score: Score of this step. Larger is better, regardless of ``mode``.
+            tokens: Number of tokens or examples of this step, for a policy with ``weights="tokens"``.
+
+        Returns:
+            The result of this step, which is truthy if the weights have changed.
+
+        Raises:
+            ClosedError: Called after :meth:`close` or after the end of the ``with`` block.
+            TypeError, ValueError: The policy needs a metric and not exactly one was given, a value is not a number, or
+                the policy has no use for ``tokens``.
+        """
+        if not self._training.is_judged:
+            return self._training.step(None, tokens)
+        self._add(metric, loss, score)
+        info = self._training.step(self._loss, tokens)
+        if info:
+            self._loss.reset()
+        return info
+
+    def _add(self, metric: Any, loss: Any, score: Any) -> None:
+        """Add the metric of a step to the running mean, unless the policy has ended."""
+        if self.policy is not None:
+            given, is_opposite = self.policy.awaited.given_metric(metric, loss, score)
+            self._loss.add(given, is_negated=is_opposite)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the policy's state, for :meth:`protocols.SpawnPolicy.load_state_dict` of a policy not yet entered.
+
+        If rounds are in flight, this method waits until this rank has received their means.
+
+        Raises:
+            ClosedError: Called after :meth:`close` or after the end of the ``with`` block.
+        """
+        self._training.open_policy()
+        return self._training.state_dict()
+
+    def close(self) -> None:
+        """Leave the policy. The other ranks continue."""
+        self._training.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        self._training.end(error)
+
+
+class SelectiveAveraging(Averaging[Selective]):
     """Replaces the worst ranks' weights with the average of good ranks' weights during training.
 
     Averaging ends when the program ends, with :meth:`close`, or at the end of a ``with`` block.
@@ -57,56 +153,8 @@ class SelectiveAveraging:
         swap_every: int | None = None,
         **options: Unpack[SelectiveOptions],
     ) -> None:
-        self._loss = RunningLoss()
-        self._training = selective_averaging(
-            average_every, mode, options, replica_size=replica_size, swap_every=swap_every
-        )
-        self._training.begin(model, getattr(optimizer, "optimizer", optimizer))
-
-    @property
-    def policy(self) -> Policy[Selective] | None:
-        """The policy; None after :meth:`close`."""
-        return self._training.policy
-
-    def step(self, metric: Any = None, *, loss: Any = None, score: Any = None) -> StepInfo:
-        """Do a policy step, which may replace the model's weights. Call it after each optimizer step.
-
-        Pass exactly one of ``loss``, ``score`` and ``metric``: a number, or a tensor with one element. A rank is judged
-        by the mean since its last report, or since its weights were replaced.
-
-        Args:
-            metric: Metric for which ``mode`` says whether smaller or larger is better.
-            loss: Loss of this step. Smaller is better, regardless of ``mode``.
-            score: Score of this step. Larger is better, regardless of ``mode``.
-
-        Returns:
-            The result of this step, which is truthy if the weights have changed.
-
-        Raises:
-            ClosedError: Called after :meth:`close` or after the end of the ``with`` block.
-            TypeError, ValueError: Not exactly one argument was given, or its value is not a number.
-        """
-        self._add(metric, loss, score)
-        info = self._training.step(self._loss)
-        if info:
-            self._loss.reset()
-        return info
-
-    def _add(self, metric: Any, loss: Any, score: Any) -> None:
-        """Add the metric of a step to the running mean, unless the policy has ended."""
-        if self.policy is not None:
-            given, is_opposite = self.policy.awaited.given_metric(metric, loss, score)
-            self._loss.add(given, is_negated=is_opposite)
-
-    def close(self) -> None:
-        """Leave the policy. The other ranks continue."""
-        self._training.end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        self._training.end(error)
+        training = selective_averaging(average_every, mode, options, replica_size=replica_size, swap_every=swap_every)
+        self._begin(training, model, getattr(optimizer, "optimizer", optimizer))
 
 
 def new_replica_group(replica_size: int, backend: str | None = None) -> torch.distributed.ProcessGroup:

@@ -1,4 +1,4 @@
-"""Selective averaging as a callback of transformers' ``Trainer``.
+"""Averaging as a callback of transformers' ``Trainer``: selective averaging, or any other policy.
 
 ::
 
@@ -6,6 +6,10 @@
 
     trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=[SelectiveAveraging(average_every=100)])
     trainer.train()                                   # asyncdist run -n 4 train.py
+
+With another policy::
+
+    trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=[Averaging(DiLoCoPolicy, average_every=100)])
 
 Each rank has its own trainer, which sees a single process, because importing this module hides the launcher's
 variables.
@@ -19,13 +23,18 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Final, Generic, Unpack
+
+import torch
 
 from asyncdist import validation
 from asyncdist.blocking.policies import Policy
 from asyncdist.blocking.world import World
 from asyncdist.integrations.joining import (
+    PolicyT,
     Selective,
+    Training,
+    averaging,
     hide_ranks,
     join,
     log_once_that_rank_0_pushes,
@@ -42,71 +51,67 @@ from asyncdist.protocols.options import MetricMode, SelectiveOptions
 with validation.optional_imports(__name__, ["transformers", "accelerate"], "transformers"):
     import transformers
     from accelerate import PartialState  # type: ignore[import-untyped]
+    from accelerate.utils import find_batch_size  # type: ignore[import-untyped]
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 hide_ranks()
 
 logger = logging.getLogger("asyncdist.integrations")
 
+#: Name of the file in a checkpoint that contains the policy's state.
+_STATE_FILE: Final = "asyncdist_policy.pt"
 
-class SelectiveAveraging(TrainerCallback):
-    """Replaces the worst ranks' weights with the average of good ranks' weights during training.
+
+class Averaging(TrainerCallback, Generic[PolicyT]):
+    """Runs a policy during training.
 
     Weights change after an optimizer step. If there are several ranks, each writes to a subfolder ``rank0``, ``rank1``,
     ... of ``output_dir``, and only rank 0 shows a progress bar and pushes to the Hugging Face Hub. A model made by
     ``model_init`` is equal on all ranks, because ``arguments.seed`` is. During training, each rank uses different
-    random numbers for shuffling and dropout.
+    random numbers for shuffling and dropout. Log entries contain the number of averages that the rank has adopted as
+    ``averages``. Checkpoints contain the policy's state, and a training that resumes from one continues from it.
 
     Args:
-        average_every: Number of optimizer steps between two reports of a rank's metric.
-        monitor: Name of the evaluation metric by which ranks are judged, for example ``"eval_loss"``. By default, ranks
+        policy: Class of the policy, for example :class:`protocols.DiLoCoPolicy`.
+        monitor: Name of the evaluation metric by which ranks are judged, if the policy judges them. By default, ranks
             are judged by the mean training loss since their last report, as the trainer logs it.
-        mode: ``"min"`` (the default) if smaller is better, ``"max"`` if larger is.
-        replica_size: Number of consecutive ranks that form one replica under DDP; by default 1. They write to folders
-            ``replica0``, ``replica1``, ... Make this object before the ``TrainingArguments``, since it sets the ranks
-            that they read.
-        swap_every: Option of :class:`protocols.ReplicaAveragingPolicy`; only for ``replica_size`` above 1.
-        options: Other options of :class:`protocols.AsyncSelectiveAveragingPolicy`.
+        options: Options of the policy. With ``weights="tokens"`` the tokens of a step are those that have a label, if
+            the trainer counts them for its loss; otherwise they are the examples of its batches.
 
     Attributes:
         last_info: Events of the policy's last step.
 
     Raises:
-        TypeError, ValueError: An option has a wrong type or value, the trainer has several GPUs in one process, or
-            ``TrainingArguments`` were made before this object with ``replica_size`` > 1.
+        TypeError, ValueError: An option has a wrong type or value, or the trainer has several GPUs in one process.
     """
 
-    @validation.names_options()
-    def __init__(
-        self,
-        average_every: int,
-        *,
-        monitor: str | None = None,
-        mode: MetricMode | None = None,
-        replica_size: int = 1,
-        swap_every: int | None = None,
-        **options: Unpack[SelectiveOptions],
-    ) -> None:
+    def __init__(self, policy: type[PolicyT], *, monitor: str | None = None, **options: Any) -> None:
+        self._set_up(averaging(policy, options, monitor=monitor), monitor, 1)
+        self._count_name = "averages"
+        self._counts_tokens = options.get("weights") == "tokens"
+
+    def _set_up(self, training: Training[PolicyT], monitor: str | None, replica_size: int) -> None:
         self.monitor = monitor
         self.last_info: StepInfo | None = None
+        self._training = training
         self._loss = RunningLoss()
+        self._token_count = 0.0
         self._newest: Any = NOT_MEASURED
         self._has_losses = self._has_warned = False
         self._evaluated: set[str] = set()
-        self._training = selective_averaging(
-            average_every, mode, options, replica_size=replica_size, swap_every=swap_every, monitor=monitor
-        )
         self._world = join()
         self._folder, self._number, self._size = f"rank{self._world.rank}", self._world.rank, replica_size
         self._seed: int | None = None
+        self._place = 0
         if replica_size > 1:
-            self._number = _show_replica_once(self._world, replica_size).number
+            replica = _show_replica_once(self._world, replica_size)
+            self._number, self._place = replica.number, replica.place
             self._folder = f"replica{self._number}"
         if self._world.rank:  # the trainer's constructor makes this callback first
             transformers.trainer.DEFAULT_PROGRESS_CALLBACK = TrainerCallback  # type: ignore[assignment]
 
     @property
-    def policy(self) -> Policy[Selective] | None:
+    def policy(self) -> Policy[PolicyT] | None:
         """The policy while the trainer trains; None otherwise."""
         return self._training.policy
 
@@ -135,7 +140,12 @@ class SelectiveAveraging(TrainerCallback):
     def _attached(self, trainer: Trainer) -> Iterator[None]:
         """Attach this callback to one call of the trainer's ``train``, and leave the policy if the call raises."""
         self._prepare(trainer.args)  # on_init_end was not called if this callback was added later
-        makers = {"training_step": self._adding_losses, "log": self._adding_replacements}
+        makers: dict[str, Callable[[Any], Any]] = {
+            "training_step": self._seeing_batches,
+            "log": self._adding_count,
+            "_save_optimizer_and_scheduler": self._saving_state,
+            "_load_optimizer_and_scheduler": self._loading_state,
+        }
         if self._world.size > 1:
             self._give_folder_to_reporters(trainer)
             makers["_load_rng_state"] = self._drawing_apart
@@ -181,34 +191,66 @@ class SelectiveAveraging(TrainerCallback):
 
         return call_with_seed
 
-    def _adding_losses(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*args: Any, **options: Any) -> Any:
-            loss = training_step(*args, **options)
-            self._see(loss)
+    def _saving_state(self, save: Callable[[str], None]) -> Callable[[str], None]:
+        """Wrap ``save`` to write the policy's state beside the optimizer's."""
+
+        def save_both(output_dir: str) -> None:
+            save(output_dir)
+            state = self._training.state_dict()
+            if state and self._place == 0:
+                torch.save(state, os.path.join(output_dir, _STATE_FILE))
+
+        return save_both
+
+    def _loading_state(self, load: Callable[[str | None], None]) -> Callable[[str | None], None]:
+        """Wrap ``load`` to start the policy from the state in the checkpoint, if there is one."""
+
+        def load_both(checkpoint: str | None) -> None:
+            load(checkpoint)
+            if checkpoint is not None and os.path.exists(path := os.path.join(checkpoint, _STATE_FILE)):
+                self._training.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+
+        return load_both
+
+    def _seeing_batches(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
+        def step(model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+            if self._counts_tokens:
+                self._count(inputs, args[0] if args else options.get("num_items_in_batch"))
+            loss = training_step(model, inputs, *args, **options)
+            if self._training.is_judged:
+                self._see(loss)
             return loss
 
         return step
+
+    def _count(self, inputs: Any, item_count: Any) -> None:
+        """Count a batch: its examples, or all labelled tokens of its step, which the trainer passes with each batch."""
+        if item_count is not None:
+            self._token_count = float(item_count)
+        else:
+            self._token_count += find_batch_size(inputs) or 1
 
     def _see(self, loss: Any) -> None:
         """Add the loss of a batch, which the trainer has divided by the number of batches per optimizer step."""
         self._has_losses = True
         self._loss.add(loss, count=0)
 
-    def _adding_replacements(self, log: Callable[..., None]) -> Callable[..., None]:
+    def _adding_count(self, log: Callable[..., None]) -> Callable[..., None]:
         """Wrap ``log`` to add the number of adopted averages to each log entry before reporters receive it."""
 
-        def log_with_replacements(logs: dict[str, float], *args: Any, **options: Any) -> None:
+        def log_with_count(logs: dict[str, float], *args: Any, **options: Any) -> None:
             if self._training.replacement_count:
-                logs["replacements"] = self._training.replacement_count
+                logs[self._count_name] = self._training.replacement_count
             log(logs, *args, **options)
 
-        return log_with_replacements
+        return log_with_count
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
         """Start the policy, together with all ranks."""
         model, optimizer = of["model"], of["optimizer"]
         self._has_losses = False
         self._loss.reset()
+        self._token_count = 0.0
         if self.monitor is not None and args.eval_strategy == "no":
             self._warn("eval_strategy is 'no', so only the program's own evaluations report %r", self.monitor)
         if args.disable_tqdm:
@@ -224,7 +266,9 @@ class SelectiveAveraging(TrainerCallback):
         """Do a step of the policy."""
         self._training.use(getattr(of["optimizer"], "optimizer", of["optimizer"]))
         self._loss.add(0.0)
-        self.last_info = self._training.step(self._metric)
+        tokens = self._token_count if self._counts_tokens else None
+        self._token_count = 0.0
+        self.last_info = self._training.step(self._metric if self._training.is_judged else None, tokens)
         if self.last_info:
             self._loss.reset()
             self._newest = NOT_MEASURED  # the metric was measured with the replaced weights
@@ -266,15 +310,56 @@ class SelectiveAveraging(TrainerCallback):
         """Log a warning, once, that this rank cannot be judged for the reason ``why``."""
         if not self._has_warned:
             self._has_warned = True
-            logger.warning(
-                f"selective averaging: this rank has no metric so far, so it cannot be judged: {why}", *arguments
-            )
+            logger.warning(f"averaging: this rank has no metric so far, so it cannot be judged: {why}", *arguments)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leave the policy. The other ranks continue."""
         if self.monitor is not None:
             self._warn_of_no_metric()
         self._training.end()
+
+
+class SelectiveAveraging(Averaging[Selective]):
+    """Replaces the worst ranks' weights with the average of good ranks' weights during training.
+
+    It behaves as :class:`Averaging`, except that log entries contain the number of averages as ``replacements``.
+
+    Args:
+        average_every: Number of optimizer steps between two reports of a rank's metric.
+        monitor: Name of the evaluation metric by which ranks are judged, for example ``"eval_loss"``. By default, ranks
+            are judged by the mean training loss since their last report, as the trainer logs it.
+        mode: ``"min"`` (the default) if smaller is better, ``"max"`` if larger is.
+        replica_size: Number of consecutive ranks that form one replica under DDP; by default 1. They write to folders
+            ``replica0``, ``replica1``, ... Make this object before the ``TrainingArguments``, since it sets the ranks
+            that they read.
+        swap_every: Option of :class:`protocols.ReplicaAveragingPolicy`; only for ``replica_size`` above 1.
+        options: Other options of :class:`protocols.AsyncSelectiveAveragingPolicy`.
+
+    Attributes:
+        last_info: Events of the policy's last step.
+
+    Raises:
+        TypeError, ValueError: An option has a wrong type or value, the trainer has several GPUs in one process, or
+            ``TrainingArguments`` were made before this object with ``replica_size`` > 1.
+    """
+
+    @validation.names_options()
+    def __init__(
+        self,
+        average_every: int,
+        *,
+        monitor: str | None = None,
+        mode: MetricMode | None = None,
+        replica_size: int = 1,
+        swap_every: int | None = None,
+        **options: Unpack[SelectiveOptions],
+    ) -> None:
+        training = selective_averaging(
+            average_every, mode, options, replica_size=replica_size, swap_every=swap_every, monitor=monitor
+        )
+        self._set_up(training, monitor, replica_size)
+        self._count_name = "replacements"
+        self._counts_tokens = False
 
 
 def _show_replica_once(world: World, size: int) -> Replica:
@@ -311,14 +396,14 @@ def _replaced(trainer: Trainer, **makers: Callable[[Any], Any]) -> Iterator[None
 
 
 def _attach_to_trainers() -> None:
-    """Patch ``Trainer.train`` to attach its :class:`SelectiveAveraging`, since callbacks cannot find their trainer."""
+    """Patch ``Trainer.train`` to attach its :class:`Averaging`, since callbacks cannot find their trainer."""
     train: Callable[..., Any] = Trainer.train
 
     @functools.wraps(train)
     def train_with_averages(self: Trainer, *args: Any, **options: Any) -> Any:
         with contextlib.ExitStack() as attached:
             for callback in self.callback_handler.callbacks:
-                if isinstance(callback, SelectiveAveraging):
+                if isinstance(callback, Averaging):
                     attached.enter_context(callback._attached(self))
             return train(self, *args, **options)
 
@@ -334,7 +419,7 @@ def _push_only_from_rank_0(name: str) -> None:
 
     @functools.wraps(push)
     def push_if_allowed(self: Trainer, *args: Any, **options: Any) -> Any:
-        averaging = (one for one in self.callback_handler.callbacks if isinstance(one, SelectiveAveraging))
+        averaging = (one for one in self.callback_handler.callbacks if isinstance(one, Averaging))
         return push(self, *args, **options) if all(one._may_push() for one in averaging) else None
 
     setattr(Trainer, name, push_if_allowed)

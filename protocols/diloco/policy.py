@@ -243,6 +243,21 @@ class DiLoCoPolicy(SpawnPolicy):
         assert self._exchange is not None and self._admission is not None, "the policy has not opened"
         return self._exchange, self._admission
 
+    # -- beginning again with a new model ---------------------------------------------------------------------------
+
+    def _can_begin_again(self) -> bool:
+        """Return True if there is an anchor, from which the new model begins."""
+        return self._own_options.outer_optimizer is not None
+
+    def take_model_of(self, other: SpawnPolicy) -> bool:
+        """Use the model of ``other`` from now on, as :meth:`SpawnPolicy.take_model_of`, and set it to the anchor."""
+        if not super().take_model_of(other):
+            return False
+        with self._weights.following():
+            for fragment in self._fragments:
+                fragment.restore(self._tensors())
+        return True
+
     # -- joining a running policy -----------------------------------------------------------------------------------
 
     async def _join(self) -> None:

@@ -84,6 +84,16 @@ def test_one_process_of_accelerate_launch_says_why_it_is_alone(tmp_path: Path) -
     assert "without --multi_gpu, accelerate launch ignores --num_processes" in ended.stderr
 
 
+@pytest.mark.mpi
+@pytest.mark.timeout(300)
+def test_diloco_resumes_in_each_library_to_the_same_bits(tmp_path: Path) -> None:
+    script = SCRIPT.parent / "resumed_trainings.py"
+    reports = mpi.run_ranks(2, script, tmp_path, timeout_s=240, env=warm_environment()).check().reports
+    expected = {"is_equal": True, "weights": [[1 / 3, 2 / 3]] * 5, "averages": 5}  # of steps 10, 20, 30, 40, 50
+    each = dict.fromkeys(("lightning", "transformers", "accelerate"), expected)
+    assert reports == {0: each, 1: each}
+
+
 LIGHTNING_STEPS = """
     import sys
     import types
@@ -227,7 +237,7 @@ MONITORED = """
     from transformers import Trainer, TrainingArguments
 
     def watched(averaging):
-        def step(metric):
+        def step(metric, tokens=None):
             nonlocal count
             count += 1
             if count % 2 == 0:

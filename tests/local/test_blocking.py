@@ -294,9 +294,7 @@ def test_an_integration_that_is_left_open_ends_with_its_rank() -> None:
         copy.deepcopy(left[0])
     ad.simulate(ad.blocking.hosted(main), ranks=2, seed=3, strict=True).value()
     assert [averaging.policy for averaging in left] == [None] * 4
-    with pytest.raises(
-        ad.ClosedError, match="this SelectiveAveraging has ended, with close"
-    ):  # an assertion told nothing
+    with pytest.raises(ad.ClosedError, match="this averaging has ended, with close"):  # an assertion told nothing
         left[0].step(1.0)
 
 

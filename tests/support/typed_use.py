@@ -11,6 +11,7 @@ from typing import Any, assert_type
 import torch
 
 import asyncdist as ad
+from asyncdist.blocking.policies import Policy
 from asyncdist.integrations import accelerate, lightning, pytorch, torchgfn, transformers
 from protocols import (
     AsyncSelectiveAveragingPolicy,
@@ -44,6 +45,9 @@ def mistyped(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def well_spelled(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    averages = pytorch.Averaging(AverageAllPolicy(model, optimizer, average_every=1))
+    assert_type(averages.policy, Policy[AverageAllPolicy] | None)
+    assert_type(lightning.Averaging(AverageAllPolicy, average_every=1).policy, Policy[AverageAllPolicy] | None)
     averaging = lightning.SelectiveAveraging(1, monitor="val_loss", replacement_ratio=0.5, grace_s=None, replica_size=2)
     if averaging.policy is not None:
         assert_type(averaging.policy.statistics(), SelectiveStatistics)

@@ -116,7 +116,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         f"({ITERATIONS}, but {SECONDS:g} s at most if not given)",
     )  # fmt: skip
     parser.add_argument(
-        "--policy", choices=("none", "average-all", "selective"), default="selective", help="how models are averaged"
+        "--policy",
+        choices=("none", "average-all", "diloco", "selective"),
+        default="selective",
+        help="how models are averaged",
     )
     parser.add_argument("--seed", type=whole_number(0, 10**9), default=0, metavar="N", help="of weights and draws (0)")
     parser.add_argument(
@@ -435,6 +438,8 @@ def chart_title(result: dict[str, Any]) -> str:
     who += f"\nwith {'a replay buffer' if buffers == 1 else f'{buffers} replay buffers'}" if buffers else ""
     if result["policy"] == "none" or ranks == 1:
         return f"{who}, each for itself"
+    if result["policy"] == "diloco":
+        return f"{who}; an outer optimizer applies the mean of their changes, {result['rounds']} times"
     if result["policy"] == "average-all":
         return f"{who}; all of them wait for the average of all, {result['rounds']} times"
     return f"{who}; the worst takes the average of the others, {count} times"

@@ -1,0 +1,164 @@
+"""Tests any policy in a training loop without coroutines: its steps, its options, and its state."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import asyncdist as ad
+from asyncdist.integrations.joining import averaging
+from asyncdist.integrations.pytorch import Averaging
+from protocols import (
+    AsyncSelectiveAveragingPolicy,
+    AverageAllPolicy,
+    DiLoCoPolicy,
+    OneSidedSelectiveAveragingPolicy,
+    ReplicaAveragingPolicy,
+    SpawnPolicy,
+)
+
+
+def made(kind: type[SpawnPolicy] = DiLoCoPolicy, **options: Any) -> Any:
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+    return kind(model, torch.optim.SGD(model.parameters(), lr=1.0), **{"average_every": 4, **options})  # type: ignore[call-arg]
+
+
+def train(policy: Any, averages: Any, amount: float, **given: Any) -> Any:
+    """Subtract ``amount`` from each weight, and do a step of the policy."""
+    policy.optimizer.zero_grad()
+    (policy.model.weight.sum() * amount).backward()
+    policy.optimizer.step()
+    return averages.step(**given)
+
+
+@pytest.mark.parametrize("kind", [DiLoCoPolicy, AverageAllPolicy])
+def test_a_policy_without_metric_needs_no_loss(kind: type[SpawnPolicy]) -> None:
+    options: dict[str, Any] = {"outer_optimizer": None} if kind is DiLoCoPolicy else {}
+
+    def main(world: ad.blocking.World) -> list[Any]:
+        policy = made(kind, **options)
+        with Averaging(policy) as averages:
+            infos = [bool(train(policy, averages, world.rank + 1)) for _ in range(4)]
+        return [infos, policy.model.weight.tolist()]
+
+    expected = [[False, False, False, True], [[1 - 4 * 1.5] * 2]]  # ranks subtract 1 or 2 per step
+    assert ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True) == [expected] * 2
+
+
+@pytest.mark.parametrize("kind", [AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy])
+def test_a_policy_with_metric_is_given_the_mean_loss(kind: type[SpawnPolicy]) -> None:
+    def main(world: ad.blocking.World) -> float:
+        policy = made(kind, metric_mode="min")
+        averages = Averaging(policy)
+        for step in range(4):
+            averages.step(loss=float(step))
+        with pytest.raises(TypeError):
+            averages.step(loss=1.0, score=1.0)
+        return float(policy.state_dict()["metric"])
+
+    assert ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True) == [1.5] * 2
+
+
+def test_tokens_weight_the_mean_in_a_loop_and_blocking() -> None:
+    def main(world: ad.blocking.World) -> list[Any]:
+        weights = []
+        for blocking in (True, False):
+            policy = made(weights="tokens", outer_optimizer=None, average_every=2)
+            with ad.blocking.policy(policy) if blocking else Averaging(policy) as averages:
+                for _ in range(2):
+                    info = train(policy, averages, world.rank + 1, tokens=1.0 + 2 * world.rank)
+            assert info.weights == (0.25, 0.75)
+            weights.append(policy.model.weight.tolist())
+        return weights
+
+    mean = 1 - 2 * (0.25 * 1 + 0.75 * 2)
+    assert ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True) == [[[[mean] * 2]] * 2] * 2
+
+
+@pytest.mark.parametrize("world", ["local", "simulated"])
+def test_a_saved_state_continues_to_the_same_bits(world: str) -> None:
+    """The state is saved while a round is in flight, and contains the anchor and the outer momentum."""
+
+    def run(policy: Any, averages: Any, steps: range, rank: int) -> None:
+        for step in steps:
+            train(policy, averages, 0.1 * (rank + 1) * (step % 3))
+
+    def main(own: ad.blocking.World) -> list[Any]:
+        options: dict[str, Any] = {"average_every": 4, "overlap_steps": 3}
+        whole = made(**options)
+        with Averaging(whole) as averages:
+            run(whole, averages, range(20), own.rank)
+        half = made(**options)
+        with Averaging(half) as averages:
+            run(half, averages, range(9), own.rank)
+            state, weights = averages.state_dict(), copy.deepcopy(half.model.state_dict())
+        with pytest.raises(ad.ClosedError):
+            averages.state_dict()
+        assert state["in_flight"], "no round was in flight"
+        other = made(**options)
+        other.load_state_dict(state)
+        other.model.load_state_dict(weights)
+        with Averaging(other) as averages:
+            assert other.iteration == 9
+            run(other, averages, range(9, 20), own.rank)
+        assert other.model.weight.tolist() == whole.model.weight.tolist()
+        return [other.model.weight.tolist(), whole.state_dict()["iteration"]]
+
+    hosted = ad.blocking.hosted(main)
+    if world == "local":
+        ad.run_local(hosted, ranks=2, strict=True)
+    else:
+        ad.simulate(hosted, ranks=2, seed=1, strict=True).value()
+
+
+def test_a_new_model_after_lost_memory_begins_at_the_anchor() -> None:
+    """A rank that begins again with initial weights would pull the mean back to them."""
+
+    def main(world: ad.blocking.World) -> list[float]:
+        def training(count: int, *, fails: bool = False) -> Any:
+            policy = made(average_every=2)
+            with Averaging(policy) as averages:
+                begun = policy.model.weight.tolist()
+                for _ in range(count):
+                    train(policy, averages, 0.5)
+                if fails:
+                    raise MemoryError
+            return begun, policy.model.weight.tolist()
+
+        if world.rank == 0:
+            return list(training(4)[1])
+        with pytest.raises(MemoryError):
+            training(2, fails=True)
+        begun, ended = training(2)
+        assert begun != [[1.0, 1.0]]
+        return list(ended)
+
+    first, second = ad.simulate(ad.blocking.hosted(main), ranks=2, seed=1, strict=True).results
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "error", "words"),
+    [
+        (DiLoCoPolicy, {"sync_every": 2}, TypeError, "DiLoCoPolicy has no option 'sync_every': here average_every"),
+        (DiLoCoPolicy, {"fragmens": 2}, TypeError, "DiLoCoPolicy has no option 'fragmens'; .*fragments"),
+        (AverageAllPolicy, {"replacement_ratio": 1}, TypeError, "AverageAllPolicy has no option 'replacement_ratio'"),
+        (DiLoCoPolicy, {"monitor": "val_loss"}, ValueError, "monitor must be None, .* DiLoCoPolicy .* got 'val_loss'"),
+        (ReplicaAveragingPolicy, {}, ValueError, "policy must be .*replica_size"),
+        (nn.Linear, {}, TypeError, "policy must be the class of a policy"),
+    ],
+)
+def test_a_trainers_policy_is_checked_at_once(kind: Any, options: Any, error: type[Exception], words: str) -> None:
+    monitor = options.pop("monitor", None)
+    with pytest.raises(error, match=words):
+        averaging(kind, options, monitor=monitor)
+
+
+def test_a_class_is_not_a_policy_of_a_loop() -> None:
+    with pytest.raises(TypeError, match="policy must be a policy, such as"):
+        Averaging(DiLoCoPolicy)  # type: ignore[type-var]
