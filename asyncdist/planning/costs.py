@@ -272,7 +272,10 @@ def _diloco(job: Job, method: DiLoCo) -> RoundCost:
     # A fragment that takes longer than the spacing occupies the link when the next one begins.
     hidden_s = min(min(method.overlap_steps, method.spacing_steps) * job.step_s, fragment_s)
     in_flight_count = max(1, math.ceil(method.overlap_steps / method.spacing_steps))
-    copies = 2 + method.codec.keeps_residual + in_flight_count / method.fragments  # 2 are the anchor and the momentum
+    # In flight are the contribution and the mean, and a decoded copy. The anchor and the momentum are always kept.
+    encoded = method.codec.nbytes_per_value / _FLOAT32_NBYTES
+    in_flight = in_flight_count / method.fragments * (2 * encoded + (method.codec != FLOAT32))
+    copies = 2 + method.codec.keeps_residual + in_flight
     return RoundCost(
         sent_nbytes=moved,
         received_nbytes=moved,
