@@ -35,7 +35,7 @@ from asyncdist.protocols.diloco.fragments import fragments_of
 from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions
 from asyncdist.protocols.diloco.schedule import Schedule
 from asyncdist.protocols.diloco.statistics import DiLoCoStatistics
-from asyncdist.protocols.exchange.admission import Admission, welcomed
+from asyncdist.protocols.exchange.admission import Admission, newest_left, welcomed
 from asyncdist.protocols.exchange.exchange import Exchange
 from asyncdist.protocols.exchange.ledger import Verdict
 from asyncdist.protocols.exchange.wire_layout import WireLayout
@@ -265,19 +265,20 @@ class DiLoCoPolicy(SpawnPolicy):
         # Until it is admitted, other ranks must not count this rank as a member.
         was_admitted, self._services.is_admitted = self._services.is_admitted, False
         deadline = self._world.time() + self._start_timeout_s
+        values = _without_progress(self._agreed_values())
+        left = newest_left(self._services, self._members, values)  # later also the policy of a repeated attempt
         try:
-            while not await self._has_joined(deadline, may_start=was_admitted):
+            while not await self._has_joined(deadline, values, left, may_start=was_admitted):
                 logger.info("the leader was lost during this rank's admission, which is repeated")
         except BaseException:
             self._stage = "closed"
             raise
         self._services.is_admitted = True
 
-    async def _has_joined(self, deadline: float, *, may_start: bool) -> bool:
+    async def _has_joined(self, deadline: float, values: Mapping[str, str], left: int, *, may_start: bool) -> bool:
         """Try once to join; return False if the leader is lost while it sends its state."""
-        values = _without_progress(self._agreed_values())
         try:
-            welcome, leader = await welcomed(self._services, self._members, values, self._start_timeout_s)
+            welcome, leader = await welcomed(self._services, self._members, values, self._start_timeout_s, left)
         except ClosedError:  # all other ranks were restarted as well, so no policy is running
             if not may_start:
                 raise
@@ -426,13 +427,22 @@ class DiLoCoPolicy(SpawnPolicy):
             while self._owed and self._owed[0] not in self._in_flight:
                 self._capture(self._owed.pop(0), step)
             info = await self._apply_due(step) or info
-        if self._admission is not None and self._admission.is_asked:
+        await self._admit()
+        return info
+
+    async def _admit(self) -> None:
+        """Admit a restarted rank that has asked for it, as the leader, with the state after this step."""
+        if self._exchange is None or self._admission is None or not self._admission.is_asked:
+            return
+        if not self._skips:
+            await self._exchange.shared()
+        # Meanwhile a rank may have been lost, so that a census is in progress.
+        if not self._exchange.holds_means and self._exchange.can_admit:
             self._is_admitting = True
             try:
-                self._admission.admit(self._whole_state())
+                self._admission.admit(self._whole_state)
             finally:
                 self._is_admitting = False
-        return info
 
     def _is_in_turn(self, fragment: int) -> bool:
         """Return whether a fragment's next round is the first that is neither captured nor owed.

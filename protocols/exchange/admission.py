@@ -2,17 +2,18 @@
 
 A newcomer finds the policy through the board that all policies of a rank share
 (:mod:`protocols.selective.joining.newcomers`). The leader copies its state inside its next ``step``, and admits the
-newcomer at the same moment, so the state and the newcomer's first round fit together.
+newcomer at the same moment, so the state and the newcomer's first round fit together. Newcomers are admitted one after
+the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
-from asyncdist import StartTimeoutError
+from asyncdist import AsyncdistError, RankLostError, StartTimeoutError
 from asyncdist.messaging import wire
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.exchange.exchange import Exchange
@@ -59,19 +60,16 @@ class Admission:
         """True if this rank leads and a newcomer waits for admission."""
         return bool(self._applicants) and self._exchange.can_admit
 
-    def admit(self, state: Mapping[str, Any]) -> None:
-        """Admit all newcomers, and offer them this rank's state, which must be that of the current step."""
-        living = [
-            (rank, incarnation)
-            for rank, incarnation in sorted(self._applicants.items())
-            if rank not in self._services.gone and self._services.restarted.get(rank, 0) == incarnation
-        ]
-        self._applicants.clear()
-        if living:
-            data = packed(state)
-            for rank, _ in living:
+    def admit(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        """Admit the first newcomer that is not lost, and offer it this rank's state in the current step."""
+        while self._applicants:
+            rank = min(self._applicants)
+            incarnation = self._applicants.pop(rank)
+            if rank not in self._services.gone and self._services.restarted.get(rank, 0) == incarnation:
+                data = packed(state())
                 self._states.admit(rank)
-            self._states.offer(self._exchange.admit(living), data)
+                self._states.offer(self._exchange.admit((rank, incarnation), self._states.withdraw), data)
+                return
 
     async def take_state(self, nbytes: int, deadline: float) -> Any:
         """Wait for this newcomer's admission, and return the leader's state.
@@ -81,19 +79,28 @@ class Admission:
 
         Raises:
             StartTimeoutError: The leader did not admit this rank before the deadline.
-            AsyncdistError: The leader was lost.
+            RankLostError: The leader was lost or has left.
         """
         exchange, leader = self._exchange, self._exchange.leader
 
         def has_news() -> bool:
-            return exchange.admission > 0 or leader in self._services.gone
+            return exchange.admission > 0 or has_left()
+
+        def has_left() -> bool:
+            return leader in self._services.gone or leader not in exchange.members()
 
         if not await self._services.engine.until(has_news, WaitId(WaitKind.POLICY_ADMISSION), deadline=deadline):
             raise StartTimeoutError(
                 f"rank {leader} did not admit this rank in time; it admits inside step()", missing=()
             )
         limit = _STATE_NBYTES_MAX + _STATE_MODEL_COUNT_MAX * nbytes
-        data: torch.Tensor = await self._states.take(leader, exchange.admission, nbytes_max=limit, deadline=deadline)
+        try:
+            number = exchange.admission
+            data: torch.Tensor = await self._states.take(leader, number, nbytes_max=limit, deadline=deadline)
+        except AsyncdistError as error:
+            if not has_left():
+                raise
+            raise RankLostError(f"rank {leader} left while it admitted this rank", rank=leader) from error
         return unpacked(data)
 
     def close(self) -> None:
@@ -117,17 +124,25 @@ class Admission:
         return True
 
 
+def newest_left(services: Services, ranks: Sequence[int], values: Mapping[str, str]) -> int:
+    """Return the newest policy of this kind that this rank has left, and does not ask to join again; 0 for none."""
+    return services.shared(Board).newest_left(key_of(ranks, values))
+
+
 async def welcomed(
-    services: Services, ranks: Sequence[int], values: Mapping[str, str], timeout_s: float
+    services: Services, ranks: Sequence[int], values: Mapping[str, str], timeout_s: float, left: int
 ) -> tuple[Welcome, int]:
     """Ask all members for admission, and return the leader's answer and rank.
+
+    Args:
+        left: Result of :func:`newest_left` before the first attempt to join.
 
     Raises:
         ClosedError: All other ranks were restarted as well, so there is no running policy.
         AsyncdistError: The policy differs, has ended, or did not answer in time.
     """
     board = services.shared(Board)
-    application = Application(services, board, ranks, values, timeout_s, left=board.newest_left(key_of(ranks, values)))
+    application = Application(services, board, ranks, values, timeout_s, left=left)
     board.apply(application)
     try:
         return await application.welcomed()

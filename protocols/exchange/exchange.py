@@ -8,14 +8,16 @@ kernel lets a peer read its memory.
 The leader is the first member that is neither lost nor has left. If it is lost, each member sends its standing to the
 next one. Messages between two ranks arrive in order, so the new leader needs no other information.
 
-The leader admits restarted ranks inside its own ``step``: it copies its whole state, and from then on the newcomer is a
-member, which receives the means of all rounds that are in progress (:mod:`protocols.exchange.admission`).
+The leader admits restarted ranks inside its own ``step``, one at a time: it copies its whole state, and from then on
+the newcomer is a member, which receives the means of all rounds that are in progress
+(:mod:`protocols.exchange.admission`). The newcomer gets the state when all members count it as a member. If the leader
+is lost, the next leader therefore knows every newcomer that has a state; the others ask again.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -24,6 +26,7 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.exchange.ledger import Decide, Instruction, Ledger, Retire, TakeCensus, Verdict
 from asyncdist.protocols.exchange.messages import (
+    Acquainted,
     Admitted,
     Captured,
     Census,
@@ -86,6 +89,10 @@ class Exchange:
         self.leader = self._order[0] if leader is None else leader
         self.admission = 0
         self._admission_count = 0
+        self._newcomer: tuple[int, int] | None = None  # the newcomer that this leader admits now
+        self._unacquainted: set[int] = set()  # members that do not count it as a member yet; then the newcomer itself
+        self._on_admission_end: Callable[[], None] = lambda: None
+        self._left: set[int] = set()
         self._is_joining = leader is not None
         self._orders: list[tuple[int, ExchangeMessage]] = []  # the leader's messages before this newcomer has a state
         self._ledger = Ledger(members) if self.leader == services.rank else None
@@ -157,8 +164,22 @@ class Exchange:
 
     @property
     def can_admit(self) -> bool:
-        """True if this rank leads, and no census is in progress."""
-        return self._ledger is not None and self._ledger.can_admit and not self._is_closed
+        """True if this rank leads, and no census or admission is in progress."""
+        is_busy = self._newcomer is not None or self._is_closed
+        return self._ledger is not None and self._ledger.can_admit and not is_busy
+
+    @property
+    def holds_means(self) -> bool:
+        """True if this member has the mean of a round that another member may lack.
+
+        No newcomer may get this member's state then: if this member were lost, no member could give the mean to the
+        others.
+        """
+        return any(own.has_merged for own in self._rounds.values())
+
+    async def shared(self) -> None:
+        """Wait until all members have the means that this member has."""
+        await self._services.engine.until(lambda: not self.holds_means, WaitId(WaitKind.OWN_ROUND))
 
     def members(self) -> tuple[int, ...]:
         """Return the living members in the order in which they may lead."""
@@ -168,24 +189,44 @@ class Exchange:
         """Count a member as lost, since it has asked for admission again."""
         self._note_gone(rank)
 
-    def admit(self, newcomers: Sequence[tuple[int, int]]) -> int:
-        """Admit restarted ranks, with their incarnations, and return the number of the state to offer to them."""
-        ledger = self._ledger
-        assert ledger is not None and ledger.can_admit, "only a leader without a census admits"
+    def admit(self, newcomer: tuple[int, int], on_end: Callable[[], None]) -> int:
+        """Admit a restarted rank with its incarnation, and return the number of the state to offer to it.
+
+        Args:
+            on_end: Function called when the newcomer has the state or is lost.
+        """
+        ledger, me, (rank, incarnation) = self._ledger, self._services.rank, newcomer
+        assert ledger is not None and self.can_admit, "only a leader without a census or an admission admits"
         self._admission_count += 1
-        ranks = [rank for rank, _ in newcomers]
-        self._order = [*self.members(), *ranks]
-        self._living.update(ranks)
-        self._admitted.update(newcomers)
-        for rank in ranks:
-            self._channel.admit(rank)
-            self._server.channel.admit(rank)
-        message = Admitted(tuple(self._order), tuple(newcomers))
-        for rank in sorted(self._living - {self._services.rank}):
-            self._post(message, rank, self._admission_count)
-        for rank in ranks:
-            self._carry_out(ledger.on_admitted(rank))
+        self._order = [*self.members(), rank]
+        self._living.add(rank)
+        self._left.discard(rank)
+        self._admitted[rank] = incarnation
+        self._channel.admit(rank)
+        self._server.channel.admit(rank)
+        self._newcomer, self._on_admission_end = newcomer, on_end
+        self._unacquainted = self._living - {me, rank}
+        for member in sorted(self._unacquainted):
+            self._post(self._admitted_message(newcomer), member, self._admission_count)
+        self._carry_out(ledger.on_admitted(rank, me))
+        self._note_acquainted(me)
         return self._admission_count
+
+    def _note_acquainted(self, member: int) -> None:
+        """Complete a part of the admission, as the leader, when the last member that it awaits has answered or left."""
+        if self._newcomer is None:
+            return
+        rank, is_given = self._newcomer[0], self._newcomer[0] in self._unacquainted
+        self._unacquainted.discard(member)
+        if rank not in self._living or (is_given and not self._unacquainted):
+            self._newcomer = None
+            self._on_admission_end()
+        elif not self._unacquainted:
+            self._unacquainted = {rank}
+            self._post(self._admitted_message(self._newcomer), rank, self._admission_count)
+
+    def _admitted_message(self, newcomer: tuple[int, int]) -> Admitted:
+        return Admitted(tuple((rank, self._admitted.get(rank, 0)) for rank in self.members()), newcomer)
 
     def begin_joined(self, in_flight: Sequence[int]) -> None:
         """Take part as a member, after the leader's state was loaded.
@@ -196,6 +237,7 @@ class Exchange:
         self._is_joining = False
         for number in in_flight:
             self._round(number)  # is reported in a census
+        self._post(Acquainted((self._services.rank, self._services.incarnation)), self.leader)
         orders, self._orders = self._orders, []
         for order in orders:
             self._obey(*order)
@@ -217,6 +259,7 @@ class Exchange:
         if rank != self.leader:
             if self._ledger is not None:
                 self._carry_out(self._ledger.on_gone(rank))
+                self._note_acquainted(rank)
             return
         if self._is_joining:  # the request for admission is repeated
             self._services.engine.recheck()
@@ -237,7 +280,11 @@ class Exchange:
         if source not in self._known:
             logger.debug("rank %d, which is not a member, sent a %s", source, type(message).__name__)
         elif isinstance(message, Left):
+            self._left.add(source)
             self._note_gone(source)
+        elif isinstance(message, Acquainted):
+            if message.newcomer == self._newcomer:
+                self._note_acquainted(source)
         elif isinstance(message, Captured | Merged | Census):
             self._hear(source, number, message)
         elif source == self.leader:
@@ -285,27 +332,33 @@ class Exchange:
 
     def _note_admitted(self, number: int, message: Admitted) -> None:
         """Record the members after an admission, possibly this rank's own."""
-        me = self._services.rank, self._services.incarnation
-        self._order = list(message.order)
+        rank, incarnation = message.newcomer
+        self._order = [each for each, _ in message.order]
         self._admission_count = max(self._admission_count, number)
-        self._admitted.update(message.newcomers)
-        for newcomer in message.newcomers:
-            if newcomer == me:
-                self.admission = number
-                self._living = {each for each in self._order if each not in self._services.gone}
-                self._services.engine.recheck()
-            else:
-                self._look_at(newcomer[0])
+        if message.newcomer == (self._services.rank, self._services.incarnation):
+            self.admission = number
+            self._living = {each for each in self._order if each not in self._services.gone and each not in self._left}
+            self._admitted.update(message.order)
+            for each in self._living - {rank}:
+                self._look_at(each)
+            self._services.engine.recheck()
+        else:
+            self._admitted[rank] = incarnation
+            self._left.discard(rank)
+            self._look_at(rank)
 
     def _on_returned(self, rank: int) -> None:
         self._services.engine.loop.call_soon(self._look_at, rank)
 
     def _look_at(self, rank: int) -> None:
         """Count a restarted rank as a member if this rank is connected to the process that was admitted."""
-        if rank in self._admitted and self._is_reachable(rank) and not self._is_closed:
+        is_closed = self._is_closed or rank in self._left
+        if rank in self._admitted and self._is_reachable(rank) and not is_closed:
             self._living.add(rank)
             self._channel.admit(rank)
             self._server.channel.admit(rank)
+            if self.leader != self._services.rank:
+                self._post(Acquainted((rank, self._admitted[rank])), self.leader)
             for own in list(self._rounds.values()):
                 self._begin(own)
 

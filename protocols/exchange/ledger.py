@@ -161,13 +161,17 @@ class Ledger:
         self.last_retired = max(self.last_retired, last_retired)
         return self._end_census()
 
-    def on_admitted(self, rank: int) -> list[Instruction]:
-        """Record a new member, which need not contribute to the rounds that have begun, but receives their means."""
+    def on_admitted(self, rank: int, by: int) -> list[Instruction]:
+        """Record a new member, which has the state of member ``by``.
+
+        It receives the means of all rounds, but does not contribute to rounds to which ``by`` has contributed already.
+        """
         assert self._awaited is None, "no member is admitted during a census"
         self.members.add(rank)
         made: list[Instruction] = []
         for number, each in sorted(self._rounds.items()):
-            each.excused.add(rank)
+            if by in each.captured:
+                each.excused.add(rank)
             if each.verdict is not None:
                 made.append(Decide(number, each.verdict, (rank,)))
         return made

@@ -77,15 +77,26 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Leader to all members and newcomers: the members have changed. The round number is that of the offered state.
+    """Leader to all members, and then to the newcomer: the newcomer is a member. The round number is the admission's.
 
     Attributes:
-        order: All members in the order in which they may lead; the sender is one of them.
-        newcomers: The restarted ranks among them that were admitted now, with their incarnations.
+        order: All members with their incarnations, in the order in which they may lead; the sender is one of them.
+        newcomer: The restarted rank among them that was admitted now, with its incarnation.
     """
 
-    order: tuple[int, ...]
-    newcomers: tuple[tuple[int, int], ...]
+    order: tuple[tuple[int, int], ...]
+    newcomer: tuple[int, int]
 
 
-ExchangeMessage = Captured | Merged | Decided | Hold | Census | Retired | Left | Admitted
+@dataclass(frozen=True, slots=True)
+class Acquainted:
+    """Member to leader: this member counts the newcomer as a member, or is the newcomer and has loaded the state.
+
+    Attributes:
+        newcomer: The newcomer's rank and incarnation.
+    """
+
+    newcomer: tuple[int, int]
+
+
+ExchangeMessage = Captured | Merged | Decided | Hold | Census | Retired | Left | Admitted | Acquainted

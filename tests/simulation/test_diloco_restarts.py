@@ -12,7 +12,7 @@ import torch
 from support.seeds import seeds
 
 import asyncdist as ad
-from asyncdist.simulation import Fault, Kill, Restart, simulate
+from asyncdist.simulation import Fault, Kill, Restart, SlowLink, simulate
 from protocols import DiLoCoPolicy
 
 STEPS, EVERY = 24, 3
@@ -31,14 +31,17 @@ def weights_of(model: torch.nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-async def train(world: ad.World, options: dict[str, Any], lives: dict[tuple[int, int], Life]) -> None:
-    model = torch.nn.Linear(3, 2, dtype=torch.float64)
+async def train(
+    world: ad.World, options: dict[str, Any], lives: dict[tuple[int, int], Life], every: int = EVERY, layers: int = 0
+) -> None:
+    wide = [torch.nn.Linear(30, 30, dtype=torch.float64) for _ in range(layers)]
+    model = torch.nn.Sequential(*wide) if wide else torch.nn.Linear(3, 2, dtype=torch.float64)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
     life = lives.setdefault((world.rank, world.incarnation), Life())
-    async with DiLoCoPolicy(model, optimizer, average_every=EVERY, **options) as policy:
+    async with DiLoCoPolicy(model, optimizer, average_every=every, **options) as policy:
         life.joined_at = policy.iteration
         while policy.iteration < STEPS:
             step = policy.iteration
@@ -93,3 +96,25 @@ def test_a_newcomer_contributes_after_its_admission() -> None:
     assert leader.applied[8][0] == newcomer.applied[8][0] == (0, 1, 2)
     assert any(donors == (0, 1) for donors, _, _ in leader.applied.values()), "it was away for a round"
     assert all(map(torch.equal, leader.applied[8][2], newcomer.applied[8][2]))
+
+
+def test_the_leader_is_lost_while_it_admits_a_newcomer() -> None:
+    # The slow links let the newcomer have the state before the next leader is connected to it.
+    joined = 0
+    for delay_ms in range(4):
+        lives: dict[tuple[int, int], Life] = {}
+        slow: list[Fault] = [SlowLink(rank, 3, at_s=0.0, factor=100) for rank in (0, 2)]
+        losses: list[Fault] = [
+            Kill(3, at_s=0.05780799440774628),
+            Restart(3, at_s=0.0987192281291013),
+            Kill(0, at_s=0.1029 + delay_ms / 1000),
+        ]
+        simulate(train, {"outer_optimizer": None}, lives, 1, 4, ranks=4, seed=247, faults=[*losses, *slow])
+        assert lives[1, 0].has_ended and lives[2, 0].has_ended, delay_ms
+        newcomer, other = lives[3, 1], lives[1, 0]
+        if newcomer.joined_at:  # otherwise the policy had ended before it asked again
+            joined += 1
+            assert newcomer.has_ended and other.applied[STEPS][0] == (1, 2, 3), delay_ms
+            for number in newcomer.applied.keys() & other.applied.keys():
+                assert all(map(torch.equal, newcomer.applied[number][2], other.applied[number][2])), delay_ms
+    assert joined
