@@ -368,7 +368,7 @@ class Exchange:
         return rank == services.rank or is_present
 
     def _take_verdict(self, own: MemberRound, verdict: Verdict) -> None:
-        if verdict.attempt <= own.attempt or not self._known.issuperset(verdict.donors):
+        if verdict.attempt <= own.attempt or not self._known.issuperset((*verdict.donors, *verdict.sources)):
             return
         own.attempt = verdict.attempt
         if own.has_merged:

@@ -77,6 +77,13 @@ class Standing:
     weights: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Raise ValueError if the fields do not belong together."""
+        if self.round < 1 or self.attempt < 0:
+            raise ValueError(f"round must be >= 1 and attempt >= 0, got round {self.round} and attempt {self.attempt}")
+        if self.has_merged:
+            Verdict(self.attempt, self.donors, self.weights, self.norms)
+
 
 class Decide(NamedTuple):
     """Instruction: send a round's verdict to some members."""
