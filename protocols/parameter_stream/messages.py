@@ -113,9 +113,13 @@ def chunks_of(buffers: FlatBuffers, exact: bool, chunk_nbytes: int) -> list[memo
     return [chunk for _, tensor in parts_of(buffers, exact) for chunk in split(byte_view(tensor), chunk_nbytes)]
 
 
-def part_chunk_nbytes(nbytes: int, chunk_count: int = PART_CHUNK_COUNT) -> int:
-    """Return the chunk size in bytes for a stream of ``nbytes`` with one part of a snapshot, or with its mean."""
-    size = -(-nbytes // (chunk_count * _CHUNK_UNIT)) * _CHUNK_UNIT
+def part_chunk_nbytes(nbytes: int, chunk_count: int | None = None) -> int:
+    """Return the chunk size in bytes for a stream of ``nbytes`` with one part of a snapshot, or with its mean.
+
+    Args:
+        chunk_count: Usual number of chunks; by default ``PART_CHUNK_COUNT``.
+    """
+    size = -(-nbytes // ((chunk_count or PART_CHUNK_COUNT) * _CHUNK_UNIT)) * _CHUNK_UNIT
     return min(max(size, PART_CHUNK_NBYTES_MIN), CHUNK_NBYTES)
 
 

@@ -16,7 +16,6 @@ from asyncdist.messaging.streams import WINDOW_COUNT, Cancel, Grant, InboundStre
 from asyncdist.protocols.parameter_stream import messages
 from asyncdist.protocols.parameter_stream.landing import ASKED_COUNT_MAX, ChunkRing, Landing
 from asyncdist.protocols.parameter_stream.messages import (
-    PART_CHUNK_COUNT,
     PartGrant,
     StreamMessage,
     chunks_of,
@@ -45,7 +44,7 @@ def ask_for_part(
     round: int,
     exact: bool = True,
     of_mean: bool = False,
-    chunk_count: int = PART_CHUNK_COUNT,
+    chunk_count: int | None = None,
 ) -> InboundStream | PartReading | None:
     """Request a part of one rank's snapshot, or the mean of that part, and begin to receive it into ``into``.
 

@@ -17,7 +17,6 @@ from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import Cancel, Grant
 from asyncdist.protocols.parameter_stream import messages
 from asyncdist.protocols.parameter_stream.messages import (
-    PART_CHUNK_COUNT,
     LocateRequest,
     Location,
     PartGrant,
@@ -65,7 +64,7 @@ class Offer:
     mean_of: Part | None = None
     ready_count: int | None = None
     token: AttachToken | None = None
-    chunk_count: int = PART_CHUNK_COUNT
+    chunk_count: int | None = None
 
     def answers(self, round: int, request: Request) -> bool:
         """Return whether this offer can answer a request; an incomplete mean cannot be read directly."""
@@ -150,7 +149,7 @@ class SnapshotServer:
         mean_of: Part | None = None,
         ready_count: int | None = None,
         ends_earlier: bool = True,
-        chunk_count: int = PART_CHUNK_COUNT,
+        chunk_count: int | None = None,
     ) -> Offer:
         """Send ``snapshot`` to all ranks that request it in ``round``.
 
