@@ -17,7 +17,7 @@ from support.seeds import seeds
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.simulation import Interrupt, Kill, Network, Restart, SlowLink, SlowRank, Stall
+from asyncdist.simulation import Interrupt, Kill, Network, SlowLink, SlowRank, Stall
 from protocols import AverageAllPolicy, DiLoCoPolicy, StepInfo
 from simulation.diloco_scenarios import OUTERS, Plan, Record, check, exactly, run, seen_in, train, within
 
@@ -573,31 +573,3 @@ def test_a_rank_waits_a_limited_time_at_its_end() -> None:
 
     (waited_s, _), (_, donors) = ad.simulate(main, ranks=2, until_s=1000.0).results
     assert waited_s == pytest.approx(2.0, abs=0.1) and donors == (1,)
-
-
-# -- restarted ranks --------------------------------------------------------------------------------------------------
-
-
-def test_a_restarted_rank_joins_a_population_that_was_resumed() -> None:
-    """Regression: the joining rank had completed fewer rounds than the resumed ones at their start."""
-
-    async def main(world: ad.World) -> tuple[int, int, Any]:
-        model, optimizer = made()
-        donors = 0
-        policy = DiLoCoPolicy(model, optimizer, average_every=2)
-        if not world.incarnation:
-            async with policy:
-                await advance(policy, model, optimizer, range(4), world.rank)
-            state, policy = policy.state_dict(), DiLoCoPolicy(model, optimizer, average_every=2)
-            policy.load_state_dict(state)
-        async with policy:
-            while policy.iteration < 60:
-                await asyncio.sleep(0.01)
-                info = await policy.step()
-                donors = max(donors, len(info.donors)) if policy.iteration > 50 else 0
-        return world.incarnation, donors, clone_state(model)
-
-    faults = [Kill(1, at_s=0.1), Restart(1, at_s=0.15)]
-    results = ad.simulate(main, ranks=3, faults=faults, until_s=100.0).results
-    assert [(incarnation, donors) for incarnation, donors, _ in results] == [(0, 3), (1, 3), (0, 3)]
-    assert equal_states(results[0][2], results[1][2])

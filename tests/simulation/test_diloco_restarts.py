@@ -118,3 +118,37 @@ def test_the_leader_is_lost_while_it_admits_a_newcomer() -> None:
             for number in newcomer.applied.keys() & other.applied.keys():
                 assert all(map(torch.equal, newcomer.applied[number][2], other.applied[number][2])), delay_ms
     assert joined
+
+
+def test_a_restarted_rank_joins_a_population_that_was_resumed() -> None:
+    """Regression: the joining rank had completed fewer rounds than the resumed ones at their start."""
+
+    async def main(world: ad.World) -> tuple[int, int, list[torch.Tensor]]:
+        model = torch.nn.Linear(3, 2, dtype=torch.float64)
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, 1.0)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+        donors = 0
+
+        async def advance(policy: DiLoCoPolicy) -> int:
+            await asyncio.sleep(0.01)
+            with torch.no_grad():
+                model.weight.add_(world.rank + 1.0)
+            return len((await policy.step()).donors)
+
+        policy = DiLoCoPolicy(model, optimizer, average_every=2)
+        if not world.incarnation:
+            async with policy:
+                for _ in range(4):
+                    await advance(policy)
+            state, policy = policy.state_dict(), DiLoCoPolicy(model, optimizer, average_every=2)
+            policy.load_state_dict(state)
+        async with policy:
+            while policy.iteration < 60:
+                count = await advance(policy)
+                donors = max(donors, count) if policy.iteration > 50 else 0
+        return world.incarnation, donors, weights_of(model)
+
+    results = simulate(main, ranks=3, faults=[Kill(1, at_s=0.1), Restart(1, at_s=0.15)], until_s=100.0).results
+    assert [(incarnation, donors) for incarnation, donors, _ in results] == [(0, 3), (1, 3), (0, 3)]
+    assert all(map(torch.equal, results[0][2], results[1][2]))
