@@ -100,8 +100,8 @@ def oversubscription_hint(environ: Mapping[str, str] = environment.VARIABLES) ->
         return None
     return (
         f"mpirun runs {sizes[1]} ranks on {sizes[0]} slots, so Open MPI yields the core in every call and "
-        f"a policy's step may take milliseconds: start with --host localhost:{sizes[1]} instead of --oversubscribe, "
-        f"or with asyncdist run -n {sizes[1]}"
+        f"a policy's step may take milliseconds: start with --host localhost:{sizes[1]} --bind-to none instead of "
+        f"--oversubscribe, or with asyncdist run -n {sizes[1]}"
     )
 
 

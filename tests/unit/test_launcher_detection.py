@@ -428,4 +428,4 @@ def test_a_rank_of_another_job_is_no_child_of_a_rank(monkeypatch: pytest.MonkeyP
 def test_a_job_that_mpirun_holds_for_oversubscribed_gets_a_hint(universe: str, size: str, hinted: bool) -> None:
     hint = mpi_launchers.oversubscription_hint({"OMPI_UNIVERSE_SIZE": universe, "OMPI_COMM_WORLD_SIZE": size})
     assert (hint is not None) == hinted
-    assert not hinted or "--host localhost:4" in str(hint)
+    assert not hinted or "--host localhost:4 --bind-to none" in str(hint)
