@@ -24,7 +24,16 @@ from torch import Tensor
 from asyncdist import Envelope, RankLostError, tags
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
-from asyncdist.protocols.exchange.ledger import Decide, Instruction, Ledger, Retire, TakeCensus, Verdict
+from asyncdist.protocols.exchange.ledger import (
+    Decide,
+    Instruction,
+    Ledger,
+    Retire,
+    TakeCensus,
+    Verdict,
+    Weighing,
+    reported_weights,
+)
 from asyncdist.protocols.exchange.messages import (
     Acquainted,
     Admitted,
@@ -58,6 +67,8 @@ class Exchange:
         known: All ranks that may become members; by default the members.
         admitted: Number of restarts of each member that was restarted.
         leader: Rank that has answered this newcomer's request for admission; None for a member from the start.
+        weigh: Pure function by which a leader chooses the donors and their weights from the members' reports; equal on
+            all members. By default all finite contributions count, with their reported weights.
 
     Attributes:
         leader: Rank of the current leader.
@@ -75,6 +86,7 @@ class Exchange:
         known: Sequence[int] = (),
         admitted: Mapping[int, int] | None = None,
         leader: int | None = None,
+        weigh: Weighing = reported_weights,
     ) -> None:
         self._services = services
         self._fragments = fragments
@@ -94,8 +106,9 @@ class Exchange:
         self._on_admission_end: Callable[[], None] = lambda: None
         self._left: set[int] = set()
         self._is_joining = leader is not None
+        self._weigh = weigh
         self._orders: list[tuple[int, ExchangeMessage]] = []  # the leader's messages before this newcomer has a state
-        self._ledger = Ledger(members) if self.leader == services.rank else None
+        self._ledger = Ledger(members, weigh=weigh) if self.leader == services.rank else None
         self._server = SnapshotServer(services, scopes.to_members)
         self._transfers = RoundTransfers(services, self._server, fragments, is_overlapped=is_overlapped)
         self._channel: Channel[ExchangeMessage] = services.open_channel(
@@ -117,12 +130,14 @@ class Exchange:
         """Reuse the memory of a fragment's last mean, which was applied."""
         self._transfers.note_applied(fragment)
 
-    def contribute(self, number: int, encoded: Sequence[Tensor], weight: float, norm: float) -> None:
+    def contribute(
+        self, number: int, encoded: Sequence[Tensor], weight: float, norm: float, scores: tuple[float, ...] = ()
+    ) -> None:
         """Offer this member's contribution to a round; its memory must not be changed afterwards."""
         own = self._round(number)
-        own.contribution, own.weight, own.norm = encoded, weight, norm
+        own.contribution, own.weight, own.norm, own.scores = encoded, weight, norm, scores
         self._transfers.offer_contribution(own)
-        self._tell_leader(Captured(weight, norm), number)
+        self._tell_leader(Captured(weight, norm, scores), number)
 
     def has_merged(self, number: int) -> bool:
         """Return whether this member has the mean of a round."""
@@ -267,7 +282,7 @@ class Exchange:
         self.leader = next(each for each in self._order if each in self._living)
         logger.info("rank %d now leads the exchange, after rank %d", self.leader, rank)
         if self.leader == self._services.rank:
-            self._ledger = Ledger(self._living, self._last_retired)
+            self._ledger = Ledger(self._living, self._last_retired, self._weigh)
             self._ledger.take_over()
         self._hold(0)
         if self._ledger is not None:  # otherwise yet another rank is lost before this one leads
@@ -300,8 +315,8 @@ class Exchange:
             self._early.append((source, number, message))
             return
         match message:
-            case Captured(weight, norm):
-                self._carry_out(ledger.on_captured(source, number, weight, norm))
+            case Captured(weight, norm, scores):
+                self._carry_out(ledger.on_captured(source, number, weight, norm, scores))
             case Merged():
                 self._carry_out(ledger.on_merged(source, number))
             case Census(census, standings, last_retired):

@@ -3,19 +3,20 @@
 A round passes through these states on the leader:
 
 1. Members report their captured contributions. When the contributions of all members have been reported, the leader
-   decides the round: its verdict names the donors, their weights, and thereby the owners of the slices.
+   decides the round: its verdict names the donors, their weights, and thereby the owners of the slices. The donors and
+   weights are the result of a function of the reports alone, which the policy chooses.
 2. Members report that they have the mean. When all have it, the round is retired.
 
 If a rank is lost that a decided round needs, or if this rank becomes the leader, the leader takes a *census*: all
 members stop receiving means, and report their standing in each round. No mean is received during a census, so its
 result is a consistent state: if a member has a round's mean, the others receive it from that member; if no member has
-it, no model has changed, and the leader decides the round again from the contributions that are left. (This is the
-recovery of a two-phase commit with a known set of participants: Bernstein, Hadzilacos and Goodman, 1987.)
+it, no model has changed, and the leader decides the round again, by the same function of the reports that are left.
+(This is the recovery of a two-phase commit with a known set of participants: Bernstein, Hadzilacos and Goodman, 1987.)
 
 All functions are pure: messages and losses in, decisions out.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import NamedTuple, TypeAlias
@@ -56,6 +57,30 @@ class Verdict:
         return self.holder if self.holder >= 0 else self.donors[number % len(self.donors)]
 
 
+class Report(NamedTuple):
+    """One member's report on its contribution to a round.
+
+    Attributes:
+        weight: Weight of the contribution, such as its number of tokens.
+        norm: L2 norm of the contribution; NaN or infinite if it must be left out.
+        scores: Values that the policy's function of the reports needs in addition; () for most policies.
+    """
+
+    weight: float
+    norm: float
+    scores: tuple[float, ...] = ()
+
+
+#: Function of the reports on a round, by rank, that returns the weight of each donor by rank; all others are left out.
+#: A donor's norm must be finite.
+Weighing: TypeAlias = Callable[[Mapping[int, Report]], Mapping[int, float]]
+
+
+def reported_weights(reports: Mapping[int, Report]) -> dict[int, float]:
+    """Return the reported weights of all contributions whose norm is finite."""
+    return {rank: report.weight for rank, report in reports.items() if isfinite(report.norm)}
+
+
 @dataclass(frozen=True, slots=True)
 class Standing:
     """One member's standing in one round.
@@ -66,6 +91,7 @@ class Standing:
         weight, norm: The member's contribution, if it is captured; 0 if the member was admitted after the round had
             begun, and only receives the mean.
         donors, weights, norms: The verdict's donors if the member has the mean; otherwise empty.
+        scores: Further values of the member's report; see :class:`Report`.
     """
 
     round: int
@@ -76,6 +102,7 @@ class Standing:
     donors: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
+    scores: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ValueError if the fields do not belong together."""
@@ -112,7 +139,7 @@ Instruction: TypeAlias = Decide | TakeCensus | Retire
 class _Round:
     """State of one round that is not retired."""
 
-    captured: dict[int, tuple[float, float]] = field(default_factory=dict)  # weight and norm by rank
+    captured: dict[int, Report] = field(default_factory=dict)  # by rank
     excused: set[int] = field(default_factory=set)  # members that were admitted after the round had begun
     merged: set[int] = field(default_factory=set)
     attempt: int = 0
@@ -125,14 +152,16 @@ class Ledger:
     Args:
         members: Ranks that take part.
         last_retired: Last round that is known to be retired.
+        weigh: Pure function that chooses the donors and their weights, equal on all members.
 
     Attributes:
         census: Number of the latest census; 0 before the first.
     """
 
-    def __init__(self, members: Iterable[int], last_retired: int = 0) -> None:
+    def __init__(self, members: Iterable[int], last_retired: int = 0, weigh: Weighing = reported_weights) -> None:
         self.members = set(members)
         self.last_retired = last_retired
+        self._weigh = weigh
         self.census = 0
         self._awaited: set[int] | None = None  # members whose answer to the census is awaited; None without a census
         self._standings: dict[int, tuple[Standing, ...]] = {}
@@ -144,11 +173,13 @@ class Ledger:
         """Begin as the successor of a lost leader: all members hold and report when they notice the loss."""
         self._begin_census(0)
 
-    def on_captured(self, rank: int, round: int, weight: float, norm: float) -> list[Instruction]:
+    def on_captured(
+        self, rank: int, round: int, weight: float, norm: float, scores: tuple[float, ...] = ()
+    ) -> list[Instruction]:
         """Record a member's contribution."""
         if rank not in self.members or round <= self.last_retired:
             return []
-        self._round(round).captured[rank] = weight, norm
+        self._round(round).captured[rank] = Report(weight, norm, scores)
         return self._decisions()
 
     def on_merged(self, rank: int, round: int) -> list[Instruction]:
@@ -225,9 +256,10 @@ class Ledger:
 
     def _verdict(self, each: _Round) -> Verdict:
         each.attempt += 1
-        donors = tuple(sorted(rank for rank, (_, norm) in each.captured.items() if isfinite(norm)))
-        weights = tuple(each.captured[rank][0] for rank in donors)
-        return Verdict(each.attempt, donors, weights, tuple(each.captured[rank][1] for rank in donors))
+        chosen = self._weigh(dict(sorted(each.captured.items())))
+        donors = tuple(sorted(chosen))
+        norms = tuple(each.captured[rank].norm for rank in donors)
+        return Verdict(each.attempt, donors, tuple(chosen[rank] for rank in donors), norms)
 
     def _retirements(self) -> list[Instruction]:
         """Retire all rounds whose mean every member has, in order."""
@@ -261,7 +293,7 @@ class Ledger:
                 each = rounds.setdefault(own.round, _Round())
                 each.attempt = max(each.attempt, own.attempt)
                 if own.weight:
-                    each.captured[rank] = own.weight, own.norm
+                    each.captured[rank] = Report(own.weight, own.norm, own.scores)
                 elif not own.has_merged:
                     each.excused.add(rank)
                 if own.has_merged:

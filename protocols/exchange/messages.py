@@ -16,10 +16,12 @@ class Captured:
     Attributes:
         weight: Weight of the contribution, such as its number of tokens.
         norm: L2 norm of the contribution; NaN or infinite if it must be left out.
+        scores: Further values of the report; see :class:`protocols.exchange.ledger.Report`.
     """
 
     weight: float
     norm: float
+    scores: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ValueError if the weight is not finite and above 0."""

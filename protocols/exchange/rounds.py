@@ -66,6 +66,7 @@ class MemberRound:
         contribution: This member's encoded contribution, by vector; empty before the capture.
         attempt: Attempt of the last verdict.
         verdict: Verdict whose mean this member receives or has; None before the verdict, and while it holds.
+        scores: Further values of the member's report; see :class:`protocols.exchange.ledger.Report`.
         mean: The encoded mean, by vector; empty until it is requested.
         has_merged: Whether the member has the mean.
         offers: Offers of this member's slices.
@@ -77,6 +78,7 @@ class MemberRound:
     contribution: Sequence[Tensor] = ()
     weight: float = 0.0
     norm: float = 0.0
+    scores: tuple[float, ...] = ()
     attempt: int = 0
     verdict: Verdict | None = None
     mean: list[Tensor] = field(default_factory=list)
@@ -88,8 +90,18 @@ class MemberRound:
     def standing(self) -> Standing:
         """Return this member's standing in the round."""
         verdict = self.verdict if self.has_merged else None
-        of_mean = () if verdict is None else (verdict.donors, verdict.weights, verdict.norms)
-        return Standing(self.number, self.attempt, self.has_merged, self.weight, self.norm, *of_mean)
+        donors, weights, norms = ((), (), ()) if verdict is None else (verdict.donors, verdict.weights, verdict.norms)
+        return Standing(
+            self.number,
+            self.attempt,
+            self.has_merged,
+            self.weight,
+            self.norm,
+            donors=donors,
+            weights=weights,
+            norms=norms,
+            scores=self.scores,
+        )
 
 
 class RoundTransfers:

@@ -6,16 +6,28 @@ any moment, and a scheduler that draws the next event.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import pytest
 from support.seeds import seeds
 
-from asyncdist.protocols.exchange.ledger import Decide, Instruction, Ledger, Retire, Standing, TakeCensus, Verdict
+from asyncdist.protocols.exchange.ledger import (
+    Decide,
+    Instruction,
+    Ledger,
+    Report,
+    Retire,
+    Standing,
+    TakeCensus,
+    Verdict,
+    reported_weights,
+)
 
 NAN: Final = math.nan
 
@@ -38,6 +50,13 @@ def standing(number: int, rank: int, attempt: int, *donors: int) -> Standing:
     return Standing(number, attempt, bool(donors), rank + 1.0, 1.0, donors, weights, norms)
 
 
+def better_half(reports: Mapping[int, Report]) -> dict[int, float]:
+    """Leave out the worse half of the scores; a donor's weight is its score."""
+    finite = [rank for rank, report in reports.items() if math.isfinite(report.norm)]
+    best = sorted(finite, key=lambda rank: reports[rank].scores, reverse=True)[: (len(reports) + 1) // 2]
+    return {rank: reports[rank].scores[0] for rank in best if reports[rank].scores[0] > 0}
+
+
 # -- decisions --------------------------------------------------------------------------------------------------------
 
 
@@ -58,6 +77,37 @@ def test_contributions_that_are_not_finite_are_left_out() -> None:
     ledger.on_captured(1, 2, 1.0, NAN)
     (made,) = ledger.on_captured(2, 2, 1.0, NAN)
     assert made == Decide(2, Verdict(1, (), (), ()), (0, 1, 2)), "without a donor, the round still ends"
+
+
+def test_a_policy_chooses_donors_and_weights_by_its_function() -> None:
+    ledger = Ledger([0, 1, 2, 3], weigh=better_half)
+    for rank, score in enumerate((0.5, -1.0, 0.25)):
+        ledger.on_captured(rank, 1, 1.0, rank + 1.0, (score,))
+    (made,) = ledger.on_captured(3, 1, 1.0, 4.0, (0.125,))
+    assert made == Decide(1, Verdict(1, (0, 2), (0.5, 0.25), (1.0, 3.0)), (0, 1, 2, 3))
+    for rank in range(3):
+        ledger.on_captured(rank, 2, 1.0, 1.0, (-1.0,))
+    (made,) = ledger.on_captured(3, 2, 1.0, 1.0, (-1.0,))
+    assert made == Decide(2, Verdict(1, (), (), ()), (0, 1, 2, 3)), "a round whose donors are all left out still ends"
+
+
+def test_a_census_chooses_by_the_same_function_of_what_is_left() -> None:
+    """The donor that is lost had made another rank one of the worse half."""
+    ledger = Ledger([0, 1, 2, 3], weigh=better_half)
+    scores = {0: 0.5, 1: 0.25, 2: 0.125, 3: 1.0}
+    for rank, score in scores.items():
+        made = ledger.on_captured(rank, 1, 1.0, 1.0, (score,))
+    assert made == [Decide(1, Verdict(1, (0, 3), (0.5, 1.0), (1.0, 1.0)), (0, 1, 2, 3))]
+    assert ledger.on_gone(2) == [], "a rank that was left out is not needed"
+    assert ledger.on_gone(3) == [TakeCensus(1)]
+    ledger.on_census(0, 1, [Standing(1, 1, False, 1.0, 1.0, scores=(0.5,))], 0)
+    made = ledger.on_census(1, 1, [Standing(1, 1, False, 1.0, 1.0, scores=(0.25,))], 0)
+    assert made == [Decide(1, Verdict(2, (0,), (0.5,), (1.0,)), (0, 1))]
+    other = Ledger([1, 2], weigh=better_half)
+    other.take_over()
+    other.on_census(1, 0, [Standing(1, 1, False, 1.0, 1.0, scores=(0.25,))], 0)
+    made = other.on_census(2, 0, [Standing(1, 1, False, 1.0, 1.0, scores=(0.125,))], 0)
+    assert made == [Decide(1, Verdict(2, (1,), (0.25,), (1.0,)), (1, 2))], "a new leader decides in the same way"
 
 
 def test_rounds_are_retired_in_order() -> None:
@@ -203,6 +253,7 @@ class Round:
 
     weight: float = 0.0
     norm: float = 0.0
+    scores: tuple[float, ...] = ()
     attempt: int = 0
     verdict: Verdict | None = None
     has_merged: bool = False
@@ -218,7 +269,7 @@ class Member:
         self.rank, self.model = rank, model
         self.living = set(range(model.size))
         self.leader = 0
-        self.ledger = Ledger(self.living) if rank == 0 else None
+        self.ledger = Ledger(self.living, weigh=model.weigh) if rank == 0 else None
         self.rounds: dict[int, Round] = defaultdict(Round)
         self.last_retired = self.contributed = 0
         self.merged: dict[int, tuple[Any, ...]] = {}  # donors and weights of each mean
@@ -235,7 +286,9 @@ class Member:
         self.contributed += 1
         own = self.rounds[self.contributed]
         own.weight, own.norm = self.rank + 1.0, NAN if self.model.rng.random() < 0.1 else 1.0
-        self.tell_leader("captured", self.contributed, own.weight, own.norm)
+        own.scores = (self.model.rng.uniform(-0.2, 1.0),)
+        self.model.reports[self.contributed][self.rank] = Report(own.weight, own.norm, own.scores)
+        self.tell_leader("captured", self.contributed, own.weight, own.norm, own.scores)
 
     def hear(self, source: int, message: Any) -> None:
         """Handle a message to the leader."""
@@ -289,8 +342,8 @@ class Member:
             if not own.has_merged:
                 own.verdict = None
             v = own.verdict
-            mean = () if v is None else (v.donors, v.weights, v.norms)
-            standings.append(Standing(number, own.attempt, own.has_merged, own.weight, own.norm, *mean))
+            mean = ((), (), ()) if v is None else (v.donors, v.weights, v.norms)
+            standings.append(Standing(number, own.attempt, own.has_merged, own.weight, own.norm, *mean, own.scores))
         self.tell_leader("census", census, tuple(standings), self.last_retired)
 
     def note_gone(self, rank: int) -> None:
@@ -301,7 +354,7 @@ class Member:
             return
         self.leader = min(self.living)
         if self.leader == self.rank:
-            self.ledger = Ledger(self.living, self.last_retired)
+            self.ledger = Ledger(self.living, self.last_retired, self.model.weigh)
             self.ledger.take_over()
         self.hold(0)
         if self.ledger is not None:
@@ -351,6 +404,8 @@ class Model:
         self.rng = random.Random(f"ledger {seed}")
         self.size = self.rng.randint(2, 5)
         self.window = self.rng.randint(1, 3)  # number of rounds that a member has in flight
+        self.weigh = self.rng.choice((reported_weights, better_half))
+        self.reports: dict[int, dict[int, Report]] = defaultdict(dict)  # by round and rank
         self.queues: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
         self.members = {rank: Member(rank, self) for rank in range(self.size)}
         self.loss_count = self.rng.randint(0, self.size - 1)
@@ -419,6 +474,20 @@ class Model:
         for member in self.members.values():
             assert set(member.merged) == set(range(1, self.ROUNDS + 1)), f"rank {member.rank} is stuck: {member.merged}"
             assert not member.rounds and member.last_retired == self.ROUNDS, f"rank {member.rank} has not retired all"
+            for number, (donors, weights) in member.merged.items():
+                assert self.is_weighed(number, dict(zip(donors, weights, strict=True))), f"round {number}: {donors}"
+
+    def is_weighed(self, number: int, chosen: dict[int, float]) -> bool:
+        """Return whether the donors follow from the reports of the living and of some of the lost."""
+        reports = dict(sorted(self.reports[number].items()))
+        lost = [rank for rank in reports if rank not in self.members]
+        for count in range(len(lost) + 1):
+            for without in itertools.combinations(lost, count):
+                left = {rank: report for rank, report in reports.items() if rank not in without}
+                if self.weigh(left) == chosen:
+                    self.seen.add(self.weigh.__name__)
+                    return True
+        return False
 
     def deliver(self, source: int, dest: int) -> None:
         member, message = self.members[dest], self.queues[source, dest].popleft()
@@ -441,4 +510,4 @@ def test_members_agree_on_each_mean_whoever_is_lost(block: int) -> None:
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         seen |= model.seen
-    assert seen == {"census", "holder", "leader lost", "member lost"}
+    assert seen == {"census", "holder", "leader lost", "member lost", "better_half", "reported_weights"}
