@@ -15,6 +15,7 @@ from support.facts import naming
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
+from asyncdist.protocols.async_diloco.delayed_nesterov import DelayedNesterov
 from asyncdist.protocols.diloco.outer_optimizers import FedAdagrad, FedAdam, FedYogi
 from asyncdist.protocols.diloco.outer_step import OuterFactory, OuterStep, check_factory
 
@@ -38,6 +39,23 @@ def sgd(lr: float, momentum: float = 0.0, *, nesterov: bool = False) -> Rule:
             state["m"] = m
             d = d_before + F(momentum) * m if nesterov else m
         return a - F(lr) * d
+
+    return move
+
+
+def delayed_nesterov(lr: float, momentum: float, delay: int, activation: float = 0.0) -> Rule:
+    """Algorithm 3 of Liu et al., with the momentum after its update, as in the code of HALoS."""
+
+    def move(a: Array, d: Array, state: dict[str, Any]) -> Array:
+        state["sum"] = state.get("sum", np.zeros_like(a)) + d
+        m, count = state.get("m", np.zeros_like(a)), state.get("count", 0) + 1
+        share = activation
+        if count == delay:
+            m = m * F(momentum) + state["sum"] / F(delay)
+            share, count = 1 - activation * delay + activation, 0
+            state["sum"] = np.zeros_like(a)
+        state["m"], state["count"] = m, count
+        return a - F(lr) * (d / F(delay) + F(share * momentum) * m)
 
     return move
 
@@ -161,6 +179,14 @@ EXACT: dict[str, tuple[OuterFactory, Rule]] = {
     "sgd": (functools.partial(SGD, lr=0.5), sgd(0.5)),
     "heavy ball": (functools.partial(SGD, lr=0.5, momentum=0.25), sgd(0.5, 0.25)),
     "nesterov": (functools.partial(SGD, lr=0.5, momentum=0.5, nesterov=True), sgd(0.5, 0.5, nesterov=True)),
+    "delayed nesterov": (
+        functools.partial(DelayedNesterov, lr=0.5, momentum=0.5, delay=4),
+        delayed_nesterov(0.5, 0.5, 4),
+    ),
+    "activated nesterov": (
+        functools.partial(DelayedNesterov, lr=0.5, momentum=0.5, delay=2, activation=0.5),
+        delayed_nesterov(0.5, 0.5, 2, 0.5),
+    ),
     "FedAdam": (functools.partial(FedAdam, lr=0.1), federated("adam", 0.1)),
     "FedYogi": (functools.partial(FedYogi, lr=0.1, betas=(0.8, 0.95)), federated("yogi", 0.1, (0.8, 0.95))),
     "FedAdagrad": (functools.partial(FedAdagrad, lr=0.03, tau=0.01), federated("adagrad", 0.03, tau=0.01)),
@@ -168,6 +194,10 @@ EXACT: dict[str, tuple[OuterFactory, Rule]] = {
 CLOSE: dict[str, tuple[OuterFactory, Rule]] = {
     "diloco": (functools.partial(SGD, lr=0.7, momentum=0.9, nesterov=True), sgd(0.7, 0.9, nesterov=True)),
     "heavy ball": (functools.partial(SGD, lr=0.7, momentum=0.6), sgd(0.7, 0.6)),
+    "delayed nesterov": (
+        functools.partial(DelayedNesterov, lr=0.7, momentum=0.9, delay=3, activation=0.2),
+        delayed_nesterov(0.7, 0.9, 3, 0.2),
+    ),
     "adam": (functools.partial(Adam, lr=0.01), adam(0.01, (0.9, 0.999), 1e-8)),
     "adamw": (functools.partial(AdamW, lr=0.01, weight_decay=0), adam(0.01, (0.9, 0.999), 1e-8)),
     "adagrad": (functools.partial(Adagrad, lr=0.01), adagrad(0.01, 1e-10)),
