@@ -11,7 +11,8 @@ If all D of a window were measured from the same anchor, the window moves the an
 mean, except for rounding.
 
 Without the delay, each of N arrivals multiplies m by beta and adds a difference that may be old. The momentum then
-lasts for 1 / (1 - beta) arrivals instead of windows, and stale differences push it in directions that no longer lead down.
+lasts for 1 / (1 - beta) arrivals instead of windows, and stale differences push it in directions that no longer lead
+down.
 
 The formula is that of the paper's algorithm and of ``src/halos/opt.py`` in HALoS (4b5bf73). The published experiments
 use c = 0.

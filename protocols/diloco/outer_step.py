@@ -26,6 +26,7 @@ from asyncdist import validation
 OuterFactory: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 _PIECE_COUNT: Final = 1 << 18  # elements of each parameter of the outer optimizer
+_MOMENTA: Final = ("momentum_buffer", "exp_avg", "m")  # names of the first moment in an optimizer's state
 _ALLOWED: Final = "a factory for the outer parameters such as functools.partial(torch.optim.SGD, lr=0.7)"
 
 
@@ -72,6 +73,24 @@ class OuterStep:
         finally:
             for parameter in self._parameters:
                 parameter.grad = None
+
+    @torch.inference_mode(False)
+    def momenta(self) -> list[Tensor] | None:
+        """Return a copy of the momentum of each anchor, a flat tensor with its shape.
+
+        None before the first momentum exists, or if the optimizer keeps none under the names of torch's optimizers
+        (``momentum_buffer``, ``exp_avg``) or of FedAdam (``m``).
+        """
+        found = []
+        for parameter in self._parameters:
+            state = self._optimizer.state.get(parameter, {})
+            held = [state[name] for name in _MOMENTA if isinstance(state.get(name), Tensor)]
+            if not held:
+                return None
+            found.append(held[0])
+        pieces = iter(found)
+        counts = [len(torch.split(anchor, _PIECE_COUNT)) for anchor in self.anchors]
+        return [torch.cat([next(pieces) for _ in range(count)]) for count in counts]
 
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:

@@ -313,6 +313,38 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str) -> None:
         assert same([again.anchors[0].numpy()], [outer.anchors[0].numpy()])
 
 
+@pytest.mark.parametrize(
+    ("factory", "share"),
+    [
+        (functools.partial(SGD, lr=0.5, momentum=0.5), 1.0),
+        (functools.partial(DelayedNesterov, lr=0.5, momentum=0.5, delay=1), 1.0),
+        (functools.partial(Adam, lr=0.5, betas=(0.5, 0.5)), 0.5),
+        (functools.partial(FedAdam, lr=0.5, betas=(0.5, 0.5)), 0.5),
+    ],
+)
+def test_momenta_are_those_of_the_whole_anchors(factory: OuterFactory, share: float) -> None:
+    """The second anchor consists of two pieces."""
+    counts = (3, (1 << 18) + 5)
+    outer = OuterStep(factory, [torch.zeros(count) for count in counts])
+    assert outer.momenta() is None
+    expected = [torch.zeros(count) for count in counts]
+    for _ in range(3):
+        differences = [torch.randn(count) for count in counts]
+        expected = [each * 0.5 + share * own for each, own in zip(expected, differences, strict=True)]
+        outer.step(differences)
+        found = outer.momenta()
+        assert found is not None
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+        found[0].fill_(torch.nan)  # it is a copy
+
+
+def test_an_optimizer_without_momentum_has_no_momenta() -> None:
+    outer = OuterStep(functools.partial(SGD, lr=0.5), [torch.zeros(2)])
+    outer.step([torch.ones(2)])
+    assert outer.momenta() is None
+
+
 def test_a_state_before_the_first_step_clears_later_state() -> None:
     anchor, differences = anywhere(10)
     outer = OuterStep(FACTORIES["diloco"], [tensor(anchor)])

@@ -1,0 +1,97 @@
+"""Tests the number of local steps, and the grace period, of asynchronous DiLoCo."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+from support.facts import naming
+
+from asyncdist.protocols.async_diloco.pace import fastest, grace_s, is_delay_short, local_steps
+
+TIMES = st.floats(1e-6, 1e6)
+
+
+def test_local_steps_equal_the_notebooks() -> None:
+    """Four workers of the notebook of Liu et al., with H = 20 and at least 5 steps."""
+    times = [0.58, 0.75, 1.51, 3.33]
+    assert [local_steps(20, each, min(times), least=5) for each in times] == [20, 15, 7, 5]
+    assert [local_steps(20, each, min(times)) for each in times] == [20, 15, 7, 3]
+
+
+@given(st.integers(1, 1000), TIMES, TIMES, st.integers(1, 50))
+def test_a_slower_rank_makes_no_more_steps(steps: int, one: float, other: float, least: int) -> None:
+    slow, fast = max(one, other), min(one, other)
+    found = local_steps(steps, slow, fast, least=least)
+    assert min(least, steps) <= found <= steps
+    assert local_steps(steps, fast, fast, least=least) == steps
+    if found > least:  # it is not later than the fastest rank by more than a step
+        assert (found - 1e-6) * slow <= steps * fast <= (found + 1 + 1e-6) * slow
+
+
+def test_unknown_times_change_nothing() -> None:
+    assert local_steps(20, None, 0.5) == 20
+    assert local_steps(20, 0.5, None) == 20
+    assert fastest([None, 0.75, 0.58, None]) == 0.58
+    assert fastest([None]) is None
+    assert fastest([]) is None
+
+
+def test_a_time_below_the_fastest_known_one_counts_as_fastest() -> None:
+    assert local_steps(20, 0.25, 0.5) == 20
+
+
+def test_grace_is_a_share_of_the_time_left() -> None:
+    options = {"slack_steps": 2, "step_s": 0.5, "quorum_s": 0.25, "exchange_s": 0.25}
+    assert grace_s(0.5, **options) == 0.25
+    assert grace_s(0.0, **options) == 0.0
+    assert grace_s(1.0, **options) == 0.5
+    assert grace_s(1.0, **options, longest_s=0.125) == 0.125
+    assert grace_s(0.5, **options | {"quorum_s": 2.0}) == 0.0, "no time is left"
+
+
+@given(st.floats(0, 1), st.floats(0, 100), TIMES, st.floats(0, 1e6), st.floats(0, 1e6))
+def test_grace_never_exceeds_the_time_left(
+    share: float, slack_steps: float, step_s: float, quorum_s: float, exchange_s: float
+) -> None:
+    wait = grace_s(share, slack_steps=slack_steps, step_s=step_s, quorum_s=quorum_s, exchange_s=exchange_s)
+    assert 0 <= wait <= max(0.0, slack_steps * step_s - (quorum_s + exchange_s))
+
+
+def test_a_delay_is_short_below_twice_the_staleness() -> None:
+    assert is_delay_short(4, 2.01)
+    assert not is_delay_short(4, 2.0)
+    assert not is_delay_short(1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value"),
+    [
+        ({"average_every": 0}, "average_every", 0),
+        ({"least": 0}, "least", 0),
+        ({"step_s": 0.0}, "step_s", 0.0),
+        ({"fastest_step_s": math.inf}, "fastest_step_s", "inf"),
+    ],
+)
+def test_wrong_steps_are_named(options: dict[str, Any], name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=naming(name, value)):
+        local_steps(**{"average_every": 20, "step_s": 1.0, "fastest_step_s": 1.0} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"share": 1.5}, "share"),
+        ({"slack_steps": -1}, "slack_steps"),
+        ({"step_s": 0}, "step_s"),
+        ({"quorum_s": -0.1}, "quorum_s"),
+        ({"exchange_s": math.nan}, "exchange_s"),
+        ({"longest_s": -1}, "longest_s"),
+    ],
+)
+def test_wrong_graces_are_named(options: dict[str, Any], name: str) -> None:
+    given = {"share": 0.5, "slack_steps": 2, "step_s": 1.0, "quorum_s": 0.0, "exchange_s": 0.0} | options
+    with pytest.raises(ValueError, match=naming(name, options[name])):
+        grace_s(**given)
