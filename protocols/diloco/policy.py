@@ -35,15 +35,16 @@ from asyncdist.protocols.diloco.fragments import fragments_of
 from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions
 from asyncdist.protocols.diloco.schedule import Schedule
 from asyncdist.protocols.diloco.statistics import DiLoCoStatistics
-from asyncdist.protocols.exchange.admission import Admission, newest_left, welcomed
 from asyncdist.protocols.exchange.exchange import Exchange
 from asyncdist.protocols.exchange.ledger import Verdict
 from asyncdist.protocols.exchange.wire_layout import WireLayout
+from asyncdist.protocols.joining.admission import Admission, newest_left, welcomed
+from asyncdist.protocols.joining.membership import Membership
+from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.misuse import line_of_caller
 from asyncdist.protocols.options import CommonOptions, MemberOptions
 from asyncdist.protocols.policy import SpawnPolicy
-from asyncdist.protocols.selective.scopes import PolicyScopes
 from asyncdist.protocols.starting.differences import FIRST_WEIGHTS
 from asyncdist.protocols.starting.without_lost import lost_members
 from asyncdist.protocols.step_info import NOTHING, AverageApplied, StepInfo
@@ -224,20 +225,13 @@ class DiLoCoPolicy(SpawnPolicy):
         scopes = PolicyScopes(meeting.ranks, agreed)
         lost = lost_members(self._world, self._members, meeting)
         members = [rank for rank in self._members if rank not in lost]
-        exchange = Exchange(
-            self._services,
-            scopes,
-            members,
-            self._fragments,
-            is_overlapped=self._own_options.overlap_steps > 0,
-            known=self._members,
-        )
-        self._open(exchange, scopes)
+        self._open(Membership(self._services, scopes, members, known=self._members), scopes)
 
-    def _open(self, exchange: Exchange, scopes: PolicyScopes) -> None:
+    def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
         values = _without_progress(self._agreed_values())
-        self._exchange = exchange
-        self._admission = Admission(self._services, exchange, scopes, self._members, values)
+        is_overlapped = self._own_options.overlap_steps > 0
+        self._exchange = Exchange(self._services, scopes, membership, self._fragments, is_overlapped=is_overlapped)
+        self._admission = Admission(self._services, membership, scopes, self._members, values)
 
     def _opened(self) -> tuple[Exchange, Admission]:
         assert self._exchange is not None and self._admission is not None, "the policy has not opened"
@@ -286,19 +280,13 @@ class DiLoCoPolicy(SpawnPolicy):
             return True
         scopes = PolicyScopes.of_running(welcome, values)
         members = [rank for rank, _ in welcome.members]
-        exchange = Exchange(
-            self._services,
-            scopes,
-            members,
-            self._fragments,
-            is_overlapped=self._own_options.overlap_steps > 0,
-            known=self._members,
-            admitted=dict(welcome.members),
-            leader=leader,
+        admitted = dict(welcome.members)
+        self._open(
+            Membership(self._services, scopes, members, known=self._members, admitted=admitted, leader=leader), scopes
         )
-        self._open(exchange, scopes)
+        exchange, admission = self._opened()
         try:
-            self._restore_whole(await self._opened()[1].take_state(self._flat.nbytes, deadline))
+            self._restore_whole(await admission.take_state(self._flat.nbytes, deadline))
         except RankLostError:
             await self._stop(None)
             return False
@@ -437,7 +425,7 @@ class DiLoCoPolicy(SpawnPolicy):
         if not self._skips:
             await self._exchange.shared()
         # Meanwhile a rank may have been lost, so that a census is in progress.
-        if not self._exchange.holds_means and self._exchange.can_admit:
+        if not self._exchange.holds_means and self._admission.is_asked:
             self._is_admitting = True
             try:
                 self._admission.admit(self._whole_state)

@@ -72,33 +72,4 @@ class Retired:
     """Leader to members: all members have the means up to this round, so their blobs are freed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
-    """Member to all members: this member takes part in no further round."""
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """Leader to all members, and then to the newcomer: the newcomer is a member. The round number is the admission's.
-
-    Attributes:
-        order: All members with their incarnations, in the order in which they may lead; the sender is one of them.
-        newcomer: The restarted rank among them that was admitted now, with its incarnation.
-    """
-
-    order: tuple[tuple[int, int], ...]
-    newcomer: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Acquainted:
-    """Member to leader: this member counts the newcomer as a member, or is the newcomer and has loaded the state.
-
-    Attributes:
-        newcomer: The newcomer's rank and incarnation.
-    """
-
-    newcomer: tuple[int, int]
-
-
-ExchangeMessage = Captured | Merged | Decided | Hold | Census | Retired | Left | Admitted | Acquainted
+ExchangeMessage = Captured | Merged | Decided | Hold | Census | Retired

@@ -21,16 +21,16 @@ from typing import Any, ClassVar, Final, NamedTuple
 from asyncdist import AsyncdistError, ClosedError, Envelope, Group, World, reduce_and_broadcast, tags
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
+from asyncdist.protocols.joining.scopes import PolicyScopes
+from asyncdist.protocols.joining.state_transfer import StateTransfer
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.replicas.members import FollowingMember, Happening, LeadingMember
-from asyncdist.protocols.selective.joining.state_transfer import StateTransfer
 from asyncdist.protocols.selective.member import Apply, State, TakeSnapshot
 from asyncdist.protocols.selective.messages import ControlMessage, Leave
 from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy, Membership
 from asyncdist.protocols.selective.roles.coordination import Followed, KnowsCoordinator
 from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
-from asyncdist.protocols.selective.scopes import PolicyScopes
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.protocols.wrappers import reshard
 

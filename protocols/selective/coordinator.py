@@ -15,6 +15,7 @@ from typing import Any, Final, assert_never
 from asyncdist import Envelope, RankLostError, tags
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
+from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.journal import Journal
 from asyncdist.protocols.metric_trend import blank_warning, trend_warning
 from asyncdist.protocols.parameter_stream.messages import safe_point_count
@@ -38,7 +39,6 @@ from asyncdist.protocols.selective.messages import (
 from asyncdist.protocols.selective.round.plan import unpack_freeze, unpack_plan
 from asyncdist.protocols.selective.round.state import Send
 from asyncdist.protocols.selective.rounds import RoundCoordinator
-from asyncdist.protocols.selective.scopes import PolicyScopes
 from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics
 from asyncdist.waits import WaitId, WaitKind

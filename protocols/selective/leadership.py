@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from asyncdist.messaging.services import Services
+from asyncdist.protocols.joining.board import Board, IslandMessage, SuccessionMessage
+from asyncdist.protocols.joining.messages import Declined, Nomination, TakeOver
+from asyncdist.protocols.joining.newcomers import Application, Refusal, Request, Welcome, digest_of, key_of
+from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.journal import Journal
-from asyncdist.protocols.selective.board import Board, Declined, IslandMessage, Nomination, SuccessionMessage, TakeOver
 from asyncdist.protocols.selective.coordinator import Coordinator
 from asyncdist.protocols.selective.islands.migration import GuestArrived, GuestLeft, Migration
-from asyncdist.protocols.selective.joining.newcomers import Application, Refusal, Request, Welcome, digest_of, key_of
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
-from asyncdist.protocols.selective.scopes import PolicyScopes
 from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics
 from asyncdist.protocols.selective.succession import (

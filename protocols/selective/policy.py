@@ -27,6 +27,8 @@ from torch import nn
 from asyncdist import ClosedError, current_world, validation
 from asyncdist.messaging import wire
 from asyncdist.protocols.declared import among, with_options
+from asyncdist.protocols.joining.scopes import PolicyScopes
+from asyncdist.protocols.joining.state_transfer import StateTransfer
 from asyncdist.protocols.metrics import Metric, MetricSource
 from asyncdist.protocols.options import (
     AveragingOptions,
@@ -43,7 +45,6 @@ from asyncdist.protocols.selective.islands.layout import Island, IslandOptions
 from asyncdist.protocols.selective.islands.migration import Migration
 from asyncdist.protocols.selective.islands.visit import Visits
 from asyncdist.protocols.selective.joining.arrival import Arrival
-from asyncdist.protocols.selective.joining.state_transfer import StateTransfer
 from asyncdist.protocols.selective.leadership import Leadership
 from asyncdist.protocols.selective.member import RoundMember, State
 from asyncdist.protocols.selective.messages import Admitted, End, Heard, Leave, PackedAssign, PackedFrozen, Rejoin
@@ -52,7 +53,6 @@ from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
 from asyncdist.protocols.selective.roles.reporter import Reporter
 from asyncdist.protocols.selective.roles.resources import RoleResources
-from asyncdist.protocols.selective.scopes import PolicyScopes
 from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import SelectiveStatistics
 from asyncdist.protocols.selective.succession import Succession

@@ -8,10 +8,10 @@ from dataclasses import fields
 from typing import Any
 
 from asyncdist import World, current_world, validation
+from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.journal import Journal
 from asyncdist.protocols.policy import START
 from asyncdist.protocols.selective.leadership import Leadership
-from asyncdist.protocols.selective.scopes import PolicyScopes
 from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics
 from asyncdist.protocols.selective.succession import Succession

@@ -7,10 +7,10 @@ from typing import Any
 from support.local import worlds
 
 from asyncdist import tags
+from protocols.joining.scopes import PolicyScopes
 from protocols.selective.coordinator import Coordinator
 from protocols.selective.messages import Report
 from protocols.selective.rounds import RoundCoordinator
-from protocols.selective.scopes import PolicyScopes
 from protocols.selective.selection import SelectiveRules
 
 

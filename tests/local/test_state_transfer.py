@@ -10,7 +10,7 @@ from support.local import worlds
 
 import asyncdist as ad
 from asyncdist.messaging.streams import StreamAborted
-from protocols.selective.joining.state_transfer import StateTransfer, packed, unpacked
+from protocols.joining.state_transfer import StateTransfer, packed, unpacked
 
 SCOPE = 78
 STATE = {"step": 5, "moments": torch.arange(2_000_000.0)}  # two chunks

@@ -7,9 +7,9 @@ from typing import Any
 from support.local import worlds
 
 from asyncdist.messaging.streams import Grant
+from protocols.joining.scopes import PolicyScopes
 from protocols.parameter_stream.server import SnapshotServer
 from protocols.selective.roles.member_channels import MemberChannels
-from protocols.selective.scopes import PolicyScopes
 
 
 async def test_requests_of_an_earlier_epoch_get_the_abort(monkeypatch: Any) -> None:

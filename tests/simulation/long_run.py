@@ -38,7 +38,7 @@ from protocols import (
     ReplayBuffer,
     serve_replay_buffer,
 )
-from protocols.selective import board
+from protocols.joining import board
 
 RANK_COUNT: Final = 6
 KILLED: Final = (0, 3, 1)

@@ -31,7 +31,8 @@ from protocols import (
     SelectiveStatistics,
     SnapshotTaken,
 )
-from protocols.selective import board, succession
+from protocols.joining import board
+from protocols.selective import succession
 from protocols.selective.leadership import Leadership
 from protocols.selective.messages import Joined, PackedAssign
 from protocols.selective.roles.member_channels import MemberChannels

@@ -11,7 +11,8 @@ import torch
 import asyncdist as ad
 from asyncdist.simulation import Compute, simulate
 from protocols import AsyncSelectiveAveragingPolicy
-from protocols.selective.board import Board, Nomination, SuccessionMessage, TakeOver
+from protocols.joining.board import Board, SuccessionMessage
+from protocols.joining.messages import Nomination, TakeOver
 from simulation.hostile_scenarios import PROGRAMS, run_hostile
 
 

@@ -26,7 +26,7 @@ from protocols import (
     SnapshotTaken,
     serve_replay_buffer,
 )
-from protocols.selective.joining.state_transfer import StateTransfer
+from protocols.joining.state_transfer import StateTransfer
 
 _LATE = "late"
 

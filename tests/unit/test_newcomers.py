@@ -16,8 +16,8 @@ from support.selective import OpenedCoordinator
 from asyncdist import RemoteProtocolError
 from asyncdist.collectives.agreement.incarnations import Incarnations
 from asyncdist.waits import WaitId
-from protocols.selective.joining.newcomers import Application, Welcome
-from protocols.selective.joining.state_transfer import packed, unpacked
+from protocols.joining.newcomers import Application, Welcome
+from protocols.joining.state_transfer import packed, unpacked
 from protocols.selective.messages import Admitted, Assign, Frozen, Joined
 from protocols.selective.round.state import Send
 from protocols.selective.rounds import RoundCoordinator

@@ -21,9 +21,9 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.demultiplexer import TagDemultiplexer
 from asyncdist.waits import WaitId
+from protocols.joining.scopes import PolicyScopes
 from protocols.selective.coordinator import Coordinator
 from protocols.selective.messages import DONOR, Applied, ControlMessage, PackedAssign, Ready, Report
-from protocols.selective.scopes import PolicyScopes
 from protocols.selective.selection import Route, SelectiveRules
 
 _NONCE: Final = 7

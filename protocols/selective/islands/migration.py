@@ -18,14 +18,14 @@ from typing import Final, NamedTuple, TypeAlias
 from asyncdist import World
 from asyncdist.collectives.agreement.messages import first_two
 from asyncdist.messaging.services import Services
+from asyncdist.protocols.joining.board import Board, IslandMessage
+from asyncdist.protocols.joining.messages import Declined, Emigrant, Invitation
+from asyncdist.protocols.joining.newcomers import digest_of
+from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.misuse import warn_of_first_weights
-from asyncdist.protocols.selective.board import Board, Declined, IslandMessage
 from asyncdist.protocols.selective.islands.layout import Island, IslandOptions
-from asyncdist.protocols.selective.islands.messages import Emigrant, Invitation
 from asyncdist.protocols.selective.islands.visit import Visits
-from asyncdist.protocols.selective.joining.newcomers import digest_of
 from asyncdist.protocols.selective.roles.coordination import KnowsCoordinator
-from asyncdist.protocols.selective.scopes import PolicyScopes
 
 logger = logging.getLogger("protocols.selective.islands.migration")
 

@@ -10,16 +10,16 @@ import logging
 from dataclasses import replace
 
 from asyncdist.messaging.services import Services
+from asyncdist.protocols.joining.messages import Invitation
+from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.journal import Journal
 from asyncdist.protocols.selective.islands.layout import Island
-from asyncdist.protocols.selective.islands.messages import Invitation
 from asyncdist.protocols.selective.member import RoundMember, State
 from asyncdist.protocols.selective.messages import DONOR, Assign, End, Leave, PackedAssign
 from asyncdist.protocols.selective.roles.coordination import Followed
 from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
 from asyncdist.protocols.selective.roles.resources import RoleResources
-from asyncdist.protocols.selective.scopes import PolicyScopes
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 
 logger = logging.getLogger("protocols.selective.islands.visit")

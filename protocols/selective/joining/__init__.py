@@ -1,1 +1,1 @@
-"""Lets a restarted rank rejoin a running policy: admission requests, and the transfer of a member's state."""
+"""Lets a restarted rank rejoin selective averaging: its round for newcomers, and the state that it receives."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from asyncdist import AsyncdistError
+from asyncdist.protocols.joining.newcomers import Application
+from asyncdist.protocols.joining.state_transfer import StateTransfer, WholeState, unpacked
 from asyncdist.protocols.journal import Journal
-from asyncdist.protocols.selective.joining.newcomers import Application
-from asyncdist.protocols.selective.joining.state_transfer import StateTransfer, WholeState, unpacked
 from asyncdist.protocols.selective.leadership import Leadership
 from asyncdist.protocols.selective.member import RoundMember, State
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles

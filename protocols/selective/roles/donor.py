@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from asyncdist.messaging.services import Services
+from asyncdist.protocols.joining.state_transfer import StateTransfer, copied
 from asyncdist.protocols.parameter_stream.messages import safe_point_count
 from asyncdist.protocols.parameter_stream.server import Offer, SnapshotServer
-from asyncdist.protocols.selective.joining.state_transfer import StateTransfer, copied
 from asyncdist.protocols.selective.roles.resources import RoleResources
 from asyncdist.protocols.step_info import SnapshotTaken
 from asyncdist.tensors.device_copy import DeviceCopy

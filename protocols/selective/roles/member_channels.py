@@ -7,9 +7,9 @@ import logging
 from asyncdist import BusyError, RankLostError, tags
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
+from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.parameter_stream.server import SnapshotServer
 from asyncdist.protocols.selective.messages import ControlMessage, Report
-from asyncdist.protocols.selective.scopes import PolicyScopes
 
 logger = logging.getLogger("protocols.selective.roles.member_channels")
 

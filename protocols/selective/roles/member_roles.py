@@ -12,8 +12,8 @@ from typing import assert_never
 
 from asyncdist import AsyncdistError
 from asyncdist.messaging.services import Services
+from asyncdist.protocols.joining.state_transfer import StateTransfer
 from asyncdist.protocols.journal import Journal
-from asyncdist.protocols.selective.joining.state_transfer import StateTransfer
 from asyncdist.protocols.selective.member import (
     AddUp,
     Apply,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncdist.protocols.applier import Applier
+from asyncdist.protocols.joining.state_transfer import WholeState
 from asyncdist.protocols.options import Timing
 from asyncdist.protocols.own_state import OwnState
 from asyncdist.protocols.parameter_stream.parts import PartPool
-from asyncdist.protocols.selective.joining.state_transfer import WholeState
 from asyncdist.protocols.selective.roles.exchange_buffers import ExchangeBuffers
 from asyncdist.protocols.step_info import UserEvents
 from asyncdist.tensors.flat_state import FlatState, SnapshotPool

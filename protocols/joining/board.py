@@ -8,48 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from asyncdist import BusyError, Envelope, RankLostError, tags
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
-from asyncdist.protocols.selective.islands.messages import Emigrant, Invitation
-from asyncdist.protocols.selective.joining.newcomers import Ambiguous, Application, Over, Refusal, Request, Welcome
+from asyncdist.protocols.joining.messages import Declined, Emigrant, Invitation, Nomination, TakeOver
+from asyncdist.protocols.joining.newcomers import Ambiguous, Application, Over, Refusal, Request, Welcome
 
-logger = logging.getLogger("protocols.selective.board")
-
-
-@dataclass(frozen=True, slots=True)
-class Nomination:
-    """Asks the receiver to coordinate, because the coordinator of ``epoch`` is gone.
-
-    ``epoch`` is the newest epoch that the sender knows.
-    """
-
-    policy: int
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class TakeOver:
-    """Notifies a member that ``coordinator`` coordinates in ``epoch``.
-
-    ``incarnation`` is the number of restarts of the coordinator's rank.
-    """
-
-    policy: int
-    epoch: int
-    coordinator: int
-    incarnation: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Declined:
-    """Answers a message about a policy: the sender has left that policy."""
-
-    policy: int
+logger = logging.getLogger("protocols.joining.board")
 
 
 SuccessionMessage: TypeAlias = Nomination | TakeOver | Declined

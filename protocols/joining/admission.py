@@ -1,7 +1,7 @@
-"""Admits restarted ranks to a running exchange, with the leader's whole state.
+"""Admits restarted ranks to a running policy that has a leader, with the leader's whole state.
 
 A newcomer finds the policy through the board that all policies of a rank share
-(:mod:`protocols.selective.joining.newcomers`). The leader copies its state inside its next ``step``, and admits the
+(:mod:`protocols.joining.newcomers`). The leader copies its state inside its next ``step``, and admits the
 newcomer at the same moment, so the state and the newcomer's first round fit together. Newcomers are admitted one after
 the other.
 """
@@ -16,11 +16,11 @@ import torch
 from asyncdist import AsyncdistError, RankLostError, StartTimeoutError
 from asyncdist.messaging import wire
 from asyncdist.messaging.services import Services
-from asyncdist.protocols.exchange.exchange import Exchange
-from asyncdist.protocols.selective.board import Board
-from asyncdist.protocols.selective.joining.newcomers import Application, Refusal, Request, Welcome, digest_of, key_of
-from asyncdist.protocols.selective.joining.state_transfer import StateTransfer, packed, unpacked
-from asyncdist.protocols.selective.scopes import PolicyScopes
+from asyncdist.protocols.joining.board import Board
+from asyncdist.protocols.joining.membership import Membership
+from asyncdist.protocols.joining.newcomers import Application, Refusal, Request, Welcome, digest_of, key_of
+from asyncdist.protocols.joining.scopes import PolicyScopes
+from asyncdist.protocols.joining.state_transfer import StateTransfer, packed, unpacked
 from asyncdist.waits import WaitId, WaitKind
 
 #: Largest state that a newcomer accepts: this number of bytes plus this multiple of its model's size.
@@ -39,13 +39,13 @@ class Admission:
     def __init__(
         self,
         services: Services,
-        exchange: Exchange,
+        membership: Membership,
         scopes: PolicyScopes,
         ranks: Sequence[int],
         values: Mapping[str, str],
     ) -> None:
         self._services = services
-        self._exchange = exchange
+        self._membership = membership
         self._scopes = scopes
         self._ranks = tuple(ranks)
         self._values = dict(values)
@@ -58,7 +58,7 @@ class Admission:
     @property
     def is_asked(self) -> bool:
         """True if this rank leads and a newcomer waits for admission."""
-        return bool(self._applicants) and self._exchange.can_admit
+        return bool(self._applicants) and self._membership.can_admit
 
     def admit(self, state: Callable[[], Mapping[str, Any]]) -> None:
         """Admit the first newcomer that is not lost, and offer it this rank's state in the current step."""
@@ -68,7 +68,7 @@ class Admission:
             if rank not in self._services.gone and self._services.restarted.get(rank, 0) == incarnation:
                 data = packed(state())
                 self._states.admit(rank)
-                self._states.offer(self._exchange.admit((rank, incarnation), self._states.withdraw), data)
+                self._states.offer(self._membership.admit((rank, incarnation), self._states.withdraw), data)
                 return
 
     async def take_state(self, nbytes: int, deadline: float) -> Any:
@@ -81,13 +81,13 @@ class Admission:
             StartTimeoutError: The leader did not admit this rank before the deadline.
             RankLostError: The leader was lost or has left.
         """
-        exchange, leader = self._exchange, self._exchange.leader
+        membership, leader = self._membership, self._membership.leader
 
         def has_news() -> bool:
-            return exchange.admission > 0 or has_left()
+            return membership.admission > 0 or has_left()
 
         def has_left() -> bool:
-            return leader in self._services.gone or leader not in exchange.members()
+            return leader in self._services.gone or leader not in membership.members()
 
         if not await self._services.engine.until(has_news, WaitId(WaitKind.POLICY_ADMISSION), deadline=deadline):
             raise StartTimeoutError(
@@ -95,7 +95,7 @@ class Admission:
             )
         limit = _STATE_NBYTES_MAX + _STATE_MODEL_COUNT_MAX * nbytes
         try:
-            number = exchange.admission
+            number = membership.admission
             data: torch.Tensor = await self._states.take(leader, number, nbytes_max=limit, deadline=deadline)
         except AsyncdistError as error:
             if not has_left():
@@ -110,14 +110,14 @@ class Admission:
 
     def _on_request(self, request: Request, source: int) -> bool:
         """Answer a request if this rank leads; return whether the request may still be granted."""
-        exchange, scopes = self._exchange, self._scopes
-        if exchange.leader != self._services.rank or source not in self._ranks:
-            return exchange.leader not in self._services.gone
+        membership, scopes = self._membership, self._scopes
+        if not membership.leads or source not in self._ranks:
+            return membership.leader not in self._services.gone
         if request.digest != digest_of(self._ranks, self._values):
             self._board.send(Refusal(request.key, tuple(self._values.items())), source)
             return True
-        exchange.dismiss(source)  # if its former process is still counted as a member
-        members = tuple((rank, self._services.restarted.get(rank, 0)) for rank in exchange.members())
+        membership.dismiss(source)  # if its former process is still counted as a member
+        members = tuple((rank, self._services.restarted.get(rank, 0)) for rank in membership.members())
         facts = scopes.policy, scopes.to_members, scopes.to_coordinator, 0, members
         self._board.send(Welcome(request.key, *facts), source)
         self._applicants[source] = request.incarnation

@@ -21,7 +21,7 @@ from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant
 from asyncdist.tensors import serialization
 from asyncdist.tensors.byte_views import byte_view, split
 
-logger = logging.getLogger("protocols.selective.joining.state_transfer")
+logger = logging.getLogger("protocols.joining.state_transfer")
 
 _ALIGNMENT_NBYTES: Final = 16
 #: First item of a tuple that describes a tensor; the others are its dtype, its shape, and the offset of its bytes.

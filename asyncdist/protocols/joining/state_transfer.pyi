@@ -1,0 +1,1 @@
+from protocols.joining.state_transfer import *

@@ -1,0 +1,256 @@
+"""Tracks the members of a policy with a leader: losses, succession, clean leaves and admissions.
+
+The leader is the first member that is neither lost nor has left. If it is lost, each member follows the next one.
+Messages between two ranks arrive in order, so a new leader and its members need not agree on its succession.
+
+The leader admits restarted ranks (*newcomers*) one at a time. It copies its whole state, and from then on the newcomer
+is a member. The newcomer gets the state when all other members count it as a member. If the leader is lost, the next
+leader therefore knows every newcomer that has a state; the others ask again (:mod:`protocols.joining.admission`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from asyncdist import Envelope, RankLostError, tags
+from asyncdist.messaging import wire
+from asyncdist.messaging.channels import Channel
+from asyncdist.messaging.services import Services
+from asyncdist.protocols.joining.messages import Acquainted, Admitted, Left, MembershipMessage
+from asyncdist.protocols.joining.scopes import PolicyScopes
+
+logger = logging.getLogger("protocols.joining.membership")
+
+
+class Concerned(Protocol):
+    """Interface through which a membership notifies the policy's mechanism of changes."""
+
+    def may_admit(self) -> bool:
+        """Return whether this leader's state is currently fit for a newcomer."""
+
+    def on_lost(self, rank: int) -> None:
+        """Handle a member other than the leader that is lost or has left."""
+
+    def on_new_leader(self) -> None:
+        """Handle the loss of the leader: :attr:`Membership.leader` is the next one, possibly this rank."""
+
+    def on_reachable(self, rank: int) -> None:
+        """Open this rank's channels to a restarted member, to whose new process this rank is connected."""
+
+    def on_admitted(self, rank: int) -> None:
+        """Count a newcomer as a member, as the leader, whose state the newcomer receives."""
+
+
+class Membership:
+    """One member's view of all members of a policy, and the admissions by this rank if it leads.
+
+    Args:
+        members: Ranks that take part, in the order in which they may lead, including this rank.
+        known: All ranks that may become members; by default the members.
+        admitted: Number of restarts of each member that was restarted.
+        leader: Rank that has answered this newcomer's request for admission; None for a member from the start.
+
+    Attributes:
+        leader: Rank of the current leader.
+        living: Members that are neither lost nor have left.
+        known: All ranks that may become members.
+        is_joining: Whether this newcomer has not loaded a state yet.
+        admission: Number of the state that the leader offers to this newcomer; 0 before it is admitted.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        scopes: PolicyScopes,
+        members: Sequence[int],
+        *,
+        known: Sequence[int] = (),
+        admitted: Mapping[int, int] | None = None,
+        leader: int | None = None,
+    ) -> None:
+        self._services = services
+        self._scope = wire.scope_of((), f"membership of policy {scopes.policy}", 0)
+        self._order = list(members)  # members in the order in which they may lead; newcomers are the last
+        self._admitted = dict(admitted or {})
+        self._left: set[int] = set()
+        self._admission_count = 0
+        self._newcomer: tuple[int, int] | None = None  # the newcomer that this leader admits now
+        self._unacquainted: set[int] = set()  # members that do not count it as a member yet; then the newcomer itself
+        self._on_admission_end: Callable[[], None] = lambda: None
+        self._is_closed = False
+        self._channel: Channel[MembershipMessage]
+        self._concerned: Concerned
+        self.leader = self._order[0] if leader is None else leader
+        self.living = set(members)
+        self.known = frozenset(known or members)
+        self.is_joining = leader is not None
+        self.admission = 0
+
+    def open(self, concerned: Concerned) -> None:
+        """Begin to follow the members, and notify ``concerned`` of changes from now on."""
+        services = self._services
+        self._concerned = concerned
+        self._channel = services.open_channel(
+            MembershipMessage, tag=tags.CONTROL, scope=self._scope, name="membership", handler=self._on_message
+        )
+        services.on_gone(self._on_gone, among=self.known)
+        services.on_returned(self._on_returned)
+        for rank in self._order:
+            if rank in services.gone:
+                self._on_gone(rank)
+
+    @property
+    def leads(self) -> bool:
+        """True if this rank is the leader."""
+        return self.leader == self._services.rank
+
+    def members(self) -> tuple[int, ...]:
+        """Return the living members in the order in which they may lead."""
+        return tuple(rank for rank in self._order if rank in self.living)
+
+    def is_reachable(self, rank: int) -> bool:
+        """Return whether this rank is connected to the process of a member that was admitted."""
+        services = self._services
+        is_present = rank not in services.gone and services.restarted.get(rank, 0) == self._admitted.get(rank, 0)
+        return rank == services.rank or is_present
+
+    def leave(self) -> None:
+        """Notify the other members that this rank leaves, and follow them no longer."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._services.off_gone(self._on_gone)
+        self._services.off_returned(self._on_returned)
+        if self._services.engine.failure is None:
+            for rank in sorted(self.living - {self._services.rank}):
+                self._post(Left(), rank)
+        self._channel.close()
+
+    # -- admission by this leader -----------------------------------------------------------------------------------
+
+    @property
+    def can_admit(self) -> bool:
+        """True if this rank leads, admits no newcomer at present, and its state is fit for a newcomer."""
+        return self.leads and self._newcomer is None and not self._is_closed and self._concerned.may_admit()
+
+    def dismiss(self, rank: int) -> None:
+        """Count a member as lost, since it has asked for admission again."""
+        self._note_gone(rank)
+
+    def admit(self, newcomer: tuple[int, int], on_end: Callable[[], None]) -> int:
+        """Admit a restarted rank with its incarnation, and return the number of the state to offer to it.
+
+        Args:
+            on_end: Function called when the newcomer has the state or is lost.
+        """
+        me, (rank, incarnation) = self._services.rank, newcomer
+        assert self.can_admit, "only a leader that is not busy admits"
+        self._admission_count += 1
+        self._order = [*self.members(), rank]
+        self.living.add(rank)
+        self._left.discard(rank)
+        self._admitted[rank] = incarnation
+        self._make_reachable(rank)
+        self._newcomer, self._on_admission_end = newcomer, on_end
+        self._unacquainted = self.living - {me, rank}
+        for member in sorted(self._unacquainted):
+            self._post(self._admitted_message(newcomer), member, self._admission_count)
+        self._concerned.on_admitted(rank)
+        self._note_acquainted(me)
+        return self._admission_count
+
+    def _note_acquainted(self, member: int) -> None:
+        """Complete a part of the admission, as the leader, when the last member that it awaits has answered or left."""
+        if self._newcomer is None:
+            return
+        rank, is_given = self._newcomer[0], self._newcomer[0] in self._unacquainted
+        self._unacquainted.discard(member)
+        if rank not in self.living or (is_given and not self._unacquainted):
+            self._newcomer = None
+            self._on_admission_end()
+        elif not self._unacquainted:
+            self._unacquainted = {rank}
+            self._post(self._admitted_message(self._newcomer), rank, self._admission_count)
+
+    def _admitted_message(self, newcomer: tuple[int, int]) -> Admitted:
+        return Admitted(tuple((rank, self._admitted.get(rank, 0)) for rank in self.members()), newcomer)
+
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    def complete_joining(self) -> None:
+        """Record that this newcomer has loaded the leader's state."""
+        self.is_joining = False
+        self._post(Acquainted((self._services.rank, self._services.incarnation)), self.leader)
+
+    def _on_gone(self, rank: int) -> None:
+        self._services.engine.loop.call_soon(self._note_gone, rank)
+
+    def _note_gone(self, rank: int) -> None:
+        """Handle a member that is lost or has left."""
+        if rank not in self.living or self._is_closed:
+            return
+        self.living.discard(rank)
+        if rank != self.leader:
+            self._concerned.on_lost(rank)
+            self._note_acquainted(rank)
+        elif self.is_joining:  # the request for admission is repeated
+            self._services.engine.recheck()
+        else:
+            self.leader = next(each for each in self._order if each in self.living)
+            logger.info("rank %d now leads, after rank %d", self.leader, rank)
+            self._concerned.on_new_leader()
+
+    def _on_message(self, envelope: Envelope[MembershipMessage]) -> None:
+        message, source = envelope.message, envelope.source
+        if source not in self.known:
+            logger.debug("rank %d, which is not a member, sent a %s", source, type(message).__name__)
+            return
+        match message:
+            case Left():
+                self._left.add(source)
+                self._note_gone(source)
+            case Acquainted() if message.newcomer == self._newcomer:
+                self._note_acquainted(source)
+            case Admitted() if source == self.leader:
+                self._note_admitted(envelope.round, message)
+
+    def _note_admitted(self, number: int, message: Admitted) -> None:
+        """Record the members after an admission, possibly this rank's own."""
+        rank, incarnation = message.newcomer
+        self._order = [each for each, _ in message.order]
+        self._admission_count = max(self._admission_count, number)
+        if message.newcomer == (self._services.rank, self._services.incarnation):
+            self.admission = number
+            self.living = {each for each in self._order if each not in self._services.gone and each not in self._left}
+            self._admitted.update(message.order)
+            for each in self.living - {rank}:
+                self._look_at(each)
+            self._services.engine.recheck()
+        else:
+            self._admitted[rank] = incarnation
+            self._left.discard(rank)
+            self._look_at(rank)
+
+    def _on_returned(self, rank: int) -> None:
+        self._services.engine.loop.call_soon(self._look_at, rank)
+
+    def _look_at(self, rank: int) -> None:
+        """Count a restarted rank as a member if this rank is connected to the process that was admitted."""
+        is_closed = self._is_closed or rank in self._left
+        if rank in self._admitted and self.is_reachable(rank) and not is_closed:
+            self.living.add(rank)
+            self._make_reachable(rank)
+            if not self.leads:
+                self._post(Acquainted((rank, self._admitted[rank])), self.leader)
+
+    def _make_reachable(self, rank: int) -> None:
+        self._channel.admit(rank)
+        self._concerned.on_reachable(rank)
+
+    def _post(self, message: MembershipMessage, dest: int, number: int = 0) -> None:
+        try:
+            self._channel.send_nowait(message, dest, round=number)
+        except RankLostError as error:  # the loss is handled when the world reports it
+            logger.debug("a %s was not sent: %s", type(message).__name__, error)

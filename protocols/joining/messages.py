@@ -1,0 +1,108 @@
+"""Defines the messages about a policy's coordinator, members and emigrants.
+
+All policies of a rank share one channel for messages about coordinators and emigrants (:mod:`protocols.joining.board`).
+Messages about members have a channel of their policy (:mod:`protocols.joining.membership`). Annotations are real
+objects, never strings, since `get_type_hints` must return plain types.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Nomination:
+    """Asks the receiver to coordinate, because the coordinator of ``epoch`` is gone.
+
+    ``epoch`` is the newest epoch that the sender knows.
+    """
+
+    policy: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeOver:
+    """Notifies a member that ``coordinator`` coordinates in ``epoch``.
+
+    ``incarnation`` is the number of restarts of the coordinator's rank.
+    """
+
+    policy: int
+    epoch: int
+    coordinator: int
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """Answers a message about a policy: the sender has left that policy."""
+
+    policy: int
+
+
+@dataclass(frozen=True, slots=True)
+class Emigrant:
+    """Announces the best member of an island, which can be a donor in another island.
+
+    The coordinator of the member's island sends this message to a rank of the other island. That rank forwards it once,
+    to its coordinator.
+
+    Attributes:
+        digest: Digest of the class, name, model and options of the policy.
+        is_passed_on: Whether a rank of the other island has forwarded this message.
+        marks: Up to two different checksums of initial weights that the sender's island knows.
+    """
+
+    policy: int
+    rank: int
+    incarnation: int
+    digest: str
+    is_passed_on: bool = False
+    marks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """Invites an announced rank of another island to be a donor in the sender's island.
+
+    The sender is the coordinator of its island. The invited rank answers with `Joined`, and all later messages use the
+    channels of the sender's island.
+    """
+
+    policy: int
+    to_members: int
+    to_coordinator: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Member to all members: this rank is no longer a member."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Leader to all members, and then to the newcomer: the newcomer is a member.
+
+    The frame's round is the number of the admission.
+
+    Attributes:
+        order: All members with their incarnations, in the order in which they may lead; the sender is one of them.
+        newcomer: The restarted rank among them that was admitted now, with its incarnation.
+    """
+
+    order: tuple[tuple[int, int], ...]
+    newcomer: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Acquainted:
+    """Member to leader: this member counts the newcomer as a member, or is the newcomer and has loaded the state.
+
+    Attributes:
+        newcomer: The newcomer's rank and incarnation.
+    """
+
+    newcomer: tuple[int, int]
+
+
+MembershipMessage = Left | Admitted | Acquainted
