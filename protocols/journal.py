@@ -143,11 +143,13 @@ class Journal:
             return
         if info is not NOTHING:
             if info:
-                self._replacement_count, self._latest = self._replacement_count + 1, info
-                self.add(
-                    *("applied", info.round, iteration, info.donors, info.weights, info.staleness_steps),
-                    *(info.seconds, info.nbytes, info.coordinator, info.route),
-                )
+                self._latest = info
+                for part in info.parts or (info,):
+                    self._replacement_count += 1
+                    self.add(
+                        *("applied", part.round, iteration, part.donors, part.weights, part.staleness_steps),
+                        *(part.seconds, part.nbytes, part.coordinator, part.route),
+                    )
             elif info.abandoned:
                 self._abandoned_count += 1
                 self.add("abandoned", info.round, iteration, info.abandoned)

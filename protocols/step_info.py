@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -37,6 +38,8 @@ class StepInfo:
         outer_norm: L2 norm of the mean difference, the outer optimizer's gradient; None if the policy has none.
         cosine: Mean cosine between the differences of two ranks, near 0 if the ranks learn different things; None if
             unknown.
+        parts: Results for each fragment, in the order of their rounds, if one step has averaged several; otherwise
+            empty. The other attributes then tell of all of them together (see :func:`together`).
     """
 
     averaged_this_iteration: bool = False
@@ -56,11 +59,14 @@ class StepInfo:
     wire_nbytes: int = 0
     outer_norm: float | None = None
     cosine: float | None = None
+    parts: tuple[StepInfo, ...] = ()
 
     def __bool__(self) -> bool:
         return self.averaged_this_iteration
 
     def __str__(self) -> str:
+        if self.parts:
+            return "; ".join(map(str, self.parts))
         if self.abandoned:
             return f"round {self.round}: abandoned, {self.abandoned}"
         if not self.averaged_this_iteration:
@@ -79,6 +85,28 @@ class StepInfo:
 
 #: Result of every step in which nothing happened, shared so that such a step creates no object.
 NOTHING = StepInfo()
+
+
+def together(infos: Sequence[StepInfo]) -> StepInfo:
+    """Return one result for all averages that a step has applied, at least one.
+
+    Sizes and durations are added up, the staleness is the largest, and the outer norm is that of all fragments
+    together. The round, its donors and their weights are those of the last average; the cosine is unknown.
+    """
+    if len(infos) == 1:
+        return infos[0]
+    norms = [info.outer_norm for info in infos if info.outer_norm is not None]
+    return replace(
+        infos[-1],
+        staleness_steps=max(info.staleness_steps for info in infos),
+        seconds=math.fsum(info.seconds for info in infos),
+        nbytes=sum(info.nbytes for info in infos),
+        wire_nbytes=sum(info.wire_nbytes for info in infos),
+        recovered=next((info.recovered for info in infos if info.recovered), ""),
+        outer_norm=math.hypot(*norms) if norms else None,
+        cosine=None,
+        parts=tuple(infos),
+    )
 
 
 def fields_of(info: StepInfo) -> dict[str, Any]:

@@ -1,50 +1,33 @@
-"""Keeps the state of one fragment on one member: its anchor, outer optimizer, residual, and the mean to apply.
+"""Keeps the state of one fragment of DiLoCo on one member: its anchor, outer optimizer and residual.
 
-All changes of the model's weights are made by :meth:`FragmentState.apply`, which the policy calls inside ``step``.
+See :mod:`protocols.exchange.fragment` for a fragment without these.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from asyncdist.protocols.diloco.outer_step import OuterFactory, OuterStep
+from asyncdist.protocols.exchange.fragment import Fragment, Mean, mean_cosine
 from asyncdist.protocols.exchange.ledger import Verdict
 from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, scatter, subtract
 from asyncdist.tensors.codecs import ErrorFeedback
 
 
-@dataclass(frozen=True, slots=True)
-class Mean:
-    """A mean that this member has received.
-
-    Attributes:
-        norm: L2 norm of the mean difference; None without an outer optimizer.
-        cosine: Mean cosine between two donors' differences; None if unknown, for example with top-k.
-    """
-
-    verdict: Verdict
-    norm: float | None
-    cosine: float | None
-
-
-class FragmentState:
-    """State of one fragment.
+class FragmentState(Fragment):
+    """State of one fragment, with an anchor if there is an outer optimizer.
 
     Args:
         factory: Factory of the outer optimizer; None to average states.
         decay: Decay of the error feedback; None for none.
         tensors: The model's tensors, from which the anchor is copied.
-        keeps_captured: Whether the captured parameters are kept, for :meth:`apply_late`.
-
-    Attributes:
-        version: Number of merged rounds.
-        mean: The last merged mean; None before the first.
+        mixing: Share of the rank's own parameters that it keeps when a mean is applied.
+        keeps_captured: Whether the captured parameters are kept, so that a late mean can be applied.
     """
 
     def __init__(
@@ -54,12 +37,11 @@ class FragmentState:
         decay: float | None,
         tensors: Sequence[Tensor],
         *,
+        mixing: float = 0.0,
         keeps_captured: bool = False,
     ) -> None:
-        self.layout = layout
-        self.version = 0
-        self.mean: Mean | None = None
-        self._values: dict[int, Tensor] = {}  # by vector: values of the last mean that will be applied
+        super().__init__(layout)
+        self._mixing = mixing
         self._captured = [vector.new_flat() for vector in layout.stepped] if keeps_captured else []
         self._outer: OuterStep | None = None
         self._residuals: dict[int, ErrorFeedback] = {}  # by vector
@@ -122,9 +104,15 @@ class FragmentState:
         self.mean = Mean(verdict, norm, cosine)
 
     @torch.no_grad()
-    def apply(self, tensors: Sequence[Tensor], mixing: float) -> None:
+    def apply(self, tensors: Sequence[Tensor], *, is_late: bool, is_whole: bool) -> None:
+        """Write the last mean into the model's tensors; see :meth:`Fragment.apply`."""
+        if is_late and not is_whole:
+            self._apply_late(tensors)
+        else:
+            self._apply_mixed(tensors, 0.0 if is_whole else self._mixing)
+
+    def _apply_mixed(self, tensors: Sequence[Tensor], mixing: float) -> None:
         """Write the last mean into the model's tensors: ``mixing`` * own + (1 - ``mixing``) * new for parameters."""
-        assert self.mean is not None, "a mean is applied before it was merged"
         anchors = iter(() if self._outer is None else self._outer.anchors)
         for place, vector in enumerate(self.layout.vectors):
             new = next(anchors, None) if vector.role == "stepped" else None
@@ -139,8 +127,7 @@ class FragmentState:
             scatter(vector, new, tensors)
         self._values = {}
 
-    @torch.no_grad()
-    def apply_late(self, tensors: Sequence[Tensor]) -> None:
+    def _apply_late(self, tensors: Sequence[Tensor]) -> None:
         """Write the last mean into the model's tensors, and keep the progress of the parameters since the capture.
 
         Parameters become own + (new - captured), in the vector's dtype.
@@ -170,49 +157,25 @@ class FragmentState:
             scatter(vector, anchor, tensors)
 
     @property
-    def holds_mean(self) -> bool:
-        """True if the memory of the last mean is needed until :meth:`apply`."""
-        return bool(self._values)
-
-    @property
     def anchors(self) -> tuple[Tensor, ...]:
-        """The anchor's flat tensors; empty without an outer optimizer."""
+        """The anchor's flat tensors; none without an outer optimizer."""
         return () if self._outer is None else self._outer.anchors
 
     def state_dict(self) -> dict[str, Any]:
         """Return the version, captured parameters, anchor, outer state and residuals, with cloned tensors."""
         outer = self._outer
         return {
-            "version": self.version,
+            **super().state_dict(),
             "captured": [flat.clone() for flat in self._captured],
             "anchors": [] if outer is None else [anchor.clone() for anchor in outer.anchors],
             "outer": None if outer is None else outer.state_dict(),
             "residuals": [each.residual.clone() for each in self._residuals.values()],
         }
 
-    def clear_residuals(self) -> None:
-        """Drop the encoding errors of earlier rounds, to which this member did not contribute."""
+    def forget_own(self) -> None:
+        """Drop the encoding errors of the other rank's contributions."""
         for each in self._residuals.values():
             each.residual.zero_()
-
-    def pending(self) -> dict[str, Any]:
-        """Return a copy of the merged mean that is not applied yet."""
-        assert self.mean is not None, "there is no mean"
-        verdict = self.mean.verdict
-        return {
-            "values": {place: values.clone() for place, values in self._values.items()},
-            "donors": verdict.donors,
-            "weights": verdict.weights,
-            "norms": verdict.norms,
-            "norm": self.mean.norm,
-            "cosine": self.mean.cosine,
-        }
-
-    def restore_pending(self, state: Mapping[str, Any]) -> None:
-        """Load a result of :meth:`pending`."""
-        self._values = {place: values.clone() for place, values in state["values"].items()}
-        verdict = Verdict(1, tuple(state["donors"]), tuple(state["weights"]), tuple(state["norms"]))
-        self.mean = Mean(verdict, state["norm"], state["cosine"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state of a fragment with the same layout and options."""
@@ -224,7 +187,7 @@ class FragmentState:
                 "the state's anchors and residuals must have the shapes of this policy's. Use the model, "
                 "outer_optimizer, error_feedback and fragments of the run that saved it"
             )
-        self.version = state["version"]
+        super().load_state_dict(state)
         for flat, saved in zip(self._captured, state["captured"], strict=True):
             flat.copy_(saved)
         for anchor, saved in zip(own_anchors, anchors, strict=True):
@@ -233,19 +196,3 @@ class FragmentState:
             each.residual.copy_(saved)
         if self._outer is not None:
             self._outer.load_state_dict(state["outer"])
-
-
-def mean_cosine(verdict: Verdict, norm: float) -> float | None:
-    """Return the mean cosine between two donors' contributions, from their norms and the norm of their mean.
-
-    None if there are fewer than two donors, or if all contributions are zero.
-
-    With the sum v of all weighted contributions, |v|^2 is the sum of all products of two contributions.
-    """
-    total = sum(verdict.weights)
-    lengths = [weight * own for weight, own in zip(verdict.weights, verdict.norms, strict=True)]
-    squares = math.fsum(length**2 for length in lengths)
-    products = math.fsum(lengths) ** 2 - squares
-    if len(lengths) < 2 or not products:
-        return None
-    return ((total * norm) ** 2 - squares) / products

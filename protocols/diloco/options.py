@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from asyncdist import validation
-from asyncdist.protocols.declared import Options, function, like, one_of, option, or_none, whole
+from asyncdist.protocols.declared import one_of, option, or_none, whole
 from asyncdist.protocols.diloco.fragments import FragmentPattern
 from asyncdist.protocols.diloco.outer_step import OuterFactory, check_factory
-from asyncdist.protocols.options import AveragingOptions, MemberOptions, OptimizerState
+from asyncdist.protocols.exchange.options import ExchangeOptions
+from asyncdist.protocols.options import MemberOptions, OptimizerState
 from asyncdist.protocols.step_info import PolicyEvent
 from asyncdist.tensors.codecs import Codec, find_codec
 
@@ -74,7 +75,7 @@ def _pattern(name: str, value: Any) -> FragmentPattern:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiLoCoOptions(Options):
+class DiLoCoOptions(ExchangeOptions):
     """Options of DiLoCo and of the methods that it includes."""
 
     outer_optimizer: OuterFactory | None = option(
@@ -143,7 +144,6 @@ class DiLoCoOptions(Options):
         group=_GROUP,
         is_agreed=True,
     )
-    optimizer_state: OptimizerState = like(AveragingOptions, "optimizer_state")
     late: Late = option(
         'Whether a step waits for a mean that has not arrived when it is due (`"wait"`). With `"skip"`, no step waits: '
         "the mean is applied in the first step after its arrival, the rank keeps its progress since the capture, and "
@@ -152,17 +152,6 @@ class DiLoCoOptions(Options):
         default="wait",
         group="stragglers and rounds",
         is_agreed=True,
-    )
-    on_event: Callable[[PolicyEvent], None] | None = option(
-        "Callable that receives each event of this rank (`protocols.PolicyEvent`) inside `step`.",
-        function("None or a callable that takes one event"),
-        default=None,
-    )
-    drain_timeout_s: float = option(
-        "Seconds to wait, when leaving, for ranks that still receive this rank's data.",
-        validation.seconds,
-        default=60.0,
-        group="members and timeouts",
     )
 
     def check_beside(self, average_every: int) -> None:
@@ -184,7 +173,7 @@ class DiLoCoOptions(Options):
         """Return the options that must be equal on all members, by name, as JSON values."""
         outer = "None" if self.outer_optimizer is None else described(self.outer_optimizer)
         return {
-            **Options.agreed(self),
+            **ExchangeOptions.agreed(self),
             "optimizer_state": self.optimizer_state,
             "wire": repr(self.wire),
             "outer_optimizer": outer,

@@ -40,7 +40,7 @@ from asyncdist.protocols.exchange.messages import (
     Merged,
     Retired,
 )
-from asyncdist.protocols.exchange.rounds import Exchanged, MemberRound, RoundTransfers
+from asyncdist.protocols.exchange.rounds import Exchanged, MemberRound, RoundTransfers, has_merged
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.parameter_stream.server import SnapshotServer
@@ -111,8 +111,7 @@ class Exchange:
 
     def has_merged(self, number: int) -> bool:
         """Return whether this member has the mean of a round."""
-        own = self._rounds.get(number)
-        return number <= self._last_retired if own is None else own.has_merged
+        return has_merged(self._fragments, number)
 
     async def merged(self, number: int) -> None:
         """Wait until this member has the mean of a round."""
@@ -168,10 +167,6 @@ class Exchange:
         orders, self._orders = self._orders, []
         for order in orders:
             self._obey(*order)
-
-    def _is_past(self, number: int) -> bool:
-        """Return whether this rank's state contains a round's mean."""
-        return (number - 1) // len(self._fragments) < self._fragments[(number - 1) % len(self._fragments)].version
 
     # -- changes of the members -------------------------------------------------------------------------------------
 
@@ -239,7 +234,7 @@ class Exchange:
         """Handle the leader's message as a member."""
         match message:
             case Decided(verdict) if number > self._last_retired:
-                if number not in self._rounds and self._is_past(number):  # part of the state that it received
+                if number not in self._rounds and self.has_merged(number):  # part of the state that it received
                     self._tell_leader(Merged(), number)
                 else:
                     self._take_verdict(self._round(number), verdict)

@@ -58,6 +58,11 @@ class Exchanged(Protocol):
         """Take the encoded mean of all donors, one tensor for each vector; empty if there were no donors."""
 
 
+def has_merged(fragments: Sequence[Exchanged], number: int) -> bool:
+    """Return whether this member has the mean of a round, itself or in a state that it has received."""
+    return (number - 1) // len(fragments) < fragments[(number - 1) % len(fragments)].version
+
+
 @dataclass(slots=True, eq=False)
 class MemberRound:
     """State of one round on one member, until it is retired.

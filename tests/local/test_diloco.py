@@ -171,6 +171,29 @@ def test_frozen_parameters_may_be_left_out() -> None:
     assert run(main, 3) == [({7.0}, {3.0})] * 3
 
 
+def test_a_step_reports_all_fragments_that_it_averages() -> None:
+    """Regression: in the warm-up, only the last fragment was reported, and its rounds alone were counted."""
+
+    async def main(world: ad.World) -> tuple[list[tuple[int, ...]], int, list[int]]:
+        model, rounds = nn.Sequential(linear(), linear(2)), []
+
+        def note(_: float, kind: str, fields: Any) -> None:
+            if kind == "applied":
+                rounds.append(fields[1])
+
+        world.services.events.sink = note
+        options: dict[str, Any] = {"fragments": 2, "warmup_steps": 2, "outer_optimizer": None}
+        async with DiLoCoPolicy(model, sgd(model), average_every=4, **options) as policy:
+            found = [await policy.step() for _ in range(4)]
+            counted = policy.statistics().average_count
+        parts = [tuple(each.fragment for each in info.parts or (info,)) for info in found]
+        assert found[0].nbytes == sum(part.nbytes for part in found[0].parts) == (12 + 6) * 8
+        return parts, counted, rounds
+
+    parts = [(0, 1), (0, 1), (-1,), (0,)]
+    assert run(main, 2) == [(parts, 5, [1, 2, 3, 4, 5])] * 2
+
+
 def test_a_model_on_the_meta_device_is_refused_by_name() -> None:
     model = nn.Linear(2, 2, device="meta")
     with pytest.raises((ValueError, TypeError, NotImplementedError), match="meta"):

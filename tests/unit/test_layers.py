@@ -48,9 +48,10 @@ GROUND_FOLDERS = {"host_memory", "launchers", "trust"}
 FACE = {"__init__", "__main__", "cli", "pytest_plugin"}
 #: Modules that decide and do nothing else: no event loop, no clock, no randomness that is not an argument.
 PURE = {
-    "diloco.schedule",
+    "exchange.flights",
     "exchange.ledger",
     "exchange.messages",
+    "exchange.schedule",
     "joining.messages",
     "one_sided.selection",
     "ranking",

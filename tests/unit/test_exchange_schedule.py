@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from asyncdist.protocols.diloco.schedule import Schedule
+from asyncdist.protocols.exchange.schedule import Schedule
 
 CASES = [
     (every, count, overlap, warmup)

@@ -1,0 +1,87 @@
+"""Tracks one member's fragments: which of them are due, which are in flight, and when their means are applied.
+
+A fragment is *owed* from the step in which it is due until its contribution is captured, and then *in flight* until its
+mean is applied. The state is the same on all members that have made equal steps, except with ``skips_late``. Nothing
+here waits, sends or reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from asyncdist.protocols.exchange.schedule import Schedule
+
+
+class Flight(NamedTuple):
+    """A round for which this member has captured its contribution, and whose mean is not applied yet."""
+
+    number: int
+    captured_at: int
+    applied_at: int
+
+
+class Flights:
+    """Tracks all fragments of one member.
+
+    Args:
+        schedule: Steps in which the fragments are due.
+        skips_late: Whether a step skips a mean that has not arrived when it is due. A fragment is then captured again
+            only after its mean was applied.
+
+    Attributes:
+        skips_late: See above.
+        in_flight: Rounds in flight by fragment.
+    """
+
+    def __init__(self, schedule: Schedule, *, skips_late: bool = False) -> None:
+        self._schedule = schedule
+        self.skips_late = skips_late
+        self.in_flight: dict[int, Flight] = {}
+        self._captured = [0] * schedule.fragment_count  # number of contributions by fragment
+        self._owed: list[int] = []  # in the order of capture; several after cancelled steps
+
+    def note_step(self, step: int) -> None:
+        """Record that the fragments of a step are due."""
+        self._owed += [each for each in self._schedule.due(step) if not self.skips_late or self._is_in_turn(each)]
+
+    def forget_owed(self) -> None:
+        """Capture none of the fragments that are due."""
+        self._owed.clear()
+
+    def can_begin(self) -> bool:
+        """Return whether a fragment is owed, and can be captured now."""
+        return bool(self._owed) and self._owed[0] not in self.in_flight
+
+    def begin(self, step: int) -> tuple[int, int]:
+        """Put the next owed fragment in flight, and return it with the number of its round."""
+        assert self.can_begin(), "no fragment can be captured"
+        fragment = self._owed.pop(0)
+        number = self._captured[fragment] * len(self._captured) + fragment + 1
+        self._captured[fragment] += 1
+        self.in_flight[fragment] = Flight(number, step, self._schedule.applied_at(step))
+        return fragment, number
+
+    def due(self, step: int) -> list[tuple[int, Flight]]:
+        """Return the fragments in flight whose means should be applied by a step."""
+        return sorted(each for each in self.in_flight.items() if each[1].applied_at <= step)
+
+    def end(self, fragment: int) -> None:
+        """Record that the mean of a fragment in flight was applied."""
+        del self.in_flight[fragment]
+
+    def _is_in_turn(self, fragment: int) -> bool:
+        """Return whether a fragment's next round is the first that is neither captured nor owed.
+
+        Rounds are retired in the order of their numbers, so they must be captured in this order.
+        """
+        counts = [count + self._owed.count(each) for each, count in enumerate(self._captured)]
+        return fragment not in self._owed and fragment == counts.index(min(counts))
+
+    def state(self) -> dict[str, Any]:
+        """Return the counts of contributions and the owed fragments, without the rounds in flight."""
+        return {"captured": list(self._captured), "owed": list(self._owed)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load the result of :meth:`state`."""
+        self._captured, self._owed = list(state["captured"]), list(state["owed"])

@@ -1,0 +1,147 @@
+"""Keeps the state of one fragment on one member: the number of merged rounds, and the last mean until it is applied.
+
+A :class:`Fragment` averages the weights themselves. Subclasses send something else than the weights, or apply the mean
+in another way. All changes of the model's weights are made by :meth:`Fragment.apply`, which the policy calls inside
+``step``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncdist.protocols.exchange.ledger import Verdict
+from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, scatter
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean that this member has received.
+
+    Attributes:
+        norm: L2 norm of the mean difference; None if states are averaged.
+        cosine: Mean cosine between two donors' differences; None if unknown, for example with top-k.
+    """
+
+    verdict: Verdict
+    norm: float | None = None
+    cosine: float | None = None
+
+
+class Fragment:
+    """State of one fragment.
+
+    Attributes:
+        version: Number of merged rounds.
+        mean: The last merged mean; None before the first.
+    """
+
+    def __init__(self, layout: WireLayout) -> None:
+        self.layout = layout
+        self.version = 0
+        self.mean: Mean | None = None
+        self._values: dict[int, Tensor] = {}  # by vector: values of the last mean that will be applied
+
+    @property
+    def holds_mean(self) -> bool:
+        """True if the memory of the last mean is needed until :meth:`apply`."""
+        return bool(self._values)
+
+    @property
+    def anchors(self) -> tuple[Tensor, ...]:
+        """Flat tensors that must be equal on all members when they start; none if there is no anchor."""
+        return ()
+
+    @torch.no_grad()
+    def capture(self, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
+        """Write this member's contribution into ``encoded``, one tensor for each vector, and return its L2 norm.
+
+        If the norm is not finite, the contribution is not used.
+        """
+        norm = 0.0
+        for vector, into in zip(self.layout.vectors, encoded, strict=True):
+            flat = vector.values_of(into)
+            gather(vector, tensors, flat)
+            if vector.role == "stepped":
+                norm = math.hypot(norm, torch.linalg.vector_norm(flat).item())
+            if vector.codec is not None:
+                vector.codec.encode(flat, into)
+        return norm
+
+    @torch.no_grad()
+    def merge(self, verdict: Verdict, encoded: Sequence[Tensor]) -> None:
+        """Take the encoded mean of all donors, which is kept until it is applied."""
+        self._values = {place: self.layout.vectors[place].decoded(each) for place, each in enumerate(encoded)}
+        self.version += 1
+        self.mean = Mean(verdict)
+
+    @torch.no_grad()
+    def apply(self, tensors: Sequence[Tensor], *, is_late: bool, is_whole: bool) -> None:
+        """Write the last mean into the model's tensors.
+
+        Args:
+            is_late: Whether the rank has trained since the step in which the mean was due.
+            is_whole: Whether the rank keeps nothing of its own weights, since they are not finite.
+        """
+        del is_late, is_whole
+        for place, values in self._values.items():
+            scatter(self.layout.vectors[place], values, tensors)
+        self._values = {}
+
+    def restore(self, tensors: Sequence[Tensor]) -> None:
+        """Write the anchor into the model's parameters; change nothing if there is no anchor."""
+
+    def forget_own(self) -> None:
+        """Drop the state that belongs to another rank alone, after its whole state was loaded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state without the mean that is not applied yet; tensors are cloned."""
+        return {"version": self.version}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state of a fragment with the same layout and options.
+
+        Raises:
+            ValueError: The state belongs to a fragment with another layout or other options.
+        """
+        self.version = state["version"]
+
+    def pending(self) -> dict[str, Any]:
+        """Return a copy of the merged mean that is not applied yet."""
+        assert self.mean is not None, "there is no mean"
+        verdict = self.mean.verdict
+        return {
+            "values": {place: values.clone() for place, values in self._values.items()},
+            "donors": verdict.donors,
+            "weights": verdict.weights,
+            "norms": verdict.norms,
+            "norm": self.mean.norm,
+            "cosine": self.mean.cosine,
+        }
+
+    def restore_pending(self, state: Mapping[str, Any]) -> None:
+        """Load a result of :meth:`pending`."""
+        self._values = {place: values.clone() for place, values in state["values"].items()}
+        verdict = Verdict(1, tuple(state["donors"]), tuple(state["weights"]), tuple(state["norms"]))
+        self.mean = Mean(verdict, state["norm"], state["cosine"])
+
+
+def mean_cosine(verdict: Verdict, norm: float) -> float | None:
+    """Return the mean cosine between two donors' contributions, from their norms and the norm of their mean.
+
+    None if there are fewer than two donors, or if all contributions are zero.
+
+    With the sum v of all weighted contributions, |v|^2 is the sum of all products of two contributions.
+    """
+    total = sum(verdict.weights)
+    lengths = [weight * own for weight, own in zip(verdict.weights, verdict.norms, strict=True)]
+    squares = math.fsum(length**2 for length in lengths)
+    products = math.fsum(lengths) ** 2 - squares
+    if len(lengths) < 2 or not products:
+        return None
+    return ((total * norm) ** 2 - squares) / products

@@ -1,0 +1,55 @@
+"""Tests which fragments a member captures and applies, in steps that are cancelled or whose means are late as well."""
+
+from __future__ import annotations
+
+from asyncdist.protocols.exchange.flights import Flight, Flights
+from asyncdist.protocols.exchange.schedule import Schedule
+
+
+def captured(flights: Flights, step: int) -> list[tuple[int, int]]:
+    """Capture all fragments that can be captured in a step, and return them with their rounds."""
+    flights.note_step(step)
+    found = []
+    while flights.can_begin():
+        found.append(flights.begin(step))
+    return found
+
+
+def test_rounds_are_numbered_over_all_fragments() -> None:
+    flights = Flights(Schedule(every=4, fragment_count=2, overlap_steps=1, warmup_steps=0))
+    assert [captured(flights, step) for step in (0, 1)] == [[], [(0, 1)]]
+    assert flights.in_flight == {0: Flight(number=1, captured_at=1, applied_at=2)}
+    assert flights.due(1) == [] and flights.due(2) == [(0, Flight(1, 1, 2))]
+    flights.end(0)
+    assert [captured(flights, step) for step in (2, 3)] == [[], [(1, 2)]]
+    flights.end(1)
+    assert [captured(flights, step) for step in (4, 5)] == [[], [(0, 3)]]
+
+
+def test_a_step_that_captured_nothing_is_made_up_for() -> None:
+    flights = Flights(Schedule(every=1, fragment_count=1, overlap_steps=0, warmup_steps=0))
+    flights.note_step(0)  # cancelled before the capture
+    flights.note_step(1)
+    assert flights.begin(1) == (0, 1) and not flights.can_begin(), "round 1 is in flight"
+    flights.end(0)
+    assert flights.begin(1) == (0, 2)
+
+
+def test_a_late_fragment_is_captured_again_only_after_its_mean() -> None:
+    flights = Flights(Schedule(every=2, fragment_count=2, overlap_steps=0, warmup_steps=0), skips_late=True)
+    assert [captured(flights, step) for step in range(2)] == [[(0, 1)], [(1, 2)]]
+    flights.end(1)
+    assert [captured(flights, step) for step in range(2, 4)] == [[], []], "rounds are captured in turn, and 0 is late"
+    flights.end(0)
+    assert [captured(flights, step) for step in range(4, 6)] == [[(0, 3), (1, 4)], []]
+
+
+def test_a_saved_state_continues_with_the_same_rounds() -> None:
+    schedule = Schedule(every=3, fragment_count=3, overlap_steps=0, warmup_steps=1)
+    flights, later = Flights(schedule), Flights(schedule)
+    for step in range(2):
+        for fragment, _ in captured(flights, step):
+            flights.end(fragment)
+    flights.note_step(2)
+    later.load(flights.state())
+    assert later.begin(2) == flights.begin(2) == (1, 5)
