@@ -25,7 +25,7 @@ from asyncdist import BusyError, ClosedError, RankLostError
 from asyncdist.protocols.exchange.exchange import Exchange
 from asyncdist.protocols.exchange.flights import Flight, Flights
 from asyncdist.protocols.exchange.fragment import Fragment
-from asyncdist.protocols.exchange.ledger import Verdict
+from asyncdist.protocols.exchange.ledger import Report, Verdict, reported_weights
 from asyncdist.protocols.exchange.options import ExchangeOptions
 from asyncdist.protocols.exchange.rounds import has_merged
 from asyncdist.protocols.exchange.schedule import Schedule
@@ -104,6 +104,22 @@ class ExchangePolicy(SpawnPolicy):
         del fragment
         return 1.0
 
+    def _take_scores(self, fragment: int, tensors: Sequence[Tensor]) -> tuple[float, ...]:
+        """Return the values, besides weight and norm, that :meth:`weigh` needs of the contribution captured now.
+
+        Args:
+            tensors: The model's tensors.
+        """
+        del fragment, tensors
+        return ()
+
+    def weigh(self, reports: Mapping[int, Report]) -> Mapping[int, float]:
+        """Return the weight of each donor by rank; a pure function of the reports by rank, equal on all members.
+
+        Ranks that are missing in the result are left out. A donor's norm must be finite.
+        """
+        return reported_weights(reports)
+
     def _acts_alone(self) -> bool:
         """Return whether a rank without other members averages as well, as with an outer optimizer."""
         return False
@@ -139,7 +155,9 @@ class ExchangePolicy(SpawnPolicy):
 
     def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
         values, is_overlapped = _without_progress(self._agreed_values()), self._is_overlapped
-        self._exchange = Exchange(self._services, scopes, membership, self._fragments, is_overlapped=is_overlapped)
+        self._exchange = Exchange(
+            self._services, scopes, membership, self._fragments, is_overlapped=is_overlapped, weigh=self.weigh
+        )
         self._admission = Admission(self._services, membership, scopes, self._members, values)
 
     def _opened(self) -> tuple[Exchange, Admission]:
@@ -315,16 +333,17 @@ class ExchangePolicy(SpawnPolicy):
         fragment, number = self._flights.begin(step)
         if self._has(number):  # this rank was admitted while the others captured the round
             return
-        own, weight, exchange = self._fragments[fragment], self._take_weight(fragment), self._exchange
+        own, exchange = self._fragments[fragment], self._exchange
+        weight, scores = self._take_weight(fragment), self._take_scores(fragment, tensors)
         encoded = own.layout.new_encoded() if exchange is None else exchange.new_encoded(fragment)
         norm = math.nan if self._unsound() is not None else own.capture(tensors, encoded)
         if exchange is None:
-            is_finite = math.isfinite(norm)
-            verdict = Verdict(1, (self._world.rank,), (weight,), (norm,)) if is_finite else Verdict(1, (), (), ())
-            own.merge(verdict, encoded if is_finite else ())
+            chosen = self.weigh({self._world.rank: Report(weight, norm, scores)})
+            verdict = Verdict(1, tuple(chosen), tuple(chosen.values()), (norm,) * len(chosen))
+            own.merge(verdict, encoded if chosen else ())
         else:
             self._sent_nbytes += own.layout.nbytes
-            exchange.contribute(number, encoded, weight, norm)
+            exchange.contribute(number, encoded, weight, norm, scores)
 
     async def _apply_due(self, step: int) -> list[StepInfo]:
         """Apply all means that are due in this step; wait for those that have not arrived, unless they are skipped."""
