@@ -76,6 +76,7 @@ class Exchange:
         self._services = services
         self._membership = membership
         self._fragments = fragments
+        self._is_overlapped = is_overlapped
         self._rounds: dict[int, MemberRound] = {}
         self._last_retired = 0
         self._early: list[tuple[int, int, ExchangeMessage]] = []  # messages to this rank before it leads
@@ -114,10 +115,17 @@ class Exchange:
         return has_merged(self._fragments, number)
 
     async def merged(self, number: int) -> None:
-        """Wait until this member has the mean of a round."""
+        """Wait until this member has the mean of a round.
+
+        If all members wait in the same step, also wait until the others have received this member's slices. Otherwise
+        this member would train for a step while they wait for the rest of a slice.
+        """
+        wait = WaitId(WaitKind.ROUND_MEAN, number=number)
         if not self.has_merged(number):
-            wait = WaitId(WaitKind.ROUND_MEAN, number=number)
             await self._services.engine.until(lambda: self.has_merged(number), wait)
+        own = self._rounds.get(number)
+        if own is not None and not self._is_overlapped and not own.has_sent:
+            await self._services.engine.until(lambda: own.has_sent, wait)
 
     async def settled(self, deadline: float | None = None) -> bool:
         """Wait until every member has the means of all rounds to which this member has contributed.

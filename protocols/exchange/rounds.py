@@ -92,6 +92,11 @@ class MemberRound:
     offers: list[Offer] = field(default_factory=list)
     received_nbytes: int = 0
 
+    @property
+    def has_sent(self) -> bool:
+        """True if no rank is still receiving a slice from this member."""
+        return not any(offer.streams for offer in self.offers)
+
     def standing(self) -> Standing:
         """Return this member's standing in the round."""
         verdict = self.verdict if self.has_merged else None

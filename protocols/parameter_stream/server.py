@@ -240,7 +240,7 @@ class SnapshotServer:
         if offer.withdrawn and not offer.streams and offer in self._offers:
             self._offers.remove(offer)
             offer.on_free(offer.snapshot)
-            self._services.engine.recheck()
+        self._services.engine.recheck()
 
     def _on_earlier(self, envelope: Envelope[StreamMessage]) -> None:
         if not isinstance(envelope.message, Cancel | Location):

@@ -187,13 +187,16 @@ def measured(job: Job, method: DiLoCo, *, rounds: int = 1) -> Measured:
 @pytest.mark.usefixtures("scaled_chunks")
 @pytest.mark.parametrize("codec", [FLOAT32, INT8], ids=lambda each: each.name)
 @pytest.mark.parametrize(("mbits", "latency_s"), [(50, 1e-3), (1000, 5e-5)])
-@pytest.mark.parametrize(("ranks", "slower"), [(2, 0.1), (4, 0.35), (8, 0.75)])
+@pytest.mark.parametrize(("ranks", "slower"), [(2, 0.05), (4, 0.15), (8, 0.22)])
 def test_a_round_of_diloco_takes_the_modelled_seconds(
     ranks: int, slower: float, mbits: float, latency_s: float, codec: Codec
 ) -> None:
     """Rounds of two ranks take the modelled seconds. With more ranks, slices for one rank delay each other.
 
     The simulated interface sends messages in order, and the model has no such delays.
+
+    Regression: a rank that had its mean trained for a step while others still received its slices, and a round of
+    eight ranks took up to 1.65 times the modelled seconds.
     """
     job = scaled_job(2_000_000 * ranks, ranks, mbits, step_s=0.5, latency_s=latency_s)
     method = DiLoCo(every=2, codec=codec)
