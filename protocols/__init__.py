@@ -2,6 +2,8 @@
 
 import sys
 
+from asyncdist.protocols.async_diloco.corrections import CGAD, HeLoCo, StalenessWeight
+from asyncdist.protocols.async_diloco.delayed_nesterov import DelayedNesterov
 from asyncdist.protocols.average_all import AverageAllPolicy, AverageAllStatistics
 from asyncdist.protocols.diloco.outer_optimizers import FedAdagrad, FedAdam, FedYogi
 from asyncdist.protocols.diloco.policy import DiLoCoPolicy
@@ -36,6 +38,7 @@ AsyncSelectiveAveragingPolicympi4pyFast = OneSidedSelectiveAveragingPolicy
 AsyncSelectiveAveragingPolicympi4pyGeneral = OneSidedSelectiveAveragingPolicy
 
 __all__ = [
+    "CGAD",
     "AsyncSelectiveAveragingPolicy",
     "AsyncSelectiveAveragingPolicympi4pyFast",
     "AsyncSelectiveAveragingPolicympi4pyGeneral",
@@ -45,12 +48,14 @@ __all__ = [
     "AverageApplied",
     "CoordinatorChanged",
     "CoordinatorStatistics",
+    "DelayedNesterov",
     "DiLoCoPolicy",
     "DiLoCoStatistics",
     "Durations",
     "FedAdagrad",
     "FedAdam",
     "FedYogi",
+    "HeLoCo",
     "OneSidedRules",
     "OneSidedSelectiveAveragingPolicy",
     "OneSidedStatistics",
@@ -66,6 +71,7 @@ __all__ = [
     "SelectiveStatistics",
     "SnapshotTaken",
     "SpawnPolicy",
+    "StalenessWeight",
     "StepInfo",
     "TopK",
     "coordinate",
