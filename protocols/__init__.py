@@ -22,6 +22,7 @@ from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics, SelectiveStatistics
 from asyncdist.protocols.step_info import (
     AverageApplied,
+    Contributed,
     CoordinatorChanged,
     PolicyEvent,
     RoleAssigned,
@@ -46,6 +47,7 @@ __all__ = [
     "AverageAllPolicympi4py",
     "AverageAllStatistics",
     "AverageApplied",
+    "Contributed",
     "CoordinatorChanged",
     "CoordinatorStatistics",
     "DelayedNesterov",

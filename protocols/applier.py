@@ -75,15 +75,18 @@ class Applier:
             route=new.route,
         )
 
-    def announce(self, new: NewWeights, iteration: int) -> None:
-        """Call the user's ``on_event`` callback, if any, with this rank's state after :meth:`apply`."""
+    def announce(self, new: NewWeights, iteration: int, info: StepInfo) -> None:
+        """Call the user's ``on_event`` callback, if any, with this rank's state after :meth:`apply`.
+
+        Args:
+            info: Result of :meth:`apply`.
+        """
         if not self._events.are_wanted:
             return
         state = self._snapshots.acquire()
         try:
             self._flat.snapshot(state)
-            self._events.tell_now(
-                AverageApplied(new.round, new.donors, new.weights, new.best, iteration, state.by_name(), new.versions)
-            )
+            facts = new.round, new.donors, new.weights, new.best, iteration
+            self._events.tell_now(AverageApplied(*facts, state.by_name(), new.versions, info))
         finally:
             self._snapshots.release(state)

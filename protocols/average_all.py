@@ -166,7 +166,7 @@ class AverageAllPolicy(Ported):
         nbytes = await self._average()
         size, seconds = self._group.size, self._world.time() - began_at
         self._average_count, self._average_s = self._average_count + 1, self._average_s + seconds
-        return StepInfo(
+        info = StepInfo(
             averaged_this_iteration=True,
             round=self._round,
             donors=self._group.ranks,
@@ -174,23 +174,25 @@ class AverageAllPolicy(Ported):
             seconds=seconds,
             nbytes=nbytes,
         )
+        if self._on_event is not None:
+            self._announce(self._on_event, info)
+        return info
 
     async def _average(self) -> int:
         with self._weights.following():
             await average_state(self.model, self._flat, self._own_group, world=self._world)
         if self._resets_optimizer:
             reset_optimizer_state(self.optimizer)
-        if self._on_event is not None:
-            self._announce(self._on_event)
         return self._layout.nbytes
 
-    def _announce(self, on_event: Callable[[PolicyEvent], None]) -> None:
-        donors = self._own_group.ranks
+    def _announce(self, on_event: Callable[[PolicyEvent], None], info: StepInfo) -> None:
+        donors = info.donors
         weights = (1.0,) * len(donors)
         state = self._snapshots.acquire()
         try:
             self._flat.snapshot(state)
-            on_event(AverageApplied(self._round, donors, weights, donors[0], self.iteration, state.by_name()))
+            facts = info.round, donors, weights, donors[0], self.iteration
+            on_event(AverageApplied(*facts, state.by_name(), info=info))
         finally:
             self._snapshots.release(state)
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from asyncdist.live.counters import PolicyCounters
 from asyncdist.messaging.services import Services
-from asyncdist.protocols.step_info import NOTHING, StepInfo
+from asyncdist.protocols.exchange.counts import AverageCounts
+from asyncdist.protocols.step_info import NOTHING, Contributed, StepInfo
 from asyncdist.recording.events import EventLog, Field
 from asyncdist.tensors.model_tensors import local_part
 from asyncdist.wording import aligned
@@ -42,6 +43,7 @@ class Journal:
     Attributes:
         metric: Latest metric; None before the first metric.
         is_direction_named: Whether the latest step was called with ``loss=`` or ``score=``.
+        averages: Counts of this rank's contributions and averages.
     """
 
     def __init__(self, name: str, class_name: str = "") -> None:
@@ -50,7 +52,9 @@ class Journal:
         self._name, self._class_name = name, class_name
         self._rank: int | None = None
         self._number = -1
+        self._group = 0  # lowest rank of the policy's group
         self._step_count = 0  # iteration of the policy
+        self.averages = AverageCounts()
         self._replacement_count = self._abandoned_count = 0
         self._role, self._round = "", None  # type: str, int | None
         self._coordinator: int | None = None
@@ -72,7 +76,7 @@ class Journal:
 
     def begin(self, services: Services, class_name: str, average_every: int, nbytes: int, ranks: Sequence[int]) -> None:
         """Record that the policy has started on ``ranks``, with ``nbytes`` of weights on each rank."""
-        self._events, self._rank = services.events, services.rank
+        self._events, self._rank, self._group = services.events, services.rank, min(ranks)
         if self._whole is not None:
             self._whole._number = self._number = services.events.number_policy()
             self._whole._is_numbered = True
@@ -140,21 +144,42 @@ class Journal:
         """Record the result of a step that began at ``began_at``, a time from :meth:`now`."""
         self._step_count = iteration + 1
         if self._whole is not None:  # the containing policy records the same step
+            for part in info.parts or (info,) if info.fragment >= 0 else ():
+                self.averages.note_applied(part)
             return
         if info is not NOTHING:
             if info:
                 self._latest = info
                 for part in info.parts or (info,):
-                    self._replacement_count += 1
-                    self.add(
-                        *("applied", part.round, iteration, part.donors, part.weights, part.staleness_steps),
-                        *(part.seconds, part.nbytes, part.coordinator, part.route),
-                    )
+                    self._note_applied(iteration, part)
             elif info.abandoned:
                 self._abandoned_count += 1
                 self.add("abandoned", info.round, iteration, info.abandoned)
         if began_at and self._events is not None:
             self._events.record("step", self._number, iteration, self._events.now() - began_at)
+
+    def _note_applied(self, iteration: int, info: StepInfo) -> None:
+        self._replacement_count += 1
+        of_average: tuple[Field, ...] = ()
+        if info.fragment >= 0:
+            self.averages.note_applied(info)
+            of_average = (
+                *(info.fragment, info.version, info.staleness_versions, info.left_out, info.gains),
+                *(info.wire_nbytes, info.unencoded_nbytes, info.outer_norm, info.cosine, info.waited_s),
+            )
+        self.add(
+            *("applied", info.round, iteration, info.donors, info.weights, info.staleness_steps),
+            *(info.seconds, info.nbytes, info.coordinator, info.route, *of_average),
+        )
+
+    def note_contributed(self, event: Contributed) -> None:
+        """Record that this rank's contribution to a round was captured."""
+        self.averages.note_contributed(event)
+        self._round = event.round
+        self.add(
+            *("contributed", event.round, event.fragment, event.iteration, event.version),
+            *(event.weight, event.norm, event.wire_nbytes, event.unencoded_nbytes, self._group),
+        )
 
     def note_role(self, round: int, state: str) -> None:
         """Record this rank's new role in a round."""
@@ -180,4 +205,5 @@ class Journal:
             staleness_steps=latest.staleness_steps if latest else None,
             coordinator=member._coordinator,
             latest=str(latest) if latest else "",
+            **member.averages.counters(),
         )

@@ -13,6 +13,8 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
+from asyncdist.wording import plural, ranks_in_words
+
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
@@ -38,6 +40,15 @@ class StepInfo:
         outer_norm: L2 norm of the mean difference, the outer optimizer's gradient; None if the policy has none.
         cosine: Mean cosine between the differences of two ranks, near 0 if the ranks learn different things; None if
             unknown.
+        unencoded_nbytes: Size in bytes of the same contribution with ``wire="float32"``.
+        waited_s: Seconds for which this step waited for the average; 0 for policies in which no rank waits.
+        fragment_count: Number of the policy's fragments.
+        version: Number of averages of this fragment so far, including this one; -1 if averages are not counted.
+        staleness_versions: Number of averages of this fragment between the one from which the oldest contribution was
+            computed and this one; None if averages are not counted.
+        left_out: Members whose contributions were not averaged, ascending: they came too late, were not finite, or
+            would have done harm. Empty for policies without contributions.
+        gains: For each donor, the gain of its contribution on held-out data; empty if the policy does not measure it.
         parts: Results for each fragment, in the order of their rounds, if one step has averaged several; otherwise
             empty. The other attributes then tell of all of them together (see :func:`together`).
     """
@@ -59,6 +70,13 @@ class StepInfo:
     wire_nbytes: int = 0
     outer_norm: float | None = None
     cosine: float | None = None
+    unencoded_nbytes: int = 0
+    waited_s: float = 0.0
+    fragment_count: int = 1
+    version: int = -1
+    staleness_versions: int | None = None
+    left_out: tuple[int, ...] = ()
+    gains: tuple[float, ...] = ()
     parts: tuple[StepInfo, ...] = ()
 
     def __bool__(self) -> bool:
@@ -67,20 +85,25 @@ class StepInfo:
     def __str__(self) -> str:
         if self.parts:
             return "; ".join(map(str, self.parts))
+        number = f"round {self.round}" + (f", fragment {self.fragment}" if self.fragment_count > 1 else "")
         if self.abandoned:
-            return f"round {self.round}: abandoned, {self.abandoned}"
+            return f"{number}: abandoned, {self.abandoned}"
         if not self.averaged_this_iteration:
             return "nothing changed"
         if not self.donors and self.fragment >= 0:
-            return f"round {self.round}: no rank had finite weights"
+            return f"{number}: no rank had finite weights"
         if not self.donors:
-            return f"round {self.round}: fresh weights"
+            return f"{number}: fresh weights"
         ranks = ", ".join(map(str, self.donors))
         age = f"{self.staleness_steps} step{'' if self.staleness_steps == 1 else 's'} old"
         if self.migrants:
             age += f"; {', '.join(map(str, self.migrants))} from another island"
+        if self.staleness_versions:
+            age += f", {plural(self.staleness_versions, 'version')}"
+        if self.left_out:
+            age += f"; without {ranks_in_words(self.left_out)}"
         cure = f"; {self.recovered}: taken whole, optimizer reset" if self.recovered else ""
-        return f"round {self.round}: average of rank{'' if len(self.donors) == 1 else 's'} {ranks} ({age}){cure}"
+        return f"{number}: average of rank{'' if len(self.donors) == 1 else 's'} {ranks} ({age}){cure}"
 
 
 #: Result of every step in which nothing happened, shared so that such a step creates no object.
@@ -102,6 +125,9 @@ def together(infos: Sequence[StepInfo]) -> StepInfo:
         seconds=math.fsum(info.seconds for info in infos),
         nbytes=sum(info.nbytes for info in infos),
         wire_nbytes=sum(info.wire_nbytes for info in infos),
+        unencoded_nbytes=sum(info.unencoded_nbytes for info in infos),
+        waited_s=math.fsum(info.waited_s for info in infos),
+        left_out=tuple(sorted({rank for info in infos for rank in info.left_out})),
         recovered=next((info.recovered for info in infos if info.recovered), ""),
         outer_norm=math.hypot(*norms) if norms else None,
         cosine=None,
@@ -147,6 +173,7 @@ class AverageApplied:
         iteration: Iteration of the replacer, from 0.
         state: New state of this rank, as flat 1-D tensors by dtype name; valid only during the call.
         versions: Version of each donor's snapshot, in the same order, if snapshots are published; otherwise empty.
+        info: Result of the step; if a step applies several averages, the result of this one.
     """
 
     round: int
@@ -156,6 +183,35 @@ class AverageApplied:
     iteration: int
     state: Mapping[str, torch.Tensor]
     versions: tuple[int, ...] = ()
+    info: StepInfo = NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class Contributed:
+    """Event inside a step: this rank's contribution to a round of averaging was captured.
+
+    :class:`AverageApplied` of the same round follows, unless the policy ends first.
+
+    Attributes:
+        round: Number of the round.
+        fragment: Number of the averaged fragment, from 0.
+        iteration: Iteration of this rank, from 0.
+        version: Number of averages of the fragment that this rank had applied before the capture.
+        weight: Weight of the contribution, such as its number of tokens; not normalised.
+        norm: L2 norm of the contribution; NaN or infinite if this rank's weights were not finite, so that they are left
+            out.
+        wire_nbytes: Encoded size of the contribution in bytes.
+        unencoded_nbytes: Size of the contribution in bytes with ``wire="float32"``.
+    """
+
+    round: int
+    fragment: int
+    iteration: int
+    version: int
+    weight: float
+    norm: float
+    wire_nbytes: int
+    unencoded_nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +280,7 @@ class CoordinatorChanged:
 
 
 PolicyEvent: TypeAlias = (
-    SnapshotTaken | AverageApplied | RoleAssigned | RoundEnded | RoundAbandoned | CoordinatorChanged
+    SnapshotTaken | Contributed | AverageApplied | RoleAssigned | RoundEnded | RoundAbandoned | CoordinatorChanged
 )
 
 

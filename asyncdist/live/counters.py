@@ -33,6 +33,15 @@ class PolicyCounters:
         staleness_steps: Age, in steps, of the oldest snapshot in the last replacement; None before the first one.
         coordinator: Rank of the current coordinator; None while the initial coordinator has not been replaced.
         latest: Description of the last replacement.
+        fragment: Fragment of the last average; None before the first one, and for policies without contributions.
+        staleness_versions: Number of averages between the one from which the oldest contribution to the last average
+            was computed and the last average; None if averages are not counted.
+        wire_nbytes: Encoded size in bytes of all contributions of this rank; None for policies without contributions,
+            as for the following attributes.
+        unencoded_nbytes: Size of the same contributions with ``wire="float32"``.
+        outer_norm: L2 norm of the last mean difference.
+        cosine: Mean cosine between the differences of two ranks in the last average.
+        waited_for_averages_s: Seconds for which steps have waited for averages.
     """
 
     policy: str
@@ -45,6 +54,13 @@ class PolicyCounters:
     staleness_steps: int | None = None
     coordinator: int | None = None
     latest: str = ""
+    fragment: int | None = None
+    staleness_versions: int | None = None
+    wire_nbytes: int | None = None
+    unencoded_nbytes: int | None = None
+    outer_norm: float | None = None
+    cosine: float | None = None
+    waited_for_averages_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +171,13 @@ EXPORTED: Final[Mapping[str, tuple[Kind, str]]] = {
     "replacements": ("counter", "Number of times that the policy has replaced the weights."),
     "abandoned_rounds": ("counter", "Abandoned rounds that should have replaced the weights."),
     "staleness_steps": ("gauge", "Age of the oldest snapshot in the last replacement."),
+    "fragment": ("gauge", "Fragment of the last average."),
+    "staleness_versions": ("gauge", "Averages since the base of the oldest contribution to the last average."),
+    "outer_norm": ("gauge", "L2 norm of the last mean difference."),
+    "cosine": ("gauge", "Mean cosine between the differences of two ranks in the last average."),
+    "contributed_bytes": ("counter", "Encoded size of this rank's contributions to averages."),
+    "contributed_unencoded_bytes": ("counter", "Size of the same contributions as float32."),
+    "waited_for_averages_seconds": ("counter", "Seconds for which steps have waited for averages."),
     "sent_messages": ("counter", "Messages sent on channels."),
     "received_messages": ("counter", "Messages received from channels."),
     "sent_bytes": ("counter", "Bytes of tensors sent."),
@@ -191,8 +214,18 @@ def samples(counters: RankCounters, before: RankCounters | None = None) -> Itera
             yield Sample("role", 1, {**labels, "role": policy.role})
         yield Sample("replacements", policy.replacement_count, labels)
         yield Sample("abandoned_rounds", policy.abandoned_count, labels)
-        if policy.staleness_steps is not None:
-            yield Sample("staleness_steps", policy.staleness_steps, labels)
+        for name, value in (
+            ("staleness_steps", policy.staleness_steps),
+            ("fragment", policy.fragment),
+            ("staleness_versions", policy.staleness_versions),
+            ("outer_norm", policy.outer_norm),
+            ("cosine", policy.cosine),
+            ("contributed_bytes", policy.wire_nbytes),
+            ("contributed_unencoded_bytes", policy.unencoded_nbytes),
+            ("waited_for_averages_seconds", policy.waited_for_averages_s),
+        ):
+            if value is not None:
+                yield Sample(name, value, labels)
     yield Sample("sent_messages", counters.sent_count)
     yield Sample("received_messages", counters.received_count)
     yield Sample("sent_bytes", counters.sent_nbytes)

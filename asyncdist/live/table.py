@@ -22,6 +22,8 @@ _FRAME_HEIGHT: Final = 3
 _NOTE_COUNT_MAX: Final = 6
 #: Number of spaces between columns.
 _GAP: Final = 2
+#: Columns that are left out if all of their cells are empty.
+_OPTIONAL: Final = frozenset({"policy", "part", "behind", "norm", "cosine", "waited", "wire", "raw"})
 #: Maximum width, in characters, of columns whose text may be truncated.
 _TEXTS: Final[Mapping[str, int]] = {"policy": 24, "role": 8, "latest": 40}
 
@@ -158,7 +160,6 @@ def _waiting(row: Row, _: PolicyCounters | None) -> str:
 
 def _columns(rows: Sequence[Row], width: int) -> dict[_Column, int]:
     """Return the widths, by column, of the columns that fit and are not empty."""
-    policies = [policy for row in rows if row.now is not None for policy in row.now.policies]
     candidates: list[tuple[int, _Column]] = [
         (0, _of_rank_number()),
         (2, _of_policy("policy", 8, lambda policy: policy.policy)),
@@ -169,6 +170,13 @@ def _columns(rows: Sequence[Row], width: int) -> dict[_Column, int]:
         (2, _of_policy("role", 8, lambda policy: policy.role)),
         (1, _of_policy("replaced", 8, lambda policy: str(policy.replacement_count))),
         (4, _of_policy("stale", 5, lambda policy: _number(policy.staleness_steps))),
+        (5, _of_policy("part", 4, lambda policy: _number(policy.fragment))),
+        (4, _of_policy("behind", 6, lambda policy: _number(policy.staleness_versions))),
+        (3, _of_policy("norm", 8, lambda policy: _number(policy.outer_norm))),
+        (3, _of_policy("cosine", 6, lambda policy: "" if policy.cosine is None else f"{policy.cosine:.2f}")),
+        (2, _of_policy("waited", 6, lambda policy: _seconds(policy.waited_for_averages_s))),
+        (4, _of_policy("wire", 5, lambda policy: _amount_or_none(policy.wire_nbytes))),
+        (5, _of_policy("raw", 5, lambda policy: _amount_or_none(policy.unencoded_nbytes))),
         (5, _of_rank("in", 5, lambda now: _amount(now.received_nbytes))),
         (6, _of_rank("out", 5, lambda now: _amount(now.sent_nbytes))),
         (4, _Column("waits", 5, _waiting)),
@@ -178,7 +186,7 @@ def _columns(rows: Sequence[Row], width: int) -> dict[_Column, int]:
     left = width + _GAP
     widths: dict[str, int] = {}
     for _, column in sorted(candidates, key=lambda each: each[0]):
-        if column.name == "policy" and not any(policy.policy for policy in policies):
+        if column.name in _OPTIONAL and not any(column.text(row, each) for row in rows for each in _policies_of(row)):
             continue
         needed = _width_of(column, rows)
         if left >= needed + _GAP:
@@ -213,6 +221,14 @@ def _number(value: float | None) -> str:
 
 def _rate(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.1f}s"
+
+
+def _amount_or_none(nbytes: int | None) -> str:
+    return "" if nbytes is None else _amount(nbytes)
 
 
 def _amount(nbytes: float) -> str:

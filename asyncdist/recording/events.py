@@ -36,10 +36,12 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "metric": ("policy", "iteration", "value"),
     # This rank entered a new state of a round; the states are defined by protocols.selective.member.
     "role": ("policy", "round", "state"),
-    # This rank applied new weights.
+    # This rank applied new weights. The fields from ``fragment`` on are those of averages of contributions.
     "applied": (
         *("policy", "round", "iteration", "donors", "weights"),
         *("staleness_steps", "seconds", "nbytes", "coordinator", "route"),
+        *("fragment", "version", "staleness_versions", "left_out", "gains"),
+        *("wire_nbytes", "unencoded_nbytes", "outer_norm", "cosine", "waited_s"),
     ),
     # A round whose average this rank should have applied was abandoned.
     "abandoned": ("policy", "round", "iteration", "reason"),
@@ -87,6 +89,11 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "joined": ("policy", "round", "iteration", "donor"),
     # The ranks of a host reported why the job made no progress or was aborted; some of the ranks record the report.
     "told": ("story",),
+    # This rank captured its contribution to a round of averaging. ``group`` is the lowest rank of the policy's group.
+    "contributed": (
+        *("policy", "round", "fragment", "iteration", "version"),
+        *("weight", "norm", "wire_nbytes", "unencoded_nbytes", "group"),
+    ),
 }
 _PLACES: Final = {kind: {name: place for place, name in enumerate(names)} for kind, names in KINDS.items()}
 #: Value of ``pass`` for a message that was received before the rank's world was open.

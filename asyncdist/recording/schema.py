@@ -159,7 +159,7 @@ read_conditions: Final = msgspec.msgpack.Decoder(Conditions).decode
 read_preamble: Final = msgspec.msgpack.Decoder(Preamble).decode
 
 #: Number of fields that are always present, for kinds of events whose last fields are optional.
-_REQUIRED_COUNTS: Final[Mapping[str, int]] = {"safe_point": 2, "received": 3}
+_REQUIRED_COUNTS: Final[Mapping[str, int]] = {"safe_point": 2, "received": 3, "applied": 10}
 _OFFSET: Final = Annotated[int, Meta(ge=-(10**16), le=10**16)]
 
 
@@ -171,16 +171,21 @@ def _types_of_fields(size: int) -> Mapping[str, Any]:
     return {
         **dict.fromkeys(("policy", "round", "iteration", "epoch", "incarnation", "line"), Count),
         **dict.fromkeys(("average_every", "model_nbytes", "ranks", "nbytes", "tag"), Count),
+        **dict.fromkeys(("fragment", "version", "wire_nbytes", "unencoded_nbytes"), Count),
+        "staleness_versions": Count | None,
         **dict.fromkeys(("turn", "turns", "woken", "begun"), Count),
         **dict.fromkeys(("class_name", "name", "state", "reason", "error", "why", "story"), Text),
-        **dict.fromkeys(("rank", "source", "dest"), rank),
+        **dict.fromkeys(("rank", "source", "dest", "group"), rank),
         "donor": rank_or_none,
         "coordinator": rank_or_none | None,
         "staleness_steps": Count | None,
         "route": Text | None,
-        **dict.fromkeys(("donors", "replacers"), ranks),
+        **dict.fromkeys(("donors", "replacers", "left_out"), ranks),
+        "gains": Annotated[list[float], Meta(max_length=size)],
+        **dict.fromkeys(("weight", "norm"), Number),
+        **dict.fromkeys(("outer_norm", "cosine"), float | None),
         "weights": Annotated[list[Annotated[float, Meta(ge=0, le=1e6)]], Meta(max_length=size)] | None,
-        "seconds": Seconds,
+        **dict.fromkeys(("seconds", "waited_s"), Seconds),
         "clock.seconds": Clock,
         "value": Number,
         "measured.value": Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)] | bool,

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+from asyncdist.report.averages import median_late_s
 from asyncdist.report.summary import Round, Summary
-from asyncdist.wording import plural, ranks_in_words, seconds_in_words
+from asyncdist.wording import plural, ranks_in_words, seconds_in_words, size_in_words
 
 #: A rank is slow if its median step time exceeds the median over all ranks by this factor.
 SLOW_FACTOR: Final = 1.25
@@ -27,6 +28,7 @@ def conclusions(summary: Summary) -> list[str]:
         *_steps(summary),
         *_metrics(summary),
         *_rounds(summary),
+        *_averages(summary),
         *_lineage(summary),
         *_messages(summary),
     ]
@@ -102,7 +104,7 @@ def _metrics(summary: Summary) -> Iterator[str]:
 
 def _rounds(summary: Summary) -> Iterator[str]:
     if not summary.rounds:
-        if summary.applied:
+        if summary.applied and not summary.averages.ranks:
             yield f"{len(summary.applied):,} averages were taken; the policy has no rounds."
         return
     count = len(summary.rounds)
@@ -118,6 +120,74 @@ def _rounds(summary: Summary) -> Iterator[str]:
         yield f"Not applied by all: {_reasons(left)}."
 
 
+def _averages(summary: Summary) -> Iterator[str]:
+    """Yield sentences about the rounds of policies that average contributions of all ranks."""
+    rounds, ranks = summary.averages.rounds(), summary.averages.ranks
+    if not rounds:
+        return
+    fragment_count = len({each.fragment for each in rounds})
+    of = f" of {fragment_count} fragments" if fragment_count > 1 else ""
+    applied_count = sum(each.applied_count for each in rounds)
+    text = f"{plural(len(rounds), 'round')}{of} {'was' if len(rounds) == 1 else 'were'} averaged"
+    yield f"{text}, and {plural(applied_count, 'average')} applied."
+    left_out = {rank: each.left_out_count for rank, each in sorted(ranks.items()) if each.left_out_count}
+    if left_out:
+        yield f"Contributions that were not averaged: {_by_rank(left_out)}."
+    joint = [each for each in rounds if each.contribution_count > 1]
+    if joint:
+        last = max(ranks, key=lambda rank: ranks[rank].last_count)
+        longest = max(joint, key=lambda each: each.late_s)
+        yield (
+            f"The last contribution to a round came {seconds_in_words(median_late_s(joint))} after the first in the "
+            f"median, at most {seconds_in_words(longest.late_s)} (round {longest.key.round}, rank {longest.last_rank})."
+            f" Rank {last} was the last in {ranks[last].last_count:,} of {plural(len(joint), 'round')}."
+        )
+    yield from _waits(summary)
+    yield from _contributions(summary)
+
+
+def _waits(summary: Summary) -> Iterator[str]:
+    waited = {rank: each.waited_s for rank, each in summary.averages.ranks.items() if each.applied_count}
+    if not waited or not summary.duration_s:
+        return
+    share = sum(waited.values()) / len(waited) / summary.duration_s
+    least, most = min(waited, key=waited.__getitem__), max(waited, key=waited.__getitem__)
+    text = f"Ranks waited for averages for {share:.1%} of the time"
+    if least != most:
+        shortest, longest = seconds_in_words(waited[least]), seconds_in_words(waited[most])
+        text += f": rank {most} the longest, {longest}, and rank {least} the shortest, {shortest}"
+    yield f"{text}."
+    ages = max(each.staleness_steps for each in summary.averages.rounds())
+    versions = max(each.staleness_versions for each in summary.averages.rounds())
+    if ages:
+        old = f", and up to {plural(versions, 'version')} old" if versions else ""
+        yield f"Averages were applied up to {plural(ages, 'step')} after the contribution was captured{old}."
+
+
+def _contributions(summary: Summary) -> Iterator[str]:
+    """Yield sentences about the sizes of the contributions, their mean and the angles between them."""
+    ranks = summary.averages.ranks.values()
+    wire, whole = sum(each.wire_nbytes for each in ranks), sum(each.unencoded_nbytes for each in ranks)
+    if wire and wire != whole:
+        yield f"The contributions had {size_in_words(wire)} when encoded, {wire / whole:.1%} of {size_in_words(whole)}."
+    elif wire:
+        yield f"The contributions had {size_in_words(wire)}, and were not encoded."
+    told = [each for each in summary.averages.rounds() if each.outer_norm is not None]
+    if len(told) > 1:
+        first, last = told[0], told[-1]
+        text = f"The norm of the mean change went from {first.outer_norm:.3g} to {last.outer_norm:.3g}"
+        angles = [each.cosine for each in told if each.cosine is not None]
+        if angles:
+            text += f", and the mean cosine between the changes of two ranks from {angles[0]:.2f} to {angles[-1]:.2f}"
+        yield f"{text}."
+
+
+def _by_rank(counts: Mapping[int, int]) -> str:
+    told = [f"{count:,} of rank {rank}" for rank, count in sorted(counts.items(), key=lambda item: -item[1])]
+    more = len(told) - _COUNT_MAX
+    return ", ".join(told[:_COUNT_MAX]) + (f" and those of {plural(more, 'more rank')}" if more > 0 else "")
+
+
 def _reasons(rounds: Sequence[Round]) -> str:
     counts = Counter(each.reason or "no end in the recording" for each in rounds)
     told = [f"{count:,} ({reason})" for reason, count in counts.most_common(_REASON_COUNT_MAX)]
@@ -127,7 +197,8 @@ def _reasons(rounds: Sequence[Round]) -> str:
 
 def _lineage(summary: Summary) -> Iterator[str]:
     for place, population in enumerate(summary.populations):
-        if not any(each.population == place for each in summary.applied):
+        is_averaged = place in summary.averages.populations  # all of its ranks begin with the same weights
+        if is_averaged or not any(each.population == place for each in summary.applied):
             continue
         shares = population.shares.astype("float64").mean(axis=0)
         most = int(shares.argmax())

@@ -14,7 +14,9 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from asyncdist.recording.reader import Recording
+from asyncdist.report.average_figures import average_sections
 from asyncdist.report.conclusions import conclusions
+from asyncdist.report.drawing import evenly, name_ranks, named_ranks, new_figure, scale, times
 from asyncdist.report.summary import Round, Summary, summarise
 from asyncdist.wording import ranks_in_words, size_in_words
 
@@ -79,7 +81,9 @@ def render(recording: Recording) -> str:
     sections = []
     for title, note, figure in _sections(summary, recording.ranks[0].header.transport.startswith("sim")):
         sections.append(f"<h2>{html.escape(title)}</h2>\n<p>{html.escape(note)}</p>")
-        if figure is not None:
+        if isinstance(figure, str):
+            sections.append(figure)
+        elif figure is not None:
             data = str(figure.to_json()).replace("<", "\\u003c")  # "<" might end the script or begin a comment
             drawn = f'<script type="application/json">{data}</script>'
             sections.append(f'<div class="figure" style="height: {figure.layout.height}px">{drawn}</div>')
@@ -103,7 +107,7 @@ def _facts(recording: Recording, summary: Summary) -> str:
         ("ranks", f"{recording.size} on {', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''}"),
         ("transport", header.transport),
         ("steps", f"{steps:,} on all ranks"),
-        ("rounds", f"{len(summary.rounds):,}, with {len(summary.applied):,} replacements"),
+        *_facts_of_rounds(summary),
         ("messages", f"{size_in_words(summary.nbytes.sum())}; data shared in a host's memory is not counted"),
     ]
     if recording.missing:
@@ -113,21 +117,29 @@ def _facts(recording: Recording, summary: Summary) -> str:
     return f"<table>{rows}</table>"
 
 
-def _name_ranks(figure: go.Figure, size: int, axes: str) -> None:
-    """Label every rank on the given axes, unless there are more than 32 ranks."""
-    if size <= 32:
-        for axis in axes:
-            figure.update_layout({f"{axis}axis_dtick": 1})
+def _facts_of_rounds(summary: Summary) -> Iterator[tuple[str, str]]:
+    averages = summary.averages.rounds()
+    of_averages = sum(each.applied_count for each in averages)
+    if summary.rounds or not averages:
+        yield "rounds", f"{len(summary.rounds):,}, with {len(summary.applied) - of_averages:,} replacements"
+    if averages:
+        yield "rounds of averaging", f"{len(averages):,}, with {of_averages:,} averages applied"
 
 
-def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, go.Figure | None]]:
-    """Yield (title, note, figure) for each section. The figure is None without data, as plotly would invent axes."""
+def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, go.Figure | str | None]]:
+    """Yield (title, note, figure) for each section; the figure may be a table in HTML.
+
+    The figure is None without data, as plotly would invent axes.
+    """
     yield from _of_populations(summary)
-    yield "Rounds", *_rounds(summary)
+    if summary.rounds or not summary.averages.ranks:
+        yield "Rounds", *_rounds(summary)
+    yield from average_sections(summary)
     yield "Step times", *_step_times(summary, is_simulated)
     what = "Mean seconds between two steps. Look for a bright row, a slow rank, and for bright columns: at those times,"
     yield "Step times over time", *_over_time(summary, "interval_bins", f"{what} all ranks waited.")
-    what = "Mean seconds by which a rank reached an iteration after the first rank. Look for a row that gets brighter:"
+    did = "contributed to a round" if summary.averages.ranks else "reached an iteration"
+    what = f"Mean seconds by which a rank {did} after the first rank. Look for a row that gets brighter:"
     yield (
         "Stragglers",
         *_over_time(summary, "lag_bins", f"{what} that rank falls further and further behind."),
@@ -147,45 +159,20 @@ def _of_populations(summary: Summary) -> Iterator[tuple[str, str, go.Figure | No
         ]
     for place, name in whose:
         yield f"Metric{name}", *_metric(summary, place)
-        yield f"Ancestry of the weights{f',{name}' if name else ''}", *_lineage(summary, place)
-
-
-def _figure(height: int, x: str, y: str) -> go.Figure:
-    figure = go.Figure()
-    figure.update_layout(
-        template="plotly_white",
-        height=height,
-        margin={"l": 60, "r": 20, "t": 36, "b": 50},
-        xaxis_title=x,
-        yaxis_title=y,
-        legend={"orientation": "h", "x": 0, "xanchor": "left", "y": -0.22, "yanchor": "top"},
-    )
-    return figure
-
-
-def _scale(title: str, **more: Any) -> dict[str, Any]:
-    """Return a heat map's colour scale, placed below the map because a narrow window has no space beside it."""
-    place = {"orientation": "h", "x": 0.5, "y": -0.22, "yanchor": "top", "thickness": 12, "len": 0.9}
-    return {"title": {"text": title, "side": "bottom"}, **place, **more}
-
-
-def _evenly(values: Sequence[Any], count: int) -> list[Any]:
-    """Return at most ``count`` evenly spaced elements of ``values``."""
-    if len(values) <= count:
-        return list(values)
-    return [values[int(place)] for place in np.linspace(0, len(values) - 1, count)]
+        if place not in summary.averages.populations:  # whose ranks begin with the same weights
+            yield f"Ancestry of the weights{f',{name}' if name else ''}", *_lineage(summary, place)
 
 
 def _metric(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
     metrics = [metric for population in summary.populations[place : place + 1] for metric in population.metrics]
     if not any(metric.count for metric in metrics):
         return "No rank reported a metric.", None
-    figure = _figure(420, "seconds since the job began", "metric")
+    figure = new_figure(420, "seconds since the job began", "metric")
     series = [np.array(metric.rows(), dtype=float).reshape(-1, 2) for metric in metrics]
     if summary.size <= LINE_COUNT_MAX:
         for rank, rows in enumerate(series):
             figure.add_scattergl(
-                x=_times(rows[:, 0]), y=rows[:, 1].astype(np.float32), mode="lines", name=f"rank {rank}", line_width=1
+                x=times(rows[:, 0]), y=rows[:, 1].astype(np.float32), mode="lines", name=f"rank {rank}", line_width=1
             )
         note = (
             "One line for each rank. A circle is a replacement: the rank took the weights of other ranks. Look for a"
@@ -198,19 +185,19 @@ def _metric(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
         for name, row in zip(
             ("minimum", "lower quartile", "median", "upper quartile", "maximum"), _spread(values), strict=True
         ):
-            figure.add_scatter(x=_times(columns), y=row.astype(np.float32), mode="lines", name=name)
+            figure.add_scatter(x=times(columns), y=row.astype(np.float32), mode="lines", name=name)
         note = (
             f"The minimum, quartiles and maximum of {summary.size} ranks. A circle is a replacement. Look for a"
             " minimum or maximum that leaves the quartiles: one or a few ranks differ from the others."
         )
-    marks = _evenly([each for each in summary.applied if each.population == place], MARK_COUNT_MAX)
+    marks = evenly([each for each in summary.applied if each.population == place], MARK_COUNT_MAX)
     heights = np.array([_held(series[each.rank], np.array([each.time_s]))[0] for each in marks])
     finite = np.concatenate([rows[:, 1] for rows in series])
     finite = finite[np.isfinite(finite)]
     heights[~np.isfinite(heights)] = finite.min() if len(finite) else 0.0
-    texts = [f"rank {each.rank}, round {each.round}: {_named(each.donors)}" for each in marks]
+    texts = [f"rank {each.rank}, round {each.round}: {named_ranks(each.donors)}" for each in marks]
     figure.add_scattergl(
-        x=_times(np.array([each.time_s for each in marks])),
+        x=times(np.array([each.time_s for each in marks])),
         y=heights.astype(np.float32),
         mode="markers",
         name="replaced",
@@ -266,22 +253,14 @@ def _held(rows: Any, times: Any) -> Any:
     return np.where(places >= 0, rows[np.maximum(places, 0), 1], np.nan)
 
 
-def _times(times: Any) -> Any:
-    return np.round(np.asarray(times, dtype=np.float64), 4).astype(np.float32)
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return ranks_in_words(ranks, span_count_max=8) if ranks else "no rank"
-
-
 def _lineage(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
     if not any(each.population == place for each in summary.applied):
         return "No weights were replaced.", None
     shares = summary.populations[place].shares
-    figure = _figure(460, "rank at the start", "rank at the end")
-    figure.add_heatmap(z=shares, zmin=0, zmax=float(shares.max()), colorscale="Viridis", colorbar=_scale("share"))
+    figure = new_figure(460, "rank at the start", "rank at the end")
+    figure.add_heatmap(z=shares, zmin=0, zmax=float(shares.max()), colorscale="Viridis", colorbar=scale("share"))
     figure.update_yaxes(autorange="reversed")
-    _name_ranks(figure, summary.size, "xy")
+    name_ranks(figure, summary.size, "xy")
     mean = shares.astype(np.float64).mean(axis=0)
     effective = 1 / float(np.square(mean).sum())
     note = (
@@ -297,16 +276,17 @@ def _lineage(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
 def _rounds(summary: Summary) -> tuple[str, go.Figure | None]:
     if not summary.rounds:
         return "No round was decided.", None
-    figure = _figure(420, "seconds since the job began", "milliseconds since the decision")
-    shown: list[Round] = _evenly(summary.rounds, ROUND_COUNT_MAX)
+    figure = new_figure(420, "seconds since the job began", "milliseconds since the decision")
+    shown: list[Round] = evenly(summary.rounds, ROUND_COUNT_MAX)
     texts = [
-        f"round {each.number[-1]}: {_named(each.donors)} gave to {_named(each.replacers)}, {each.route}; {each.reason}"
+        f"round {each.number[-1]}: {named_ranks(each.donors)} gave to {named_ranks(each.replacers)}, {each.route}; "
+        f"{each.reason}"
         for each in shown
     ]
     began = np.array([each.began_s for each in shown])
     for name, field in (("donors fixed", "frozen_s"), ("last replacer applied", "applied_s"), ("ended", "ended_s")):
         took = 1e3 * (np.array([getattr(each, field) for each in shown], dtype=float) - began)
-        figure.add_scattergl(x=_times(began), y=took.astype(np.float32), mode="markers", name=name, text=texts)
+        figure.add_scattergl(x=times(began), y=took.astype(np.float32), mode="markers", name=name, text=texts)
     note = (
         "Each round is a column of three points, at the time of its decision: when its donors were fixed, when the last"
         " replaced rank applied the average, and when the round ended."
@@ -319,7 +299,7 @@ def _rounds(summary: Summary) -> tuple[str, go.Figure | None]:
 def _step_times(summary: Summary, is_simulated: bool) -> tuple[str, go.Figure | None]:
     if not any(rank.intervals.count for rank in summary.ranks):
         return "No policy has made two steps.", None
-    figure = _figure(420, "rank", "milliseconds")
+    figure = new_figure(420, "rank", "milliseconds")
     ranks = np.arange(summary.size)
     for fraction in _QUANTILES:
         values = [1e3 * rank.intervals.quantile(fraction) for rank in summary.ranks]
@@ -329,7 +309,7 @@ def _step_times(summary: Summary, is_simulated: bool) -> tuple[str, go.Figure | 
     known = [value for value in own if not math.isnan(value)]
     told = f" policy.step itself took {np.median(known):.0f} us in the median." if known and not is_simulated else ""
     figure.update_yaxes(type="log")
-    _name_ranks(figure, summary.size, "x")
+    name_ranks(figure, summary.size, "x")
     note = (
         "Time from the end of one step to the end of the next. Look for a rank whose points lie above the others:"
         f" it is slow. Look for points that are far apart: the rank's steps vary much.{told}"
@@ -338,7 +318,7 @@ def _step_times(summary: Summary, is_simulated: bool) -> tuple[str, go.Figure | 
 
 
 def _over_time(summary: Summary, bins: str, what: str) -> tuple[str, go.Figure | None]:
-    figure, columns = _figure(420, "seconds since the job began", "rank"), COLUMN_COUNT
+    figure, columns = new_figure(420, "seconds since the job began", "rank"), COLUMN_COUNT
     series = [getattr(rank, bins) for rank in summary.ranks]
     begin_s = min((each.first_s for each in series if each.first_s < summary.duration_s), default=0.0)
     values = np.array([each.means(begin_s, summary.duration_s, columns) for each in series])
@@ -355,22 +335,22 @@ def _over_time(summary: Summary, bins: str, what: str) -> tuple[str, go.Figure |
     steps_s = [rank.intervals.quantile(0.5) for rank in summary.ranks if rank.intervals.count]
     highest = max(highest, _NOISE * min(steps_s, default=0.0))
     figure.add_heatmap(
-        x=_times(middles),
+        x=times(middles),
         z=values.astype(np.float32),
         zmin=0,
         zmax=highest,
         colorscale="Magma",
-        colorbar=_scale("seconds"),
+        colorbar=scale("seconds"),
     )
     figure.update_yaxes(autorange="reversed")  # rank 0 is on top, as in the other heat maps
-    _name_ranks(figure, summary.size, "y")
+    name_ranks(figure, summary.size, "y")
     return f"{what} There are {columns} columns; the brightest 1 % of the fields have the same colour.", figure
 
 
 def _bytes(summary: Summary) -> tuple[str, go.Figure | None]:
     if not summary.nbytes.any():
         return "No messages were sent.", None
-    figure = _figure(460, "to rank", "from rank")
+    figure = new_figure(460, "to rank", "from rank")
     with np.errstate(divide="ignore"):
         exponents = np.log2(summary.nbytes)
     exponents[~np.isfinite(exponents)] = np.nan
@@ -384,10 +364,10 @@ def _bytes(summary: Summary) -> tuple[str, go.Figure | None]:
         text=[[size_in_words(nbytes) for nbytes in row] for row in summary.nbytes] if are_named else None,
         hovertemplate="from %{y} to %{x}: %{text}<extra></extra>" if are_named else None,
         colorscale="Viridis",
-        colorbar=_scale("bytes", tickvals=powers, ticktext=[size_in_words(2.0**power) for power in powers]),
+        colorbar=scale("bytes", tickvals=powers, ticktext=[size_in_words(2.0**power) for power in powers]),
     )
     figure.update_yaxes(autorange="reversed")
-    _name_ranks(figure, summary.size, "xy")
+    name_ranks(figure, summary.size, "xy")
     note = (
         "All messages, including those for coordination. Look for a bright row or column: that rank sends or receives"
         " much more than the others, as the coordinator of a large population does."

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from asyncdist import tags
 from asyncdist.recording.events import Event
 from asyncdist.recording.reader import Recording, RecordingError
+from asyncdist.report.averages import Averages
 from asyncdist.report.clock_alignment import Clocks, Line
 from asyncdist.report.series import LogHistogram, Thinned, TimeBins
 
@@ -84,7 +85,8 @@ class Round:
 class RankSummary:
     """Summary of one rank: seconds between the ends of consecutive steps, and seconds that ``policy.step`` itself took.
 
-    ``lag_bins`` show, over time, how many seconds after the first rank this rank reported the metric of an iteration.
+    ``lag_bins`` show, over time, how many seconds after the first rank this rank contributed to a round, or reported
+    the metric of an iteration.
     """
 
     intervals: LogHistogram = field(default_factory=LogHistogram)
@@ -116,7 +118,8 @@ class Summary:
         duration_s: Seconds from the first event to the last.
         applied: Replacements of weights, oldest first.
         begun: Starts of policies in restarted processes, oldest first.
-        rounds: Averaging rounds, oldest first.
+        rounds: Rounds of selective averaging, oldest first.
+        averages: Rounds of policies that average contributions of all ranks.
         nbytes: Size in bytes of all messages from one rank (row) to another (column), with shape (size, size).
         news: Losses, failovers, errors of main and files without an end, each with time, reporting rank and text.
         first_step_s: Time at which the first step of any rank ended, in seconds since the job began; infinity without
@@ -138,6 +141,7 @@ class Summary:
     applied: list[Applied] = field(default_factory=list)
     begun: list[Begun] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
+    averages: Averages = field(default_factory=Averages)
     news: list[tuple[float, int, str]] = field(default_factory=list)
     told: set[str] = field(default_factory=set)
     first_step_s: float = np.inf
@@ -187,14 +191,19 @@ def summarise(recording: Recording) -> Summary:
         summary.ends[each.rank] = over
         if not tells_end:
             summary.news.append((time_s, each.rank, _WITHOUT_END))
+    averaging = summary.averages.populations
     for each in recording.ranks:
         offset = clocks.offset(each)
         lags, policies = summary.ranks[each.rank].lag_bins, policies_of[each.path]
         for event in each.events():
-            if event.kind == "metric":
-                time_s = event.time_s + offset
+            time_s = event.time_s + offset
+            if event.kind == "contributed":
+                of_policy = policies.place(int(event.get("policy")))
+                lags.add(time_s, time_s - summary.averages.first_s(each.rank, of_policy, event))
+            elif event.kind == "metric" and policies.population(int(event.get("policy"))) not in averaging:
                 place = *policies.place(int(event.get("policy"))), int(event.get("iteration"))
                 lags.add(time_s, time_s - first_at[place])
+    summary.averages.count_late()
     summary.applied.sort()
     summary.begun.sort(key=lambda each: each.time_s)
     summary.news.sort()
@@ -326,12 +335,16 @@ def _add(
             policy, number, iteration = (int(event.get(name)) for name in ("policy", "round", "iteration"))
             donors, weights = tuple(event.get("donors") or ()), tuple(event.get("weights") or ())
             of, by = policies.population(policy), event.get("coordinator")
+            if event.get("fragment") is not None:
+                summary.averages.add(rank, policies.place(policy), time_s, event)
             summary.applied.append(
                 Applied(
                     *(time_s, rank, of, policy, number, iteration),
                     *(donors, weights, float(event.get("seconds")), -1 if by is None else int(by)),
                 )
             )
+        case "contributed":
+            summary.averages.add(rank, policies.place(int(event.get("policy"))), time_s, event)
         case "decided" | "frozen" | "ended":
             _add_to_round(rounds, rank, time_s, event)
         case _:
@@ -416,8 +429,10 @@ def _news_of(event: Event) -> str:
 def _follow(summary: Summary) -> None:
     """Compute the ancestry of each rank's final weights, and the time at which each round's average was last applied.
 
-    A rank's ancestry changes only when its weights are replaced; training does not change it.
+    A rank's ancestry changes only when its weights are replaced; training does not change it. Ranks that take the
+    same average have the same ancestry: without this rule, an average of all would favour the rank that is last.
     """
+    mixtures: dict[RoundNumber, _Mixture] = {}
     decided: dict[tuple[int, int], list[Round]] = {}
     for each in summary.rounds:
         decided.setdefault((each.number[0], each.number[2]), []).append(each)
@@ -433,12 +448,30 @@ def _follow(summary: Summary) -> None:
         if population is None:
             continue
         if applied.donors:
-            are_usable = len(applied.weights) == len(applied.donors) and sum(applied.weights) > 0
-            weights = applied.weights if are_usable else (1.0,) * len(applied.donors)
-            mixed = np.average(population.shares[list(applied.donors)], axis=0, weights=weights)
-            population.shares[applied.rank] = mixed
+            number = applied.population, applied.coordinator, applied.round
+            mixture = mixtures.get(number)
+            if mixture is None or mixture.donors != applied.donors or applied.rank in mixture.ranks:
+                mixture = mixtures[number] = _Mixture(applied.donors, _mixed(population, applied))
+            mixture.ranks.add(applied.rank)
+            population.shares[applied.rank] = mixture.shares
     for last in begun:
         _begin(summary, last)
+
+
+@dataclass(slots=True)
+class _Mixture:
+    """The ancestry of one average, and the ranks that have applied it."""
+
+    donors: tuple[int, ...]
+    shares: NDArray[np.float32]
+    ranks: set[int] = field(default_factory=set)
+
+
+def _mixed(population: Population, applied: Applied) -> NDArray[np.float32]:
+    are_usable = len(applied.weights) == len(applied.donors) and sum(applied.weights) > 0
+    weights = applied.weights if are_usable else (1.0,) * len(applied.donors)
+    mixed: NDArray[np.float32] = np.average(population.shares[list(applied.donors)], axis=0, weights=weights)
+    return mixed
 
 
 def _begin(summary: Summary, begun: Begun) -> None:

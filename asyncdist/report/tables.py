@@ -32,10 +32,10 @@ _BATCH: Final = 10_000
 _TEXTS: Final = frozenset(
     {
         *("class_name", "name", "state", "reason", "route", "what", "error", "why", "result"),
-        *("donors", "replacers", "weights"),
+        *("donors", "replacers", "weights", "left_out", "gains"),
     }
 )
-_REALS: Final = frozenset({"seconds", "value"})
+_REALS: Final = frozenset({"seconds", "value", "weight", "norm", "outer_norm", "cosine", "waited_s"})
 #: Allowed actions of a query; :func:`_authorize` refuses all others, because ATTACH and VACUUM INTO would create files.
 _ALLOWED: Final = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE})
 #: Number of instructions of SQLite's virtual machine after which Python can handle signals.

@@ -33,6 +33,7 @@ TRACKS: Final = {STEPS: "steps", ROUNDS: "rounds", SENT: "sent", RECEIVED: "rece
 _POINTS: Final = frozenset(
     {
         "applied",
+        "contributed",
         "abandoned",
         "decided",
         "frozen",

@@ -15,6 +15,7 @@ ABORT: Final = "the job is aborted"
 _WORDS: Final[Mapping[str, Callable[[Event], str]]] = {
     "policy": lambda event: f"entered {event.get('class_name')}",
     "applied": lambda event: f"took the average of {ranks_in_words(event.get('donors'))}, round {event.get('round')}",
+    "contributed": lambda event: f"contributed to round {event.get('round')}",
     "joined": lambda event: f"began with the state of rank {event.get('donor')}, at step {event.get('iteration')}",
     "abandoned": lambda event: f"round {event.get('round')} was abandoned: {event.get('reason')}",
     "decided": lambda event: (

@@ -30,7 +30,7 @@ from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.fragment_state import FragmentState
 from asyncdist.protocols.diloco.fragments import fragments_of
 from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions
-from asyncdist.protocols.diloco.statistics import DiLoCoStatistics
+from asyncdist.protocols.diloco.statistics import DiLoCoStatistics, statistics_of
 from asyncdist.protocols.exchange.policy import ExchangePolicy
 from asyncdist.protocols.exchange.schedule import Schedule
 from asyncdist.protocols.exchange.wire_layout import WireLayout
@@ -135,7 +135,8 @@ class DiLoCoPolicy(ExchangePolicy):
         """Take part in the policy once per training step; see :meth:`SpawnPolicy.step`.
 
         Args:
-            local_metric, loss, score: Ignored.
+            local_metric, loss, score: Metric of the rank, which reports and the live table show; it is read in steps
+                that capture a contribution, and has no effect on the averages.
             tokens: Number of tokens or examples of this step, for ``weights="tokens"``; 1 by default.
 
         Raises:
@@ -150,13 +151,7 @@ class DiLoCoPolicy(ExchangePolicy):
 
     def statistics(self) -> DiLoCoStatistics:
         """Return this member's counts so far."""
-        return DiLoCoStatistics(
-            iteration=self.iteration,
-            average_count=self._average_count,
-            waited_s=self._waited_s,
-            sent_nbytes=self._sent_nbytes,
-            title=self._journal.title(),
-        )
+        return statistics_of(self._journal.averages, self.iteration, self._journal.title())
 
     # -- the parts in which it differs from other policies on the exchange --------------------------------------------
 

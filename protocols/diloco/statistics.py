@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
+from asyncdist.protocols.exchange.counts import AverageCounts
 from asyncdist.protocols.journal import format_table
-from asyncdist.wording import size_in_words
+from asyncdist.wording import plural, size_in_words
 
 
 @dataclass(frozen=True, slots=True)
 class DiLoCoStatistics:
-    """Counts of one member's steps and averages so far.
+    """Counts of one member's steps, contributions and averages so far. The mappings are copies.
 
     Attributes:
         iteration: Number of steps.
         average_count: Number of applied averages; each fragment counts.
-        waited_s: Seconds that steps have waited for averages, and in which they applied them.
+        waited_s: Seconds for which steps have waited for averages.
         sent_nbytes: Total encoded size in bytes of this member's contributions.
         title: Name of the policy and of this rank.
+        unencoded_nbytes: Total size in bytes of the same contributions with ``wire="float32"``.
+        contribution_count: Number of this member's contributions, some of which may be in flight.
+        waited_max_s: The longest wait for an average in seconds.
+        versions: Number of averages of each fragment so far, by fragment.
+        donated: Number of applied averages that contain a rank's contribution, by rank.
+        left_out: Number of applied averages that do not contain a member's contribution, by rank.
+        outer_norm: L2 norm of the last mean difference; None without an outer optimizer, or before the first average.
+        cosine: Mean cosine between the differences of two ranks in the last average; None if unknown.
     """
 
     iteration: int
@@ -25,13 +36,57 @@ class DiLoCoStatistics:
     waited_s: float
     sent_nbytes: int
     title: str = ""
+    unencoded_nbytes: int = 0
+    contribution_count: int = 0
+    waited_max_s: float = 0.0
+    versions: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    donated: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    left_out: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    outer_norm: float | None = None
+    cosine: float | None = None
 
     def __str__(self) -> str:
         """Return a table of the counts, for ``print(policy.statistics())``."""
-        rows = [
+        rows: list[tuple[str, object]] = [
             ("iteration", self.iteration),
             ("averages applied", self.average_count),
-            ("spent in them", f"{self.waited_s:.2f} s"),
-            ("contributed", size_in_words(self.sent_nbytes)),
         ]
+        if len(self.versions) > 1:
+            rows.append(("of each fragment", _by_number(self.versions)))
+        rows.append(("waited for them", f"{self.waited_s:.2f} s, at most {self.waited_max_s:.2f} s"))
+        contributed = f"{plural(self.contribution_count, 'time')}, {size_in_words(self.sent_nbytes)}"
+        if self.sent_nbytes != self.unencoded_nbytes:
+            contributed += f" ({size_in_words(self.unencoded_nbytes)} as float32)"
+        rows.append(("contributed", contributed))
+        if self.donated:
+            rows.append(("averages with rank", _by_number(self.donated)))
+        if self.left_out:
+            rows.append(("averages without rank", _by_number(self.left_out)))
+        if self.outer_norm is not None:
+            rows.append(("last outer norm", f"{self.outer_norm:.4g}"))
+        if self.cosine is not None:
+            rows.append(("last cosine", f"{self.cosine:.3f}"))
         return format_table(self.title, rows)
+
+
+def statistics_of(counts: AverageCounts, iteration: int, title: str) -> DiLoCoStatistics:
+    """Return a member's statistics from its journal's counts."""
+    return DiLoCoStatistics(
+        iteration=iteration,
+        average_count=counts.applied_count,
+        waited_s=counts.waited_s,
+        sent_nbytes=counts.wire_nbytes,
+        title=title,
+        unencoded_nbytes=counts.unencoded_nbytes,
+        contribution_count=counts.contribution_count,
+        waited_max_s=counts.waited_max_s,
+        versions=dict(counts.versions),
+        donated=dict(counts.donated),
+        left_out=dict(counts.left_out),
+        outer_norm=counts.latest.outer_norm,
+        cosine=counts.latest.cosine,
+    )
+
+
+def _by_number(counts: Mapping[int, int]) -> str:
+    return ", ".join(f"{number}: {count:,}" for number, count in sorted(counts.items()))

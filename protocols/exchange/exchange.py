@@ -163,6 +163,10 @@ class Exchange:
         """Wait until all members have the means that this member has."""
         await self._services.engine.until(lambda: not self.holds_means, WaitId(WaitKind.OWN_ROUND))
 
+    def members(self) -> tuple[int, ...]:
+        """Return the living members, in the order in which they may lead."""
+        return self._membership.members()
+
     def begin_joined(self, in_flight: Sequence[int]) -> None:
         """Take part as a member, after the leader's state was loaded.
 

@@ -37,7 +37,7 @@ from asyncdist.protocols.options import MemberOptions
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.starting.differences import FIRST_WEIGHTS
 from asyncdist.protocols.starting.without_lost import lost_members
-from asyncdist.protocols.step_info import NOTHING, AverageApplied, StepInfo, together
+from asyncdist.protocols.step_info import NOTHING, AverageApplied, Contributed, StepInfo, together
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.flat_state import SnapshotPool
 from asyncdist.tensors.infinities import KnownInfinities, all_finite
@@ -91,7 +91,6 @@ class ExchangePolicy(SpawnPolicy):
         self._admission: Admission | None = None
         self._is_admitting = False
         self._snapshots = SnapshotPool(self._flat)
-        self._average_count, self._waited_s, self._sent_nbytes = 0, 0.0, 0
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
 
@@ -297,7 +296,6 @@ class ExchangePolicy(SpawnPolicy):
     # -- one step ---------------------------------------------------------------------------------------------------
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
-        del local_metric
         world, step, flights = self._world, self.iteration, self._flights
         flights.note_step(step)  # before the first await, since a cancelled step captures nothing
         if self.is_alone:
@@ -308,6 +306,8 @@ class ExchangePolicy(SpawnPolicy):
         else:
             await world.progress()
         applied = await self._apply_due(step)
+        if local_metric is not None and flights.can_begin():
+            self._read_new_metric(local_metric)
         while flights.can_begin():
             while flights.can_begin():
                 self._capture(step)
@@ -337,13 +337,17 @@ class ExchangePolicy(SpawnPolicy):
         weight, scores = self._take_weight(fragment), self._take_scores(fragment, tensors)
         encoded = own.layout.new_encoded() if exchange is None else exchange.new_encoded(fragment)
         norm = math.nan if self._unsound() is not None else own.capture(tensors, encoded)
+        facts = number, fragment, step, own.version, weight, norm, own.layout.nbytes, own.layout.unencoded_nbytes
         if exchange is None:
             chosen = self.weigh({self._world.rank: Report(weight, norm, scores)})
             verdict = Verdict(1, tuple(chosen), tuple(chosen.values()), (norm,) * len(chosen))
             own.merge(verdict, encoded if chosen else ())
         else:
-            self._sent_nbytes += own.layout.nbytes
             exchange.contribute(number, encoded, weight, norm, scores)
+        event = Contributed(*facts)
+        self._journal.note_contributed(event)
+        if self._shared.on_event is not None:
+            self._shared.on_event(event)
 
     async def _apply_due(self, step: int) -> list[StepInfo]:
         """Apply all means that are due in this step; wait for those that have not arrived, unless they are skipped."""
@@ -360,6 +364,7 @@ class ExchangePolicy(SpawnPolicy):
         """Write a fragment's merged mean into the model."""
         own, trouble, tensors = self._fragments[fragment], self._trouble(), self._tensors()
         assert own.mean is not None, f"round {flight.number} has no mean"
+        waited_s = self._world.time() - began_at
         is_late = self._flights.skips_late and flight.applied_at < self.iteration
         with self._weights.following():
             own.apply(tensors, is_late=is_late, is_whole=bool(trouble))
@@ -371,25 +376,31 @@ class ExchangePolicy(SpawnPolicy):
         self._flights.end(fragment)
         if self._exchange is not None:
             self._exchange.note_applied(fragment)
-        waited_s = self._world.time() - began_at
-        self._average_count, self._waited_s = self._average_count + 1, self._waited_s + waited_s
         verdict = own.mean.verdict
-        self._announce(flight.number, verdict)
         total = sum(verdict.weights)
-        return StepInfo(
+        members = (self._world.rank,) if self._exchange is None else self._exchange.members()
+        info = StepInfo(
             averaged_this_iteration=True,
             round=flight.number,
             donors=verdict.donors,
             weights=tuple(weight / total for weight in verdict.weights),
             staleness_steps=self.iteration - flight.captured_at,
-            seconds=waited_s,
+            seconds=self._world.time() - began_at,
             nbytes=own.layout.nbytes,
             recovered=trouble,
             fragment=fragment,
             wire_nbytes=own.layout.nbytes,
             outer_norm=own.mean.norm,
             cosine=own.mean.cosine,
+            unencoded_nbytes=own.layout.unencoded_nbytes,
+            waited_s=waited_s,
+            fragment_count=self._fragment_count,
+            version=own.version,
+            staleness_versions=0,  # a fragment is captured again only after its mean was applied
+            left_out=tuple(sorted(set(members) - set(verdict.donors))),
         )
+        self._announce(info, verdict)
+        return info
 
     def _unsound(self) -> str | None:
         """Return the name of an entry of the model with an unexpected non-finite value, or None."""
@@ -404,15 +415,15 @@ class ExchangePolicy(SpawnPolicy):
             return "the optimizer's state was not finite"
         return ""
 
-    def _announce(self, number: int, verdict: Verdict) -> None:
+    def _announce(self, info: StepInfo, verdict: Verdict) -> None:
         if self._shared.on_event is None:
             return
         state = self._snapshots.acquire()
         try:
             self._flat.snapshot(state)
             best = verdict.donors[0] if verdict.donors else -1
-            event = AverageApplied(number, verdict.donors, verdict.weights, best, self.iteration, state.by_name())
-            self._shared.on_event(event)
+            facts = info.round, info.donors, verdict.weights, best, self.iteration
+            self._shared.on_event(AverageApplied(*facts, state.by_name(), info=info))
         finally:
             self._snapshots.release(state)
 

@@ -121,6 +121,7 @@ class WireLayout:
     Attributes:
         slices: All slices that are not empty.
         nbytes: Total size in bytes of all encoded vectors.
+        unencoded_nbytes: Total size in bytes of all vectors without encoding.
         memory_nbytes: Size in bytes of the memory for all encoded vectors, with gaps between them.
     """
 
@@ -145,6 +146,7 @@ class WireLayout:
         self.stepped = tuple(vector for vector in self.vectors if vector.role == "stepped")
         self.slices = tuple(self._slices())
         self.nbytes = sum(vector.encoded_nbytes for vector in self.vectors)
+        self.unencoded_nbytes = sum(vector.count * vector.dtype.itemsize for vector in self.vectors)
         self.memory_nbytes = sum(_aligned(vector.encoded_nbytes) for vector in self.vectors)
 
     def _vector(self, role: Role, dtype: torch.dtype, counts: Sequence[tuple[int, int]]) -> Vector:

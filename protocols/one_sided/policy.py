@@ -372,7 +372,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         self._begin_life()
         self._counts["replacements"] += 1
         self._counts["donors"] += len(new.donors)
-        self._applier.announce(new, self.iteration)
+        self._applier.announce(new, self.iteration, info)
         return info
 
     # -- a replacement, in the background ---------------------------------------------------------------------------

@@ -77,6 +77,21 @@ def test_narrow_terminal_drops_columns_and_never_cuts_numbers(width: int) -> Non
     shown = {"step": "1340", "step/s": "128", "metric": "-1.1666e-13", "in": "56.0k", "out": "18.7k"}
     for name, number in shown.items():
         assert (name in names.split()) == (number in numbers.split())
+    assert not {"norm", "cosine", "wire"} & set(names.split()), "columns of policies that average contributions"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 150, 200])
+def test_table_shows_averages_of_contributions(width: int) -> None:
+    of_averages = {"wire_nbytes": 66_000, "unencoded_nbytes": 256_000, "outer_norm": 0.51234, "cosine": -0.125}
+    policy = PolicyCounters("", 1340, None, round=7, fragment=3, waited_for_averages_s=12.34, **of_averages)  # type: ignore[arg-type]
+    counted = RankCounters(3, 4, 0, "0000abcd", 6.0, (policy, replace(policy, policy="#2", staleness_versions=2)))
+    drawn = io.StringIO()
+    Console(width=width, file=drawn).print(screen([Row(3, counted)], width))
+    names, first, second = drawn.getvalue().splitlines()[1:]
+    shown = {"norm": "0.51234", "cosine": "-0.12", "waited": "12.3s", "wire": "66.0k", "raw": "256k", "part": "3"}
+    for name, number in shown.items():
+        assert (name in names.split()) == (number in first.split()[1:]) == (number in second.split())
+    assert (("behind" in names) == (width >= 150) and set(shown) <= set(names.split())) or width < 150
 
 
 def test_table_is_printed_once_where_a_terminal_cannot_draw(

@@ -16,6 +16,7 @@ from torch import nn
 
 from protocols import (
     AverageApplied,
+    Contributed,
     CoordinatorChanged,
     PolicyEvent,
     RoleAssigned,
@@ -103,7 +104,7 @@ class Roles:
             assert self.current.get(event.island) == (event.round, "donor"), f"rank {self.rank}: {event}, {self}"
         elif isinstance(event, AverageApplied):
             assert self.current.pop(-1, None) == (event.round, "replacer"), f"rank {self.rank}: {event}, {self}"
-        else:
+        elif not isinstance(event, Contributed):
             self.told.append(event)
             self._see_role(event)
 

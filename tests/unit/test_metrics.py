@@ -82,6 +82,10 @@ def test_a_library_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.M
 # -- what is exported -------------------------------------------------------------------------------------------------
 
 
+def _values(counters: RankCounters) -> dict[str, float]:
+    return {sample.name: sample.value for sample in samples(counters)}
+
+
 def test_samples_are_the_counters_and_each_is_described() -> None:
     found = {sample.name: (sample.value, dict(sample.labels)) for sample in samples(COUNTERS)}
     mine = {"policy": "mine"}
@@ -100,7 +104,20 @@ def test_samples_are_the_counters_and_each_is_described() -> None:
         "waited_seconds": (1.5, {}),
         "lost_ranks": (1, {}),
     }
-    assert {*found, "steps_per_second"} == set(EXPORTED)
+    of_averages = {
+        "fragment": 0,
+        "staleness_versions": 2,
+        "outer_norm": 0.5,
+        "cosine": -0.25,
+        "contributed_bytes": 1000,
+        "contributed_unencoded_bytes": 4000,
+        "waited_for_averages_seconds": 1.5,
+    }
+    values = dict(zip(("fragment", "staleness_versions", "outer_norm", "cosine"), of_averages.values(), strict=False))
+    sizes = {"wire_nbytes": 1000, "unencoded_nbytes": 4000, "waited_for_averages_s": 1.5}
+    averaging = replace(COUNTERS, policies=(replace(POLICY, **values, **sizes),))  # type: ignore[arg-type]
+    assert {name: value for name, value in _values(averaging).items() if name not in found} == of_averages
+    assert {*found, *of_averages, "steps_per_second"} == set(EXPORTED)
 
 
 def test_rate_is_known_if_time_has_passed_without_a_restart() -> None:

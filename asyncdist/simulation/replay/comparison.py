@@ -11,7 +11,7 @@ from asyncdist.recording.events import KINDS, Event, Field, whole
 from asyncdist.simulation.replay.log import DECISIONS, FAILED, Fired, Left, Lost, Passed, RankLog, Sight, Taken
 
 #: Fields of a recorded decision that may differ in a replay.
-_NOT_REPEATED = frozenset({"seconds", "turn", "woken"})
+_NOT_REPEATED = frozenset({"seconds", "waited_s", "turn", "woken"})
 _TAGS = {tags.METRIC: "metric", tags.CONTROL: "control", tags.REPLAY: "replay", tags.PARAM: "stream control"}
 
 

@@ -17,7 +17,7 @@ from asyncdist.waits import WaitId, WaitKind
 DECISIONS: Final = frozenset(
     {
         *("policy", "metric", "role", "applied", "abandoned", "heard", "decided", "frozen", "ended"),
-        *("coordinator", "closed", "weights", "lost"),
+        *("coordinator", "closed", "weights", "lost", "contributed"),
     }
 )
 #: Source and tag of a message.

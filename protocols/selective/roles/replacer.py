@@ -26,7 +26,7 @@ class Replacer:
         self._reducer = reducer
         self._relay = relay
         self._given_up = NOTHING
-        self._announced: tuple[NewWeights, int] | None = None
+        self._announced: tuple[NewWeights, int, StepInfo] | None = None
         self.exchange: Exchange | None = None
         self.replacement_count = 0
 
@@ -93,7 +93,7 @@ class Replacer:
         self._resources.timing.add("apply", self._services.time() - began_at)
         self.exchange = None
         self.replacement_count += 1
-        self._announced = new, iteration
+        self._announced = new, iteration, info
         return info
 
     def announce(self) -> None:

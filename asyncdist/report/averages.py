@@ -1,0 +1,159 @@
+"""Summarises the rounds of policies that average contributions of all ranks: who contributed when, waits, and bytes.
+
+Each rank records its contributions (``contributed``) and the averages that it applies (``applied``). No rank records
+the decisions, because all ranks contribute to each round. The ranks' events of a round are found by its number and by
+the lowest rank of the policy's group, since policies on several groups number their rounds independently.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from asyncdist.recording.events import Event
+from asyncdist.report.series import TimeBins
+
+
+class AverageKey(NamedTuple):
+    """Identity of a round: the policy's population, its index in it, its group's lowest rank, and the round."""
+
+    population: int
+    policy: int
+    group: int
+    round: int
+
+
+@dataclass(slots=True)
+class Average:
+    """One round of averaging, with times in seconds since the job began.
+
+    Attributes:
+        first_s, last_s: Times of the first and the last contribution.
+        last_rank: Rank of the last contribution.
+        contribution_count: Number of recorded contributions.
+        applied_s: Time at which the last rank applied the average; NaN if no rank did.
+        applied_count: Number of ranks that applied the average.
+        donors: Ranks whose contributions were averaged.
+        left_out: Members whose contributions were not averaged.
+        waited_s: The longest wait of a rank for the average.
+        staleness_steps: The largest number of steps between the capture and the application on a rank.
+        staleness_versions: See :class:`protocols.StepInfo`.
+    """
+
+    key: AverageKey
+    fragment: int
+    first_s: float = np.inf
+    last_s: float = -np.inf
+    last_rank: int = -1
+    contribution_count: int = 0
+    applied_s: float = np.nan
+    applied_count: int = 0
+    donors: tuple[int, ...] = ()
+    left_out: tuple[int, ...] = ()
+    waited_s: float = 0.0
+    staleness_steps: int = 0
+    staleness_versions: int = 0
+    outer_norm: float | None = None
+    cosine: float | None = None
+
+    @property
+    def late_s(self) -> float:
+        """Seconds from the first contribution to the last."""
+        return self.last_s - self.first_s
+
+
+@dataclass(slots=True)
+class RankAverages:
+    """One rank's contributions and averages.
+
+    Attributes:
+        last_count: Number of rounds in which this rank's contribution was the last of several.
+        left_out_count: Number of rounds in which this rank's contribution was not averaged.
+        wait_bins: Waits for averages over time, in seconds.
+    """
+
+    contribution_count: int = 0
+    applied_count: int = 0
+    last_count: int = 0
+    left_out_count: int = 0
+    waited_s: float = 0.0
+    waited_max_s: float = 0.0
+    wire_nbytes: int = 0
+    unencoded_nbytes: int = 0
+    wait_bins: TimeBins = field(default_factory=TimeBins)
+
+
+class Averages:
+    """All rounds of averaging of a job.
+
+    Attributes:
+        ranks: Contributions and averages by rank; only ranks that have some.
+        populations: Populations of policies that average.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: dict[int, RankAverages] = {}
+        self.populations: set[int] = set()
+        self._rounds: dict[AverageKey, Average] = {}
+        self._groups: dict[tuple[int, int, int], int] = {}  # group by rank and policy
+
+    def add(self, rank: int, place: tuple[int, int], time_s: float, event: Event) -> None:
+        """Add an event of the kind ``contributed``, or of the kind ``applied`` with a fragment.
+
+        Args:
+            place: Population of the policy, and the policy's index in it.
+        """
+        own = self.ranks.setdefault(rank, RankAverages())
+        self.populations.add(place[0])
+        if event.kind == "contributed":
+            self._groups[rank, *place] = int(event.get("group"))
+        found = self._find(rank, place, event)
+        if event.kind == "contributed":
+            own.contribution_count += 1
+            own.wire_nbytes += int(event.get("wire_nbytes"))
+            own.unencoded_nbytes += int(event.get("unencoded_nbytes"))
+            found.contribution_count += 1
+            found.first_s = min(found.first_s, time_s)
+            if time_s > found.last_s:
+                found.last_s, found.last_rank = time_s, rank
+            return
+        waited_s = float(event.get("waited_s") or 0.0)
+        own.applied_count += 1
+        own.waited_s, own.waited_max_s = own.waited_s + waited_s, max(own.waited_max_s, waited_s)
+        own.wait_bins.add(time_s, waited_s)
+        found.applied_s, found.applied_count = np.fmax(found.applied_s, time_s), found.applied_count + 1
+        found.donors, found.left_out = tuple(event.get("donors") or ()), tuple(event.get("left_out") or ())
+        found.waited_s = max(found.waited_s, waited_s)
+        found.staleness_steps = max(found.staleness_steps, int(event.get("staleness_steps") or 0))
+        found.staleness_versions = max(found.staleness_versions, int(event.get("staleness_versions") or 0))
+        found.outer_norm, found.cosine = event.get("outer_norm"), event.get("cosine")
+
+    def first_s(self, rank: int, place: tuple[int, int], event: Event) -> float:
+        """Return the time of the first contribution to the round of a contribution."""
+        return self._find(rank, place, event).first_s
+
+    def count_late(self) -> None:
+        """Count for each rank the rounds in which it was the last or was left out, after all events were added."""
+        for each in self._rounds.values():
+            if each.contribution_count > 1:
+                self.ranks[each.last_rank].last_count += 1
+            for rank in each.left_out:
+                self.ranks.setdefault(rank, RankAverages()).left_out_count += 1
+
+    def rounds(self, population: int | None = None) -> list[Average]:
+        """Return the rounds, of one population or of all, in the order of their first contributions."""
+        found = (each for each in self._rounds.values() if population is None or each.key.population == population)
+        return sorted(found, key=lambda each: (min(each.first_s, np.inf), each.key))
+
+    def _find(self, rank: int, place: tuple[int, int], event: Event) -> Average:
+        key = AverageKey(*place, self._groups.get((rank, *place), 0), int(event.get("round")))
+        return self._rounds.setdefault(key, Average(key, int(event.get("fragment"))))
+
+
+def median_late_s(rounds: Iterable[Average]) -> float:
+    """Return the median time between the first and the last contribution, of rounds with several contributions."""
+    return statistics.median(each.late_s for each in rounds if each.contribution_count > 1)

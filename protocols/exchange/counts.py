@@ -1,0 +1,73 @@
+"""Counts one rank's contributions to averages and the averages that it has applied, for all policies that average.
+
+A policy passes each contribution and each average to its journal, which updates the counts, records the events, and
+shows the counts in the live table. The counts are the same for policies with and without rounds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncdist.protocols.step_info import NOTHING, Contributed, StepInfo
+
+
+@dataclass(slots=True)
+class AverageCounts:
+    """Counts of one rank.
+
+    Attributes:
+        contribution_count: Number of captured contributions.
+        wire_nbytes: Total encoded size of the contributions in bytes.
+        unencoded_nbytes: Total size of the contributions in bytes with ``wire="float32"``.
+        applied_count: Number of applied averages; each fragment counts.
+        waited_s: Seconds for which steps have waited for averages.
+        waited_max_s: The longest wait of a step in seconds.
+        donated: Number of applied averages that contain a rank's contribution, by rank.
+        left_out: Number of applied averages that do not contain a member's contribution, by rank.
+        versions: Number of averages of each fragment so far, by fragment.
+        latest: Result of the step for the last applied average.
+    """
+
+    contribution_count: int = 0
+    wire_nbytes: int = 0
+    unencoded_nbytes: int = 0
+    applied_count: int = 0
+    waited_s: float = 0.0
+    waited_max_s: float = 0.0
+    donated: Counter[int] = field(default_factory=Counter)
+    left_out: Counter[int] = field(default_factory=Counter)
+    versions: dict[int, int] = field(default_factory=dict)
+    latest: StepInfo = NOTHING
+
+    def note_contributed(self, event: Contributed) -> None:
+        """Count a contribution."""
+        self.contribution_count += 1
+        self.wire_nbytes += event.wire_nbytes
+        self.unencoded_nbytes += event.unencoded_nbytes
+
+    def note_applied(self, info: StepInfo) -> None:
+        """Count an applied average."""
+        self.applied_count += 1
+        self.waited_s += info.waited_s
+        self.waited_max_s = max(self.waited_max_s, info.waited_s)
+        self.donated.update(info.donors)
+        self.left_out.update(info.left_out)
+        self.versions[info.fragment] = info.version
+        self.latest = info
+
+    def counters(self) -> dict[str, Any]:
+        """Return the fields of :class:`asyncdist.live.counters.PolicyCounters` that describe averages."""
+        latest = self.latest
+        if not self.contribution_count and not self.applied_count:
+            return {}
+        return {
+            "fragment": latest.fragment if latest else None,
+            "staleness_versions": latest.staleness_versions,
+            "wire_nbytes": self.wire_nbytes,
+            "unencoded_nbytes": self.unencoded_nbytes,
+            "outer_norm": latest.outer_norm,
+            "cosine": latest.cosine,
+            "waited_for_averages_s": self.waited_s,
+        }
