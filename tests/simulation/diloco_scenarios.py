@@ -40,7 +40,7 @@ from asyncdist.simulation import (
     Uniform,
     simulate,
 )
-from protocols import AverageApplied, DiLoCoPolicy, StepInfo
+from protocols import AverageApplied, DiLoCoPolicy, PolicyEvent, StepInfo
 
 Arrays = list[np.ndarray[Any, Any]]
 
@@ -140,6 +140,11 @@ class Record:
         self.applied: dict[int, list[AverageApplied]] = defaultdict(list)
         self.without: set[int] = set()  # ranks whose start was ended by a loss
 
+    def see(self, rank: int, event: PolicyEvent) -> None:
+        """Record an average that a rank has applied; the callback ``on_event`` of its policy."""
+        if isinstance(event, AverageApplied):
+            self.applied[rank].append(event)
+
     def donors(self, killed: set[int]) -> tuple[dict[int, tuple[int, ...]], dict[int, int]]:
         """Return the donors of each round, and the step from which a killed rank differs from the others.
 
@@ -165,7 +170,7 @@ async def train(world: ad.World, plan: Plan, record: Record) -> None:
     model = Layers(plan.dtype)
     optimizer = sgd(model)
     rank = world.rank
-    policy = DiLoCoPolicy(model, optimizer, on_event=record.applied[rank].append, **plan.options)
+    policy = DiLoCoPolicy(model, optimizer, on_event=functools.partial(record.see, rank), **plan.options)
     async with AsyncExitStack() as stack:
         try:
             await stack.enter_async_context(policy)

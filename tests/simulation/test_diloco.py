@@ -508,7 +508,7 @@ def test_a_cancelled_step_captures_its_fragment_later(timeout_s: float, options:
             model,
             sgd(model),
             average_every=4,
-            on_event=record.applied[world.rank].append,
+            on_event=functools.partial(record.see, world.rank),
             outer_optimizer=HALF,
             **{"fragment_pattern": "balanced", **options},
         ) as policy:
