@@ -13,19 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-import torch
 from torch import Tensor
 
 from asyncdist import RankLostError
 from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.services import Services
-from asyncdist.messaging.streams import WINDOW_COUNT, InboundStream, StreamAborted
+from asyncdist.messaging.streams import WINDOW_COUNT, StreamAborted
+from asyncdist.protocols.exchange.fetch import REQUEST_COUNT_MAX, Fetch, as_buffers, new_bytes
 from asyncdist.protocols.exchange.ledger import Standing, Verdict
 from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, new_memory
 from asyncdist.protocols.parameter_stream.messages import PART_CHUNK_COUNT
-from asyncdist.protocols.parameter_stream.neighbours import PartReading
 from asyncdist.protocols.parameter_stream.parts import Part
-from asyncdist.protocols.parameter_stream.receiver import ask_for_part, cancel_stream
 from asyncdist.protocols.parameter_stream.server import Offer, SnapshotServer
 from asyncdist.tensors.flat_state import FlatBuffers
 
@@ -33,8 +31,6 @@ logger = logging.getLogger("protocols.exchange.rounds")
 
 #: Number of slices of one round that a server can distinguish: of contributions, and of the means of all attempts.
 _LABEL_COUNT: Final = 1 << 30
-#: Number of requests for a slice, of a rank that is not lost, before the round waits for the leader.
-_REQUEST_COUNT_MAX: Final = 8
 _YIELD_NBYTES: Final = 4 << 20  # bytes of a mean that are computed before other tasks run
 
 
@@ -75,7 +71,6 @@ class MemberRound:
         mean: The encoded mean, by vector; empty until it is requested.
         has_merged: Whether the member has the mean.
         offers: Offers of this member's slices.
-        received_nbytes: Number of bytes received for this round, as an owner and as a member.
     """
 
     number: int
@@ -90,7 +85,6 @@ class MemberRound:
     has_merged: bool = False
     task: asyncio.Task[None] | None = None
     offers: list[Offer] = field(default_factory=list)
-    received_nbytes: int = 0
 
     @property
     def has_sent(self) -> bool:
@@ -214,7 +208,7 @@ class RoundTransfers:
             del self._lent[encoded[0].data_ptr()]
 
     def _offer(self, own: MemberRound, part: Tensor, label: Part) -> None:
-        buffers = _as_buffers(part)
+        buffers = as_buffers(part)
         offer = self._server.offer(
             own.number, buffers, lambda _: None, mean_of=label, ends_earlier=False, chunk_count=self._chunk_count
         )
@@ -238,13 +232,13 @@ class RoundTransfers:
         me = self._services.rank
         owned = [each for each in layout.slices if verdict.source_of(each.owner) == me]
         others = [each for each in layout.slices if verdict.source_of(each.owner) != me]
-        given: dict[tuple[Slice, int], _Fetch] = {}
-        means: dict[Slice, _Fetch] = {}
+        given: dict[tuple[Slice, int], Fetch] = {}
+        means: dict[Slice, Fetch] = {}
         try:
             for each in owned:
                 for donor in verdict.donors:
                     if donor != me:
-                        into = _new_bytes(layout.nbytes_of(each))
+                        into = new_bytes(layout.nbytes_of(each))
                         given[each, donor] = self._fetch(own, donor, into, _label(0, each, layout))
             for each in others:
                 into = layout.part(own.mean, each)
@@ -260,10 +254,10 @@ class RoundTransfers:
                 fetch.close()
 
     async def _average(
-        self, own: MemberRound, verdict: Verdict, each: Slice, given: Mapping[int, _Fetch | None]
+        self, own: MemberRound, verdict: Verdict, each: Slice, given: Mapping[int, Fetch | None]
     ) -> None:
         """Average one slice; ``given`` has the requests for the donors' slices, and None for this rank's own."""
-        for count in range(_REQUEST_COUNT_MAX):
+        for count in range(REQUEST_COUNT_MAX):
             try:
                 for fetch in given.values():
                     if fetch is not None:
@@ -271,14 +265,14 @@ class RoundTransfers:
                 await self._average_ready(own, verdict, each, list(given.values()))
                 return
             except StreamAborted as error:
-                if count + 1 == _REQUEST_COUNT_MAX or error.rank in self._services.gone:
+                if count + 1 == REQUEST_COUNT_MAX or error.rank in self._services.gone:
                     raise
                 for fetch in given.values():
                     if fetch is not None:
                         fetch.renew()
 
     async def _average_ready(
-        self, own: MemberRound, verdict: Verdict, each: Slice, given: Sequence[_Fetch | None]
+        self, own: MemberRound, verdict: Verdict, each: Slice, given: Sequence[Fetch | None]
     ) -> None:
         layout = self._fragments[own.fragment].layout
         into, unread_nbytes = layout.part(own.mean, each), 0
@@ -301,116 +295,15 @@ class RoundTransfers:
     def _scratch_of(self, count: int, nbytes: int) -> list[Tensor]:
         """Return scratch memory of ``nbytes`` for each of ``count`` donors; large enough for most pieces."""
         if not self._scratch or len(self._scratch[0]) < nbytes:
-            self._scratch = [_new_bytes(nbytes)]
+            self._scratch = [new_bytes(nbytes)]
         while len(self._scratch) < count:
-            self._scratch.append(_new_bytes(len(self._scratch[0])))
+            self._scratch.append(new_bytes(len(self._scratch[0])))
         return self._scratch[:count]
 
-    def _fetch(self, own: MemberRound, source: int, into: Tensor, label: Part) -> _Fetch:
-        fetch = _Fetch(self._services, self._server, own, source, into, label, self._chunk_count)
+    def _fetch(self, own: MemberRound, source: int, into: Tensor, label: Part) -> Fetch:
+        fetch = Fetch(self._services, self._server, own.number, source, into, label, self._chunk_count)
         fetch.ask()
         return fetch
-
-
-class _Fetch:
-    """One request for a slice, repeated if the source's memory could not be read."""
-
-    def __init__(
-        self,
-        services: Services,
-        server: SnapshotServer,
-        own: MemberRound,
-        source: int,
-        into: Tensor,
-        label: Part,
-        chunk_count: int,
-    ) -> None:
-        self._services = services
-        self._server = server
-        self._own = own
-        self._source = source
-        self._into = into
-        self._label = label
-        self._chunk_count = chunk_count
-        self._stream: InboundStream | PartReading | None = None
-        self._is_whole = False
-
-    def ask(self) -> None:
-        """Request the slice."""
-        self._stream = ask_for_part(
-            self._services,
-            self._server,
-            self._source,
-            _as_buffers(self._into),
-            self._label,
-            sizes={},
-            round=self._own.number,
-            of_mean=True,
-            chunk_count=self._chunk_count,
-        )
-
-    def renew(self) -> None:
-        """Request the slice again, unless it has arrived."""
-        if not self._is_whole:
-            self.close()
-            self.ask()
-
-    async def whole(self) -> None:
-        """Wait until the slice has arrived.
-
-        Raises:
-            RankLostError: The source is lost.
-            StreamAborted: The source does not offer the slice.
-        """
-        for count in range(_REQUEST_COUNT_MAX):
-            try:
-                assert self._stream is not None, "the slice was not requested"
-                await self._stream.whole()
-                self.complete()
-                return
-            except StreamAborted:
-                if count + 1 == _REQUEST_COUNT_MAX or self._source in self._services.gone:
-                    raise
-                self.renew()
-                await yield_to_loop()
-
-    async def ready(self) -> None:
-        """Wait until :meth:`piece` can return all pieces; the errors of :meth:`whole`."""
-        if isinstance(self._stream, PartReading):
-            await self._stream.located()
-        elif not self._is_whole:
-            await self.whole()
-
-    def piece(self, first: int, end: int, scratch: Tensor) -> Tensor:
-        """Return the bytes from ``first`` to ``end``, if necessary by reading them into ``scratch``."""
-        if not isinstance(self._stream, PartReading):
-            return self._into[first:end]
-        self._stream.read(first, scratch[: end - first])
-        return scratch[: end - first]
-
-    def complete(self) -> None:
-        """Record that the whole slice has arrived or was read."""
-        if self._stream is not None:
-            if isinstance(self._stream, PartReading):
-                self._stream.complete()
-            self._own.received_nbytes += self._stream.received_nbytes
-            self._is_whole = True
-            self.close()
-
-    def close(self) -> None:
-        """Ask the source to stop, unless the slice has arrived."""
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            channel, number = self._server.channel, self._own.number
-            stream.finish(lambda stream: cancel_stream(self._services, channel, stream, number))
-
-
-def _as_buffers(part: Tensor) -> FlatBuffers:
-    return FlatBuffers((), {torch.uint8: part}, ())
-
-
-def _new_bytes(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _label(attempt: int, each: Slice, layout: WireLayout) -> Part:

@@ -1,0 +1,131 @@
+"""Requests bytes that another rank offers, such as a slice of a contribution, of a mean, or a whole anchor."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from asyncdist.messaging.engine import yield_to_loop
+from asyncdist.messaging.services import Services
+from asyncdist.messaging.streams import InboundStream, StreamAborted
+from asyncdist.protocols.parameter_stream.neighbours import PartReading
+from asyncdist.protocols.parameter_stream.parts import Part
+from asyncdist.protocols.parameter_stream.receiver import ask_for_part, cancel_stream
+from asyncdist.protocols.parameter_stream.server import SnapshotServer
+from asyncdist.tensors.flat_state import FlatBuffers
+
+#: Number of requests to a rank that is not lost, before the caller gets the error.
+REQUEST_COUNT_MAX: Final = 8
+
+
+class Fetch:
+    """One request for a tensor of bytes that another rank offers, repeated if the source's memory could not be read.
+
+    Args:
+        server: This rank's server on the channel on which the source offers.
+        number: Round number of the offer.
+        source: Rank that offers the bytes.
+        into: Tensor of uint8 that receives the bytes.
+        label: Label of the offer.
+        chunk_count: Usual number of chunks, as the source offers the bytes.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        server: SnapshotServer,
+        number: int,
+        source: int,
+        into: Tensor,
+        label: Part,
+        chunk_count: int,
+    ) -> None:
+        self._services = services
+        self._server = server
+        self._number = number
+        self._source = source
+        self._into = into
+        self._label = label
+        self._chunk_count = chunk_count
+        self._stream: InboundStream | PartReading | None = None
+        self._is_whole = False
+
+    def ask(self) -> None:
+        """Request the bytes."""
+        self._stream = ask_for_part(
+            self._services,
+            self._server,
+            self._source,
+            as_buffers(self._into),
+            self._label,
+            sizes={},
+            round=self._number,
+            of_mean=True,
+            chunk_count=self._chunk_count,
+        )
+
+    def renew(self) -> None:
+        """Request the bytes again, unless they have arrived."""
+        if not self._is_whole:
+            self.close()
+            self.ask()
+
+    async def whole(self) -> None:
+        """Wait until the bytes have arrived.
+
+        Raises:
+            RankLostError: The source is lost.
+            StreamAborted: The source does not offer the bytes.
+        """
+        for count in range(REQUEST_COUNT_MAX):
+            try:
+                assert self._stream is not None, "the bytes were not requested"
+                await self._stream.whole()
+                self.complete()
+                return
+            except StreamAborted:
+                if count + 1 == REQUEST_COUNT_MAX or self._source in self._services.gone:
+                    raise
+                self.renew()
+                await yield_to_loop()
+
+    async def ready(self) -> None:
+        """Wait until :meth:`piece` can return all pieces; the errors of :meth:`whole`."""
+        if isinstance(self._stream, PartReading):
+            await self._stream.located()
+        elif not self._is_whole:
+            await self.whole()
+
+    def piece(self, first: int, end: int, scratch: Tensor) -> Tensor:
+        """Return the bytes from ``first`` to ``end``, if necessary by reading them into ``scratch``."""
+        if not isinstance(self._stream, PartReading):
+            return self._into[first:end]
+        self._stream.read(first, scratch[: end - first])
+        return scratch[: end - first]
+
+    def complete(self) -> None:
+        """Record that all bytes have arrived or were read."""
+        if self._stream is not None:
+            if isinstance(self._stream, PartReading):
+                self._stream.complete()
+            self._is_whole = True
+            self.close()
+
+    def close(self) -> None:
+        """Ask the source to stop, unless the bytes have arrived."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            channel, number = self._server.channel, self._number
+            stream.finish(lambda stream: cancel_stream(self._services, channel, stream, number))
+
+
+def as_buffers(part: Tensor) -> FlatBuffers:
+    """Return a tensor of uint8 as buffers that a :class:`SnapshotServer` can offer."""
+    return FlatBuffers((), {torch.uint8: part}, ())
+
+
+def new_bytes(nbytes: int) -> Tensor:
+    """Allocate uninitialised memory for received bytes."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
