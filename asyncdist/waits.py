@@ -107,6 +107,8 @@ class WaitKind(enum.StrEnum):
     OWN_PART = "own_part", "the part of this rank in round {number}"
     OWN_READS = "own_reads", "the end of the reads of this rank"
     OWN_ROUND = "own_round", "the end of its part in a round"
+    CONTRIBUTION_ANSWER = "contribution_answer", "the answer to contribution {number}"
+    CONTRIBUTIONS = "contributions", "further contributions"
     REPORTS = "reports", "reports and answers of members"
     POLICY_ADMISSION = "policy_admission", "admission to a policy"
     REPLAY_SERVER = "replay_server", "the replay buffer {name!r} on rank {peer}"

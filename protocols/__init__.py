@@ -4,6 +4,8 @@ import sys
 
 from asyncdist.protocols.async_diloco.corrections import CGAD, HeLoCo, StalenessWeight
 from asyncdist.protocols.async_diloco.delayed_nesterov import DelayedNesterov
+from asyncdist.protocols.async_diloco.policy import AsyncDiLoCoPolicy
+from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics
 from asyncdist.protocols.average_all import AverageAllPolicy, AverageAllStatistics
 from asyncdist.protocols.diloco.outer_optimizers import FedAdagrad, FedAdam, FedYogi
 from asyncdist.protocols.diloco.policy import DiLoCoPolicy
@@ -40,6 +42,8 @@ AsyncSelectiveAveragingPolicympi4pyGeneral = OneSidedSelectiveAveragingPolicy
 
 __all__ = [
     "CGAD",
+    "AsyncDiLoCoPolicy",
+    "AsyncDiLoCoStatistics",
     "AsyncSelectiveAveragingPolicy",
     "AsyncSelectiveAveragingPolicympi4pyFast",
     "AsyncSelectiveAveragingPolicympi4pyGeneral",

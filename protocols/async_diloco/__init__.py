@@ -1,1 +1,1 @@
-"""Asynchronous DiLoCo: one rank applies each contribution as it arrives, and no rank waits for another."""
+"""DiLoCo without rounds for the workers: the leader applies each contribution when it arrives."""

@@ -1,0 +1,147 @@
+"""Keeps the anchor on the leader, and moves it with the outer optimizer for each version.
+
+The outer optimizer moves the parameters. Floating buffers, such as BatchNorm's statistics, move towards the mean of
+the version's contributions by the share of the members that have contributed: with all members they become the mean,
+as in DiLoCo. Integer and bool buffers become those of the first contribution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from asyncdist.messaging.engine import yield_to_loop
+from asyncdist.protocols.async_diloco.blocks import Block, Layouts
+from asyncdist.protocols.async_diloco.corrections import Correction, correct_tensors
+from asyncdist.protocols.diloco.outer_step import OuterFactory, OuterStep
+from asyncdist.protocols.exchange.fragment import mean_cosine
+from asyncdist.protocols.exchange.ledger import Verdict
+
+_YIELD_NBYTES: Final = 4 << 20  # bytes of a mean that are computed before other tasks run
+
+
+class Contribution(NamedTuple):
+    """A contribution whose bytes have arrived.
+
+    Attributes:
+        encoded: Encoded vectors; they may be overwritten.
+    """
+
+    rank: int
+    weight: float
+    norm: float
+    staleness: int
+    encoded: Sequence[Tensor]
+
+
+class Outcome(NamedTuple):
+    """A new version of the anchor.
+
+    Attributes:
+        norm: L2 norm of the mean difference; NaN if no contribution was finite.
+        cosine: Mean cosine between two contributions' differences; NaN if unknown.
+    """
+
+    donors: tuple[int, ...]
+    weights: tuple[float, ...]
+    norm: float
+    cosine: float
+
+
+class Anchor:
+    """The anchor's parameters, outer optimizer and buffers.
+
+    Args:
+        block: Values from which the anchor is copied.
+        knows_norms: Whether the contributions' norms are those of the vectors that are sent.
+
+    Attributes:
+        version: Number of steps since the beginning of the training.
+    """
+
+    def __init__(
+        self,
+        layouts: Layouts,
+        factory: OuterFactory,
+        correct: Correction | None,
+        block: Block,
+        version: int,
+        *,
+        knows_norms: bool,
+    ) -> None:
+        self._layouts = layouts
+        self._correct = correct
+        self._knows_norms = knows_norms and correct is None and layouts.wire.codec.name != "topk"
+        self.version = version
+        self._values = [value.clone() for value in block[1]]
+        self._outer = OuterStep(factory, layouts.stepped(self._values))
+
+    async def step(self, contributions: Sequence[Contribution], member_count: int) -> Outcome:
+        """Make the next version of the anchor from contributions in the order of their ranks."""
+        usable = [each for each in contributions if math.isfinite(each.norm)]
+        self.version += 1
+        if not usable:
+            return Outcome((), (), math.nan, math.nan)
+        mean = await self._mean(usable)
+        differences = self._layouts.stepped(mean)
+        norm = math.hypot(*(torch.linalg.vector_norm(flat).item() for flat in differences))
+        donors, weights, norms, *_ = zip(*((each.rank, each.weight, each.norm) for each in usable), strict=True)
+        cosine = mean_cosine(Verdict(1, donors, weights, norms), norm) if self._knows_norms else None
+        self._outer.step(differences)
+        self._move_buffers(mean, min(1.0, len(usable) / max(1, member_count)))
+        return Outcome(donors, weights, norm, math.nan if cosine is None else cosine)
+
+    @torch.no_grad()
+    async def _mean(self, usable: Sequence[Contribution]) -> list[Tensor]:
+        exact, weights = self._layouts.exact, [each.weight for each in usable]
+        momenta = None if self._correct is None else self._outer.momenta()
+        given = [self._decoded(each, momenta) for each in usable]
+        _, mean = self._layouts.new_block()
+        unread_nbytes = 0
+        for each in exact.slices:
+            into, own = exact.part(mean, each), [exact.part(values, each) for values in given]
+            for number, (first, end) in enumerate(exact.pieces(each)):
+                exact.average(each, number, [part[first:end] for part in own], weights, into[first:end])
+                unread_nbytes += end - first
+                if unread_nbytes >= _YIELD_NBYTES:
+                    unread_nbytes = 0
+                    await yield_to_loop()
+        return mean
+
+    def _decoded(self, given: Contribution, momenta: Sequence[Tensor] | None) -> list[Tensor]:
+        """Return the values of a contribution, with corrected differences."""
+        values = [vector.decoded(each) for vector, each in zip(self._layouts.wire.vectors, given.encoded, strict=True)]
+        if self._correct is not None:
+            stepped = zip(self._layouts.exact.stepped, self._layouts.stepped(values), strict=True)
+            for place, (vector, flat) in enumerate(stepped):
+                bounds = [(first, end) for _, first, end in vector.places]
+                momentum = None if momenta is None else momenta[place]
+                correct_tensors(self._correct, flat, momentum, bounds, given.staleness)
+        return values
+
+    @torch.no_grad()
+    def _move_buffers(self, mean: Sequence[Tensor], share: float) -> None:
+        for vector, own, new in zip(self._layouts.exact.vectors, self._values, mean, strict=True):
+            if vector.role == "averaged" and share < 1.0:
+                own.lerp_(new, share)
+            elif vector.role != "stepped":
+                own.copy_(new)
+
+    @torch.no_grad()
+    def copy_into(self, block: Block) -> Block:
+        """Copy the anchor into a block, and return the block."""
+        for own, into in zip(self._values, block[1], strict=True):
+            into.copy_(own)
+        return block
+
+    def outer_state(self) -> dict[str, Any]:
+        """Return a copy of the outer optimizer's state."""
+        return self._outer.state_dict()
+
+    def load_outer_state(self, state: Mapping[str, Any]) -> None:
+        """Load a result of :meth:`outer_state`."""
+        self._outer.load_state_dict(state)

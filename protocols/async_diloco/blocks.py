@@ -1,0 +1,157 @@
+"""Computes one worker's contributions: the differences between its anchor and its weights.
+
+A block is memory with one tensor for each vector of the model, in the vectors' own dtypes (:class:`Blocks`). The leader
+sends its anchor as a block, which becomes the worker's anchor when the worker applies it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, new_memory, scatter, subtract
+from asyncdist.tensors.codecs import Codec, ErrorFeedback, find_codec
+from asyncdist.tensors.flat_state import Entry
+
+#: Memory of all vectors of a model, and a view for each vector.
+Block: TypeAlias = tuple[Tensor, list[Tensor]]
+
+
+class Layouts:
+    """The vectors of a model, encoded for contributions, and unencoded for anchors.
+
+    Attributes:
+        wire: Layout of contributions.
+        exact: Layout of anchors. It has the same vectors in the same order, without a codec.
+    """
+
+    def __init__(self, entries: Sequence[Entry], parameters: set[str], owner_count: int, codec: Codec) -> None:
+        chosen = range(len(entries))
+        self.wire = WireLayout(entries, chosen, parameters, owner_count, codec)
+        self.exact = WireLayout(entries, chosen, parameters, owner_count, find_codec("float32"))
+
+    def new_block(self) -> Block:
+        """Allocate memory for an anchor."""
+        memory = new_memory(self.exact.memory_nbytes)
+        return memory, self.exact.encoded_in(memory)
+
+    def new_contribution(self) -> Block:
+        """Allocate memory for an encoded contribution."""
+        memory = new_memory(self.wire.memory_nbytes)
+        return memory, self.wire.encoded_in(memory)
+
+    def stepped(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return those vectors of a block that the outer optimizer steps: the parameters."""
+        return [value for vector, value in zip(self.exact.vectors, values, strict=True) if vector.role == "stepped"]
+
+    def block_of(self, tensors: Sequence[Tensor]) -> Block:
+        """Copy the model's tensors into a new block."""
+        block = self.new_block()
+        for vector, value in zip(self.exact.vectors, block[1], strict=True):
+            gather(vector, tensors, value)
+        return block
+
+
+class Captures:
+    """Computes one worker's contributions, and applies anchors to its model.
+
+    Args:
+        decay: Decay of the error feedback; None for none.
+    """
+
+    def __init__(self, layouts: Layouts, decay: float | None) -> None:
+        self._layouts = layouts
+        self._captured = [vector.new_flat() for vector in layouts.exact.stepped]
+        self._residuals: dict[int, ErrorFeedback] = {}  # by vector
+        if decay is not None:
+            self._residuals = {
+                place: ErrorFeedback(vector.count, decay=decay)
+                for place, vector in enumerate(layouts.wire.vectors)
+                if vector.codec is not None
+            }
+
+    @torch.no_grad()
+    def capture(self, base: Block, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
+        """Write this worker's contribution into ``encoded``, one tensor for each vector, and return its L2 norm.
+
+        If the norm is not finite, the contribution must not be used, and the residuals are unchanged.
+
+        Args:
+            base: The anchor from which the differences are measured.
+        """
+        for vector, captured in zip(self._layouts.exact.stepped, self._captured, strict=True):
+            gather(vector, tensors, captured)
+        vectors, norm = self._layouts.wire.vectors, 0.0
+        flats = [vector.values_of(each) for vector, each in zip(vectors, encoded, strict=True)]
+        for vector, flat, anchor in zip(vectors, flats, base[1], strict=True):
+            if vector.role == "stepped":
+                subtract(vector, anchor, tensors, flat)
+                norm = math.hypot(norm, torch.linalg.vector_norm(flat).item())
+            else:
+                gather(vector, tensors, flat)
+        if math.isfinite(norm):
+            for place, (vector, flat, each) in enumerate(zip(vectors, flats, encoded, strict=True)):
+                if place in self._residuals and vector.codec is not None:
+                    self._residuals[place].encode(vector.codec, flat, each)
+                elif vector.codec is not None:
+                    vector.codec.encode(flat, each)
+        return norm
+
+    @torch.no_grad()
+    def apply(self, anchor: Block, tensors: Sequence[Tensor], *, keeps_progress: bool) -> None:
+        """Write an anchor into the model.
+
+        Args:
+            keeps_progress: Whether the parameters become own + (new - captured) instead of new.
+        """
+        captured = iter(self._captured)
+        for vector, new in zip(self._layouts.exact.vectors, anchor[1], strict=True):
+            if vector.role == "stepped" and keeps_progress:
+                own = torch.empty_like(new)
+                gather(vector, tensors, own)
+                scatter(vector, own.sub_(next(captured).sub_(new)), tensors)
+            else:
+                scatter(vector, new, tensors)
+
+    @torch.no_grad()
+    def restore(self, anchor: Block, tensors: Sequence[Tensor]) -> None:
+        """Write only the parameters of an anchor into the model."""
+        for vector, value in zip(self._layouts.exact.vectors, anchor[1], strict=True):
+            if vector.role == "stepped":
+                scatter(vector, value, tensors)
+
+    def clear_residuals(self) -> None:
+        """Drop the encoding errors of earlier contributions, which another worker made."""
+        for each in self._residuals.values():
+            each.residual.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the captured parameters and the residuals, with cloned tensors."""
+        return {
+            "captured": [flat.clone() for flat in self._captured],
+            "residuals": [each.residual.clone() for each in self._residuals.values()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state of a worker with the same layout and options."""
+        copy_all(state["captured"], self._captured)
+        copy_all(state["residuals"], [each.residual for each in self._residuals.values()])
+
+
+def copy_all(saved: Sequence[Tensor], own: Sequence[Tensor]) -> None:
+    """Copy saved tensors.
+
+    Raises:
+        ValueError: They have other shapes.
+    """
+    if [each.shape for each in saved] != [each.shape for each in own]:
+        raise ValueError(
+            "the state's anchor and residuals must have the shapes of this policy's. Use the model, wire and "
+            "error_feedback of the run that saved it"
+        )
+    for tensor, value in zip(own, saved, strict=True):
+        tensor.copy_(value)

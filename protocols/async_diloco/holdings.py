@@ -1,0 +1,97 @@
+"""What one member holds: its contribution without an answer, the newest anchor, and a copy of the outer state.
+
+A block, once complete, is never changed. It can therefore be offered to other ranks as long as it is referenced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from asyncdist.protocols.async_diloco.blocks import Block
+from asyncdist.protocols.async_diloco.messages import Applications, Applied, Arrived, Standing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outstanding:
+    """A contribution that is not answered."""
+
+    sequence: int
+    block: Block
+    report: Arrived
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """An anchor that contains this member's contribution, and has arrived."""
+
+    report: Applied
+    block: Block
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldAnchor:
+    """An anchor that a member could give to a new leader."""
+
+    version: int
+    applied: Applications
+    block: Block
+
+
+@dataclass(slots=True, eq=False)
+class Holdings:
+    """State of one member that outlives a leader.
+
+    Attributes:
+        base: The anchor from which the member trains.
+        sequence: Number of its contributions.
+        outstanding: The last contribution, unless it is answered.
+        answer: The answer to the last contribution, until it is applied.
+        inherited: An anchor that a leaving leader has given to this member, or that was saved; None if there is none.
+        outer: The newest copy of the outer optimizer's state as bytes, with its version; None if there is none.
+    """
+
+    base: HeldAnchor
+    sequence: int = 0
+    outstanding: Outstanding | None = None
+    answer: Answer | None = None
+    inherited: HeldAnchor | None = None
+    outer: tuple[int, Tensor] | None = None
+
+    @property
+    def newest(self) -> HeldAnchor:
+        """The newest anchor."""
+        return max(self._anchors(), key=lambda held: held.version)
+
+    def anchor_of(self, version: int) -> HeldAnchor | None:
+        """Return the anchor of a version, or None."""
+        return next((held for held in self._anchors() if held.version == version), None)
+
+    def _anchors(self) -> list[HeldAnchor]:
+        found = [self.base]
+        if self.inherited is not None:
+            found.append(self.inherited)
+        if self.answer is not None:
+            found.append(HeldAnchor(self.answer.report.version, self.answer.report.applied, self.answer.block))
+        return found
+
+    def standing(self) -> Standing:
+        """Return this member's report to a new leader."""
+        newest, own = self.newest, self.outstanding
+        sequence, outstanding = (0, ()) if own is None else (own.sequence, (own.report,))
+        outer = -1 if self.outer is None else self.outer[0]
+        return Standing(newest.version, newest.applied, outer, sequence, outstanding)
+
+    def take_answer(self, answer: Answer) -> None:
+        """Record the answer to the outstanding contribution."""
+        self.answer, self.outstanding = answer, None
+        if self.inherited is not None and self.inherited.version <= answer.report.version:
+            self.inherited = None
+
+    def apply_answer(self) -> Answer:
+        """Return the answer, whose anchor becomes the base."""
+        answer, self.answer = self.answer, None
+        assert answer is not None, "there is no answer to apply"
+        self.base = HeldAnchor(answer.report.version, answer.report.applied, answer.block)
+        return answer

@@ -1,0 +1,283 @@
+"""One member's side of asynchronous DiLoCo: it offers its contributions, and receives the anchors that contain them.
+
+The member that leads also has a :class:`~protocols.async_diloco.server.Server`. If the leader is lost or leaves, all
+members report their standing to the next one. All messages and data move at safe points.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from asyncdist import Envelope, RankLostError, tags
+from asyncdist.messaging.channels import Channel
+from asyncdist.messaging.services import Services
+from asyncdist.messaging.streams import StreamAborted
+from asyncdist.protocols.async_diloco.blocks import Block, Layouts
+from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdings, Outstanding
+from asyncdist.protocols.async_diloco.messages import Applied, Arrived, AsyncMessage, Given, Standing, Taken, Wanted
+from asyncdist.protocols.async_diloco.offers import SECOND, Offers
+from asyncdist.protocols.async_diloco.server import Server, ServerOptions
+from asyncdist.protocols.exchange.fetch import new_bytes
+from asyncdist.protocols.joining.membership import Membership
+from asyncdist.protocols.joining.scopes import PolicyScopes
+from asyncdist.waits import WaitId, WaitKind
+
+logger = logging.getLogger("protocols.async_diloco")
+
+
+class AsyncMember:
+    """One member's messages and transfers.
+
+    Args:
+        membership: Members of the policy, which this object opens.
+        holdings: This member's state, which outlives a leader.
+        is_overlapped: Whether ranks train while data moves; equal on all members.
+        options: Options of the server, if this member leads.
+
+    Attributes:
+        server: The leader's server; None if this member does not lead.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        scopes: PolicyScopes,
+        membership: Membership,
+        layouts: Layouts,
+        holdings: Holdings,
+        options: ServerOptions,
+        *,
+        is_overlapped: bool,
+    ) -> None:
+        self._services = services
+        self._membership = membership
+        self._layouts = layouts
+        self._holdings = holdings
+        self._options = options
+        self._early: list[tuple[int, int, AsyncMessage]] = []  # messages to this rank before it leads
+        self._fetching: asyncio.Task[None] | None = None  # the task that receives an answer
+        self._is_closed = False
+        self.server: Server | None = None
+        self._contributions = Offers(services, scopes.to_members, is_overlapped=is_overlapped)
+        self._anchors = Offers(services, scopes.to_coordinator, is_overlapped=is_overlapped)
+        self._channel: Channel[AsyncMessage] = services.open_channel(
+            AsyncMessage,
+            tag=tags.CONTROL,
+            scope=scopes.to_members,
+            name="asynchronous DiLoCo",
+            handler=self._on_message,
+        )
+        membership.open(self)
+        if not membership.is_joining:
+            self._report()
+
+    # -- the policy's calls -----------------------------------------------------------------------------------------
+
+    def contribute(self, block: Block, report: Arrived) -> None:
+        """Offer a contribution; its memory must not be changed afterwards."""
+        own = self._holdings
+        own.sequence += 1
+        own.outstanding = Outstanding(own.sequence, block, report)
+        self._offer_contribution()
+        self._tell_leader(report, own.sequence)
+
+    async def answered(self) -> None:
+        """Wait until this member has the answer to its contribution."""
+        wait = WaitId(WaitKind.CONTRIBUTION_ANSWER, number=self._holdings.sequence)
+        await self._services.engine.until(lambda: self._holdings.outstanding is None, wait)
+
+    async def settled(self, deadline: float) -> bool:
+        """Wait until this member may leave: it has its answer, and a leader has given the anchor to its successor.
+
+        Returns:
+            False if the deadline passed first.
+        """
+        wait, engine = WaitId(WaitKind.OWN_ROUND), self._services.engine
+        is_answered = await engine.until(lambda: self._holdings.outstanding is None, wait, deadline=deadline)
+        if self.server is None:
+            return is_answered
+        return is_answered and await self.server.handed_over(deadline)
+
+    def leave(self) -> None:
+        """Take part no longer. A contribution without an answer is withdrawn."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self.server is not None:
+            self.server.close()
+        self._membership.leave()
+        self._contributions.close()
+        self._anchors.close()
+        self._channel.close()
+
+    def begin_joined(self) -> None:
+        """Take part as a member, after the leader's state was loaded."""
+        self._membership.complete_joining()
+
+    # -- changes of the members -------------------------------------------------------------------------------------
+
+    def may_admit(self) -> bool:
+        """Return whether this leader has an anchor."""
+        return self.server is not None and self.server.has_begun
+
+    def on_lost(self, rank: int) -> None:
+        """Continue without a member."""
+        self._contributions.note_taken(rank)
+        self._anchors.note_taken(rank)
+        if self.server is not None:
+            self.server.on_lost(rank)
+
+    def on_new_leader(self) -> None:
+        """Report this member's standing to the new leader."""
+        if self._fetching is not None:
+            self._fetching.cancel()
+            self._fetching = None
+        for rank in self._membership.known - self._membership.living:
+            self._contributions.note_taken(rank)
+            self._anchors.note_taken(rank)
+        self._report()
+
+    def on_reachable(self, rank: int) -> None:
+        """Allow messages to and from a restarted member."""
+        self._channel.admit(rank)
+        self._contributions.admit(rank)
+        self._anchors.admit(rank)
+
+    def on_admitted(self, rank: int) -> None:
+        """Count a newcomer as a worker, as the leader."""
+        assert self.server is not None, "only a leader admits"
+        self.server.on_admitted(rank)
+
+    def _report(self) -> None:
+        """Begin to serve if this member leads, and send its standing to the leader."""
+        if self._membership.leads:
+            self.server = Server(
+                self._services,
+                self._channel,
+                self._membership,
+                self._layouts,
+                self._holdings,
+                self._contributions,
+                self._anchors,
+                self._options,
+            )
+        if self._holdings.outstanding is not None:
+            self._offer_contribution()
+        self._tell_leader(self._holdings.standing(), 0)
+        early, self._early = self._early, []
+        for each in early:
+            self._hear(*each)
+
+    def _offer_contribution(self) -> None:
+        own, leader = self._holdings.outstanding, self._membership.leader
+        if own is not None and not self._membership.leads:
+            self._contributions.offer(own.sequence, own.block[0], leader)
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def _on_message(self, envelope: Envelope[AsyncMessage]) -> None:
+        message, source, number = envelope.message, envelope.source, envelope.round
+        if source not in self._membership.known:
+            logger.debug("rank %d, which is not a member, sent a %s", source, type(message).__name__)
+        elif isinstance(message, Taken):
+            self._anchors.note_taken(source, number)
+        elif isinstance(message, Arrived | Standing):
+            self._hear(source, number, message)
+        elif source == self._membership.leader:
+            self._obey(source, number, message)
+        elif isinstance(message, Given) and self.server is not None:
+            self.server.on_given(source, number, message)
+
+    def _hear(self, source: int, number: int, message: AsyncMessage) -> None:
+        """Handle a member's message as the leader, or keep it until this rank notices that it leads."""
+        if self.server is None:
+            self._early.append((source, number, message))
+        elif isinstance(message, Standing):
+            self.server.on_standing(source, message)
+        elif isinstance(message, Arrived):
+            self.server.on_arrived(source, number, message)
+
+    def _obey(self, leader: int, number: int, message: AsyncMessage) -> None:
+        """Handle the leader's message as a member."""
+        own = self._holdings
+        match message:
+            case Applied():
+                is_new = own.outstanding is not None and number == own.outstanding.sequence and self._fetching is None
+                if is_new:
+                    task = self._take_answer(leader, number, message)
+                    self._fetching = self._anchors.spawn(task, f"anchor {message.version}")
+            case Wanted(is_outer):
+                self._give(leader, number, is_outer=is_outer)
+            case Given():
+                self._anchors.spawn(self._inherit(leader, number, message), f"anchor {number} of rank {leader}")
+
+    async def _take_answer(self, leader: int, number: int, report: Applied) -> None:
+        """Receive the anchor with this member's contribution, and the outer state if it comes with it."""
+        block, outer = self._layouts.new_block(), new_bytes(report.outer_nbytes)
+        try:
+            if report.outer_nbytes:
+                await self._anchors.fetch(leader, report.version, outer, SECOND)
+            await self._anchors.fetch(leader, report.version, block[0])
+        except (RankLostError, StreamAborted) as error:  # the contribution is reported to the next leader
+            logger.info("anchor %d of rank %d: %s", report.version, leader, error)
+            return
+        finally:
+            if self._fetching is asyncio.current_task():
+                self._fetching = None
+        if report.outer_nbytes:
+            self._holdings.outer = report.version, outer
+        self._contributions.note_taken(leader)
+        self.take_answer(number, Answer(report, block))
+        self.post(Taken(), leader, report.version)
+
+    def take_answer(self, number: int, answer: Answer) -> None:
+        """Record the answer to a contribution."""
+        own = self._holdings
+        if own.outstanding is not None and own.outstanding.sequence == number:
+            own.take_answer(answer)
+            self._services.engine.recheck()
+
+    def _give(self, leader: int, version: int, *, is_outer: bool) -> None:
+        """Offer the newest anchor, or the copy of the outer state, to a new leader."""
+        held, outer = self._holdings.anchor_of(version), self._holdings.outer
+        if is_outer and outer is not None and outer[0] == version:
+            self._anchors.offer(version, outer[1], leader, SECOND)
+            self.post(Given((), outer[1].numel()), leader, version)
+        elif not is_outer and held is not None:
+            self._anchors.offer(version, held.block[0], leader)
+            self.post(Given(held.applied, 0), leader, version)
+
+    async def _inherit(self, leader: int, version: int, given: Given) -> None:
+        """Receive the anchor and the outer state of a leader that leaves."""
+        block, outer = self._layouts.new_block(), new_bytes(given.outer_nbytes)
+        try:
+            await self._anchors.fetch(leader, version, outer, SECOND)
+            await self._anchors.fetch(leader, version, block[0])
+        except (RankLostError, StreamAborted) as error:
+            logger.info("anchor %d of rank %d, which leaves: %s", version, leader, error)
+            return
+        self._holdings.inherited = HeldAnchor(version, given.applied, block)
+        self._holdings.outer = version, outer
+        self.post(Taken(), leader, version)
+
+    # -- sending ----------------------------------------------------------------------------------------------------
+
+    def _tell_leader(self, message: Arrived | Standing, number: int) -> None:
+        leader = self._membership.leader
+        if self._membership.leads:
+            self._hear(leader, number, message)
+        else:
+            self.post(message, leader, number)
+
+    def post(self, message: AsyncMessage, dest: int, number: int) -> None:
+        """Send a message, unless the rank is lost."""
+        post(self._channel, message, dest, number)
+
+
+def post(channel: Channel[AsyncMessage], message: AsyncMessage, dest: int, number: int) -> None:
+    """Send a message, unless the rank is lost."""
+    try:
+        channel.send_nowait(message, dest, round=number)
+    except RankLostError as error:  # the loss is handled when the world reports it
+        logger.debug("a %s was not sent: %s", type(message).__name__, error)

@@ -1,0 +1,134 @@
+"""Defines the messages between the workers and the leader, which keeps the anchor.
+
+The round number in the frame's header is the worker's sequence number, or a version where noted. Annotations are real
+objects, never strings, since `get_type_hints` must return plain types.
+"""
+
+from dataclasses import dataclass
+from math import isfinite
+
+#: The contributions that an anchor contains: rank and last sequence number of each worker, by ascending rank.
+Applications = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Worker to leader: this worker offers a contribution.
+
+    Attributes:
+        base_version: Version of the anchor from which the worker has trained.
+        steps: Number of training steps since the previous contribution.
+        tokens: Number of tokens or examples of these steps.
+        norm: L2 norm of the difference; NaN or infinite if it must be left out.
+        speed: Training steps per second; 0 if unknown.
+    """
+
+    base_version: int
+    steps: int
+    tokens: float
+    norm: float
+    speed: float
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if a field is out of range."""
+        if self.base_version < 0 or self.steps < 0:
+            raise ValueError(f"base_version and steps must be >= 0, got {self!r:.300}")
+        if not 0 < self.tokens < float("inf") or not 0 <= self.speed < float("inf"):
+            raise ValueError(f"tokens must be finite and > 0, and speed finite and >= 0, got {self!r:.300}")
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """Leader to worker: the anchor contains the contribution, and is offered to the worker.
+
+    Attributes:
+        version: Version of the offered anchor.
+        applied: The contributions that this anchor contains.
+        donors, weights: Ranks whose contributions made this version, ascending, and their weights.
+        staleness: Number of versions between the contribution's base and its application.
+        norm, cosine: L2 norm of the mean difference, and mean cosine between two contributions; NaN if unknown.
+        steps: Number of training steps until the worker's next contribution.
+        outer_nbytes: Size in bytes of the outer optimizer's state, which the worker must also fetch; 0 if it must not.
+    """
+
+    version: int
+    applied: Applications
+    donors: tuple[int, ...]
+    weights: tuple[float, ...]
+    staleness: int
+    norm: float
+    cosine: float
+    steps: int
+    outer_nbytes: int
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the fields do not belong together."""
+        if min(self.version, self.staleness, self.outer_nbytes) < 0 or self.steps < 1:
+            raise ValueError(f"version, staleness and outer_nbytes must be >= 0, and steps >= 1, got {self!r:.300}")
+        if len(self.donors) != len(self.weights) or not all(weight > 0 and isfinite(weight) for weight in self.weights):
+            raise ValueError(f"each donor must have a weight > 0, got {self!r:.300}")
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Receiver of an anchor to its owner: the anchor has arrived. The round number is its version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Member to a new leader: the newest anchor that this member has, and its contribution without an answer.
+
+    Attributes:
+        version: Version of the anchor.
+        applied: The contributions that the anchor contains.
+        outer_version: Version to which the member's copy of the outer optimizer's state belongs; -1 without a copy.
+        sequence: Sequence number of the contribution; 0 if there is none.
+        outstanding: The contribution; empty if there is none.
+    """
+
+    version: int
+    applied: Applications
+    outer_version: int
+    sequence: int
+    outstanding: tuple[Arrived, ...]
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the fields do not belong together."""
+        if self.version < 0 or not -1 <= self.outer_version <= self.version:
+            raise ValueError(f"version must be >= 0, and outer_version from -1 to version, got {self!r:.300}")
+        if self.sequence < 0 or len(self.outstanding) != bool(self.sequence):
+            raise ValueError(f"sequence must be > 0 if and only if there is a contribution, got {self!r:.300}")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """New leader to a member: it will fetch the member's newest anchor. The round number is the anchor's version.
+
+    Attributes:
+        is_outer: Whether it will fetch the member's copy of the outer optimizer's state instead.
+    """
+
+    is_outer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Member to a new leader, or leaving leader to its successor: an anchor, or an outer optimizer's state, is offered.
+
+    The round number is the version.
+
+    Attributes:
+        applied: The contributions that the anchor contains.
+        outer_nbytes: Size in bytes of the outer optimizer's state; 0 without one.
+    """
+
+    applied: Applications
+    outer_nbytes: int
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the size is negative."""
+        if self.outer_nbytes < 0:
+            raise ValueError(f"outer_nbytes must be >= 0, got {self.outer_nbytes}")
+
+
+AsyncMessage = Arrived | Applied | Taken | Standing | Wanted | Given

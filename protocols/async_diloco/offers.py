@@ -1,0 +1,104 @@
+"""Offers blocks of bytes to single ranks, and fetches blocks that other ranks offer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Final
+
+from torch import Tensor
+
+from asyncdist.messaging.services import Services
+from asyncdist.messaging.streams import WINDOW_COUNT
+from asyncdist.protocols.exchange.fetch import Fetch, as_buffers
+from asyncdist.protocols.parameter_stream.messages import PART_CHUNK_COUNT
+from asyncdist.protocols.parameter_stream.parts import Part
+from asyncdist.protocols.parameter_stream.server import Offer, SnapshotServer
+
+_LABEL_COUNT: Final = 2
+#: Labels of the two blocks that can have the same number.
+FIRST: Final = Part(0, _LABEL_COUNT)
+SECOND: Final = Part(1, _LABEL_COUNT)
+
+
+class Offers:
+    """One channel for blocks. Each block has a number and a label, and is offered until all its receivers have it.
+
+    Args:
+        is_overlapped: Whether ranks train while blocks move; equal on all members.
+    """
+
+    def __init__(self, services: Services, scope: int, *, is_overlapped: bool) -> None:
+        self._services = services
+        self._server = SnapshotServer(services, scope)
+        # A training rank sends one window of chunks per safe point; a waiting rank sends small chunks.
+        self._chunk_count = WINDOW_COUNT if is_overlapped else PART_CHUNK_COUNT
+        self._offered: dict[tuple[int, Part], tuple[Offer, set[int]]] = {}
+        self._last = 0  # largest number of a block
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if each block has been taken by its receivers."""
+        return not self._offered
+
+    def offer(self, number: int, memory: Tensor, receiver: int, label: Part = FIRST) -> None:
+        """Offer bytes, which must not be changed afterwards, to one more rank."""
+        key, self._last = (number, label), max(self._last, number)
+        if key not in self._offered:
+            offer = self._server.offer(
+                number,
+                as_buffers(memory),
+                lambda _: None,
+                mean_of=label,
+                ends_earlier=False,
+                chunk_count=self._chunk_count,
+            )
+            self._offered[key] = offer, set()
+        self._offered[key][1].add(receiver)
+
+    def note_taken(self, receiver: int, number: int | None = None) -> None:
+        """Record that a rank has the blocks of a number, or, without a number, that it needs no blocks at all."""
+        for key, (offer, receivers) in list(self._offered.items()):
+            if number is None or key[0] == number:
+                receivers.discard(receiver)
+                if not receivers:
+                    del self._offered[key]
+                    self._server.withdraw(offer)
+        # Requests are sent for offered blocks only, so that earlier numbers need no longer be remembered.
+        self._server.end_rounds(min((key[0] - 1 for key in self._offered), default=self._last))
+        self._services.engine.recheck()
+
+    async def fetch(self, source: int, number: int, into: Tensor, label: Part = FIRST) -> None:
+        """Receive a block.
+
+        Raises:
+            RankLostError: The source is lost.
+            StreamAborted: The source does not offer the block.
+        """
+        fetch = Fetch(self._services, self._server, number, source, into, label, self._chunk_count)
+        try:
+            fetch.ask()
+            await fetch.whole()
+        finally:
+            fetch.close()
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Start a service task that :meth:`close` cancels."""
+        task = self._services.spawn_service(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def admit(self, rank: int) -> None:
+        """Allow messages to and from the new process of a restarted rank."""
+        self._server.channel.admit(rank)
+
+    def close(self) -> None:
+        """Cancel all tasks, and offer no more blocks."""
+        for task in list(self._tasks):
+            task.cancel()
+        for offer, _ in self._offered.values():
+            self._server.withdraw(offer)
+        self._offered.clear()
+        self._server.close()

@@ -1,0 +1,132 @@
+"""Declares the options of :class:`protocols.AsyncDiLoCoPolicy`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from asyncdist import validation
+from asyncdist.protocols.async_diloco.corrections import Correction
+from asyncdist.protocols.declared import Options, function, like, number, one_of, option, or_none, whole
+from asyncdist.protocols.diloco.options import DiLoCoOptions, Late, Weighting, described
+from asyncdist.protocols.diloco.outer_step import OuterFactory, check_factory
+from asyncdist.protocols.options import AveragingOptions, MemberOptions, OptimizerState
+from asyncdist.protocols.step_info import PolicyEvent
+from asyncdist.tensors.codecs import Codec
+
+#: Outer learning rate for one contribution of many, a tenth of the synchronous one.
+ASYNC_LR: Final = 0.07
+#: Outer optimizer without ``delay``.
+NESTEROV: Final = functools.partial(torch.optim.SGD, lr=ASYNC_LR, momentum=0.9, nesterov=True)
+_STRAGGLERS: Final = "stragglers and rounds"
+_MEMBERS: Final = "members and timeouts"
+
+
+class AsyncDiLoCoOptionNames(MemberOptions, total=False):
+    """The options of :class:`protocols.AsyncDiLoCoPolicy`, except ``average_every``."""
+
+    outer_optimizer: OuterFactory
+    correct: Correction | None
+    quorum: int
+    grace_s: float
+    late: Late
+    weights: Weighting
+    wire: str | Codec
+    error_feedback: float | None
+    optimizer_state: OptimizerState
+    mirror_every: int | None
+    on_event: Callable[[PolicyEvent], None] | None
+    drain_timeout_s: float
+
+
+def _factory(name: str, value: Any) -> Any:
+    del name
+    check_factory(value)
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncDiLoCoOptions(Options):
+    """Options of asynchronous DiLoCo."""
+
+    outer_optimizer: OuterFactory = option(
+        "Function that makes the outer optimizer of a list of flat parameters. Its learning rate must be smaller than "
+        "that of synchronous DiLoCo, since it makes a step for each contribution: with 0.7, training diverges.",
+        _factory,
+        default=NESTEROV,
+        shown="functools.partial(torch.optim.SGD, lr=0.07, momentum=0.9, nesterov=True)",
+    )
+    correct: Correction | None = option(
+        "Function of a tensor's difference, the outer momentum (None before the first step) and the staleness in "
+        "versions, which returns the difference to apply; it may change the difference in place.",
+        function("None or a callable of a difference, the momentum and the staleness"),
+        default=None,
+    )
+    weights: Weighting = option(
+        'Weights of the contributions to one version: `"equal"`, or `"tokens"`, the sum of `step(tokens=...)` since '
+        "the rank's previous contribution.",
+        one_of(Weighting),
+        default="equal",
+        is_agreed=True,
+    )
+    wire: Codec = like(DiLoCoOptions, "wire")
+    error_feedback: float | None = like(DiLoCoOptions, "error_feedback")
+    optimizer_state: OptimizerState = like(AveragingOptions, "optimizer_state")
+    quorum: int = option(
+        "Number of ranks whose contributions make a version of the anchor, from 1 to the number of members; fewer if "
+        "members are lost or leave. 1 applies each contribution when it arrives.",
+        whole(1),
+        default=1,
+        group=_STRAGGLERS,
+        is_agreed=True,
+    )
+    grace_s: float = option(
+        "Seconds to wait for further contributions to a version once there is a quorum.",
+        number(">= 0 seconds", 0.0),
+        default=0.0,
+        group=_STRAGGLERS,
+        is_agreed=True,
+    )
+    late: Late = option(
+        'Whether a step waits for the anchor with its contribution (`"wait"`). With `"skip"`, no step waits: the '
+        "anchor is applied in the first step after its arrival, and the rank keeps its progress since the capture.",
+        one_of(Late),
+        default="skip",
+        group=_STRAGGLERS,
+        is_agreed=True,
+    )
+    mirror_every: int | None = option(
+        "Number of versions after which a rank receives a copy of the outer optimizer's state, from which training "
+        "continues if the leader is lost. By default the number of members; 0 for no copies.",
+        or_none(whole(0)),
+        default=None,
+        group=_MEMBERS,
+        is_agreed=True,
+    )
+    on_event: Callable[[PolicyEvent], None] | None = like(DiLoCoOptions, "on_event")
+    drain_timeout_s: float = option(
+        "Seconds to wait, when leaving, for the answer to the last contribution and, as the leader, for the successor.",
+        validation.seconds,
+        default=60.0,
+        group=_MEMBERS,
+    )
+
+    def check_members(self, count: int) -> None:
+        """Raise ValueError if the quorum is larger than the number of members."""
+        if self.quorum > count:
+            validation.refuse("quorum", self.quorum, f"from 1 to the number of members ({count})")
+
+    def agreed(self) -> dict[str, Any]:
+        """Return the options that must be equal on all members, by name, as JSON values."""
+        correct = "None" if self.correct is None else repr(self.correct)
+        return {
+            **Options.agreed(self),
+            "optimizer_state": self.optimizer_state,
+            "wire": repr(self.wire),
+            "outer_optimizer": described(self.outer_optimizer),
+            "correct": correct if "0x" not in correct else getattr(self.correct, "__qualname__", "a function"),
+        }

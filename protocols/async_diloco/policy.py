@@ -1,0 +1,358 @@
+"""Asynchronous DiLoCo: the leader applies each rank's difference to the anchor when it arrives, and no rank waits.
+
+Each rank trains alone from an anchor a_v. After ``average_every`` steps (H) it sends the difference D = a_v - theta
+between this anchor and its weights, and continues to train. The first member, the leader, makes one step of the outer
+optimizer with D, or with the mean of the differences of ``quorum`` ranks, and sends the new anchor back. The rank
+applies it in its first step after the arrival:
+
+    theta <- a_new + (theta - theta_captured)
+
+(Liu et al., 2401.09135; with quorum and grace period: Decoupled DiLoCo, 2604.21428.) A rank has at most one difference
+under way, so a slow leader makes the contributions longer, and a slow rank only its own contribution stale.
+
+If the leader is lost, the next member continues from the newest anchor of all living members. Each contribution is
+applied exactly once (:mod:`protocols.async_diloco.arrivals`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+import zlib
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, ClassVar, Final, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from asyncdist import validation
+from asyncdist.protocols.async_diloco.anchor import Anchor, Contribution
+from asyncdist.protocols.async_diloco.blocks import Captures, Layouts
+from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdings
+from asyncdist.protocols.async_diloco.member import AsyncMember
+from asyncdist.protocols.async_diloco.messages import Applied, Arrived
+from asyncdist.protocols.async_diloco.options import AsyncDiLoCoOptionNames, AsyncDiLoCoOptions
+from asyncdist.protocols.async_diloco.server import ServerOptions
+from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics
+from asyncdist.protocols.declared import among, with_options
+from asyncdist.protocols.joining.admission import Admission
+from asyncdist.protocols.joining.membership import Membership
+from asyncdist.protocols.joining.scopes import PolicyScopes
+from asyncdist.protocols.metrics import MetricSource
+from asyncdist.protocols.misuse import line_of_caller
+from asyncdist.protocols.options import CommonOptions, MemberOptions
+from asyncdist.protocols.policy import SpawnPolicy
+from asyncdist.protocols.starting.differences import FIRST_WEIGHTS
+from asyncdist.protocols.starting.without_lost import lost_members
+from asyncdist.protocols.step_info import NOTHING, AverageApplied, Contributed, StepInfo
+from asyncdist.tensors.byte_views import byte_view
+from asyncdist.tensors.flat_state import SnapshotPool
+from asyncdist.tensors.infinities import KnownInfinities, all_finite
+from asyncdist.tensors.optimizers.reset import reset_optimizer_state
+
+logger = logging.getLogger("protocols.async_diloco")
+
+_LOSES_VALUES: Final = (
+    "wire='topk' without error_feedback loses the values that it does not send; pass error_feedback=0.95 or 1.0"
+)
+
+
+@with_options(AsyncDiLoCoOptionNames, CommonOptions, AsyncDiLoCoOptions)
+class AsyncDiLoCoPolicy(SpawnPolicy):
+    """Asynchronous DiLoCo: each rank's contribution is applied when it arrives, and no rank waits for others.
+
+    ::
+
+        async with AsyncDiLoCoPolicy(model, optimizer, average_every=100) as policy:
+            for batch in data:
+                train_step(model, optimizer, batch)
+                await policy.step()
+
+    All ranks must begin with equal weights. The outer optimizer moves the parameters. Floating buffers, such as
+    BatchNorm's statistics, move towards the mean of each version's contributions, by the share of the ranks that have
+    contributed. Integer and bool buffers are copied from the version's first contributing rank. The inner optimizer
+    keeps its state. A rank whose weights are not finite does not contribute. It gets the anchor, and its inner
+    optimizer's state is cleared (``StepInfo.recovered``).
+
+    With ``late="wait"`` and a quorum of all ranks, it equals :class:`DiLoCoPolicy` with the same outer optimizer.
+
+    Args:
+        model: Model that this rank trains; see :class:`SpawnPolicy`.
+        optimizer: Inner optimizer, which trains the model.
+        average_every, options: The options below.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or is out of range.
+    """
+
+    takes_metric: ClassVar[bool] = False
+    admits_restarted: ClassVar[bool] = True
+
+    @validation.names_options()
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        average_every: int,
+        **options: Unpack[AsyncDiLoCoOptionNames],
+    ) -> None:
+        own = self._own_options = AsyncDiLoCoOptions.of(options)
+        self._resets_optimizer = own.optimizer_state == "reset"
+        super().__init__(
+            model,
+            optimizer,
+            average_every=average_every,
+            resets_optimizer=self._resets_optimizer,
+            **among(options, MemberOptions),
+        )
+        if own.wire.name == "topk" and own.error_feedback is None:
+            warnings.warn(_LOSES_VALUES, UserWarning, stacklevel=3)
+        self._layout_buffers = self._flat.new_buffers(device="meta")
+        self._layouts: Layouts
+        self._captures: Captures
+        self._holdings: Holdings
+        self._known_infinities: KnownInfinities
+        self._alone: Anchor | None = None  # the anchor if this rank is alone
+        self._member: AsyncMember | None = None  # None before the start, and if this rank is alone
+        self._admission: Admission | None = None
+        self._snapshots = SnapshotPool(self._flat)
+        self._steps = 0  # since the last capture
+        self._steps_wanted = self.average_every  # until the next capture
+        self._tokens = 0.0  # since the last capture
+        self._captured_at = 0
+        self._reported: Arrived  # the last contribution
+        self._postponed_count = 0
+
+    def step(
+        self,
+        local_metric: MetricSource = None,
+        *,
+        loss: MetricSource = None,
+        score: MetricSource = None,
+        tokens: float | None = None,
+    ) -> Coroutine[Any, Any, StepInfo]:
+        """Take part in the policy once per training step; see :meth:`SpawnPolicy.step`.
+
+        Args:
+            local_metric, loss, score: Ignored.
+            tokens: Number of tokens or examples of this step, for ``weights="tokens"``; 1 by default.
+
+        Raises:
+            ValueError: ``tokens`` is not finite and above 0.
+        """
+        if self._first_call is None:
+            self.note_call(line_of_caller())
+        allowed = "a finite number > 0 (of a tensor, tokens.item())"
+        self._tokens += 1.0 if tokens is None else validation.real("tokens", tokens, allowed, low=1e-9)
+        return super().step(local_metric, loss=loss, score=score)
+
+    def statistics(self) -> AsyncDiLoCoStatistics:
+        """Return this member's counts so far."""
+        server = None if self._member is None else self._member.server
+        count, staleness, losses = 0, 0, 0
+        if server is not None:
+            count, staleness, losses = server.applied_count, server.staleness_sum, server.outer_loss_count
+        counts = self._journal.averages
+        has_holdings = self._stage != "new"
+        return AsyncDiLoCoStatistics(
+            iteration=self.iteration,
+            version=self._holdings.base.version if has_holdings else 0,
+            contribution_count=self._holdings.sequence if has_holdings else 0,
+            average_count=counts.applied_count,
+            postponed_count=self._postponed_count,
+            waited_s=counts.waited_s,
+            sent_nbytes=counts.wire_nbytes,
+            applied_count=count,
+            mean_staleness=staleness / max(1, count),
+            outer_loss_count=losses,
+            title=self._journal.title(),
+        )
+
+    # -- starting and leaving ---------------------------------------------------------------------------------------
+
+    def _options(self) -> Mapping[str, Any]:
+        return {"average_every": self.average_every, **self._own_options.agreed()}
+
+    def _prepare(self) -> None:
+        """Lay out the vectors, and copy the anchor from the model."""
+        own, count = self._own_options, len(self._members)
+        own.check_members(count)
+        self._known_infinities = KnownInfinities(self._flat)
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        self._layouts = Layouts(self._flat.entries, parameters, count, own.wire)
+        self._captures = Captures(self._layouts, own.error_feedback)
+        self._holdings = Holdings(HeldAnchor(0, (), self._layouts.block_of(self._tensors())))
+        if self.is_alone:
+            self._alone = self._new_anchor(self._holdings.base)
+
+    def _new_anchor(self, held: HeldAnchor) -> Anchor:
+        own = self._own_options
+        knows_norms = own.error_feedback is None
+        return Anchor(
+            self._layouts, own.outer_optimizer, own.correct, held.block, held.version, knows_norms=knows_norms
+        )
+
+    def _agreed_values(self) -> dict[str, str]:
+        checksum = 0
+        for anchor in self._layouts.stepped(self._holdings.base.block[1]):
+            checksum = zlib.crc32(byte_view(anchor), checksum)
+        return {**super()._agreed_values(), FIRST_WEIGHTS: f"{checksum:08x}"}
+
+    async def _start(self) -> None:
+        agreed = await self._agree()
+        meeting = self._joint_start.meeting
+        scopes = PolicyScopes(meeting.ranks, agreed)
+        lost = lost_members(self._world, self._members, meeting)
+        members = [rank for rank in self._members if rank not in lost]
+        self._open(Membership(self._services, scopes, members, known=self._members), scopes)
+
+    def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
+        own = self._own_options
+        every = len(self._members) if own.mirror_every is None else own.mirror_every
+        options = ServerOptions(own, self.average_every, every)
+        self._member = AsyncMember(
+            self._services,
+            scopes,
+            membership,
+            self._layouts,
+            self._holdings,
+            options,
+            is_overlapped=own.late == "skip",
+        )
+        self._admission = Admission(self._services, membership, scopes, self._members, self._shared_values())
+
+    def _shared_values(self) -> dict[str, str]:
+        """Return the values that a restarted rank must share with the members, whose anchors have advanced."""
+        return {name: value for name, value in self._agreed_values().items() if name != FIRST_WEIGHTS}
+
+    def _opened(self) -> tuple[AsyncMember, Admission]:
+        assert self._member is not None and self._admission is not None, "the policy has not opened"
+        return self._member, self._admission
+
+    async def _stop(self, error: BaseException | None) -> None:
+        member, admission = self._opened()
+        try:
+            if error is None and self._services.engine.failure is None:
+                await member.settled(self._world.time() + self._own_options.drain_timeout_s)
+        finally:  # notifies the other ranks even if this task is cancelled
+            member.leave()
+            admission.close()
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    async def _step(self, local_metric: MetricSource) -> StepInfo:
+        del local_metric
+        self._steps += 1  # before the first await, since a cancelled step counts as well
+        if self.is_alone:
+            await self._world.safe_point()
+        else:
+            await self._world.progress()
+        info = await self._take_answer()
+        if self._steps >= self._steps_wanted:
+            if self._holdings.outstanding is not None:
+                self._postponed_count += 1
+                return info
+            await self._capture()
+            info = await self._take_answer() or info
+        return info
+
+    def _tensors(self) -> Sequence[Tensor]:
+        return self._flat.tensors(self._layout_buffers)
+
+    async def _capture(self) -> None:
+        """Capture this rank's contribution, and offer it to the leader."""
+        block, own = self._layouts.new_contribution(), self._holdings
+        norm = math.nan
+        if self._known_infinities.unsound_entry_of_model() is None:
+            norm = self._captures.capture(own.base.block, self._tensors(), block[1])
+        report = self._reported = Arrived(own.base.version, self._steps, self._tokens, norm, 0.0)
+        self._steps, self._tokens, self._captured_at = 0, 0.0, self.iteration
+        if self._member is not None:
+            self._member.contribute(block, report)
+        else:
+            await self._apply_alone(block[1], report)
+
+    async def _apply_alone(self, encoded: Sequence[Tensor], report: Arrived) -> None:
+        """Make the next version of the anchor from this rank's contribution alone."""
+        anchor, own, rank = self._alone, self._holdings, self._world.rank
+        assert anchor is not None, "the rank is not alone"
+        own.sequence += 1
+        weight = report.tokens if self._own_options.weights == "tokens" else 1.0
+        outcome = await anchor.step([Contribution(rank, weight, report.norm, 0, encoded)], 1)
+        block = anchor.copy_into(self._layouts.new_block())
+        own.take_answer(
+            Answer(Applied(anchor.version, (), *outcome[:2], 0, *outcome[2:], self.average_every, 0), block)
+        )
+
+    async def _take_answer(self) -> StepInfo:
+        """Apply the anchor with this rank's contribution if it has arrived; with ``late="wait"``, wait for it."""
+        began_at = self._world.time()
+        if self._holdings.outstanding is not None and self._own_options.late == "wait":
+            assert self._member is not None, "a rank that is alone has no contribution without an answer"
+            await self._member.answered()
+        return NOTHING if self._holdings.answer is None else self._apply(began_at)
+
+    def _apply(self, began_at: float) -> StepInfo:
+        """Write the new anchor into the model."""
+        tensors, trouble = self._tensors(), self._trouble()
+        answer = self._holdings.apply_answer()
+        report, wire = answer.report, self._layouts.wire
+        waited_s = self._world.time() - began_at
+        with self._weights.following():
+            keeps_progress = self._captured_at < self.iteration and not trouble
+            self._captures.apply(answer.block, tensors, keeps_progress=keeps_progress)
+        if self._resets_optimizer or trouble:
+            reset_optimizer_state(self.optimizer)
+        self._steps_wanted = report.steps
+        total = sum(report.weights)
+        info = StepInfo(
+            averaged_this_iteration=True,
+            round=report.version,
+            donors=report.donors,
+            weights=tuple(weight / total for weight in report.weights),
+            staleness_steps=self.iteration - self._captured_at,
+            seconds=self._world.time() - began_at,
+            nbytes=self._layouts.exact.nbytes,
+            recovered=trouble,
+            fragment=0,
+            wire_nbytes=wire.nbytes,
+            outer_norm=None if math.isnan(report.norm) else report.norm,
+            cosine=None if math.isnan(report.cosine) else report.cosine,
+            unencoded_nbytes=wire.unencoded_nbytes,
+            waited_s=waited_s,
+            fragment_count=1,
+            version=report.version,
+            staleness_versions=report.staleness,
+        )
+        self._announce(info, report)
+        return info
+
+    def _announce(self, info: StepInfo, report: Applied) -> None:
+        """Record the contribution, whose round is known now, and the event of its application."""
+        own, wire, on_event = self._reported, self._layouts.wire, self._own_options.on_event
+        weight = own.tokens if self._own_options.weights == "tokens" else 1.0
+        facts = info.round, 0, self._captured_at, own.base_version, weight, own.norm, wire.nbytes, wire.unencoded_nbytes
+        event = Contributed(*facts)
+        self._journal.note_contributed(event)
+        if on_event is None:
+            return
+        on_event(event)
+        state = self._snapshots.acquire()
+        try:
+            self._flat.snapshot(state)
+            best = report.donors[0] if report.donors else -1
+            names = state.by_name()
+            on_event(AverageApplied(info.round, info.donors, report.weights, best, self.iteration, names, info=info))
+        finally:
+            self._snapshots.release(state)
+
+    def _trouble(self) -> str:
+        """Describe the part of this rank's weights or optimizer that is not finite; return "" if all is finite."""
+        name = self._known_infinities.unsound_entry_of_model()
+        if name is not None:
+            return f"{name!r} was not finite"
+        if not self._resets_optimizer and not all_finite(dict(self.optimizer.state)):
+            return "the optimizer's state was not finite"
+        return ""

@@ -1,0 +1,406 @@
+"""The leader's side of asynchronous DiLoCo: it fetches contributions, makes versions of the anchor, and offers them.
+
+A new leader begins with an election of its state (:func:`~protocols.async_diloco.arrivals.choose`): all living members
+report their standing, and it takes the newest anchor among them. Then it treats their contributions without an answer
+as newly arrived. All work is done in service tasks, never inside a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from asyncdist import RankLostError
+from asyncdist.messaging.channels import Channel
+from asyncdist.messaging.services import Services
+from asyncdist.messaging.streams import StreamAborted
+from asyncdist.protocols.async_diloco.anchor import Anchor, Contribution, Outcome
+from asyncdist.protocols.async_diloco.arrivals import Arrival, Arrivals, Handling, choose, weights_of
+from asyncdist.protocols.async_diloco.blocks import Block, Layouts
+from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdings
+from asyncdist.protocols.async_diloco.messages import Applied, Arrived, AsyncMessage, Given, Standing, Taken, Wanted
+from asyncdist.protocols.async_diloco.offers import SECOND, Offers
+from asyncdist.protocols.async_diloco.options import AsyncDiLoCoOptions
+from asyncdist.protocols.exchange.fetch import new_bytes
+from asyncdist.protocols.joining.membership import Membership
+from asyncdist.protocols.joining.state_transfer import packed, unpacked
+from asyncdist.waits import WaitId, WaitKind
+
+logger = logging.getLogger("protocols.async_diloco.server")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Options of the server.
+
+    Attributes:
+        average_every: Number of steps until a worker's next contribution.
+        mirror_every: Number of versions between two copies of the outer optimizer's state; 0 for no copies.
+    """
+
+    own: AsyncDiLoCoOptions
+    average_every: int
+    mirror_every: int
+
+
+class Server:
+    """Keeps the anchor on the leader.
+
+    Args:
+        channel: The members' channel.
+        holdings: This rank's own state.
+        contributions, anchors: This rank's offers of contributions and of anchors.
+
+    Attributes:
+        anchor: The anchor; None during the election.
+        applied_count: Number of contributions that this leader has applied.
+        staleness_sum: Sum of the staleness of these contributions in versions.
+        outer_loss_count: Number of times that this leader began with an older outer state than its anchor.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        channel: Channel[AsyncMessage],
+        membership: Membership,
+        layouts: Layouts,
+        holdings: Holdings,
+        contributions: Offers,
+        anchors: Offers,
+        options: ServerOptions,
+    ) -> None:
+        self._services = services
+        self._channel = channel
+        self._membership = membership
+        self._layouts = layouts
+        self._holdings = holdings
+        self._contributions = contributions
+        self._anchors = anchors
+        self._options = options
+        own = options.own
+        self._arrivals = Arrivals(membership.living, own.quorum, own.grace_s)
+        self._standings: dict[int, Standing] = {}
+        self._given: dict[tuple[int, int], Given] = {}  # answers to Wanted, by rank and version
+        self._early: list[tuple[int, int, Arrived]] = []  # reported during the election
+        # By rank and sequence number: encoded contributions that have arrived.
+        self._blocks: dict[tuple[int, int], Tensor] = {}
+        self._task: asyncio.Task[None] | None = None  # the election, or the task that makes versions
+        self._outcome = Outcome((), (), math.nan, math.nan)
+        self._current: Block | None = None  # copy of the newest anchor, if it is offered
+        self._mirrored_at = 0
+        self._is_frozen = False
+        self.anchor: Anchor | None = None
+        self.applied_count = self.staleness_sum = self.outer_loss_count = 0
+
+    # -- the beginning ----------------------------------------------------------------------------------------------
+
+    @property
+    def has_begun(self) -> bool:
+        """True if this leader has an anchor."""
+        return self.anchor is not None
+
+    def on_standing(self, rank: int, standing: Standing) -> None:
+        """Record a member's standing; the election begins when all living members have reported."""
+        self._standings[rank] = standing
+        self._look()
+
+    async def _elect(self) -> None:
+        """Take the newest anchor and outer state of the living members."""
+        me = self._services.rank
+        held: HeldAnchor | None = None
+        outer: tuple[int, Tensor] | None = None
+        while True:
+            choice = choose({rank: self._standings[rank] for rank in self._membership.living}, me)
+            if held is None:
+                is_own = choice.holder == me
+                held = self._holdings.newest if is_own else await self._want(choice.holder, choice.version)
+            elif outer is None and choice.outer_holder >= 0:
+                is_own = choice.outer_holder == me
+                outer = (
+                    self._holdings.outer
+                    if is_own
+                    else await self._want_outer(choice.outer_holder, choice.outer_version)
+                )
+            else:
+                break
+        self._begin(held, outer)
+
+    async def _want(self, holder: int, version: int) -> HeldAnchor | None:
+        """Fetch a member's newest anchor; None if the member is lost."""
+        block = self._layouts.new_block()
+        given = await self._asked(holder, version, is_outer=False)
+        try:
+            if given is None:
+                return None
+            await self._anchors.fetch(holder, version, block[0])
+        except (RankLostError, StreamAborted) as error:
+            logger.info("the anchor of rank %d: %s", holder, error)
+            return None
+        self._post_taken(holder, version)
+        return HeldAnchor(version, given.applied, block)
+
+    async def _want_outer(self, holder: int, version: int) -> tuple[int, Tensor] | None:
+        """Fetch a member's copy of the outer state; None if the member is lost."""
+        given = await self._asked(holder, version, is_outer=True)
+        try:
+            if given is None:
+                return None
+            outer = new_bytes(given.outer_nbytes)
+            await self._anchors.fetch(holder, version, outer, SECOND)
+        except (RankLostError, StreamAborted) as error:
+            logger.info("the outer state of rank %d: %s", holder, error)
+            return None
+        self._post_taken(holder, version)
+        return version, outer
+
+    async def _asked(self, holder: int, version: int, *, is_outer: bool) -> Given | None:
+        self._given.pop((holder, version), None)
+        self._post(Wanted(is_outer), holder, version)
+
+        def has_news() -> bool:
+            return (holder, version) in self._given or holder not in self._membership.living
+
+        await self._services.engine.until(has_news, WaitId(WaitKind.CONTRIBUTIONS))
+        return self._given.pop((holder, version), None)
+
+    def on_given(self, source: int, version: int, given: Given) -> None:
+        """Record that a member offers its anchor or its outer state."""
+        self._given[source, version] = given
+        self._services.engine.recheck()
+
+    def _begin(self, held: HeldAnchor, outer: tuple[int, Tensor] | None) -> None:
+        own = self._options.own
+        anchor = Anchor(
+            self._layouts,
+            own.outer_optimizer,
+            own.correct,
+            held.block,
+            held.version,
+            knows_norms=own.error_feedback is None,
+        )
+        if outer is not None:
+            anchor.load_outer_state(unpacked(outer[1]))
+        if held.version > (0 if outer is None else outer[0]):
+            self.outer_loss_count += 1
+            found = "no copy of the outer optimizer's state" if outer is None else f"a copy of version {outer[0]}"
+            logger.warning(
+                "the leader was lost, and rank %d continues from version %d of the anchor, but there is %s; the outer "
+                "momentum of later versions is lost",
+                self._services.rank,
+                held.version,
+                found,
+            )
+        self.anchor, self._mirrored_at = anchor, held.version
+        self._arrivals = Arrivals(self._membership.living, own.quorum, own.grace_s, dict(held.applied))
+        for rank, standing in sorted(self._standings.items()):
+            for report in standing.outstanding:
+                self.on_arrived(rank, standing.sequence, report)
+        early, self._early = self._early, []
+        for each in early:
+            self.on_arrived(*each)
+
+    # -- members ----------------------------------------------------------------------------------------------------
+
+    def on_lost(self, rank: int) -> None:
+        """Continue without a member."""
+        self._standings.pop(rank, None)
+        self._arrivals.on_gone(rank)
+        self._look()
+        self._services.engine.recheck()
+
+    def on_admitted(self, rank: int) -> None:
+        """Count a newcomer as a worker."""
+        self._arrivals.on_admitted(rank)
+
+    # -- contributions ----------------------------------------------------------------------------------------------
+
+    def on_arrived(self, rank: int, sequence: int, report: Arrived) -> None:
+        """Fetch a reported contribution, or answer a worker whose contribution the anchor contains."""
+        if self.anchor is None:
+            self._early.append((rank, sequence, report))
+            return
+        arrival = Arrival(rank, sequence, report.base_version, report.steps, report.tokens, report.norm, report.speed)
+        match self._arrivals.on_arrived(arrival):
+            case Handling.ANSWER:
+                self._answer(arrival, 0)
+            case Handling.FETCH if rank == self._services.rank or not math.isfinite(arrival.norm):
+                self._note_whole(arrival)
+            case Handling.FETCH:
+                self._anchors.spawn(self._fetch(arrival), f"contribution {sequence} of rank {rank}")
+
+    async def _fetch(self, arrival: Arrival) -> None:
+        memory, _ = self._layouts.new_contribution()
+        try:
+            await self._contributions.fetch(arrival.rank, arrival.sequence, memory)
+        except (RankLostError, StreamAborted) as error:  # the rank is lost or leaves
+            logger.info("contribution %d of rank %d: %s", arrival.sequence, arrival.rank, error)
+            return
+        self._blocks[arrival.rank, arrival.sequence] = memory
+        self._note_whole(arrival)
+
+    def _note_whole(self, arrival: Arrival) -> None:
+        self._arrivals.on_whole(arrival, self._services.time())
+        self._look()
+        self._services.engine.recheck()
+
+    def _look(self) -> None:
+        """Start the election, or the task that makes versions, if it is time."""
+        if self._task is not None:
+            return
+        if self.anchor is None:
+            if self._membership.living <= self._standings.keys():
+                self._task = self._anchors.spawn(self._elect(), "election of the anchor")
+        elif self._may_make():
+            self._task = self._anchors.spawn(self._make_versions(), "versions of the anchor")
+        if self._task is not None:
+            self._task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        if not task.cancelled() and task.exception() is None:
+            self._look()
+            self._services.engine.recheck()
+
+    async def _make_versions(self) -> None:
+        """Make versions as long as there is a quorum."""
+        engine, arrivals, wait = self._services.engine, self._arrivals, WaitId(WaitKind.CONTRIBUTIONS)
+        while self._may_make():
+            decided_at = arrivals.decided_at
+            if self._options.own.grace_s and decided_at is not None:
+                await engine.until(lambda: arrivals.is_complete or self._is_frozen, wait, deadline=decided_at)
+            if self._may_make():
+                await self._make_version(arrivals.take())
+
+    def _may_make(self) -> bool:
+        return self._arrivals.has_quorum and not self._is_frozen
+
+    async def _make_version(self, arrivals: Sequence[Arrival]) -> None:
+        anchor, me = self.anchor, self._services.rank
+        assert anchor is not None, "versions are made after the election"
+        weights = weights_of(arrivals, self._options.own.weights)
+        given = []
+        for arrival, weight in zip(arrivals, weights, strict=True):
+            staleness = max(0, anchor.version - arrival.base_version)
+            self.staleness_sum += staleness
+            given.append(Contribution(arrival.rank, weight, arrival.norm, staleness, self._encoded(arrival)))
+        self.applied_count += len(arrivals)
+        self._outcome = await anchor.step(given, len(self._arrivals.members))
+        self._current = None
+        every = self._options.mirror_every
+        others = [arrival for arrival in arrivals if arrival.rank != me and arrival.rank in self._membership.living]
+        mirror = others[0] if others and every and anchor.version - self._mirrored_at >= every else None
+        for arrival, each in zip(arrivals, given, strict=True):
+            self._answer(arrival, each.staleness, is_mirror=arrival is mirror)
+
+    def _encoded(self, arrival: Arrival) -> Sequence[Tensor]:
+        """Return the encoded vectors of a contribution; none if its norm is not finite."""
+        if not math.isfinite(arrival.norm):
+            return ()
+        own = self._holdings.outstanding
+        if arrival.rank == self._services.rank and own is not None:
+            return own.block[1]
+        return self._layouts.wire.encoded_in(self._blocks.pop((arrival.rank, arrival.sequence)))
+
+    # -- answers ----------------------------------------------------------------------------------------------------
+
+    def _answer(self, arrival: Arrival, staleness: int, *, is_mirror: bool = False) -> None:
+        """Offer the newest anchor to a worker whose contribution it contains."""
+        anchor, rank, me = self.anchor, arrival.rank, self._services.rank
+        assert anchor is not None, "contributions are answered after the election"
+        if rank not in self._membership.living:
+            return
+        block = self._block()
+        outer = new_bytes(0)
+        if is_mirror:
+            outer, self._mirrored_at = packed(anchor.outer_state()), anchor.version
+        report = Applied(
+            anchor.version,
+            self._arrivals.applications(),
+            self._outcome.donors,
+            self._outcome.weights,
+            staleness,
+            self._outcome.norm,
+            self._outcome.cosine,
+            self._options.average_every,
+            outer.numel(),
+        )
+        if rank == me:
+            if self._holdings.outstanding is not None:
+                self._holdings.take_answer(Answer(report, block))
+                self._services.engine.recheck()
+            return
+        if is_mirror:
+            self._anchors.offer(anchor.version, outer, rank, SECOND)
+        self._anchors.offer(anchor.version, block[0], rank)
+        self._post(report, rank, arrival.sequence)
+
+    def _block(self) -> Block:
+        """Return a copy of the newest anchor, shared by all ranks that get this version."""
+        assert self.anchor is not None, "the anchor is offered after the election"
+        if self._current is None:
+            self._current = self.anchor.copy_into(self._layouts.new_block())
+        return self._current
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    async def freeze(self) -> None:
+        """Make no further version until :meth:`thaw`, so that the state can be saved."""
+        self._is_frozen = True
+        self._services.engine.recheck()
+        await self._services.engine.until(lambda: self._task is None, WaitId(WaitKind.OWN_ROUND))
+
+    def thaw(self) -> None:
+        """Make versions again."""
+        if self._is_frozen:
+            self._is_frozen = False
+            self._look()
+
+    def held(self) -> tuple[HeldAnchor, Tensor]:
+        """Return the anchor and the outer state as bytes; call this while no version is made."""
+        assert self.anchor is not None, "there is no anchor before the end of the election"
+        held = HeldAnchor(self.anchor.version, self._arrivals.applications(), self._block())
+        return held, packed(self.anchor.outer_state())
+
+    async def handed_over(self, deadline: float) -> bool:
+        """Give the anchor and the outer state to the next leader, unless there are no other members.
+
+        Returns:
+            False if the deadline passed first.
+        """
+        engine, me, wait = self._services.engine, self._services.rank, WaitId(WaitKind.OWN_ROUND)
+        if not await engine.until(lambda: self.has_begun, wait, deadline=deadline):
+            return False
+        await self.freeze()
+        if not await engine.until(lambda: self._anchors.is_idle, wait, deadline=deadline):
+            return False
+        while others := [rank for rank in self._membership.members() if rank != me]:
+            successor = others[0]
+            held, outer = self.held()
+            self._anchors.offer(held.version, outer, successor, SECOND)
+            self._anchors.offer(held.version, held.block[0], successor)
+            self._post(Given(held.applied, outer.numel()), successor, held.version)
+            if not await engine.until(lambda: self._anchors.is_idle, wait, deadline=deadline):
+                return False
+            if successor in self._membership.living:
+                break
+        return True
+
+    def close(self) -> None:
+        """Make no further version."""
+        self._is_frozen = True
+
+    # -- sending ----------------------------------------------------------------------------------------------------
+
+    def _post_taken(self, holder: int, version: int) -> None:
+        self._post(Taken(), holder, version)
+
+    def _post(self, message: AsyncMessage, dest: int, number: int) -> None:
+        try:
+            self._channel.send_nowait(message, dest, round=number)
+        except RankLostError as error:  # the loss is handled when the world reports it
+            logger.debug("a %s was not sent: %s", type(message).__name__, error)

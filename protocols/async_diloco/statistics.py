@@ -1,0 +1,58 @@
+"""Counts of one member of an asynchronous DiLoCo policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncdist.protocols.journal import format_table
+from asyncdist.wording import size_in_words
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncDiLoCoStatistics:
+    """Counts of one member's steps and contributions so far.
+
+    Attributes:
+        iteration: Number of steps.
+        version: Version of the anchor from which this member trains.
+        contribution_count: Number of this member's contributions.
+        average_count: Number of anchors that this member has applied.
+        postponed_count: Number of steps in which a contribution was due, while the last one had no answer.
+        waited_s: Seconds that steps have waited for anchors, and in which they applied them.
+        sent_nbytes: Total encoded size in bytes of this member's contributions.
+        applied_count: Number of contributions that this member has applied to the anchor as the leader.
+        mean_staleness: Mean staleness of these contributions in versions.
+        outer_loss_count: Number of times that this member became the leader with an outer state older than the anchor.
+        title: Name of the policy and of this rank.
+    """
+
+    iteration: int
+    version: int
+    contribution_count: int
+    average_count: int
+    postponed_count: int
+    waited_s: float
+    sent_nbytes: int
+    applied_count: int
+    mean_staleness: float
+    outer_loss_count: int
+    title: str = ""
+
+    def __str__(self) -> str:
+        """Return a table of the counts, for ``print(policy.statistics())``."""
+        rows: list[tuple[str, object]] = [
+            ("iteration", self.iteration),
+            ("version", self.version),
+            ("contributions", self.contribution_count),
+            ("anchors applied", self.average_count),
+            ("spent in them", f"{self.waited_s:.2f} s"),
+            ("contributed", size_in_words(self.sent_nbytes)),
+        ]
+        if self.applied_count:
+            rows += [
+                ("applied as leader", self.applied_count),
+                ("mean staleness", f"{self.mean_staleness:.2f} versions"),
+            ]
+        if self.outer_loss_count:
+            rows.append(("outer states lost", self.outer_loss_count))
+        return format_table(self.title, rows)
