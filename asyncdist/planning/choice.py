@@ -21,6 +21,7 @@ from asyncdist.planning.costs import (
     Method,
     RoundCost,
     SelectiveAveraging,
+    overlapped_s,
     round_cost,
     topk,
 )
@@ -106,8 +107,8 @@ def streaming(job: Job, codec: Codec, every: int, wishes: Wishes) -> DiLoCo | No
     if fragments > every:
         return None
     if overlap_steps is None:
-        blocking = round_cost(job, DiLoCo(every=every, codec=codec, fragments=fragments))
-        overlap_steps = min(math.ceil(blocking.transfer_s / fragments / job.step_s), math.ceil(every / fragments) - 1)
+        needed_s = overlapped_s(job, DiLoCo(every=every, codec=codec, fragments=fragments))
+        overlap_steps = min(math.ceil(needed_s / job.step_s), math.ceil(every / fragments) - 1)
     if overlap_steps >= every or (overlap_steps == 0 and fragments == 1):
         return None
     return DiLoCo(every=every, codec=codec, fragments=fragments, overlap_steps=overlap_steps)
