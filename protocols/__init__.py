@@ -9,7 +9,7 @@ from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics
 from asyncdist.protocols.average_all import AverageAllPolicy, AverageAllStatistics
 from asyncdist.protocols.diloco.outer_optimizers import FedAdagrad, FedAdam, FedYogi
 from asyncdist.protocols.diloco.policy import DiLoCoPolicy
-from asyncdist.protocols.diloco.statistics import DiLoCoStatistics
+from asyncdist.protocols.exchange.statistics import ExchangeStatistics
 from asyncdist.protocols.one_sided.policy import OneSidedSelectiveAveragingPolicy
 from asyncdist.protocols.one_sided.selection import OneSidedRules
 from asyncdist.protocols.one_sided.statistics import Durations, OneSidedStatistics
@@ -22,6 +22,8 @@ from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from asyncdist.protocols.selective.reserved import coordinate
 from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics, SelectiveStatistics
+from asyncdist.protocols.simple.population_averaging import PopulationAveragingPolicy
+from asyncdist.protocols.simple.sparse_averaging import SparseAveragingPolicy
 from asyncdist.protocols.step_info import (
     AverageApplied,
     Contributed,
@@ -56,8 +58,8 @@ __all__ = [
     "CoordinatorStatistics",
     "DelayedNesterov",
     "DiLoCoPolicy",
-    "DiLoCoStatistics",
     "Durations",
+    "ExchangeStatistics",
     "FedAdagrad",
     "FedAdam",
     "FedYogi",
@@ -66,6 +68,7 @@ __all__ = [
     "OneSidedSelectiveAveragingPolicy",
     "OneSidedStatistics",
     "PolicyEvent",
+    "PopulationAveragingPolicy",
     "ReplayBuffer",
     "ReplayStatistics",
     "ReplicaAveragingPolicy",
@@ -76,6 +79,7 @@ __all__ = [
     "SelectiveRules",
     "SelectiveStatistics",
     "SnapshotTaken",
+    "SparseAveragingPolicy",
     "SpawnPolicy",
     "StalenessWeight",
     "StepInfo",

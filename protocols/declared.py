@@ -103,7 +103,10 @@ def declared(kind: type[Options]) -> list[Field[Any]]:
 
 
 def with_options(options: type, *kinds: type[Options]) -> Callable[[type[T]], type[T]]:
-    """Return a class decorator that adds the options to a policy's signature and docstring."""
+    """Return a class decorator that adds the options to a policy's signature and docstring.
+
+    The decorated class has the attribute ``declared_options``: the TypedDict, and the declaring classes.
+    """
 
     def decorate(policy: type[T]) -> type[T]:
         init: Any = policy.__init__
@@ -115,6 +118,7 @@ def with_options(options: type, *kinds: type[Options]) -> Callable[[type[T]], ty
         )
         text = listed([found[name] for name in names if name in found])
         policy.__doc__ = f"{inspect.cleandoc(policy.__doc__ or '')}\n\n{text}"
+        policy.declared_options = (options, *kinds)  # type: ignore[attr-defined]
         return policy
 
     return decorate

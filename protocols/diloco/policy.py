@@ -30,7 +30,6 @@ from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.fragment_state import FragmentState
 from asyncdist.protocols.diloco.fragments import fragments_of
 from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions
-from asyncdist.protocols.diloco.statistics import DiLoCoStatistics, statistics_of
 from asyncdist.protocols.exchange.policy import ExchangePolicy
 from asyncdist.protocols.exchange.schedule import Schedule
 from asyncdist.protocols.exchange.wire_layout import WireLayout
@@ -148,10 +147,6 @@ class DiLoCoPolicy(ExchangePolicy):
         count = 1.0 if tokens is None else validation.real("tokens", tokens, allowed, low=1e-9)
         self._tokens = [each + count for each in self._tokens]
         return super().step(local_metric, loss=loss, score=score)
-
-    def statistics(self) -> DiLoCoStatistics:
-        """Return this member's counts so far."""
-        return statistics_of(self._journal.averages, self.iteration, self._journal.title())
 
     # -- the parts in which it differs from other policies on the exchange --------------------------------------------
 

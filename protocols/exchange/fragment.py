@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncdist.protocols.exchange.ledger import Verdict
-from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, scatter
+from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, gather, scatter
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,12 @@ class Fragment:
             if vector.codec is not None:
                 vector.codec.encode(flat, into)
         return norm
+
+    def combine(
+        self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
+    ) -> None:
+        """Write the combination of all donors' encoded slices: their weighted mean; see :meth:`WireLayout.average`."""
+        self.layout.average(each, number, parts, weights, into)
 
     @torch.no_grad()
     def merge(self, verdict: Verdict, encoded: Sequence[Tensor]) -> None:

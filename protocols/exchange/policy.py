@@ -29,6 +29,7 @@ from asyncdist.protocols.exchange.ledger import Report, Verdict, reported_weight
 from asyncdist.protocols.exchange.options import ExchangeOptions
 from asyncdist.protocols.exchange.rounds import has_merged
 from asyncdist.protocols.exchange.schedule import Schedule
+from asyncdist.protocols.exchange.statistics import ExchangeStatistics, statistics_of
 from asyncdist.protocols.joining.admission import Admission, newest_left, welcomed
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.scopes import PolicyScopes
@@ -91,6 +92,10 @@ class ExchangePolicy(SpawnPolicy):
         self._admission: Admission | None = None
         self._is_admitting = False
         self._snapshots = SnapshotPool(self._flat)
+
+    def statistics(self) -> ExchangeStatistics:
+        """Return this member's counts so far."""
+        return statistics_of(self._journal.averages, self.iteration, self._journal.title())
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
 

@@ -50,6 +50,11 @@ class Exchanged(Protocol):
     def holds_mean(self) -> bool:
         """See the class."""
 
+    def combine(
+        self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
+    ) -> None:
+        """Write the combination of all donors' encoded slices; see :meth:`WireLayout.average`."""
+
     def merge(self, verdict: Verdict, encoded: Sequence[Tensor]) -> None:
         """Take the encoded mean of all donors, one tensor for each vector; empty if there were no donors."""
 
@@ -274,7 +279,8 @@ class RoundTransfers:
     async def _average_ready(
         self, own: MemberRound, verdict: Verdict, each: Slice, given: Sequence[Fetch | None]
     ) -> None:
-        layout = self._fragments[own.fragment].layout
+        fragment = self._fragments[own.fragment]
+        layout = fragment.layout
         into, unread_nbytes = layout.part(own.mean, each), 0
         own_part = layout.part(own.contribution, each) if None in given else into
         for number, (first, end) in enumerate(layout.pieces(each)):
@@ -283,7 +289,7 @@ class RoundTransfers:
                 own_part[first:end] if fetch is None else fetch.piece(first, end, place)
                 for fetch, place in zip(given, scratch, strict=True)
             ]
-            layout.average(each, number, parts, verdict.weights, into[first:end])
+            fragment.combine(each, number, parts, verdict.weights, into[first:end])
             unread_nbytes += end - first
             if unread_nbytes >= _YIELD_NBYTES:
                 unread_nbytes = 0

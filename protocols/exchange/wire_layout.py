@@ -251,28 +251,32 @@ def _aligned(nbytes: int) -> int:
 def gather(vector: Vector, tensors: Sequence[Tensor], flat: Tensor) -> None:
     """Copy the model's tensors into a flat tensor; a bfloat16 value becomes a float32."""
     for index, first, end in vector.places:
-        flat[first:end].copy_(_values_of(vector, tensors[index]))
+        flat[first:end].copy_(values_of(vector, tensors[index]))
 
 
 def subtract(vector: Vector, anchor: Tensor, tensors: Sequence[Tensor], flat: Tensor) -> None:
     """Write the differences between an anchor and the model's tensors into a flat tensor."""
     for index, first, end in vector.places:
-        torch.sub(anchor[first:end], _values_of(vector, tensors[index]).to(flat), out=flat[first:end])
+        torch.sub(anchor[first:end], values_of(vector, tensors[index]).to(flat), out=flat[first:end])
 
 
 def scatter(vector: Vector, flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy a flat tensor into the model's tensors, rounding each value once to the tensor's dtype."""
     for index, first, end in vector.places:
-        tensor = tensors[index]
-        values = flat[first:end]
-        if vector.role == "copied":
-            values = values.view(tensor.dtype)
-        elif tensor.is_complex():
-            values = torch.complex(values[0::2], values[1::2])  # a view would need an even offset
-        tensor.copy_(values.view(tensor.shape))
+        write(vector, flat[first:end], tensors[index])
 
 
-def _values_of(vector: Vector, tensor: Tensor) -> Tensor:
+def write(vector: Vector, values: Tensor, tensor: Tensor) -> None:
+    """Copy an entry's part of a flat tensor into the model's tensor."""
+    if vector.role == "copied":
+        values = values.view(tensor.dtype)
+    elif tensor.is_complex():
+        values = torch.complex(values[0::2], values[1::2])  # a view would need an even offset
+    tensor.copy_(values.view(tensor.shape))
+
+
+def values_of(vector: Vector, tensor: Tensor) -> Tensor:
+    """Return the values of a model's tensor in one dimension, in its own dtype; copied ones as bytes."""
     if vector.role == "copied":
         return flat_bytes(tensor.detach().cpu().contiguous())
     if tensor.is_complex():

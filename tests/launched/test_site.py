@@ -147,7 +147,7 @@ def test_what_is_called_a_module_is_one(pages: dict[Path, Page]) -> None:
 
 @pytest.mark.timeout(600)
 def test_every_public_name_is_in_the_reference(pages: dict[Path, Page]) -> None:
-    described = {name for path, page in pages.items() if path.parent.name == "api" for name in page.ids}
+    described = {name for path, page in pages.items() if path.parent.name in ("api", "simple") for name in page.ids}
     blocking = re.findall(r"\b(\w+) as \1\b", Path(ad.blocking.__file__ or "").read_text())
     wanted = {f"asyncdist.{name}" for name in ad.__all__}
     wanted |= {f"protocols.{name}" for name in protocols.__all__}

@@ -361,11 +361,12 @@ def draw_plan(seed: int) -> Plan:
         uses_tokens=rng.random() < 0.2,
         network=network,
         compute=Compute(factors={rng.randrange(ranks): rng.choice((0.1, 10.0))} if rng.random() < 0.3 else {}),
-        faults=tuple(_draw_faults(rng, ranks)),
+        faults=tuple(draw_faults(rng, ranks)),
     )
 
 
-def _draw_faults(rng: random.Random, ranks: int) -> list[Fault]:
+def draw_faults(rng: random.Random, ranks: int) -> list[Fault]:
+    """Return kills of some ranks, and up to two other faults."""
     found: list[Fault] = []
     for rank in rng.sample(range(ranks), rng.randint(0, ranks - 1)):
         at: dict[str, Any] = rng.choice(

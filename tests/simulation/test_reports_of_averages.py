@@ -21,12 +21,12 @@ from asyncdist.report.summary import summarise
 from asyncdist.simulation import replay
 from asyncdist.wording import size_in_words
 from protocols import AverageAllPolicy, AverageApplied, Contributed, DiLoCoPolicy, StepInfo
-from protocols.diloco.statistics import DiLoCoStatistics
+from protocols.exchange.statistics import ExchangeStatistics
 
 SIZE, STEPS, SLOW = 4, 24, 2
 COUNT = 2 * (40 * 40 + 40)  # parameters
 
-Seen = tuple[list[StepInfo], list[Contributed], list[StepInfo], DiLoCoStatistics]
+Seen = tuple[list[StepInfo], list[Contributed], list[StepInfo], ExchangeStatistics]
 
 
 async def train(world: ad.World) -> Seen:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.facts import naming
 
+import protocols
 from asyncdist import validation
 from asyncdist.integrations import pytorch, torchgfn
 from asyncdist.runtime.run import WorldOptions, open_world, run
@@ -30,20 +31,8 @@ from protocols import (
     SpawnPolicy,
 )
 from protocols.declared import GROUPS, Options, by_group, declared, in_markdown
-from protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions
-from protocols.one_sided.selection import OneSidedRules, ReadOptions
-from protocols.options import (
-    AverageAllOptions,
-    AveragingOptions,
-    CommonOptions,
-    CoordinatorOptions,
-    MeasuredOptions,
-    OneSidedOptions,
-    SelectiveOptions,
-)
-from protocols.replicas.policy import ReplicaPolicyOptions
-from protocols.selective.islands.layout import IslandOptions
-from protocols.selective.selection import SelectiveRules
+from protocols.exchange.options import ExchangeOptionNames
+from protocols.simple.policy import SimplePolicy
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,25 +42,43 @@ def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters())
 
 
-MEMBERS = [CommonOptions, AveragingOptions]
-#: The policies, each with the TypedDict of its options, the parameters that are options, and the declaring classes.
-DECLARED: list[tuple[type, type, list[str], list[type[Options]]]] = [
-    (SpawnPolicy, MeasuredOptions, ["average_every"], [CommonOptions]),
-    (AverageAllPolicy, AverageAllOptions, ["average_every"], MEMBERS),
-    (
-        AsyncSelectiveAveragingPolicy,
-        SelectiveOptions,
-        ["average_every", "metric"],
-        [*MEMBERS, SelectiveRules, IslandOptions, CoordinatorOptions],
+def declared_by(policy: Any) -> tuple[type, type, list[str], list[type[Options]]]:
+    """Return a policy, the TypedDict of its options, the parameters that are options, and the declaring classes."""
+    options, *kinds = policy.declared_options
+    names = {each.name for kind in kinds for each in declared(kind)}
+    parameters = inspect.signature(inspect.unwrap(policy.__init__)).parameters.values()
+    others = [each.name for each in parameters if each.name in names and each.kind is not each.VAR_KEYWORD]
+    return policy, options, others, kinds
+
+
+#: All exported policies, the base class first.
+POLICIES: list[Any] = [
+    SpawnPolicy,
+    *(
+        kind
+        for name, kind in sorted(vars(protocols).items())
+        if isinstance(kind, type)
+        and issubclass(kind, SpawnPolicy)
+        and kind is not SpawnPolicy
+        and name == kind.__name__
     ),
-    (ReplicaAveragingPolicy, ReplicaPolicyOptions, ["average_every", "metric"], [*MEMBERS, SelectiveRules]),
-    (OneSidedSelectiveAveragingPolicy, OneSidedOptions, ["average_every"], [*MEMBERS, OneSidedRules, ReadOptions]),
-    (DiLoCoPolicy, DiLoCoOptionNames, ["average_every"], [CommonOptions, DiLoCoOptions]),
 ]
+DECLARED = [declared_by(policy) for policy in POLICIES]
 #: Options whose checked values have a narrower type than the given ones.
 CONVERTED: dict[str, Any] = {"successors": tuple[int, ...], "wire": Codec}
-NAMES = [each[0].__name__ for each in DECLARED]
-SELECTIVE, ONE_SIDED, DILOCO = DECLARED[2], DECLARED[4], DECLARED[5]
+SELECTIVE, ONE_SIDED, DILOCO = map(
+    declared_by, (AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy, DiLoCoPolicy)
+)
+
+
+def test_the_exported_policies_are_found() -> None:
+    found = {
+        "AverageAllPolicy",
+        "ReplicaAveragingPolicy",
+        "PopulationAveragingPolicy",
+        *(each[0].__name__ for each in (SELECTIVE, ONE_SIDED, DILOCO)),
+    }
+    assert {policy.__name__ for policy in POLICIES} >= found
 
 
 def declarations(names: typing.Iterable[str], kinds: list[type[Options]]) -> list[dataclasses.Field[Any]]:
@@ -112,7 +119,7 @@ def test_at_most_twelve_options_are_read_first(
 
 def lists_of_the_docs() -> dict[str, str]:
     """The lists of options in the docs, by their titles."""
-    text = (ROOT / "docs" / "policies.md").read_text()
+    text = "".join(path.read_text() for path in [ROOT / "docs" / "policies.md", *(ROOT / "docs" / "simple").glob("*")])
     return dict(re.findall(r"<!-- options: (.*?) -->\n(.*?)\n<!-- end of options -->", text, re.DOTALL))
 
 
@@ -125,6 +132,10 @@ def test_the_docs_list_the_options_as_they_are_declared() -> None:
     wanted["one-sided"] = in_markdown([each for each in own if each.name not in known])
     diloco = declarations(DILOCO[1].__annotations__, DILOCO[3])
     wanted["diloco"] = in_markdown([each for each in diloco if each.name not in known])
+    for policy, options, _, kinds in DECLARED:
+        if issubclass(policy, SimplePolicy):
+            names = [name for name in options.__annotations__ if name not in ExchangeOptionNames.__annotations__]
+            wanted[policy.__name__] = in_markdown(declarations(names, kinds))
     assert lists_of_the_docs() == wanted
 
 
@@ -139,16 +150,7 @@ def test_options_of_worlds_are_those_of_the_function(function: Callable[..., Any
     assert typing.get_type_hints(WorldOptions) == {name: types[name] for name in names}
 
 
-POLICIES = [
-    AsyncSelectiveAveragingPolicy,
-    AverageAllPolicy,
-    DiLoCoPolicy,
-    OneSidedSelectiveAveragingPolicy,
-    ReplicaAveragingPolicy,
-]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICIES[1:])
 def test_a_policy_names_the_option_that_was_meant(policy: Any) -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())

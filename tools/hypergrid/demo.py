@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from chart import draw
 from display import Display, buffer_table, result_table
 from history import RankHistory, first_time, summarise
+from policies import CHOICES, SIMPLE
 from rich.console import Console
 from verify import VerificationError, Verifier
 
@@ -117,7 +118,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )  # fmt: skip
     parser.add_argument(
         "--policy",
-        choices=("none", "average-all", "diloco", "selective"),
+        choices=CHOICES,
         default="selective",
         help="how models are averaged",
     )
@@ -440,6 +441,8 @@ def chart_title(result: dict[str, Any]) -> str:
         return f"{who}, each for itself"
     if result["policy"] == "diloco":
         return f"{who}; an outer optimizer applies the mean of their changes, {result['rounds']} times"
+    if result["policy"] in SIMPLE:
+        return f"{who}; {result['policy'].replace('-', ' ')}, {result['rounds']} times"
     if result["policy"] == "average-all":
         return f"{who}; all of them wait for the average of all, {result['rounds']} times"
     return f"{who}; the worst takes the average of the others, {count} times"

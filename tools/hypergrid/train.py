@@ -26,6 +26,7 @@ from gfn.gflownet import TBGFlowNet
 from gfn.gym import HyperGrid
 from gfn.preprocessors import KHotPreprocessor
 from gfn.utils.modules import MLP
+from policies import CHOICES, SIMPLE
 from verify import EventWriter
 
 import asyncdist as ad
@@ -68,6 +69,8 @@ def build_policy(
         return AverageAllPolicy(model, optimizer, average_every=args.average_every, group=group)
     if args.policy == "diloco":
         return DiLoCoPolicy(model, optimizer, average_every=args.average_every, group=group)
+    if args.policy in SIMPLE:
+        return SIMPLE[args.policy](model, optimizer, group=group)
     on_event = EventWriter(args.log_dir, context.my_rank, model) if args.verify else None
     return AsyncSelectiveAveragingPolicy(
         model, optimizer, average_every=args.average_every, replacement_ratio=0.25, on_event=on_event, group=group
@@ -181,7 +184,7 @@ async def hear_all(finished: ad.Channel[Finished], trainers: ad.Group) -> None:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line; `demo.py` has checked it already."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", choices=("none", "average-all", "diloco", "selective"), default="selective")
+    parser.add_argument("--policy", choices=CHOICES, default="selective")
     parser.add_argument("--average-every", type=int, default=50, help="steps between two reports of the metric")
     parser.add_argument(
         "--iterations", type=int, default=2000, help="training steps; the first rank to make them ends the training"

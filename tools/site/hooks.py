@@ -20,8 +20,20 @@ DRAWING = "assets/mermaid.tiny.js"
 BESIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 #: Factor by which a page's matches count more in a search. The page has the table of the policies' options.
 SEARCH_BOOST = {"policies.md": 8.0}
+#: Page of the navigation after which the pages of simple policies, in `docs/simple`, are inserted.
+SIMPLE_AFTER = "streaming_diloco.md"
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _FENCED = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add the pages of simple policies to the navigation, with their headings as titles."""
+    pages = sorted((ROOT / "docs" / "simple").glob("*.md"))
+    added = [{page.read_text().splitlines()[0].lstrip("# "): f"simple/{page.name}"} for page in pages]
+    (section,) = (next(iter(each.values())) for each in config.nav or () if SIMPLE_AFTER in str(each))
+    place = next(place for place, page in enumerate(section) if SIMPLE_AFTER in str(page))
+    section[place + 1 : place + 1] = added
+    return config
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:

@@ -1,4 +1,4 @@
-"""Counts of one member of a DiLoCo policy."""
+"""Counts of one member of a policy on the exchange."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncdist.wording import plural, size_in_words
 
 
 @dataclass(frozen=True, slots=True)
-class DiLoCoStatistics:
+class ExchangeStatistics:
     """Counts of one member's steps, contributions and averages so far. The mappings are copies.
 
     Attributes:
@@ -69,9 +69,9 @@ class DiLoCoStatistics:
         return format_table(self.title, rows)
 
 
-def statistics_of(counts: AverageCounts, iteration: int, title: str) -> DiLoCoStatistics:
+def statistics_of(counts: AverageCounts, iteration: int, title: str) -> ExchangeStatistics:
     """Return a member's statistics from its journal's counts."""
-    return DiLoCoStatistics(
+    return ExchangeStatistics(
         iteration=iteration,
         average_count=counts.applied_count,
         waited_s=counts.waited_s,

@@ -1,0 +1,127 @@
+"""Carries out the rules of simple policies (:mod:`protocols.simple.rule`) by the exchange."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncdist.protocols.declared import among
+from asyncdist.protocols.exchange.fragment import Fragment
+from asyncdist.protocols.exchange.ledger import Report
+from asyncdist.protocols.exchange.policy import ExchangePolicy
+from asyncdist.protocols.exchange.schedule import Schedule
+from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, values_of, write
+from asyncdist.protocols.options import MemberOptions
+from asyncdist.protocols.simple.rule import Rule
+from asyncdist.protocols.simple.share import Share
+from asyncdist.tensors.codecs import find_codec
+from asyncdist.tensors.optimizers.weights import STATE_PREFIX
+
+logger = logging.getLogger("protocols.simple")
+
+
+class SimplePolicy(ExchangePolicy):
+    """Base class of policies that consist of a :class:`~protocols.simple.rule.Rule`.
+
+    The rule decides about floating and complex entries. Integer and bool entries are copied from the first donor. In
+    each due step, the ranks wait for the slowest one.
+
+    Args:
+        rule: The checked options.
+        options: The given options, which contain the options of :class:`SpawnPolicy`.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, rule: Rule, options: Mapping[str, Any]
+    ) -> None:
+        schedule = _RuleSchedule(rule.average_every, 1, 0, 0, rule)
+        super().__init__(model, optimizer, schedule=schedule, shared=rule, **among(options, MemberOptions))
+        self._rule = rule
+        self._takes_all = True  # whether rounds exchange all values
+        self._has_warned = False
+
+    def _options(self) -> Mapping[str, Any]:
+        return {**self._rule.agreed(), "optimizer_state": self._rule.optimizer_state}
+
+    def _make_fragments(self) -> Sequence[Fragment]:
+        entries, exact, count = self._flat.entries, find_codec("float32"), len(self._members)
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        parameters |= {name for entry in entries for name in entry.names if name.startswith(STATE_PREFIX)}
+        whole = WireLayout(entries, range(len(entries)), parameters, count, exact)
+        if all(self._rule.chosen(1, vector.count) is None for vector in whole.stepped):
+            return [_RuleFragment(whole, self._rule, None)]
+        self._takes_all = False
+        share = Share(whole, entries, self._rule)
+        layout = WireLayout(share.entries, range(len(share.entries)), share.parameters, count, exact)
+        return [_RuleFragment(layout, self._rule, share)]
+
+    def weigh(self, reports: Mapping[int, Report]) -> Mapping[int, float]:
+        """Return the rule's weights of the donors."""
+        return self._rule.weights(reports)
+
+    def _trouble(self) -> str:
+        """Describe this rank's non-finite state; "" if it cannot be replaced, since only a share is exchanged."""
+        trouble = super()._trouble()
+        if not trouble or self._takes_all:
+            return trouble
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s, and a share of the values cannot replace it; this rank does not contribute", trouble)
+        return ""
+
+
+@dataclass(frozen=True)
+class _RuleSchedule(Schedule):
+    """The steps in which a rule's only fragment is due."""
+
+    rule: Rule
+
+    def due(self, step: int) -> tuple[int, ...]:
+        return (0,) if self.rule.due(step) else ()
+
+
+class _RuleFragment(Fragment):
+    """The whole model, or a share of it that each round draws anew, as the fragment of a rule."""
+
+    def __init__(self, layout: WireLayout, rule: Rule, share: Share | None) -> None:
+        super().__init__(layout)
+        self._rule = rule
+        self._share = share
+
+    def capture(self, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
+        if self._share is not None:
+            tensors = self._share.take(tensors, self.version + 1)
+        return super().capture(tensors, encoded)
+
+    def combine(
+        self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
+    ) -> None:
+        vector = self.layout.vectors[each.vector]
+        found = None
+        if vector.role != "copied":
+            found = self._rule.merge([part.view(vector.dtype) for part in parts], weights)
+        if found is None:
+            super().combine(each, number, parts, weights, into)
+        else:
+            into.view(vector.dtype).copy_(found)
+
+    @torch.no_grad()
+    def apply(self, tensors: Sequence[Tensor], *, is_late: bool, is_whole: bool) -> None:
+        number = self.version
+        picked = list(tensors) if self._share is None else self._share.take(tensors, number)
+        for place, mean in self._values.items():
+            vector = self.layout.vectors[place]
+            for index, first, end in vector.places:
+                new = mean[first:end]
+                if vector.role != "copied" and not is_whole:
+                    own = values_of(vector, picked[index]).to(vector.dtype)
+                    new = self._rule.apply(own, new.to(own.device), number)
+                write(vector, new, picked[index])
+        if self._share is not None and self._values:
+            self._share.put(picked, tensors, number)
+        self._values = {}

@@ -1,0 +1,105 @@
+"""Base class of the rules of simple policies: options, and pure functions that decide who averages what, when and how.
+
+A rule is a frozen dataclass of options. Its methods have no other input than their arguments and the options, and keep
+nothing. They are called on all members with equal arguments, so that all decide the same without a message. A method
+that draws random numbers takes them from :func:`drawn`, by the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from asyncdist.protocols.declared import like
+from asyncdist.protocols.exchange.ledger import Report, reported_weights
+from asyncdist.protocols.exchange.options import ExchangeOptions
+from asyncdist.protocols.options import CommonOptions
+
+_INT64_MAX: Final = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule(ExchangeOptions):
+    """Options and decisions of a simple policy. By default, all ranks take the mean of all, regularly.
+
+    A round is one exchange. Rounds are numbered from 1, and all members make the same rounds.
+    """
+
+    average_every: int = like(CommonOptions, "average_every")
+
+    def due(self, step: int) -> bool:
+        """Return whether a round begins in a step, counted from 0."""
+        return (step + 1) % self.average_every == 0
+
+    def chosen(self, round: int, count: int) -> Tensor | None:
+        """Return the indices of the parameters' values that a round exchanges, or None for all.
+
+        Args:
+            count: Number of values, which are all of the parameters' values in one flat vector.
+
+        Returns:
+            Ascending int64 indices without repetition. Their number may depend on ``count`` and the options only.
+        """
+        del round, count
+        return None
+
+    def weights(self, reports: Mapping[int, Report]) -> Mapping[int, float]:
+        """Return the weight of each donor by rank, from the reports of all members; the others are left out.
+
+        A rank's report has the norm of its values, which is not finite if the rank must be left out.
+        """
+        return reported_weights(reports)
+
+    def merge(self, slices: Sequence[Tensor], weights: Sequence[float]) -> Tensor | None:
+        """Return the combination of the donors' slices in the order of ranks, or None for their weighted mean.
+
+        The function must be elementwise, since each rank combines some of the slices.
+
+        Args:
+            slices: Parts of the donors' flat vectors: 1-D float32 or float64 tensors on the CPU, which must not be
+                changed.
+            weights: Weights of the donors, above 0.
+        """
+        del slices, weights
+        return None
+
+    def apply(self, own: Tensor, mean: Tensor, round: int) -> Tensor:
+        """Return the new values of one tensor, or of its exchanged part.
+
+        Args:
+            own: The rank's present values, which must not be changed: 1-D float32 or float64, on the model's device.
+            mean: The result of the round, with the same shape, dtype and device.
+        """
+        del own, round
+        return mean
+
+
+def drawn(seed: int, round: int, count: int) -> Tensor:
+    """Return ``count`` random integers from 0 to 2 ** 63 - 1, which depend on the arguments alone.
+
+    The numbers are those of SplitMix64 (Steele, Lea and Flood, 2014), whose state is drawn from the seed and the round.
+    They are equal on all machines and in all versions of torch, unlike those of torch's generators.
+    """
+    (state,) = _mixed(torch.tensor([seed % (1 << 63)], device="cpu") * _GOLDEN + round).tolist()
+    return _mixed(state + _GOLDEN * torch.arange(1, count + 1, device="cpu")) & _INT64_MAX
+
+
+#: The constants of SplitMix64, as int64.
+_GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)
+_FACTORS: Final = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+
+
+def _mixed(values: Tensor) -> Tensor:
+    """Return the output function of SplitMix64 of int64 values, whose products are taken modulo 2 ** 64."""
+    values = (values ^ _shifted(values, 30)) * _FACTORS[0]
+    values = (values ^ _shifted(values, 27)) * _FACTORS[1]
+    return values ^ _shifted(values, 31)
+
+
+def _shifted(values: Tensor, count: int) -> Tensor:
+    """Shift int64 values to the right, as if they were unsigned."""
+    return (values >> count) & ((1 << (64 - count)) - 1)

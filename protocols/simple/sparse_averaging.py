@@ -1,0 +1,105 @@
+"""SPARTA: averages a small random share of the parameters in each step.
+
+In round r, all ranks draw the same indices M_r from the seed and r, with a share p = ``fraction`` of all parameters'
+values, and average these values alone:
+
+    theta_i[M_r] = mean(theta_1[M_r], ..., theta_k[M_r])
+
+(SPARTA: Beton et al., "Improving the Efficiency of Distributed Training using Sparse Parameter Averaging", 2025, with
+p = 0.005 in each step.) The indices are never sent. Each value is chosen with
+probability p, independently between rounds, so that after n rounds a share 1 - (1 - p)^n has been averaged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from asyncdist import validation
+from asyncdist.protocols.declared import number, option, whole, with_options
+from asyncdist.protocols.exchange.options import ExchangeOptionNames
+from asyncdist.protocols.options import CommonOptions
+from asyncdist.protocols.simple.policy import SimplePolicy
+from asyncdist.protocols.simple.rule import Rule, drawn
+
+_ELSEWHERE: Final = {
+    **dict.fromkeys(("p", "p_sparta", "sparsity"), "here fraction is the share of the values that a round averages"),
+    **dict.fromkeys(("sparta_interval", "H"), "here average_every is the number of steps between rounds"),
+}
+
+
+class SparseAveragingOptions(ExchangeOptionNames, total=False):
+    """The options of :class:`protocols.SparseAveragingPolicy`."""
+
+    average_every: int
+    fraction: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomShare(Rule):
+    """All ranks take the mean of the values at random indices, which differ from round to round."""
+
+    average_every: int = option(
+        "Number of steps between averages: step i, counted from 0, averages if (i + 1) % average_every == 0.",
+        whole(1),
+        default=1,
+        is_agreed=True,
+    )
+    fraction: float = option(
+        "Share of the parameters' values that a round averages, above 0 and at most 1.",
+        number("a number above 0 and at most 1", validation.SMALLEST, 1.0),
+        default=0.005,
+        is_agreed=True,
+    )
+    seed: int = option(
+        "Seed of the indices, from 0; equal on all members.",
+        whole(0),
+        default=0,
+        is_agreed=True,
+    )
+
+    def chosen(self, round: int, count: int) -> Tensor:
+        """Return one index from each of n ranges of equal length, which begin at a random place; n is the share."""
+        share = min(count, max(1, int(count * self.fraction + 0.5)))
+        bounds = torch.arange(share + 1, device="cpu") * count // max(share, 1)
+        numbers = drawn(self.seed, round, share + 1)
+        inside = bounds[:-1] + numbers[:-1] % (bounds[1:] - bounds[:-1])
+        # The turn gives all indices the same probability, since the lengths of ranges differ by up to one.
+        turned = inside + numbers[-1] % max(count, 1)
+        cut = int(torch.searchsorted(turned, count))
+        return torch.cat([turned[cut:] - count, turned[:cut]])
+
+
+@with_options(SparseAveragingOptions, CommonOptions, RandomShare)
+class SparseAveragingPolicy(SimplePolicy):
+    """SPARTA: in each step, all ranks average a small random share of the parameters.
+
+    ::
+
+        async with SparseAveragingPolicy(model, optimizer) as policy:
+            for batch in data:
+                train_step(model, optimizer, batch)
+                await policy.step()
+
+    Floating buffers, such as BatchNorm's statistics, are averaged whole. Integer and bool buffers are copied from the
+    first contributing rank. Each rank keeps its optimizer's state. A rank whose weights are not finite does not
+    contribute. A share of the values cannot restore that rank, which logs a warning.
+
+    Args:
+        model: Model that this rank trains; see :class:`SpawnPolicy`.
+        optimizer: Optimizer for the model.
+        options: The options below.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or is out of range.
+    """
+
+    @validation.names_options(refused=_ELSEWHERE)
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[SparseAveragingOptions]
+    ) -> None:
+        super().__init__(model, optimizer, RandomShare.of(options), options)
