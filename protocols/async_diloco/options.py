@@ -31,6 +31,7 @@ class AsyncDiLoCoOptionNames(MemberOptions, total=False):
 
     outer_optimizer: OuterFactory
     correct: Correction | None
+    dynamic_steps: bool
     quorum: int
     grace_s: float
     late: Late
@@ -41,6 +42,12 @@ class AsyncDiLoCoOptionNames(MemberOptions, total=False):
     mirror_every: int | None
     on_event: Callable[[PolicyEvent], None] | None
     drain_timeout_s: float
+
+
+def _truth(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        validation.refuse(name, value, "True or False", TypeError)
+    return value
 
 
 def _factory(name: str, value: Any) -> Any:
@@ -76,6 +83,14 @@ class AsyncDiLoCoOptions(Options):
     wire: Codec = like(DiLoCoOptions, "wire")
     error_feedback: float | None = like(DiLoCoOptions, "error_feedback")
     optimizer_state: OptimizerState = like(AveragingOptions, "optimizer_state")
+    dynamic_steps: bool = option(
+        "Whether slower ranks make fewer steps per contribution, in proportion to their speed, and at least one. The "
+        "fastest rank makes `average_every` steps. The numbers of steps then depend on the measured times.",
+        _truth,
+        default=False,
+        group=_STRAGGLERS,
+        is_agreed=True,
+    )
     quorum: int = option(
         "Number of ranks whose contributions make a version of the anchor, from 1 to the number of members; fewer if "
         "members are lost or leave. 1 applies each contribution when it arrives.",

@@ -1,4 +1,4 @@
-"""Number of local steps per contribution, and grace period, from the ranks' step times. All functions are pure.
+"""Number of local steps per contribution, and grace period, from the ranks' step times. No clock is read.
 
 Ranks of different speeds finish the same number of steps at very different times, and the slow ranks' differences are
 then stale. With dynamic local updates (Liu et al., 2401.09135) each rank makes a number of steps that is proportional
@@ -8,12 +8,12 @@ to its speed, so that all contribute in about the same time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from asyncdist import validation
 
 
-def local_steps(average_every: int, step_s: float | None, fastest_step_s: float | None, *, least: int = 1) -> int:
+def local_steps(average_every: int, speed: float, fastest: float, *, least: int = 1) -> int:
     """Return the number of steps that a rank makes before it contributes: H v / v_max, rounded down.
 
     H is ``average_every``, and v is the rank's speed. The fastest rank makes H steps. The notebook of Liu et al. has 5
@@ -21,27 +21,62 @@ def local_steps(average_every: int, step_s: float | None, fastest_step_s: float 
 
     Args:
         average_every: Number H of steps of the fastest rank.
-        step_s: Seconds per step of this rank; None if they are not known.
-        fastest_step_s: Seconds per step of the fastest rank; None if they are not known.
+        speed: Steps per second of this rank.
+        fastest: Steps per second of the fastest rank.
         least: Least number of steps, which is H if it is larger than H.
 
     Returns:
-        A number from ``least`` to ``average_every``. It is H as long as a time is not known.
+        A number from ``least`` to ``average_every``.
 
     Raises:
-        ValueError: ``average_every`` or ``least`` is not a positive integer, or a time is not finite and above 0.
+        ValueError: ``average_every`` or ``least`` is not a positive integer, or a speed is not finite and above 0.
     """
     steps = validation.count("average_every", average_every)
     least = min(validation.count("least", least), steps)
-    if step_s is None or fastest_step_s is None:
-        return steps
-    own, fastest = validation.seconds("step_s", step_s), validation.seconds("fastest_step_s", fastest_step_s)
-    return max(least, math.floor(steps * min(1.0, fastest / own)))
+    own, most = _speed("speed", speed), _speed("fastest", fastest)
+    return max(least, math.floor(steps * min(1.0, own / most)))
 
 
-def fastest(step_times_s: Iterable[float | None]) -> float | None:
-    """Return the smallest of the known seconds per step, or None if none is known."""
-    return min((each for each in step_times_s if each is not None), default=None)
+def steps_at_speed(average_every: int, rank: int, speeds: Mapping[int, float]) -> int:
+    """Return :func:`local_steps` of a rank; ``average_every`` as long as its speed is not known.
+
+    Args:
+        speeds: Steps per second, by rank, of the ranks whose speeds are known.
+    """
+    if rank not in speeds:
+        return average_every
+    return local_steps(average_every, speeds[rank], max(speeds.values()))
+
+
+def _speed(name: str, value: float) -> float:
+    return validation.real(name, value, "finite and > 0 steps per second", low=validation.SMALLEST)
+
+
+class Stopwatch:
+    """Measures the speed of a rank's training, without the time that its policy waits.
+
+    The time of a step begins when the previous step of the policy has ended.
+    """
+
+    def __init__(self) -> None:
+        self._resumed_at: float | None = None  # None before the end of the first step
+        self._count = 0
+        self._seconds = 0.0
+
+    def on_step(self, now: float) -> None:
+        """Count a training step that has just ended."""
+        if self._resumed_at is not None:
+            self._count, self._seconds = self._count + 1, self._seconds + now - self._resumed_at
+
+    def on_resume(self, now: float) -> None:
+        """Record that the training continues, after the policy's part of the step."""
+        self._resumed_at = now
+
+    def take(self) -> float:
+        """Return the steps per second since the last call, 0 if they are not known, and begin again."""
+        speed = self._count / self._seconds if self._seconds > 0.0 else 0.0
+        self._count, self._seconds = 0, 0.0
+        return speed
 
 
 def grace_s(

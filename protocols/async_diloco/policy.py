@@ -33,6 +33,7 @@ from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdin
 from asyncdist.protocols.async_diloco.member import AsyncMember
 from asyncdist.protocols.async_diloco.messages import Applied, Arrived
 from asyncdist.protocols.async_diloco.options import AsyncDiLoCoOptionNames, AsyncDiLoCoOptions
+from asyncdist.protocols.async_diloco.pace import Stopwatch
 from asyncdist.protocols.async_diloco.server import ServerOptions
 from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics
 from asyncdist.protocols.declared import among, with_options
@@ -118,6 +119,7 @@ class AsyncDiLoCoPolicy(SpawnPolicy):
         self._member: AsyncMember | None = None  # None before the start, and if this rank is alone
         self._admission: Admission | None = None
         self._snapshots = SnapshotPool(self._flat)
+        self._stopwatch = Stopwatch() if own.dynamic_steps else None
         self._steps = 0  # since the last capture
         self._steps_wanted = self.average_every  # until the next capture
         self._tokens = 0.0  # since the last capture
@@ -249,6 +251,16 @@ class AsyncDiLoCoPolicy(SpawnPolicy):
             await self._world.safe_point()
         else:
             await self._world.progress()
+        if self._stopwatch is None:
+            return await self._contribute()
+        self._stopwatch.on_step(self._world.time())
+        try:
+            return await self._contribute()
+        finally:
+            self._stopwatch.on_resume(self._world.time())
+
+    async def _contribute(self) -> StepInfo:
+        """Apply the answer to the last contribution if it has arrived, and capture the next one if it is due."""
         info = await self._take_answer()
         if self._steps >= self._steps_wanted:
             if self._holdings.outstanding is not None:
@@ -267,7 +279,8 @@ class AsyncDiLoCoPolicy(SpawnPolicy):
         norm = math.nan
         if self._known_infinities.unsound_entry_of_model() is None:
             norm = self._captures.capture(own.base.block, self._tensors(), block[1])
-        report = self._reported = Arrived(own.base.version, self._steps, self._tokens, norm, 0.0)
+        speed = 0.0 if self._stopwatch is None else self._stopwatch.take()
+        report = self._reported = Arrived(own.base.version, self._steps, self._tokens, norm, speed)
         self._steps, self._tokens, self._captured_at = 0, 0.0, self.iteration
         if self._member is not None:
             self._member.contribute(block, report)

@@ -26,6 +26,7 @@ from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdin
 from asyncdist.protocols.async_diloco.messages import Applied, Arrived, AsyncMessage, Given, Standing, Taken, Wanted
 from asyncdist.protocols.async_diloco.offers import SECOND, Offers
 from asyncdist.protocols.async_diloco.options import AsyncDiLoCoOptions
+from asyncdist.protocols.async_diloco.pace import steps_at_speed
 from asyncdist.protocols.exchange.fetch import new_bytes
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.state_transfer import packed, unpacked
@@ -39,7 +40,7 @@ class ServerOptions:
     """Options of the server.
 
     Attributes:
-        average_every: Number of steps until a worker's next contribution.
+        average_every: Number of steps until the fastest worker's next contribution.
         mirror_every: Number of versions between two copies of the outer optimizer's state; 0 for no copies.
     """
 
@@ -86,6 +87,7 @@ class Server:
         self._arrivals = Arrivals(membership.living, own.quorum, own.grace_s)
         self._standings: dict[int, Standing] = {}
         self._given: dict[tuple[int, int], Given] = {}  # answers to Wanted, by rank and version
+        self._speeds: dict[int, float] = {}  # steps per second in each living member's last contribution
         self._early: list[tuple[int, int, Arrived]] = []  # reported during the election
         # By rank and sequence number: encoded contributions that have arrived.
         self._blocks: dict[tuple[int, int], Tensor] = {}
@@ -209,6 +211,7 @@ class Server:
     def on_lost(self, rank: int) -> None:
         """Continue without a member."""
         self._standings.pop(rank, None)
+        self._speeds.pop(rank, None)
         self._arrivals.on_gone(rank)
         self._look()
         self._services.engine.recheck()
@@ -224,6 +227,8 @@ class Server:
         if self.anchor is None:
             self._early.append((rank, sequence, report))
             return
+        if report.speed:
+            self._speeds[rank] = report.speed
         arrival = Arrival(rank, sequence, report.base_version, report.steps, report.tokens, report.norm, report.speed)
         match self._arrivals.on_arrived(arrival):
             case Handling.ANSWER:
@@ -326,7 +331,7 @@ class Server:
             staleness,
             self._outcome.norm,
             self._outcome.cosine,
-            self._options.average_every,
+            steps_at_speed(self._options.average_every, rank, self._speeds),
             outer.numel(),
         )
         if rank == me:

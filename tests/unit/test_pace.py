@@ -9,38 +9,51 @@ import pytest
 from hypothesis import given, strategies as st
 from support.facts import naming
 
-from asyncdist.protocols.async_diloco.pace import fastest, grace_s, is_delay_short, local_steps
+from asyncdist.protocols.async_diloco.pace import Stopwatch, grace_s, is_delay_short, local_steps, steps_at_speed
 
 TIMES = st.floats(1e-6, 1e6)
+SPEEDS = st.floats(1e-6, 1e6)
 
 
 def test_local_steps_equal_the_notebooks() -> None:
     """Four workers of the notebook of Liu et al., with H = 20 and at least 5 steps."""
-    times = [0.58, 0.75, 1.51, 3.33]
-    assert [local_steps(20, each, min(times), least=5) for each in times] == [20, 15, 7, 5]
-    assert [local_steps(20, each, min(times)) for each in times] == [20, 15, 7, 3]
+    speeds = [1 / step_s for step_s in (0.58, 0.75, 1.51, 3.33)]
+    assert [local_steps(20, each, max(speeds), least=5) for each in speeds] == [20, 15, 7, 5]
+    assert [steps_at_speed(20, rank, dict(enumerate(speeds))) for rank in range(4)] == [20, 15, 7, 3]
 
 
-@given(st.integers(1, 1000), TIMES, TIMES, st.integers(1, 50))
+@given(st.integers(1, 1000), SPEEDS, SPEEDS, st.integers(1, 50))
 def test_a_slower_rank_makes_no_more_steps(steps: int, one: float, other: float, least: int) -> None:
-    slow, fast = max(one, other), min(one, other)
+    slow, fast = min(one, other), max(one, other)
     found = local_steps(steps, slow, fast, least=least)
     assert min(least, steps) <= found <= steps
     assert local_steps(steps, fast, fast, least=least) == steps
     if found > least:  # it is not later than the fastest rank by more than a step
-        assert (found - 1e-6) * slow <= steps * fast <= (found + 1 + 1e-6) * slow
+        assert (found - 1e-6) / slow <= steps / fast <= (found + 1 + 1e-6) / slow
 
 
-def test_unknown_times_change_nothing() -> None:
-    assert local_steps(20, None, 0.5) == 20
-    assert local_steps(20, 0.5, None) == 20
-    assert fastest([None, 0.75, 0.58, None]) == 0.58
-    assert fastest([None]) is None
-    assert fastest([]) is None
+def test_a_rank_of_unknown_speed_makes_all_steps() -> None:
+    assert steps_at_speed(20, 1, {}) == 20
+    assert steps_at_speed(20, 1, {0: 3.0, 2: 1.0}) == 20
+    assert steps_at_speed(20, 1, {1: 0.1}) == 20, "it is the fastest known one"
+    assert steps_at_speed(20, 1, {0: 3.0, 1: 0.01}) == 1, "at least one step"
+    assert local_steps(20, 4.0, 2.0) == 20, "faster than the fastest"
 
 
-def test_a_time_below_the_fastest_known_one_counts_as_fastest() -> None:
-    assert local_steps(20, 0.25, 0.5) == 20
+def test_a_stopwatch_leaves_out_the_policys_waits() -> None:
+    watch = Stopwatch()
+    assert watch.take() == 0.0
+    watch.on_step(10.0)  # the first step includes the start
+    watch.on_resume(11.0)
+    assert watch.take() == 0.0
+    for begins, ends in ((11.0, 11.5), (20.0, 20.5), (30.0, 30.5)):
+        watch.on_resume(begins)
+        watch.on_step(ends)
+    assert watch.take() == 2.0
+    assert watch.take() == 0.0
+    watch.on_resume(40.0)
+    watch.on_step(44.0)
+    assert watch.take() == 0.25
 
 
 def test_grace_is_a_share_of_the_time_left() -> None:
@@ -71,13 +84,13 @@ def test_a_delay_is_short_below_twice_the_staleness() -> None:
     [
         ({"average_every": 0}, "average_every", 0),
         ({"least": 0}, "least", 0),
-        ({"step_s": 0.0}, "step_s", 0.0),
-        ({"fastest_step_s": math.inf}, "fastest_step_s", "inf"),
+        ({"speed": 0.0}, "speed", 0.0),
+        ({"fastest": math.inf}, "fastest", "inf"),
     ],
 )
 def test_wrong_steps_are_named(options: dict[str, Any], name: str, value: object) -> None:
     with pytest.raises(ValueError, match=naming(name, value)):
-        local_steps(**{"average_every": 20, "step_s": 1.0, "fastest_step_s": 1.0} | options)
+        local_steps(**{"average_every": 20, "speed": 1.0, "fastest": 1.0} | options)
 
 
 @pytest.mark.parametrize(

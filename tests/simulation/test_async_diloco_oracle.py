@@ -1,0 +1,145 @@
+"""Asynchronous DiLoCo against an event loop of a few lines with numpy: order, staleness, and the bits of each anchor.
+
+All constants are powers of two, so that products are exact and torch rounds as numpy does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import heapq
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+import asyncdist as ad
+from asyncdist.simulation import simulate
+from protocols import AsyncDiLoCoPolicy, DelayedNesterov, StalenessWeight
+
+Array: TypeAlias = npt.NDArray[np.float32]
+F = np.float32
+
+#: Seconds of a step, by rank: no two contributions arrive within 10 ms.
+STEPS_S = (0.58, 0.75, 1.51, 3.33)
+STEP_COUNT = 5  # between contributions
+VERSIONS = 60
+SIZE = 7
+
+
+class Version(NamedTuple):
+    """One version of the anchor: its number, the rank that contributed, its staleness, and the anchor's bytes."""
+
+    number: int
+    rank: int
+    staleness: int
+    anchor: bytes
+
+
+def target(rank: int) -> Array:
+    """Return the weights towards which a rank trains."""
+    return np.random.default_rng(rank).standard_normal(SIZE).astype(F)
+
+
+def trained(weights: Array, rank: int) -> Array:
+    for _ in range(STEP_COUNT):
+        weights = weights - F(0.125) * (weights - target(rank))
+    return weights
+
+
+class Nesterov:
+    """Delayed Nesterov with learning rate and momentum 1/2."""
+
+    def __init__(self, delay: int) -> None:
+        self.delay, self.count, self.sum, self.momentum = delay, 0, np.zeros(SIZE, F), np.zeros(SIZE, F)
+
+    def moved(self, anchor: Array, difference: Array) -> Array:
+        self.sum, self.count = self.sum + difference, self.count + 1
+        change = difference / F(self.delay)
+        if self.count == self.delay:
+            self.momentum = self.momentum * F(0.5) + self.sum / F(self.delay)
+            self.sum, self.count = np.zeros(SIZE, F), 0
+            change = change + F(0.5) * self.momentum
+        return anchor - F(0.5) * change
+
+
+def expected(delay: int, weight: Callable[[int], float]) -> list[Version]:
+    """Return the versions of an event loop in which data moves in no time."""
+    outer, found = Nesterov(delay), list[Version]()
+    anchor = np.zeros(SIZE, F)
+    bases = [(0, anchor) for _ in STEPS_S]
+    arrivals = [(STEP_COUNT * step_s, rank) for rank, step_s in enumerate(STEPS_S)]
+    heapq.heapify(arrivals)
+    while len(found) < VERSIONS:
+        at, rank = heapq.heappop(arrivals)
+        version, base = bases[rank]
+        staleness = len(found) - version
+        anchor = outer.moved(anchor, (base - trained(base, rank)) * F(weight(staleness)))
+        found.append(Version(len(found) + 1, rank, staleness, anchor.tobytes()))
+        bases[rank] = len(found), anchor
+        heapq.heappush(arrivals, (at + STEP_COUNT * STEPS_S[rank], rank))
+    return found
+
+
+async def contributions(world: ad.World, options: dict[str, Any]) -> list[Version]:
+    """Return the versions to which this rank contributed, until the anchor has all of them."""
+    model = torch.nn.Linear(SIZE, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), 0.125)
+    goal = torch.tensor(target(world.rank))
+    found = list[Version]()
+    async with AsyncDiLoCoPolicy(
+        model, optimizer, average_every=STEP_COUNT, late="wait", drain_timeout_s=1.0, **options
+    ) as policy:
+        await asyncio.sleep(1.0 - world.time())  # until all have started
+        while not found or found[-1].number < VERSIONS:
+            await asyncio.sleep(STEPS_S[world.rank])
+            model.weight.grad = model.weight.detach() - goal
+            optimizer.step()
+            if info := await policy.step():
+                weights = model.weight.detach().flatten().numpy()
+                found.append(Version(info.round, world.rank, info.staleness_versions, weights.tobytes()))
+    return found
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("delay", [1, 4])
+def test_versions_are_those_of_an_event_loop(delay: int, *, is_weighted: bool) -> None:
+    correct = StalenessWeight() if is_weighted else None
+    outer = functools.partial(DelayedNesterov, lr=0.5, momentum=0.5, delay=delay)
+    options: dict[str, Any] = {"outer_optimizer": outer, "correct": correct, "dynamic_steps": False}
+    report = simulate(contributions, options, ranks=len(STEPS_S))
+    found = sorted(version for rank in report.results for version in rank if version.number <= VERSIONS)
+    wanted = expected(delay, correct.weight if correct else lambda _: 1.0)
+    assert [each[:3] for each in found] == [each[:3] for each in wanted]
+    assert found == wanted
+    assert max(each.staleness for each in wanted) > 8, "the slowest rank is stale"
+
+
+@pytest.mark.parametrize("late", ["wait", "skip"])
+def test_dynamic_steps_are_in_proportion_to_the_speed(late: str) -> None:
+    """The waits of ``late="wait"`` do not count. With H = 20, the slowest rank makes 3 steps per contribution."""
+
+    async def intervals(world: ad.World) -> list[int]:
+        model = torch.nn.Linear(SIZE, 1)
+        torch.nn.init.zeros_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+        optimizer = torch.optim.SGD(model.parameters(), 0.125)
+        options: Any = {"average_every": 20, "dynamic_steps": True, "late": late, "drain_timeout_s": 1.0}
+        captured_at = list[int]()
+        async with AsyncDiLoCoPolicy(model, optimizer, **options) as policy:
+            while world.time() < 200:
+                await asyncio.sleep(STEPS_S[world.rank])
+                if info := await policy.step():
+                    captured_at.append(policy.iteration - info.staleness_steps)
+        return [after - before for before, after in pairwise(captured_at)]
+
+    found = simulate(intervals, ranks=len(STEPS_S)).results
+    assert [rank[-1] for rank in found] == [20, 15, 7, 3]
+    assert all(set(rank[2:]) == {rank[-1]} for rank in found), "the speeds of all ranks are known by then"
+    counts = [len(rank) for rank in found]
+    assert max(counts) < 1.5 * min(counts), "all contribute about equally often"
