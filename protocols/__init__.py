@@ -22,6 +22,7 @@ from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from asyncdist.protocols.selective.reserved import coordinate
 from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics, SelectiveStatistics
+from asyncdist.protocols.selective_diloco.policy import SelectiveDiLoCoPolicy
 from asyncdist.protocols.simple.population_averaging import PopulationAveragingPolicy
 from asyncdist.protocols.simple.sparse_averaging import SparseAveragingPolicy
 from asyncdist.protocols.step_info import (
@@ -76,6 +77,7 @@ __all__ = [
     "RoundAbandoned",
     "RoundEnded",
     "Sample",
+    "SelectiveDiLoCoPolicy",
     "SelectiveRules",
     "SelectiveStatistics",
     "SnapshotTaken",

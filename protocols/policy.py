@@ -90,6 +90,9 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     """
 
     takes_metric: ClassVar[bool] = True
+    #: Whether the policy calls the metric with weights of its own in the model, so that the metric must be a callable
+    #: that evaluates the model.
+    calls_metric: ClassVar[bool] = False
     #: Whether a restarted rank may join the running policy, and whether a policy on all ranks may start without the
     #: lost ranks.
     admits_restarted: ClassVar[bool] = False

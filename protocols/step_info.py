@@ -91,7 +91,7 @@ class StepInfo:
         if not self.averaged_this_iteration:
             return "nothing changed"
         if not self.donors and self.fragment >= 0:
-            return f"{number}: no rank had finite weights"
+            return f"{number}: no rank's weights were averaged"
         if not self.donors:
             return f"{number}: fresh weights"
         ranks = ", ".join(map(str, self.donors))

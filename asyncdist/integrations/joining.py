@@ -227,6 +227,11 @@ class Training(Generic[PolicyT]):
             note_out_of_memory()
         made = self._make(model, optimizer)
         self.is_judged = made.takes_metric and made._metric is None
+        if self.is_judged and made.calls_metric:
+            raise TypeError(
+                f"{type(made).__name__} must get metric=evaluate, a callable that evaluates the model on held-out "
+                "data, got None: the policy calls it with trial weights in the model"
+            )
         saved, self._saved = self._saved, None
         if not self._continue(made):
             if saved is not None:

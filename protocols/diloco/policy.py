@@ -40,7 +40,7 @@ from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.step_info import StepInfo
 
 #: Options of other libraries, with the names of this policy's options.
-_ELSEWHERE: Final = {
+ELSEWHERE: Final = {
     **dict.fromkeys(
         ("sync_every", "local_sgd_steps", "target_batch_size", "H"),
         "here average_every is the number of inner steps per round",
@@ -67,7 +67,8 @@ _ELSEWHERE: Final = {
     "average_state_every": "here parameters and floating buffers are averaged in each round",
     **dict.fromkeys(
         ("metric", "metric_mode", "replacement_ratio", "averaging_strategy"),
-        "here all ranks are averaged, whatever their metrics; AsyncSelectiveAveragingPolicy chooses by metric",
+        "here all ranks are averaged, whatever their metrics; SelectiveDiLoCoPolicy and AsyncSelectiveAveragingPolicy "
+        "choose by metric",
     ),
     "momentum": "outer_optimizer=functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9) sets the outer momentum, and "
     "mixing the share of the rank's own weights",
@@ -104,7 +105,7 @@ class DiLoCoPolicy(ExchangePolicy):
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
 
-    @validation.names_options(refused=_ELSEWHERE)
+    @validation.names_options(refused=ELSEWHERE)
     def __init__(
         self,
         model: nn.Module,

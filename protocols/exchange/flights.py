@@ -53,11 +53,16 @@ class Flights:
         """Return whether a fragment is owed, and can be captured now."""
         return bool(self._owed) and self._owed[0] not in self.in_flight
 
+    def next(self) -> tuple[int, int]:
+        """Return the next owed fragment, which can be captured, and the number of its round."""
+        assert self.can_begin(), "no fragment can be captured"
+        fragment = self._owed[0]
+        return fragment, self._captured[fragment] * len(self._captured) + fragment + 1
+
     def begin(self, step: int) -> tuple[int, int]:
         """Put the next owed fragment in flight, and return it with the number of its round."""
-        assert self.can_begin(), "no fragment can be captured"
-        fragment = self._owed.pop(0)
-        number = self._captured[fragment] * len(self._captured) + fragment + 1
+        fragment, number = self.next()
+        del self._owed[0]
         self._captured[fragment] += 1
         self.in_flight[fragment] = Flight(number, step, self._schedule.applied_at(step))
         return fragment, number

@@ -109,7 +109,9 @@ class ExchangePolicy(SpawnPolicy):
         return 1.0
 
     def _take_scores(self, fragment: int, tensors: Sequence[Tensor]) -> tuple[float, ...]:
-        """Return the values, besides weight and norm, that :meth:`weigh` needs of the contribution captured now.
+        """Return the values, besides weight and norm, that :meth:`weigh` needs of the contribution captured next.
+
+        If this method raises, the contribution is captured in a later step.
 
         Args:
             tensors: The model's tensors.
@@ -123,6 +125,11 @@ class ExchangePolicy(SpawnPolicy):
         Ranks that are missing in the result are left out. A donor's norm must be finite.
         """
         return reported_weights(reports)
+
+    def _takes_whole(self, verdict: Verdict) -> bool:
+        """Return whether this rank keeps nothing of its own weights when it applies a mean, even if they are finite."""
+        del verdict
+        return False
 
     def _acts_alone(self) -> bool:
         """Return whether a rank without other members averages as well, as with an outer optimizer."""
@@ -335,11 +342,13 @@ class ExchangePolicy(SpawnPolicy):
     def _capture(self, step: int) -> None:
         """Capture this member's contribution to the next round."""
         tensors = self._tensors()  # raises if the model's layout has changed; the fragment is then still owed
-        fragment, number = self._flights.begin(step)
-        if self._has(number):  # this rank was admitted while the others captured the round
+        fragment, number = self._flights.next()
+        is_past = self._has(number)  # this rank was admitted while the others captured the round
+        scores = () if is_past else self._take_scores(fragment, tensors)
+        self._flights.begin(step)
+        if is_past:
             return
-        own, exchange = self._fragments[fragment], self._exchange
-        weight, scores = self._take_weight(fragment), self._take_scores(fragment, tensors)
+        own, weight, exchange = self._fragments[fragment], self._take_weight(fragment), self._exchange
         encoded = own.layout.new_encoded() if exchange is None else exchange.new_encoded(fragment)
         norm = math.nan if self._unsound() is not None else own.capture(tensors, encoded)
         facts = number, fragment, step, own.version, weight, norm, own.layout.nbytes, own.layout.unencoded_nbytes
@@ -370,14 +379,17 @@ class ExchangePolicy(SpawnPolicy):
         own, trouble, tensors = self._fragments[fragment], self._trouble(), self._tensors()
         assert own.mean is not None, f"round {flight.number} has no mean"
         waited_s = self._world.time() - began_at
+        is_left_out = self._takes_whole(own.mean.verdict)
         is_late = self._flights.skips_late and flight.applied_at < self.iteration
         with self._weights.following():
-            own.apply(tensors, is_late=is_late, is_whole=bool(trouble))
+            own.apply(tensors, is_late=is_late, is_whole=bool(trouble) or is_left_out)
             if trouble:  # otherwise the other fragments would make this one non-finite in the next training step
                 for each in self._fragments:
                     each.restore(tensors)
         if self._shared.resets_optimizer or trouble:
             reset_optimizer_state(self.optimizer)
+        if is_left_out:  # the encoding error of a bad contribution would spoil the next one
+            own.forget_own()
         self._flights.end(fragment)
         if self._exchange is not None:
             self._exchange.note_applied(fragment)

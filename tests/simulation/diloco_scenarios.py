@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import itertools
+import math
 import os
 import random
 import signal
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -40,7 +42,7 @@ from asyncdist.simulation import (
     Uniform,
     simulate,
 )
-from protocols import AverageApplied, DiLoCoPolicy, PolicyEvent, StepInfo
+from protocols import AverageApplied, DiLoCoPolicy, PolicyEvent, SelectiveDiLoCoPolicy, StepInfo
 
 Arrays = list[np.ndarray[Any, Any]]
 
@@ -86,6 +88,7 @@ class Plan:
         steps: Number of steps of each rank.
         outer: Key of ``OUTERS``.
         uses_tokens: Whether rank r reports r + 1 tokens per step, as weights.
+        selects: Whether the policy is SelectiveDiLoCoPolicy, with the gains of :func:`gain`.
         wire: Codec of the differences; int8 and others have error feedback. The oracle knows only float32.
         dies_at: Step before which a rank kills its process, by rank; for real jobs.
     """
@@ -101,6 +104,7 @@ class Plan:
     uses_tokens: bool = False
     dtype: torch.dtype = torch.float64
     wire: str = "float32"
+    selects: bool = False
     dies_at: Mapping[int, int] = field(default_factory=dict)
     step_s: float = 0.01
     network: Network = field(default_factory=Network)
@@ -124,11 +128,24 @@ class Plan:
             "weights": "tokens" if self.uses_tokens else "equal",
             "wire": self.wire,
             "error_feedback": None if self.wire == "float32" else 0.9,
+            **({"outlier_factor": math.inf} if self.selects else {}),
         }
 
     @property
     def killed(self) -> set[int]:
         return {fault.rank for fault in self.faults if isinstance(fault, Kill)} | set(self.dies_at)
+
+
+def gain(rank: int, number: int) -> float:
+    """Return the gain that a rank reports for a round: a third of the gains are not positive."""
+    return ((rank * 5 + number * 3) % 6 - 1) / 4
+
+
+async def stepped(policy: DiLoCoPolicy, rank: int, scores: Iterator[float]) -> StepInfo:
+    """Make a step with rank + 1 tokens; a selective policy evaluates the next scores."""
+    if isinstance(policy, SelectiveDiLoCoPolicy):
+        return await policy.step(score=lambda: next(scores), tokens=rank + 1)
+    return await policy.step(tokens=rank + 1)
 
 
 class Record:
@@ -170,7 +187,9 @@ async def train(world: ad.World, plan: Plan, record: Record) -> None:
     model = Layers(plan.dtype)
     optimizer = sgd(model)
     rank = world.rank
-    policy = DiLoCoPolicy(model, optimizer, on_event=functools.partial(record.see, rank), **plan.options)
+    kind = SelectiveDiLoCoPolicy if plan.selects else DiLoCoPolicy
+    policy = kind(model, optimizer, on_event=functools.partial(record.see, rank), **plan.options)
+    scores = itertools.chain.from_iterable((1.0, 1.0 + gain(rank, number)) for number in itertools.count(1))
     async with AsyncExitStack() as stack:
         try:
             await stack.enter_async_context(policy)
@@ -185,7 +204,7 @@ async def train(world: ad.World, plan: Plan, record: Record) -> None:
             await asyncio.sleep(plan.step_s * (1 + 0.2 * rank))
             if plan.dies_at.get(rank) == step:
                 os.kill(os.getpid(), signal.SIGKILL)
-            info = await policy.step(tokens=rank + 1)
+            info = await stepped(policy, rank, scores)
             record.infos[rank].append(info)
             record.weights[rank].append(weights_of(model))
         before = weights_of(model)
@@ -207,6 +226,7 @@ class Oracle:
         self.versions = [0] * plan.fragments
         self.flight: dict[int, tuple[int, dict[int, Any]]] = {}  # by fragment: step of the application, captures
         self.captured_at: dict[int, int] = {}  # by round
+        self.last_number = 0  # round that was merged last
         self.cosines: dict[int, float] = {}
 
     def places(self, fragment: int) -> list[int]:
@@ -244,15 +264,18 @@ class Oracle:
             if at <= step:
                 del self.flight[fragment]
                 self.merge(fragment, taken)
-                self.mix(fragment)
+                self.mix(fragment, None if not self.plan.selects else self.donors.get(self.last_number, ()))
 
     def merge(self, fragment: int, taken: dict[int, Any]) -> None:
-        number = self.versions[fragment] * self.plan.fragments + fragment + 1
+        self.last_number = number = self.versions[fragment] * self.plan.fragments + fragment + 1
         self.versions[fragment] += 1
         donors = self.donors.get(number, ())
         if not donors:
             return  # no living rank has applied this round
         weights = [taken[rank][1] if self.plan.uses_tokens else 1.0 for rank in donors]
+        if self.plan.selects:
+            gains = [gain(rank, number) for rank in donors]
+            weights = [weight * own / max(gains) for weight, own in zip(weights, gains, strict=True)]
         chosen = OUTERS[self.plan.outer]
         for index, place in enumerate(self.places(fragment)):
             states = [taken[rank][0][index] for rank in donors]
@@ -268,9 +291,10 @@ class Oracle:
         buffer = self.buffer[place] = mean if buffer is None else self.scalar(momentum) * buffer + mean
         return self.anchor[place] - self.scalar(lr) * (mean + self.scalar(momentum) * buffer if nesterov else buffer)
 
-    def mix(self, fragment: int) -> None:
-        alpha = self.scalar(self.plan.mixing)
-        for own in self.own.values():
+    def mix(self, fragment: int, donors: tuple[int, ...] | None) -> None:
+        """Apply the anchor; ranks that are not among the donors, if given, keep no share of their own weights."""
+        for rank, own in self.own.items():
+            alpha = self.scalar(self.plan.mixing if donors is None or rank in donors else 0.0)
             for place in self.places(fragment):
                 own[place] = alpha * own[place] + (self.scalar(1) - alpha) * self.anchor[place]
 
@@ -318,6 +342,9 @@ def check(plan: Plan, record: Record, tolerance: Callable[[Oracle], float]) -> O
     for number, ranks in donors.items():
         at = oracle.captured_at[number]
         present = {rank for rank in range(plan.ranks) if rank not in plan.killed | record.without and steps[rank] > at}
+        if plan.selects:
+            assert all(gain(rank, number) > 0 for rank in ranks), f"round {number}: {ranks}"
+            present = {rank for rank in present if gain(rank, number) > 0}
         assert present <= set(ranks), f"round {number} at step {at} was without {present - set(ranks)}"
     return oracle
 
@@ -365,6 +392,14 @@ def draw_plan(seed: int) -> Plan:
     )
 
 
+def draw_selective_plan(seed: int) -> Plan:
+    """Return the drawn run of a seed with SelectiveDiLoCoPolicy, and with options that it allows."""
+    plan = draw_plan(seed)
+    overlap_steps = min(plan.overlap_steps, plan.every // plan.fragments)
+    outer = "default" if plan.outer == "none" else plan.outer
+    return dataclasses.replace(plan, selects=True, overlap_steps=overlap_steps, outer=outer)
+
+
 def draw_faults(rng: random.Random, ranks: int) -> list[Fault]:
     """Return kills of some ranks, and up to two other faults."""
     found: list[Fault] = []
@@ -399,9 +434,11 @@ def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
     return report
 
 
-def seen_in(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimReport, Plan, Oracle]:
+def seen_in(
+    seed: int, faults: Sequence[Fault] | None = None, draw: Callable[[int], Plan] = draw_plan
+) -> tuple[SimReport, Plan, Oracle]:
     """Run one seed, and return what the test of coverage counts."""
-    plan = draw_plan(seed)
+    plan = draw(seed)
     if faults is not None:
         plan = dataclasses.replace(plan, faults=tuple(faults))
     report, record = run(plan, seed)

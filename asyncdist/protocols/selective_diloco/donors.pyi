@@ -1,0 +1,1 @@
+from protocols.selective_diloco.donors import *

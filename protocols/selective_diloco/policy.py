@@ -1,0 +1,182 @@
+"""DiLoCo whose ranks' differences count by their gain on held-out data, so that bad differences do no harm.
+
+Each rank measures how much a step along its own difference improves a held-out metric of the anchor
+(:mod:`protocols.selective_diloco.trials`), and reports the result with its contribution. The leader of the exchange
+chooses the donors and their weights from all reports (:mod:`protocols.selective_diloco.donors`). All else is DiLoCo
+(:mod:`protocols.diloco.policy`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from asyncdist import validation
+from asyncdist.protocols.declared import among, with_options
+from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions
+from asyncdist.protocols.diloco.policy import ELSEWHERE, DiLoCoPolicy
+from asyncdist.protocols.exchange.ledger import Report, Verdict
+from asyncdist.protocols.joining.membership import Membership
+from asyncdist.protocols.joining.scopes import PolicyScopes
+from asyncdist.protocols.metrics import MetricSource, due_metric
+from asyncdist.protocols.misuse import line_of_caller
+from asyncdist.protocols.options import CommonOptions
+from asyncdist.protocols.selective_diloco.donors import AnchorScores, DonorRules, choose_donors, donor_limit
+from asyncdist.protocols.selective_diloco.options import SelectiveDiLoCoOptionNames, TrialOptions, check_beside
+from asyncdist.protocols.selective_diloco.trials import measure
+from asyncdist.protocols.step_info import StepInfo
+
+logger = logging.getLogger("protocols.selective_diloco")
+
+_ELSEWHERE = {
+    name: reason for name, reason in ELSEWHERE.items() if name not in SelectiveDiLoCoOptionNames.__annotations__
+}
+_ELSEWHERE["replacement_ratio"] = "here donor_ratio is the largest share of ranks whose differences are averaged"
+
+
+@with_options(SelectiveDiLoCoOptionNames, CommonOptions, DiLoCoOptions, TrialOptions, DonorRules)
+class SelectiveDiLoCoPolicy(DiLoCoPolicy):
+    """DiLoCo in which only differences that improve a held-out metric are averaged, weighted by their gain.
+
+    ::
+
+        def evaluate() -> float:  # the same data on all ranks
+            with torch.no_grad():
+                return loss_function(model(held_out_inputs), held_out_targets).item()
+
+        async with SelectiveDiLoCoPolicy(model, optimizer, average_every=100) as policy:
+            for batch in data:
+                train_step(model, optimizer, batch)
+                await policy.step(loss=evaluate)
+
+    When a rank's contribution is due, the policy calls ``evaluate`` twice: with the common anchor in the model, and
+    with the anchor moved along the rank's difference, by the share of one donor in the mean. The improvement is the
+    rank's gain. Ranks without a gain, and ranks with an unusually large difference, are left out of the round. They
+    take the new weights as all ranks do. If all ranks are left out, all return to the anchor, and the outer optimizer
+    makes no step.
+
+    ``evaluate`` must give the same result on all ranks for equal weights. A metric of each rank's own data prefers
+    ranks with easy data.
+
+    Args:
+        model: Model that this rank trains; see :class:`SpawnPolicy`.
+        optimizer: Inner optimizer, which trains the model.
+        average_every, options: The options below.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or is out of range.
+    """
+
+    takes_metric: ClassVar[bool] = True
+    calls_metric: ClassVar[bool] = True
+
+    @validation.names_options(refused=_ELSEWHERE)
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        average_every: int,
+        **options: Unpack[SelectiveDiLoCoOptionNames],
+    ) -> None:
+        self._rules, trials = DonorRules.of(options), TrialOptions.of(options)
+        super().__init__(model, optimizer, average_every=average_every, **among(options, DiLoCoOptionNames))
+        check_beside(self._own_options, self.average_every)
+        self._metric, self._metric_mode = trials.metric, trials.metric_mode
+        self._sign = 1.0 if trials.metric_mode == "max" else -1.0
+        self._membership: Membership | None = None  # None before the start, and if this rank is alone
+        self._evaluation: MetricSource = None  # metric of the current step
+        self._anchor_scores = AnchorScores()
+        # With BatchNorm, scores of one anchor differ, since each rank has its own statistics.
+        has_statistics = any(getattr(each, "running_mean", None) is not None for each in model.modules())
+        self._compares_scores = not has_statistics and self._own_options.late == "wait"
+
+    def step(
+        self,
+        local_metric: MetricSource = None,
+        *,
+        loss: MetricSource = None,
+        score: MetricSource = None,
+        tokens: float | None = None,
+    ) -> Coroutine[Any, Any, StepInfo]:
+        """Take part in the policy once per training step; see :meth:`SpawnPolicy.step`.
+
+        Args:
+            loss: Callable without arguments that returns the model's loss on held-out data; smaller is better. It is
+                called twice when this rank's contribution is due, with trial weights in the model.
+            score: The same for a metric of which a larger value is better.
+            local_metric: The same, if ``metric_mode`` defines which values are better.
+            tokens: Number of tokens or examples of this step, for ``weights="tokens"``; 1 by default.
+
+        Raises:
+            TypeError: A metric is not callable.
+            ValueError: A contribution is due and no metric was given; or ``tokens`` is not finite and above 0.
+        """
+        if self._first_call is None:
+            self.note_call(line_of_caller())
+        for name, given in (("metric", local_metric), ("loss", loss), ("score", score)):
+            if given is not None and not callable(given):
+                _refuse_number(name, given)
+        return super().step(local_metric, loss=loss, score=score, tokens=tokens)
+
+    async def _step(self, local_metric: MetricSource) -> StepInfo:
+        self._evaluation = self._metric if local_metric is None else local_metric
+        try:
+            return await super()._step(None)
+        finally:
+            self._evaluation = None
+
+    def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
+        super()._open(membership, scopes)
+        self._membership = membership
+
+    def _options(self) -> Mapping[str, Any]:
+        return {**super()._options(), "metric_mode": self._metric_mode, **self._rules.agreed()}
+
+    def _take_scores(self, fragment: int, tensors: Sequence[Tensor]) -> tuple[float, ...]:
+        """Return the anchor's score and the score after a trial step; () if this rank's weights are not finite."""
+        if self._unsound() is not None:
+            return ()
+        if self._evaluation is None:
+            raise ValueError(
+                f"step() must get a metric at iteration {self.iteration}, where a contribution is due, got None; pass "
+                "step(loss=evaluate), or metric=evaluate to the policy"
+            )
+        rank_count = 1 if self._membership is None else len(self._membership.living)
+        share = 1.0 / donor_limit(rank_count, self._rules)
+        metrics = measure(self._fragments, self._fragments[fragment], tensors, share, self._evaluate)
+        self._journal.note_metric(self.iteration, metrics[0])
+        return self._sign * metrics[0], self._sign * metrics[1]
+
+    def _evaluate(self) -> float:
+        return due_metric(self._evaluation, self.iteration)
+
+    def weigh(self, reports: Mapping[int, Report]) -> Mapping[int, float]:
+        """Return the weights of the donors; log on the leader which ranks are left out."""
+        if self._compares_scores and (scores := self._anchor_scores.add(reports.values())) is not None:
+            logger.warning(
+                "%s: the ranks' metrics of equal weights differ, from %g to %g. Evaluate the same held-out data on all "
+                "ranks: a metric of a rank's own data prefers the ranks with easy data",
+                self._journal.title(),
+                *sorted(self._sign * each for each in scores),
+            )
+        choice = choose_donors(reports, self._rules)
+        for rank, reason in choice.left_out.items():
+            logger.info("%s: rank %d is left out: %s", self._journal.title(), rank, reason)
+        return choice.weights
+
+    def _takes_whole(self, verdict: Verdict) -> bool:
+        """Return True if this rank was left out: its weights are bad, so it keeps no share of them."""
+        return self._world.rank not in verdict.donors
+
+
+def _refuse_number(name: str, given: object) -> NoReturn:
+    raise TypeError(
+        f"{name} must be a callable without arguments that evaluates the model on held-out data, because the policy "
+        f"calls it with trial weights in the model, got {given!r:.80}; write step({name}=evaluate) instead of "
+        f"step({name}=evaluate())"
+    )

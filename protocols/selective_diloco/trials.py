@@ -1,0 +1,72 @@
+"""Measures how much one rank's difference improves a held-out metric, with trial weights in the rank's own model.
+
+The metric is evaluated twice: at the anchor, which is equal on all ranks, and after a *trial step*, the anchor plus a
+share of this rank's change of one fragment. The share is that of one donor in the mean: with k donors, 1 / k. Whole
+differences would be judged wrongly: late in a training, each rank's own weights are often worse than the anchor because
+of the noise in its steps, although the mean of all differences improves it. Noise costs the metric in proportion to the
+square of the share, and progress gains in proportion to the share. If the donors' noise is independent, a trial step of
+share 1 / k has 1 / k of the gain of the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from asyncdist.protocols.exchange.fragment import Fragment
+from asyncdist.protocols.exchange.wire_layout import gather, scatter
+
+
+def measure(
+    fragments: Sequence[Fragment],
+    fragment: Fragment,
+    tensors: Sequence[Tensor],
+    share: float,
+    evaluate: Callable[[], float],
+) -> tuple[float, float]:
+    """Return the metric of the anchor, and the metric after a trial step of one fragment.
+
+    The model has its own state again when the function returns or raises, including buffers that ``evaluate`` changes.
+
+    Args:
+        fragments: All fragments of the model, with anchors.
+        fragment: Fragment whose difference is tried.
+        tensors: The model's tensors.
+        share: Length of the trial step as a share of the difference.
+        evaluate: Returns the metric of the model's current weights.
+    """
+    moved = _trial_weights(fragment, tensors, share)
+    with _restored(tensors):
+        for each in fragments:
+            each.restore(tensors)
+        at_anchor = evaluate()
+        with torch.no_grad():
+            for vector, flat in zip(fragment.layout.stepped, moved, strict=True):
+                scatter(vector, flat, tensors)
+        return at_anchor, evaluate()
+
+
+@torch.no_grad()
+def _trial_weights(fragment: Fragment, tensors: Sequence[Tensor], share: float) -> list[Tensor]:
+    """Return anchor + share * (own - anchor), as one flat tensor for each vector of parameters."""
+    found = []
+    for vector, anchor in zip(fragment.layout.stepped, fragment.anchors, strict=True):
+        own = vector.new_flat()
+        gather(vector, tensors, own)
+        found.append(torch.lerp(anchor, own, share, out=own))
+    return found
+
+
+@contextmanager
+def _restored(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Restore the tensors at the end, from copies in host memory."""
+    saved = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, own in zip(tensors, saved, strict=True):
+                tensor.copy_(own)
