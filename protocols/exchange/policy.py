@@ -193,18 +193,24 @@ class ExchangePolicy(SpawnPolicy):
         deadline = self._world.time() + self._start_timeout_s
         values = _without_progress(self._agreed_values())
         left = newest_left(self._services, self._members, values)  # later also the policy of a repeated attempt
+        attempt = 1
         try:
-            while not await self._has_joined(deadline, values, left, may_start=was_admitted):
+            while not await self._has_joined(deadline, values, left, attempt, may_start=was_admitted):
+                attempt += 1
                 logger.info("the leader was lost during this rank's admission, which is repeated")
         except BaseException:
             self._stage = "closed"
             raise
         self._services.is_admitted = True
 
-    async def _has_joined(self, deadline: float, values: Mapping[str, str], left: int, *, may_start: bool) -> bool:
+    async def _has_joined(
+        self, deadline: float, values: Mapping[str, str], left: int, attempt: int, *, may_start: bool
+    ) -> bool:
         """Try once to join; return False if the leader is lost while it sends its state."""
         try:
-            welcome, leader = await welcomed(self._services, self._members, values, self._start_timeout_s, left)
+            welcome, leader = await welcomed(
+                self._services, self._members, values, self._start_timeout_s, left=left, attempt=attempt
+            )
         except ClosedError:  # all other ranks were restarted as well, so no policy is running
             if not may_start:
                 raise
@@ -212,10 +218,16 @@ class ExchangePolicy(SpawnPolicy):
             return True
         scopes = PolicyScopes.of_running(welcome, values)
         members = [rank for rank, _ in welcome.members]
-        admitted = dict(welcome.members)
-        self._open(
-            Membership(self._services, scopes, members, known=self._members, admitted=admitted, leader=leader), scopes
+        membership = Membership(
+            self._services,
+            scopes,
+            members,
+            known=self._members,
+            admitted=dict(welcome.members),
+            leader=leader,
+            attempt=attempt,
         )
+        self._open(membership, scopes)
         exchange, admission = self._opened()
         try:
             self._restore_whole(await admission.take_state(self._flat.nbytes, deadline))

@@ -49,7 +49,9 @@ class Admission:
         self._scopes = scopes
         self._ranks = tuple(ranks)
         self._values = dict(values)
-        self._applicants: dict[int, int] = {}  # incarnation by rank
+        self._requests: dict[int, Request] = {}  # newest request by rank, to answer if this rank becomes the leader
+        self._applicants: dict[int, tuple[int, int]] = {}  # incarnation and attempt by rank
+        membership.call_when_leading(self._answer_kept)
         self._board = services.shared(Board)
         self._board.open(scopes.policy, lambda message, source: None, key_of(ranks, values), self._on_request)
         scope = wire.scope_of((), f"states of policy {scopes.policy}", 0)
@@ -57,18 +59,23 @@ class Admission:
 
     @property
     def is_asked(self) -> bool:
-        """True if this rank leads and a newcomer waits for admission."""
-        return bool(self._applicants) and self._membership.can_admit
+        """True if this rank leads and can admit a newcomer that waits for admission."""
+        return self._next() is not None and self._membership.can_admit
+
+    def _next(self) -> tuple[int, int, int] | None:
+        """Return the rank, incarnation and attempt of the next newcomer; None if none waits."""
+        waiting = ((rank, *identity) for rank, identity in sorted(self._applicants.items()))
+        return next(filter(self._membership.is_waiting, waiting), None) if self._applicants else None
 
     def admit(self, state: Callable[[], Mapping[str, Any]]) -> None:
         """Admit the first newcomer that is not lost, and offer it this rank's state in the current step."""
-        while self._applicants:
-            rank = min(self._applicants)
-            incarnation = self._applicants.pop(rank)
+        while (newcomer := self._next()) is not None:
+            rank, incarnation, _ = newcomer
+            del self._applicants[rank]
             if rank not in self._services.gone and self._services.restarted.get(rank, 0) == incarnation:
                 data = packed(state())
                 self._states.admit(rank)
-                self._states.offer(self._membership.admit((rank, incarnation), self._states.withdraw), data)
+                self._states.offer(self._membership.admit(newcomer, self._states.withdraw), data)
                 return
 
     async def take_state(self, nbytes: int, deadline: float) -> Any:
@@ -82,6 +89,7 @@ class Admission:
             RankLostError: The leader was lost or has left.
         """
         membership, leader = self._membership, self._membership.leader
+        membership.wait_for_admission()
 
         def has_news() -> bool:
             return membership.admission > 0 or has_left()
@@ -110,18 +118,31 @@ class Admission:
 
     def _on_request(self, request: Request, source: int) -> bool:
         """Answer a request if this rank leads; return whether the request may still be granted."""
+        if source not in self._ranks:
+            return True
+        if not self._membership.leads:
+            self._requests[source] = request
+            return self._membership.leader not in self._services.gone
+        self._answer(request, source)
+        return True
+
+    def _answer_kept(self) -> None:
+        """Answer the newcomers that have asked before this rank led, since they do not ask again soon."""
+        requests, self._requests = self._requests, {}
+        for rank, request in requests.items():
+            if rank not in self._services.gone:
+                self._answer(request, rank)
+
+    def _answer(self, request: Request, source: int) -> None:
+        """Answer a request as the leader, unless the newcomer has been admitted since it sent the request."""
         membership, scopes = self._membership, self._scopes
-        if not membership.leads or source not in self._ranks:
-            return membership.leader not in self._services.gone
         if request.digest != digest_of(self._ranks, self._values):
             self._board.send(Refusal(request.key, tuple(self._values.items())), source)
-            return True
-        membership.dismiss(source)  # if its former process is still counted as a member
-        members = tuple((rank, self._services.restarted.get(rank, 0)) for rank in membership.members())
-        facts = scopes.policy, scopes.to_members, scopes.to_coordinator, 0, members
-        self._board.send(Welcome(request.key, *facts), source)
-        self._applicants[source] = request.incarnation
-        return True
+        elif membership.dismiss(source, request.incarnation, request.attempt):
+            members = tuple((rank, self._services.restarted.get(rank, 0)) for rank in membership.members())
+            facts = scopes.policy, scopes.to_members, scopes.to_coordinator, 0, members
+            self._board.send(Welcome(request.key, *facts), source)
+            self._applicants[source] = request.incarnation, request.attempt
 
 
 def newest_left(services: Services, ranks: Sequence[int], values: Mapping[str, str]) -> int:
@@ -130,19 +151,26 @@ def newest_left(services: Services, ranks: Sequence[int], values: Mapping[str, s
 
 
 async def welcomed(
-    services: Services, ranks: Sequence[int], values: Mapping[str, str], timeout_s: float, left: int
+    services: Services,
+    ranks: Sequence[int],
+    values: Mapping[str, str],
+    timeout_s: float,
+    *,
+    left: int,
+    attempt: int,
 ) -> tuple[Welcome, int]:
     """Ask all members for admission, and return the leader's answer and rank.
 
     Args:
         left: Result of :func:`newest_left` before the first attempt to join.
+        attempt: Number of this attempt to join, from 1.
 
     Raises:
         ClosedError: All other ranks were restarted as well, so there is no running policy.
         AsyncdistError: The policy differs, has ended, or did not answer in time.
     """
     board = services.shared(Board)
-    application = Application(services, board, ranks, values, timeout_s, left=left)
+    application = Application(services, board, ranks, values, timeout_s, left=left, attempt=attempt)
     board.apply(application)
     try:
         return await application.welcomed()

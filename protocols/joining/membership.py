@@ -18,7 +18,7 @@ from asyncdist import Envelope, RankLostError, tags
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
-from asyncdist.protocols.joining.messages import Acquainted, Admitted, Left, MembershipMessage
+from asyncdist.protocols.joining.messages import Acquainted, Admitted, Left, MembershipMessage, Waiting
 from asyncdist.protocols.joining.scopes import PolicyScopes
 
 logger = logging.getLogger("protocols.joining.membership")
@@ -51,6 +51,7 @@ class Membership:
         known: All ranks that may become members; by default the members.
         admitted: Number of restarts of each member that was restarted.
         leader: Rank that has answered this newcomer's request for admission; None for a member from the start.
+        attempt: Number of this newcomer's attempt to join; 0 for a member from the start.
 
     Attributes:
         leader: Rank of the current leader.
@@ -69,17 +70,23 @@ class Membership:
         known: Sequence[int] = (),
         admitted: Mapping[int, int] | None = None,
         leader: int | None = None,
+        attempt: int = 0,
     ) -> None:
         self._services = services
         self._scope = wire.scope_of((), f"membership of policy {scopes.policy}", 0)
         self._order = list(members)  # members in the order in which they may lead; newcomers are the last
-        self._admitted = dict(admitted or {})
-        self._left: set[int] = set()
+        # Last incarnation and attempt, by rank, of restarted members, and of members that have left.
+        self._admitted = {rank: (incarnation, 0) for rank, incarnation in (admitted or {}).items()}
+        self._left: dict[int, tuple[int, int]] = {}
+        self._waiting: dict[int, tuple[int, int]] = {}  # incarnation and attempt of newcomers with open channels
         self._admission_count = 0
-        self._newcomer: tuple[int, int] | None = None  # the newcomer that this leader admits now
+        self._newcomer: tuple[int, int, int] | None = None  # the newcomer that this leader admits now
         self._unacquainted: set[int] = set()  # members that do not count it as a member yet; then the newcomer itself
         self._on_admission_end: Callable[[], None] = lambda: None
+        self._on_leading: Callable[[], None] = lambda: None
+        self._attempt = attempt
         self._is_closed = False
+        self._early: list[Envelope[MembershipMessage]] | None = []  # messages that arrived before; None when it is open
         self._channel: Channel[MembershipMessage]
         self._concerned: Concerned
         self.leader = self._order[0] if leader is None else leader
@@ -100,6 +107,13 @@ class Membership:
         for rank in self._order:
             if rank in services.gone:
                 self._on_gone(rank)
+        early, self._early = self._early or [], None
+        for envelope in early:
+            self._on_message(envelope)
+
+    def call_when_leading(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` when this rank becomes the leader."""
+        self._on_leading = listener
 
     @property
     def leads(self) -> bool:
@@ -113,8 +127,16 @@ class Membership:
     def is_reachable(self, rank: int) -> bool:
         """Return whether this rank is connected to the process of a member that was admitted."""
         services = self._services
-        is_present = rank not in services.gone and services.restarted.get(rank, 0) == self._admitted.get(rank, 0)
+        is_present = rank not in services.gone and services.restarted.get(rank, 0) == self._identity_of(rank)[0]
         return rank == services.rank or is_present
+
+    def _identity_of(self, rank: int) -> tuple[int, int]:
+        """Return the incarnation and attempt with which a member was admitted; zeros for a member from the start."""
+        return self._admitted.get(rank, (0, 0))
+
+    def _has_left(self, rank: int) -> bool:
+        """Return whether a member has left since its last admission."""
+        return rank in self._left and self._left[rank] >= self._identity_of(rank)
 
     def leave(self) -> None:
         """Notify the other members that this rank leaves, and follow them no longer."""
@@ -125,7 +147,7 @@ class Membership:
         self._services.off_returned(self._on_returned)
         if self._services.engine.failure is None:
             for rank in sorted(self.living - {self._services.rank}):
-                self._post(Left(), rank)
+                self._post(Left(self._services.incarnation, self._attempt), rank)
         self._channel.close()
 
     # -- admission by this leader -----------------------------------------------------------------------------------
@@ -135,23 +157,33 @@ class Membership:
         """True if this rank leads, admits no newcomer at present, and its state is fit for a newcomer."""
         return self.leads and self._newcomer is None and not self._is_closed and self._concerned.may_admit()
 
-    def dismiss(self, rank: int) -> None:
-        """Count a member as lost, since it has asked for admission again."""
-        self._note_gone(rank)
+    def is_waiting(self, newcomer: tuple[int, int, int]) -> bool:
+        """Return whether a newcomer, with its incarnation and attempt, is ready to be admitted by this leader."""
+        return self._waiting.get(newcomer[0]) == newcomer[1:]
 
-    def admit(self, newcomer: tuple[int, int], on_end: Callable[[], None]) -> int:
-        """Admit a restarted rank with its incarnation, and return the number of the state to offer to it.
+    def dismiss(self, rank: int, incarnation: int, attempt: int) -> bool:
+        """Count a member's earlier process or attempt as lost, since the member has asked for admission again.
+
+        Returns:
+            False if this incarnation and attempt, or a later one, has been admitted already: the request is outdated.
+        """
+        if (incarnation, attempt) <= self._identity_of(rank):
+            return False
+        self._note_gone(rank)
+        return True
+
+    def admit(self, newcomer: tuple[int, int, int], on_end: Callable[[], None]) -> int:
+        """Admit a restarted rank with its incarnation and attempt; return the number of the state to offer to it.
 
         Args:
             on_end: Function called when the newcomer has the state or is lost.
         """
-        me, (rank, incarnation) = self._services.rank, newcomer
+        me, rank = self._services.rank, newcomer[0]
         assert self.can_admit, "only a leader that is not busy admits"
         self._admission_count += 1
         self._order = [*self.members(), rank]
         self.living.add(rank)
-        self._left.discard(rank)
-        self._admitted[rank] = incarnation
+        self._admitted[rank] = newcomer[1:]
         self._make_reachable(rank)
         self._newcomer, self._on_admission_end = newcomer, on_end
         self._unacquainted = self.living - {me, rank}
@@ -174,15 +206,24 @@ class Membership:
             self._unacquainted = {rank}
             self._post(self._admitted_message(self._newcomer), rank, self._admission_count)
 
-    def _admitted_message(self, newcomer: tuple[int, int]) -> Admitted:
-        return Admitted(tuple((rank, self._admitted.get(rank, 0)) for rank in self.members()), newcomer)
+    def _admitted_message(self, newcomer: tuple[int, int, int]) -> Admitted:
+        return Admitted(tuple((rank, *self._identity_of(rank)) for rank in self.members()), newcomer)
 
-    # -- events -----------------------------------------------------------------------------------------------------
+    # -- this newcomer ----------------------------------------------------------------------------------------------
+
+    def wait_for_admission(self) -> None:
+        """Notify the leader that this newcomer has opened all channels of the policy."""
+        self._post(Waiting(*self._me()[1:]), self.leader)
 
     def complete_joining(self) -> None:
         """Record that this newcomer has loaded the leader's state."""
         self.is_joining = False
-        self._post(Acquainted((self._services.rank, self._services.incarnation)), self.leader)
+        self._post(Acquainted(self._me()), self.leader)
+
+    def _me(self) -> tuple[int, int, int]:
+        return self._services.rank, self._services.incarnation, self._attempt
+
+    # -- events -----------------------------------------------------------------------------------------------------
 
     def _on_gone(self, rank: int) -> None:
         self._services.engine.loop.call_soon(self._note_gone, rank)
@@ -201,16 +242,24 @@ class Membership:
             self.leader = next(each for each in self._order if each in self.living)
             logger.info("rank %d now leads, after rank %d", self.leader, rank)
             self._concerned.on_new_leader()
+            if self.leads:
+                self._on_leading()
 
     def _on_message(self, envelope: Envelope[MembershipMessage]) -> None:
         message, source = envelope.message, envelope.source
+        if self._early is not None:
+            self._early.append(envelope)
+            return
         if source not in self.known:
             logger.debug("rank %d, which is not a member, sent a %s", source, type(message).__name__)
             return
         match message:
-            case Left():
-                self._left.add(source)
-                self._note_gone(source)
+            case Left(incarnation, attempt):
+                self._left[source] = max(self._left.get(source, (0, 0)), (incarnation, attempt))
+                if self._has_left(source):
+                    self._note_gone(source)
+            case Waiting(incarnation, attempt):
+                self._waiting[source] = incarnation, attempt
             case Acquainted() if message.newcomer == self._newcomer:
                 self._note_acquainted(source)
             case Admitted() if source == self.leader:
@@ -218,19 +267,18 @@ class Membership:
 
     def _note_admitted(self, number: int, message: Admitted) -> None:
         """Record the members after an admission, possibly this rank's own."""
-        rank, incarnation = message.newcomer
-        self._order = [each for each, _ in message.order]
+        rank, *_ = message.newcomer
+        self._order = [each for each, *_ in message.order]
         self._admission_count = max(self._admission_count, number)
-        if message.newcomer == (self._services.rank, self._services.incarnation):
+        if message.newcomer == self._me():
             self.admission = number
-            self.living = {each for each in self._order if each not in self._services.gone and each not in self._left}
-            self._admitted.update(message.order)
+            self._admitted.update({each: (incarnation, attempt) for each, incarnation, attempt in message.order})
+            self.living = {each for each in self._order if each not in self._services.gone and not self._has_left(each)}
             for each in self.living - {rank}:
                 self._look_at(each)
             self._services.engine.recheck()
         else:
-            self._admitted[rank] = incarnation
-            self._left.discard(rank)
+            self._admitted[rank] = message.newcomer[1:]
             self._look_at(rank)
 
     def _on_returned(self, rank: int) -> None:
@@ -238,12 +286,12 @@ class Membership:
 
     def _look_at(self, rank: int) -> None:
         """Count a restarted rank as a member if this rank is connected to the process that was admitted."""
-        is_closed = self._is_closed or rank in self._left
+        is_closed = self._is_closed or self._has_left(rank)
         if rank in self._admitted and self.is_reachable(rank) and not is_closed:
             self.living.add(rank)
             self._make_reachable(rank)
             if not self.leads:
-                self._post(Acquainted((rank, self._admitted[rank])), self.leader)
+                self._post(Acquainted((rank, *self._admitted[rank])), self.leader)
 
     def _make_reachable(self, rank: int) -> None:
         self._channel.admit(rank)

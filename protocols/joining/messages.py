@@ -76,7 +76,25 @@ class Invitation:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Member to all members: this rank is no longer a member."""
+    """Member to all members: this rank is no longer a member.
+
+    Attributes:
+        incarnation, attempt: The sender's number of restarts and of its attempt to join, which another may follow.
+    """
+
+    incarnation: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Newcomer to leader: this newcomer has opened its channels, and waits for its admission.
+
+    A message that arrives before the channels are open may be lost, if the newcomer has closed them after an attempt.
+    """
+
+    incarnation: int
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +104,12 @@ class Admitted:
     The frame's round is the number of the admission.
 
     Attributes:
-        order: All members with their incarnations, in the order in which they may lead; the sender is one of them.
-        newcomer: The restarted rank among them that was admitted now, with its incarnation.
+        order: Rank, incarnation and attempt of all members, in the order in which they may lead, with the sender.
+        newcomer: The restarted rank among them that was admitted now, with its incarnation and attempt.
     """
 
-    order: tuple[tuple[int, int], ...]
-    newcomer: tuple[int, int]
+    order: tuple[tuple[int, int, int], ...]
+    newcomer: tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +117,10 @@ class Acquainted:
     """Member to leader: this member counts the newcomer as a member, or is the newcomer and has loaded the state.
 
     Attributes:
-        newcomer: The newcomer's rank and incarnation.
+        newcomer: The newcomer's rank, incarnation and attempt.
     """
 
-    newcomer: tuple[int, int]
+    newcomer: tuple[int, int, int]
 
 
-MembershipMessage = Left | Admitted | Acquainted
+MembershipMessage = Left | Waiting | Admitted | Acquainted

@@ -30,12 +30,14 @@ class Request:
         key: Number that identifies all policies of this class and name on these ranks.
         digest: Digest of the policy's class, name, model and options on the newcomer.
         left: Number of the policy that the newcomer's process has left, and must not join again; 0 for none.
+        attempt: Number of the newcomer's attempt to join; a new one begins if the leader is lost before the admission.
     """
 
     key: int
     incarnation: int
     digest: str
     left: int = 0
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ class Application:
     Args:
         timeout_s: Seconds to wait for each answer of the coordinator.
         left: Policy with this class and name that this process has left; 0 for none.
+        attempt: Number of this attempt to join.
     """
 
     def __init__(
@@ -120,9 +123,10 @@ class Application:
         timeout_s: float,
         *,
         left: int = 0,
+        attempt: int = 0,
     ) -> None:
         self.key = key_of(ranks, values)
-        self._request = Request(self.key, services.incarnation, digest_of(ranks, values), left)
+        self._request = Request(self.key, services.incarnation, digest_of(ranks, values), left, attempt)
         self._values = values
         self._ranks = [rank for rank in ranks if rank != services.rank]
         self._services = services

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from support.seeds import seeds
 import asyncdist as ad
 from asyncdist.simulation import Fault, Kill, Restart, SlowLink, simulate
 from protocols import DiLoCoPolicy
+from protocols.joining.admission import Admission
 
 STEPS, EVERY = 24, 3
 
@@ -54,6 +56,11 @@ async def train(
     life.has_ended = True
 
 
+def run(*args: Any, **options: Any) -> None:
+    """Simulate :func:`train`, and raise the exception of any rank."""
+    simulate(train, *args, **options).value()
+
+
 def plan(chance: random.Random, ranks: int) -> list[Fault]:
     """Kill some ranks, and restart most of them; at least one rank lives to the end."""
     faults: list[Fault] = []
@@ -74,7 +81,7 @@ def test_restarted_ranks_take_part_with_the_leaders_state(seed: int) -> None:
     faults = plan(chance, ranks)
     lives: dict[tuple[int, int], Life] = {}
     try:
-        simulate(train, options, lives, ranks=ranks, seed=seed, faults=faults, until_s=300)
+        run(options, lives, ranks=ranks, seed=seed, faults=faults, until_s=300)
     except ad.LateError:  # the policy had ended when the rank was back
         return
     agreed: dict[int, tuple[tuple[int, ...], int, list[torch.Tensor]]] = {}
@@ -90,7 +97,7 @@ def test_restarted_ranks_take_part_with_the_leaders_state(seed: int) -> None:
 def test_a_newcomer_contributes_after_its_admission() -> None:
     lives: dict[tuple[int, int], Life] = {}
     faults = [Kill(2, at_s=0.05), Restart(2, at_s=0.1)]
-    simulate(train, {}, lives, ranks=3, faults=faults, until_s=300)
+    run({}, lives, ranks=3, faults=faults, until_s=300)
     newcomer, leader = lives[2, 1], lives[0, 0]
     assert newcomer.joined_at and newcomer.has_ended
     assert leader.applied[8][0] == newcomer.applied[8][0] == (0, 1, 2)
@@ -109,7 +116,8 @@ def test_the_leader_is_lost_while_it_admits_a_newcomer() -> None:
             Restart(3, at_s=0.0987192281291013),
             Kill(0, at_s=0.1029 + delay_ms / 1000),
         ]
-        simulate(train, {"outer_optimizer": None}, lives, 1, 4, ranks=4, seed=247, faults=[*losses, *slow])
+        with contextlib.suppress(ad.LateError):  # the policy had ended before the newcomer asked again
+            run({"outer_optimizer": None}, lives, 1, 4, ranks=4, seed=247, faults=[*losses, *slow])
         assert lives[1, 0].has_ended and lives[2, 0].has_ended, delay_ms
         newcomer, other = lives[3, 1], lives[1, 0]
         if newcomer.joined_at:  # otherwise the policy had ended before it asked again
@@ -118,6 +126,49 @@ def test_the_leader_is_lost_while_it_admits_a_newcomer() -> None:
             for number in newcomer.applied.keys() & other.applied.keys():
                 assert all(map(torch.equal, newcomer.applied[number][2], other.applied[number][2])), delay_ms
     assert joined
+
+
+def test_a_leader_admits_when_all_have_its_means_and_frees_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a lost leader could leave a newcomer and a member behind, of which one alone had the last mean."""
+    held, kept = [], []
+    admit, close = Admission.admit, Admission.close
+
+    def watched_admit(self: Any, state: Any) -> None:
+        held.append(self._membership._concerned.holds_means)
+        admit(self, state)
+
+    def watched_close(self: Any) -> None:
+        kept.append(self._states._offered)
+        close(self)
+
+    monkeypatch.setattr(Admission, "admit", watched_admit)
+    monkeypatch.setattr(Admission, "close", watched_close)
+    lives: dict[tuple[int, int], Life] = {}
+    faults = [Kill(2, at_s=0.05), Restart(2, at_s=0.1), SlowLink(0, 1, at_s=0.0, factor=300)]
+    run({}, lives, 1, 2, ranks=3, faults=faults, until_s=300)
+    assert lives[2, 1].joined_at and lives[2, 1].has_ended
+    assert held == [False] and set(kept) == {None}
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_newcomer_asks_again_if_its_leader_is_lost(slow: int) -> None:
+    """Regression: it took the running policy for one that it had left, so it was refused as too late."""
+    for lost_s in (0.1, 0.102, 0.105, 0.11):  # before the answer, before the admission, and while the state is sent
+        lives: dict[tuple[int, int], Life] = {}
+        faults = [Kill(2, at_s=0.05), Restart(2, at_s=0.08), SlowLink(slow, 2, at_s=0.0, factor=1000)]
+        run({}, lives, ranks=3, faults=[*faults, Kill(0, at_s=lost_s)], until_s=300)
+        assert lives[2, 1].joined_at and lives[2, 1].has_ended
+        assert lives[1, 0].applied[8][0] == (1, 2)
+
+
+def test_a_newcomer_is_admitted_when_its_channels_are_open() -> None:
+    """Regression: the next leader's admission arrived with its answer, while the newcomer's channels were closed."""
+    for lost_s in (0.16, 0.165, 0.17):
+        lives: dict[tuple[int, int], Life] = {}
+        slow = [SlowLink(2, 0, at_s=0.0, factor=10000), SlowLink(1, 2, at_s=0.0, factor=1000)]
+        faults = [Kill(2, at_s=0.0974), Restart(2, at_s=0.1378), Kill(0, at_s=lost_s), *slow]
+        run({"outer_optimizer": None}, lives, 1, ranks=3, seed=140, faults=faults, until_s=300)
+        assert lives[2, 1].joined_at and lives[2, 1].has_ended
 
 
 def test_a_restarted_rank_joins_a_population_that_was_resumed() -> None:

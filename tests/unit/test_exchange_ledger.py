@@ -244,6 +244,29 @@ def test_a_verdict_whose_fields_do_not_fit_is_refused(fields: Any) -> None:
         Verdict(*fields)
 
 
+# -- newcomers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_contributes_to_rounds_that_its_leader_has_not() -> None:
+    """Regression: it was excused from them, so it could receive their mean before it had applied the previous one."""
+    ledger = Ledger([0, 1])
+    captured(ledger, 1, 0)
+    captured(ledger, 2, 1)
+    assert ledger.on_admitted(2, by=0) == []
+    assert captured(ledger, 1, 1) == [Decide(1, verdict(1, 0, 1), (0, 1, 2))], "rank 2 has the state after round 1"
+    assert captured(ledger, 2, 0) == []
+    assert captured(ledger, 2, 2) == [Decide(2, verdict(1, 0, 1, 2), (0, 1, 2))]
+
+
+def test_a_newcomer_receives_the_means_of_decided_rounds() -> None:
+    ledger = Ledger([0, 1])
+    captured(ledger, 1, 0, 1)
+    assert ledger.on_admitted(2, by=0) == [Decide(1, verdict(1, 0, 1), (2,))]
+    ledger.on_merged(0, 1)
+    assert ledger.on_merged(1, 1) == []
+    assert ledger.on_merged(2, 1) == [Retire(1)]
+
+
 # -- members and losses, drawn ----------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,203 @@
+"""Tests the members of a policy with a leader: succession, clean leaves, and admissions, without any policy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import asyncdist as ad
+from asyncdist.simulation import Fault, Kill, Restart, SlowLink, simulate
+from asyncdist.waits import WaitId, WaitKind
+from protocols.joining.membership import Membership
+from protocols.joining.scopes import PolicyScopes
+
+RANKS = 4
+#: The last two ranks are killed and restarted.
+RESTARTS: Sequence[Fault] = [fault for rank in (2, 3) for fault in (Kill(rank, at_s=0.1), Restart(rank, at_s=0.2))]
+
+
+@dataclass
+class Concerned:
+    """Records the notifications of a membership."""
+
+    lost: list[int] = field(default_factory=list)
+    reachable: list[int] = field(default_factory=list)
+    admitted: list[int] = field(default_factory=list)
+    leader_count: int = 0
+    is_fit: bool = True
+
+    def may_admit(self) -> bool:
+        return self.is_fit
+
+    def on_lost(self, rank: int) -> None:
+        self.lost.append(rank)
+
+    def on_new_leader(self) -> None:
+        self.leader_count += 1
+
+    def on_reachable(self, rank: int) -> None:
+        self.reachable.append(rank)
+
+    def on_admitted(self, rank: int) -> None:
+        self.admitted.append(rank)
+
+
+async def until(world: ad.World, is_over: Callable[[], object]) -> None:
+    """Wait until a condition holds."""
+    await world.services.engine.until(lambda: bool(is_over()), WaitId(WaitKind.POLICY_ADMISSION))
+
+
+def opened(world: ad.World, members: Sequence[int], attempt: int = 0) -> tuple[Membership, Concerned]:
+    """Open a membership; with an attempt, as a newcomer whose leader is rank 0."""
+    concerned = Concerned()
+    leader = 0 if attempt else None
+    membership = Membership(
+        world.services, PolicyScopes.elsewhere(0, 0), members, known=range(RANKS), leader=leader, attempt=attempt
+    )
+    membership.open(concerned)
+    return membership, concerned
+
+
+async def joined(world: ad.World, members: Sequence[int], attempt: int = 1) -> Membership:
+    """Join as a newcomer; the leader admits it as soon as it waits."""
+    await until(world, lambda: not {0, 1} & world.services.gone)
+    membership, _ = opened(world, members, attempt)
+    membership.wait_for_admission()
+    await until(world, lambda: membership.admission)
+    membership.complete_joining()
+    return membership
+
+
+async def admit(world: ad.World, membership: Membership, rank: int, attempt: int = 1) -> None:
+    """Admit a newcomer that waits, and return when it has the state."""
+    newcomer, ended = (rank, 1, attempt), False
+
+    def end() -> None:
+        nonlocal ended
+        ended = True
+        world.services.engine.recheck()
+
+    await until(world, lambda: membership.is_waiting(newcomer) and membership.can_admit)
+    membership.admit(newcomer, end)
+    assert not membership.can_admit, "one newcomer is admitted at a time"
+    await until(world, lambda: ended)
+
+
+def test_the_next_member_leads_after_a_loss_and_a_leave() -> None:
+    async def main(world: ad.World) -> tuple[int, list[int], int]:
+        membership, concerned = opened(world, range(RANKS))
+        await asyncio.sleep(0.5 if world.rank else 5.0)
+        if world.rank != 1:
+            await asyncio.sleep(0.5)
+        membership.leave()
+        return membership.leader, concerned.lost, concerned.leader_count
+
+    _, one, two, three = simulate(main, ranks=RANKS, faults=[Kill(0, at_s=0.1)], until_s=10.0).results
+    assert one == (1, [], 1)
+    assert two == three == (2, [], 2), "rank 0 is lost, and rank 1 leaves"
+
+
+def test_newcomers_are_admitted_in_turn_and_know_each_other() -> None:
+    """Regression: a newcomer did not know the incarnation of one that was admitted before, so it never reached it."""
+
+    async def main(world: ad.World) -> list[bool]:
+        if world.incarnation:
+            membership = await joined(world, (0, 1) if world.rank == 2 else (0, 1, 2))
+        else:
+            membership, concerned = opened(world, range(RANKS))
+            await until(world, lambda: set(concerned.lost) == {2, 3})
+            if world.rank == 0:
+                await admit(world, membership, 2)
+                await admit(world, membership, 3)
+        await until(world, lambda: membership.members() == (0, 1, 2, 3))
+        await asyncio.sleep(1.0)
+        reachable = [membership.is_reachable(rank) for rank in range(RANKS)]
+        await asyncio.sleep(1.0)
+        return reachable
+
+    assert simulate(main, ranks=RANKS, faults=RESTARTS, until_s=10.0).results == ([True] * RANKS,) * RANKS
+
+
+def test_a_newcomer_is_notified_when_all_members_know_it() -> None:
+    memberships: dict[int, Membership] = {}
+
+    async def main(world: ad.World) -> bool:
+        if world.incarnation:
+            await joined(world, (0, 1))
+            return 2 in memberships[1].living
+        memberships[world.rank], concerned = opened(world, range(RANKS))
+        await until(world, lambda: set(concerned.lost) == {2, 3})
+        if world.rank == 0:
+            await admit(world, memberships[0], 2)
+        await asyncio.sleep(1.0)
+        return True
+
+    slow = [Kill(3, at_s=0.1), *RESTARTS[:2], SlowLink(0, 1, at_s=0.0, factor=1000.0)]
+    assert simulate(main, ranks=RANKS, faults=slow, until_s=10.0).results[:3] == (True,) * 3
+
+
+def test_messages_that_arrive_before_the_start_count() -> None:
+    """Regression: an admission that arrived before a slow member had started ended this member with an error."""
+
+    async def main(world: ad.World) -> tuple[int, ...]:
+        if world.incarnation:
+            membership = await joined(world, (0, 1))
+        else:
+            await asyncio.sleep(1.0 if world.rank == 1 else 0.0)
+            membership, concerned = opened(world, range(RANKS))
+            if world.rank == 0:
+                await until(world, lambda: set(concerned.lost) == {2, 3})
+                await admit(world, membership, 2)
+        await asyncio.sleep(1.0)
+        members = membership.members()
+        await asyncio.sleep(1.0)
+        return members
+
+    faults = [Kill(3, at_s=0.1), *RESTARTS[:2]]
+    assert simulate(main, ranks=RANKS, faults=faults, until_s=10.0).results[:3] == ((0, 1, 2),) * 3
+
+
+def test_an_outdated_request_dismisses_no_member() -> None:
+    """Regression: a request that arrived after the admission, over a slow link, dismissed the member."""
+
+    async def main(world: ad.World) -> object:
+        if world.incarnation:
+            await joined(world, (0, 1))
+        else:
+            membership, concerned = opened(world, range(RANKS))
+            await until(world, lambda: set(concerned.lost) == {2, 3})
+            if world.rank == 0:
+                await admit(world, membership, 2)
+                dismissals = [membership.dismiss(2, 0, 9), membership.dismiss(2, 1, 1)]
+                return dismissals, membership.members(), membership.dismiss(2, 1, 2), membership.members()
+        await asyncio.sleep(1.0)
+        return None
+
+    faults = [Kill(3, at_s=0.1), *RESTARTS[:2]]
+    result = simulate(main, ranks=RANKS, faults=faults, until_s=10.0).value()
+    assert result == ([False, False], (0, 1, 2), True, (0, 1))
+
+
+def test_a_leave_of_an_earlier_attempt_does_not_count() -> None:
+    """Regression: it was counted against the later attempt that had been admitted meanwhile."""
+
+    async def main(world: ad.World) -> tuple[int, ...]:
+        if world.incarnation:
+            (await joined(world, (0, 1))).leave()
+            membership = await joined(world, (0, 1), attempt=2)
+        else:
+            membership, concerned = opened(world, range(RANKS))
+            await until(world, lambda: set(concerned.lost) >= {2, 3})
+            if world.rank == 0:
+                await admit(world, membership, 2)
+                await until(world, lambda: concerned.lost.count(2) == 2)
+                await admit(world, membership, 2, attempt=2)
+        await asyncio.sleep(5.0)
+        members = membership.members()
+        await asyncio.sleep(5.0)
+        return members
+
+    # The confirmation of the second admission takes another way than the leave of the first attempt.
+    faults = [Kill(3, at_s=0.1), *RESTARTS[:2], SlowLink(2, 1, at_s=0.0, factor=10000.0)]
+    assert simulate(main, ranks=RANKS, faults=faults, until_s=20.0).results[:3] == ((0, 1, 2),) * 3
