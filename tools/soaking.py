@@ -7,6 +7,8 @@ Options select a different kind of run:
 
 - ``--islands``: simulated populations on islands, whose ranks are killed, stalled and restarted
   (``tests/simulation/island_scenarios.py``).
+- ``--diloco``: simulated jobs with DiLoCo and its family, whose ranks are killed, restarted, stalled and separated
+  (``tests/simulation/diloco_fault_scenarios.py``).
 - ``--kills``: real jobs on MPI instead of simulations, whose ranks are killed at moments that follow from the seed
   (``tests/scripts/killed_members.py``).
 - ``--restarts``: one real job on torch, which trains until time is up while its ranks are stalled, killed and
@@ -49,11 +51,11 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 from fuzzing import decoders, frames, memory, recordings, sequences  # noqa: E402 the path is set above
 from scripts import killed_members, long_job, replayed_jobs  # noqa: E402 the path is set above
-from simulation import island_scenarios, killed_start_scenarios, long_run  # noqa: E402 as above
+from simulation import diloco_fault_scenarios, island_scenarios, killed_start_scenarios, long_run  # noqa: E402 as above
 from simulation.hostile_scenarios import run_hostile  # noqa: E402 as above
 from simulation.scenarios import Recorder  # noqa: E402 as above
 
-from asyncdist.simulation import ExploreReport, explore  # noqa: E402 as above
+from asyncdist.simulation import ExploreReport, SimReport, explore  # noqa: E402 as above
 
 PROGRESS_PERIOD_S: Final = 5.0
 #: Seeds of ``--lies`` that are run between two lines of progress.
@@ -98,7 +100,9 @@ def main() -> int:
     if options.restarts:
         return long_job.run(options.minutes, options.seed_start)
     if options.islands:
-        return _explore_islands(seeds(), options)
+        return _explore(island_scenarios.scenario, seeds(), options)
+    if options.diloco:
+        return _explore(diloco_fault_scenarios.scenario, seeds(), options)
     if options.lies:
         return _hear_lies(options.seed_start, ends_at, options.processes)
     if options.starts:
@@ -115,8 +119,8 @@ def main() -> int:
     return 0 if report.failure is None else 1
 
 
-def _explore_islands(seeds: Iterator[int], options: argparse.Namespace) -> int:
-    """Run populations on islands until time is up, or one fails."""
+def _explore(scenario: Callable[[int], SimReport[None]], seeds: Iterator[int], options: argparse.Namespace) -> int:
+    """Run a scenario's seeds until time is up, or one fails."""
     next_at = time.monotonic() + PROGRESS_PERIOD_S
 
     def tell(report: ExploreReport) -> None:
@@ -131,7 +135,7 @@ def _explore_islands(seeds: Iterator[int], options: argparse.Namespace) -> int:
             f"{report.seed_count} seeds, {report.seeds_per_s:.1f}/s; faults that fired: {fired or 'none'}", flush=True
         )
 
-    report = explore(island_scenarios.scenario, seeds, processes=options.processes, on_progress=tell)
+    report = explore(scenario, seeds, processes=options.processes, on_progress=tell)
     show(report)
     if report.failure is None:
         print(f"no failure; go on with --seed-start {options.seed_start + report.seed_count}")
@@ -278,6 +282,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seed-start", type=int, default=500, help="the first seed (default: 500)")
     parser.add_argument("--processes", type=int, default=None, help="number of processes (default: one per core)")
     parser.add_argument("--islands", action="store_true", help="simulate populations on islands")
+    parser.add_argument("--diloco", action="store_true", help="simulate DiLoCo with all kinds of faults")
     parser.add_argument("--lies", action="store_true", help="let one rank of each simulation send false messages")
     parser.add_argument("--starts", action="store_true", help="kill ranks of simulated jobs while a policy starts")
     parser.add_argument("--kills", action="store_true", help="kill ranks of real jobs on MPI; the others must continue")

@@ -127,7 +127,7 @@ def _check_that_memory_is_free(policy: DiLoCoPolicy) -> None:
         assert not exchange._rounds or exchange._is_closed, f"rounds remain: {sorted(exchange._rounds)}"
 
 
-def run(plan: Plan, seed: int = 0) -> tuple[SimReport, Lives]:
+def run(plan: Plan, seed: int = 0) -> tuple[SimReport[Any], Lives]:
     """Simulate a plan, and check that each rank ended as it must."""
     lives: Lives = {}
     report = simulate(train, plan, lives, ranks=plan.ranks, seed=seed, faults=plan.faults, until_s=LIMIT_S)
@@ -276,13 +276,13 @@ def draw_admission(seed: int) -> Plan:
     )
 
 
-def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
+def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
     """Run one seed; AssertionError if the ranks do not agree. Every third seed kills the leader while it admits."""
     report, *_ = seen_in(seed, faults)
     return report
 
 
-def seen_in(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimReport, Counter[str]]:
+def seen_in(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimReport[Any], Counter[str]]:
     """Run one seed, and return its report and the numbers of observations."""
     plan = draw_admission(seed) if seed % 3 == 2 else draw_plan(seed)
     if faults is not None:

@@ -128,7 +128,7 @@ def test_the_leader_is_lost_while_it_admits_a_newcomer() -> None:
     assert joined
 
 
-def test_a_leader_admits_when_all_have_its_means_and_frees_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_admits_when_all_have_its_means(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: a lost leader could leave a newcomer and a member behind, of which one alone had the last mean."""
     held, kept = [], []
     admit, close = Admission.admit, Admission.close

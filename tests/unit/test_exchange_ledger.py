@@ -247,7 +247,7 @@ def test_a_verdict_whose_fields_do_not_fit_is_refused(fields: Any) -> None:
 # -- newcomers --------------------------------------------------------------------------------------------------------
 
 
-def test_a_newcomer_contributes_to_rounds_that_its_leader_has_not() -> None:
+def test_a_newcomer_contributes_to_rounds_its_leader_has_not() -> None:
     """Regression: it was excused from them, so it could receive their mean before it had applied the previous one."""
     ledger = Ledger([0, 1])
     captured(ledger, 1, 0)

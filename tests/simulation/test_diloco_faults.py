@@ -1,0 +1,13 @@
+"""DiLoCo's family under all kinds of faults at once; ``./tools/soak --diloco`` runs more seeds."""
+
+from __future__ import annotations
+
+import pytest
+from support.seeds import seeds
+
+from simulation.diloco_fault_scenarios import scenario
+
+
+@pytest.mark.parametrize("seed", seeds(60))
+def test_all_ranks_agree_on_each_round_under_faults(seed: int) -> None:
+    scenario(seed)
