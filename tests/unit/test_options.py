@@ -32,6 +32,7 @@ from protocols import (
 )
 from protocols.declared import GROUPS, Options, by_group, declared, in_markdown
 from protocols.exchange.options import ExchangeOptionNames
+from protocols.selective_diloco.donors import DonorRules
 from protocols.simple.policy import SimplePolicy
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +133,7 @@ def test_the_docs_list_the_options_as_they_are_declared() -> None:
     wanted["one-sided"] = in_markdown([each for each in own if each.name not in known])
     diloco = declarations(DILOCO[1].__annotations__, DILOCO[3])
     wanted["diloco"] = in_markdown([each for each in diloco if each.name not in known])
+    wanted["selective-diloco"] = in_markdown(declared(DonorRules))
     for policy, options, _, kinds in DECLARED:
         if issubclass(policy, SimplePolicy):
             names = [name for name in options.__annotations__ if name not in ExchangeOptionNames.__annotations__]
