@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripts.diloco import BLOCKING, CALM, KILLED, record_of
+from scripts.diloco import BLOCKING, CALM, KILLED, LATE, LATE_COUNT, record_of
 from simulation.diloco_scenarios import Plan, Record, check, exactly, run, within
 from support import mpi, torchrun
 
@@ -26,13 +26,20 @@ def records(reports: Any, plans: dict[str, Plan]) -> dict[str, Record]:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_real_ranks_have_the_weights_of_the_simulator(transport: str) -> None:
     start: Callable[..., Any] = mpi.run_ranks if transport == "mpi" else torchrun.run_ranks
-    for name, record in records(start(4, SCRIPT, "calm", timeout_s=100).check().reports, CALM).items():
+    reports = start(4, SCRIPT, "calm", timeout_s=100).check().reports
+    check_late([reports[rank][LATE] for rank in range(4)])
+    for name, record in records(reports, CALM).items():
         simulated = run(CALM[name])[1]
         for rank in range(4):
             for mine, theirs in zip(record.weights[rank], simulated.weights[rank], strict=True):
                 assert all(map(np.array_equal, mine, theirs)), (name, rank)
         if CALM[name].wire == "float32":
             check(CALM[name], record, within)
+
+
+def check_late(steps: list[int]) -> None:
+    """Check that with ``late="skip"`` the fast ranks did not wait: a rank that waits averages in every second step."""
+    assert all(count > 4 * 2 * LATE_COUNT for count in steps[:-1]), steps
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -5,7 +5,9 @@ The argument is ``calm`` or ``killed``. Each rank reports its weights after each
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import time
 from typing import Any
 
 import torch
@@ -34,6 +36,8 @@ CALM = {
 KILLED = {
     "killed": Plan(outer="default", steps=STEPS, every=2, fragments=2, overlap_steps=1, dies_at={0: 5, 2: 10}),
 }
+#: Story of ranks that do not wait for a slow one, and the number of averages that each of them applies.
+LATE, LATE_COUNT = "late", 3
 BLOCKING = Plan(outer="dyadic", steps=STEPS, every=4, step_s=0.0)
 
 
@@ -60,8 +64,33 @@ def record_of(plan: Plan, reports: dict[int, dict[str, Any]]) -> Record:
     return record
 
 
+async def train_beside_slow(world: ad.World) -> int:
+    """Train with ``late="skip"`` beside the last rank, whose steps are long, until some averages were applied.
+
+    Returns:
+        The number of this rank's steps.
+    """
+    model = Layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    is_slow = world.rank == world.size - 1
+    async with DiLoCoPolicy(model, optimizer, average_every=2, late="skip") as policy:
+        others_ended = asyncio.create_task(ad.barrier()) if is_slow else None
+        while not others_ended.done() if others_ended else policy.statistics().average_count < LATE_COUNT:
+            _compute(0.05 if is_slow else 0.001)
+            await policy.step()
+        await (others_ended or ad.barrier())
+    return policy.iteration
+
+
+def _compute(seconds: float) -> None:
+    """Take the time of a training step, in which nothing is awaited."""
+    time.sleep(seconds)
+
+
 async def main(world: ad.World, job: str) -> None:
-    found = {}
+    found: dict[str, Any] = {}
+    if job == "calm":
+        found[LATE] = await train_beside_slow(world)
     for name, plan in (CALM if job == "calm" else KILLED).items():
         record = Record()
         await train(world, plan, record)
