@@ -16,8 +16,9 @@ from torch import Tensor
 
 from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts
-from asyncdist.protocols.async_diloco.corrections import Correction, correct_tensors
-from asyncdist.protocols.diloco.outer_step import OuterFactory, OuterStep
+from asyncdist.protocols.async_diloco.corrections import correct_tensors
+from asyncdist.protocols.async_diloco.options import AsyncDiLoCoOptions
+from asyncdist.protocols.diloco.outer_step import OuterStep
 from asyncdist.protocols.exchange.fragment import mean_cosine
 from asyncdist.protocols.exchange.ledger import Verdict
 
@@ -57,28 +58,20 @@ class Anchor:
 
     Args:
         block: Values from which the anchor is copied.
-        knows_norms: Whether the contributions' norms are those of the vectors that are sent.
 
     Attributes:
         version: Number of steps since the beginning of the training.
     """
 
-    def __init__(
-        self,
-        layouts: Layouts,
-        factory: OuterFactory,
-        correct: Correction | None,
-        block: Block,
-        version: int,
-        *,
-        knows_norms: bool,
-    ) -> None:
+    def __init__(self, layouts: Layouts, options: AsyncDiLoCoOptions, block: Block, version: int) -> None:
         self._layouts = layouts
-        self._correct = correct
-        self._knows_norms = knows_norms and correct is None and layouts.wire.codec.name != "topk"
+        self._correct = options.correct
+        # Otherwise other vectors than the differences are sent, or applied.
+        is_difference = options.error_feedback is None and layouts.wire.codec.name != "topk"
+        self._knows_norms = is_difference and options.correct is None
         self.version = version
         self._values = [value.clone() for value in block[1]]
-        self._outer = OuterStep(factory, layouts.stepped(self._values))
+        self._outer = OuterStep(options.outer_optimizer, layouts.stepped(self._values))
 
     async def step(self, contributions: Sequence[Contribution], member_count: int) -> Outcome:
         """Make the next version of the anchor from contributions in the order of their ranks."""

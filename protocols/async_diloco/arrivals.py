@@ -45,6 +45,9 @@ class Arrivals:
         grace_s: Seconds to wait for further contributions once there is a quorum. Without it, a version contains no
             more contributions than the quorum needs.
         applied: Sequence number of the last contribution of each rank that the anchor contains.
+
+    Attributes:
+        reported: Sequence number of the last contribution of each rank that this leader knows.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Arrivals:
     ) -> None:
         self.members = set(members)
         self.applied = dict(applied or {})
+        self.reported = dict(self.applied)
         self._quorum = quorum
         self._grace_s = grace_s
         # By rank and sequence number; the whole ones are in the order of their arrival, with its time.
@@ -60,6 +64,7 @@ class Arrivals:
 
     def on_arrived(self, arrival: Arrival) -> Handling:
         """Record a reported contribution."""
+        self.reported[arrival.rank] = max(self.reported.get(arrival.rank, 0), arrival.sequence)
         if arrival.sequence <= self.applied.get(arrival.rank, 0):
             return Handling.ANSWER
         key = arrival.rank, arrival.sequence

@@ -44,6 +44,12 @@ class Layouts:
         memory = new_memory(self.wire.memory_nbytes)
         return memory, self.wire.encoded_in(memory)
 
+    def loaded_anchor(self, values: Sequence[Tensor]) -> Block:
+        """Copy saved values of an anchor into a new block; ValueError if they have other shapes."""
+        block = self.new_block()
+        copy_all(values, block[1])
+        return block
+
     def stepped(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Return those vectors of a block that the outer optimizer steps: the parameters."""
         return [value for vector, value in zip(self.exact.vectors, values, strict=True) if vector.role == "stepped"]

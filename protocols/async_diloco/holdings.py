@@ -5,11 +5,13 @@ A block, once complete, is never changed. It can therefore be offered to other r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from typing import Any
 
 from torch import Tensor
 
-from asyncdist.protocols.async_diloco.blocks import Block
+from asyncdist.protocols.async_diloco.blocks import Block, Layouts, copy_all
 from asyncdist.protocols.async_diloco.messages import Applications, Applied, Arrived, Standing
 
 
@@ -21,6 +23,17 @@ class Outstanding:
     block: Block
     report: Arrived
 
+    def state(self) -> dict[str, Any]:
+        """Return a copy for checkpoints."""
+        return {"sequence": self.sequence, "encoded": self.block[0].clone(), "report": astuple(self.report)}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], layouts: Layouts) -> Outstanding:
+        """Return the contribution of a result of :meth:`state`."""
+        block = layouts.new_contribution()
+        copy_all([state["encoded"]], [block[0]])
+        return cls(state["sequence"], block, Arrived(*state["report"]))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
@@ -28,6 +41,15 @@ class Answer:
 
     report: Applied
     block: Block
+
+    def state(self) -> dict[str, Any]:
+        """Return a copy for checkpoints."""
+        return {"values": [value.clone() for value in self.block[1]], "report": astuple(self.report)}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], layouts: Layouts) -> Answer:
+        """Return the answer of a result of :meth:`state`."""
+        return cls(Applied(*state["report"]), layouts.loaded_anchor(state["values"]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

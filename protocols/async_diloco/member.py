@@ -94,6 +94,8 @@ class AsyncMember:
             False if the deadline passed first.
         """
         wait, engine = WaitId(WaitKind.OWN_ROUND), self._services.engine
+        if self.server is not None:
+            self.server.thaw()
         is_answered = await engine.until(lambda: self._holdings.outstanding is None, wait, deadline=deadline)
         if self.server is None:
             return is_answered

@@ -16,11 +16,11 @@ applied exactly once (:mod:`protocols.async_diloco.arrivals`).
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 import zlib
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import astuple
 from typing import Any, ClassVar, Final, Unpack
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from asyncdist import validation
 from asyncdist.protocols.async_diloco.anchor import Anchor, Contribution
 from asyncdist.protocols.async_diloco.blocks import Captures, Layouts
-from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdings
+from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdings, Outstanding
 from asyncdist.protocols.async_diloco.member import AsyncMember
 from asyncdist.protocols.async_diloco.messages import Applied, Arrived
 from asyncdist.protocols.async_diloco.options import AsyncDiLoCoOptionNames, AsyncDiLoCoOptions
@@ -39,28 +39,31 @@ from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
+from asyncdist.protocols.joining.policy import JoinablePolicy
 from asyncdist.protocols.joining.scopes import PolicyScopes
+from asyncdist.protocols.joining.state_transfer import packed, unpacked
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.misuse import line_of_caller
 from asyncdist.protocols.options import CommonOptions, MemberOptions
-from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.starting.differences import FIRST_WEIGHTS
-from asyncdist.protocols.starting.without_lost import lost_members
 from asyncdist.protocols.step_info import NOTHING, AverageApplied, Contributed, StepInfo
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.flat_state import SnapshotPool
 from asyncdist.tensors.infinities import KnownInfinities, all_finite
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
-logger = logging.getLogger("protocols.async_diloco")
-
+#: Name in error messages for whether a rank begins with a saved state.
+_RESUMED: Final = "begins with a saved state"
 _LOSES_VALUES: Final = (
     "wire='topk' without error_feedback loses the values that it does not send; pass error_feedback=0.95 or 1.0"
 )
 
 
+_OWN_STATE: Final = ("captures", "base", "answer", "outstanding", "served", "sequence", "counts", "reported")
+
+
 @with_options(AsyncDiLoCoOptionNames, CommonOptions, AsyncDiLoCoOptions)
-class AsyncDiLoCoPolicy(SpawnPolicy):
+class AsyncDiLoCoPolicy(JoinablePolicy):
     """Asynchronous DiLoCo: each rank's contribution is applied when it arrives, and no rank waits for others.
 
     ::
@@ -87,8 +90,7 @@ class AsyncDiLoCoPolicy(SpawnPolicy):
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
 
-    takes_metric: ClassVar[bool] = False
-    admits_restarted: ClassVar[bool] = True
+    progress_names: ClassVar[tuple[str, ...]] = (FIRST_WEIGHTS, _RESUMED)
 
     @validation.names_options()
     def __init__(
@@ -124,7 +126,10 @@ class AsyncDiLoCoPolicy(SpawnPolicy):
         self._steps_wanted = self.average_every  # until the next capture
         self._tokens = 0.0  # since the last capture
         self._captured_at = 0
-        self._reported: Arrived  # the last contribution
+        self._reported: Arrived | None = None  # the last contribution
+        self._contribution_count = 0
+        self._saved: Mapping[str, Any] | None = None
+        self._was_loaded = False
         self._postponed_count = 0
 
     def step(
@@ -161,7 +166,7 @@ class AsyncDiLoCoPolicy(SpawnPolicy):
         return AsyncDiLoCoStatistics(
             iteration=self.iteration,
             version=self._holdings.base.version if has_holdings else 0,
-            contribution_count=self._holdings.sequence if has_holdings else 0,
+            contribution_count=self._contribution_count,
             average_count=counts.applied_count,
             postponed_count=self._postponed_count,
             waited_s=counts.waited_s,
@@ -186,29 +191,21 @@ class AsyncDiLoCoPolicy(SpawnPolicy):
         self._layouts = Layouts(self._flat.entries, parameters, count, own.wire)
         self._captures = Captures(self._layouts, own.error_feedback)
         self._holdings = Holdings(HeldAnchor(0, (), self._layouts.block_of(self._tensors())))
+        self._take_saved()
         if self.is_alone:
-            self._alone = self._new_anchor(self._holdings.base)
-
-    def _new_anchor(self, held: HeldAnchor) -> Anchor:
-        own = self._own_options
-        knows_norms = own.error_feedback is None
-        return Anchor(
-            self._layouts, own.outer_optimizer, own.correct, held.block, held.version, knows_norms=knows_norms
-        )
+            held, outer = self._holdings.newest, self._holdings.outer
+            self._alone = Anchor(self._layouts, own, held.block, held.version)
+            if outer is not None:
+                self._alone.load_outer_state(unpacked(outer[1]))
 
     def _agreed_values(self) -> dict[str, str]:
+        values = super()._agreed_values()
+        if self._was_loaded:  # the ranks' anchors differ then, and the leader begins with the newest one
+            return {**values, _RESUMED: "yes", FIRST_WEIGHTS: "saved"}
         checksum = 0
         for anchor in self._layouts.stepped(self._holdings.base.block[1]):
             checksum = zlib.crc32(byte_view(anchor), checksum)
-        return {**super()._agreed_values(), FIRST_WEIGHTS: f"{checksum:08x}"}
-
-    async def _start(self) -> None:
-        agreed = await self._agree()
-        meeting = self._joint_start.meeting
-        scopes = PolicyScopes(meeting.ranks, agreed)
-        lost = lost_members(self._world, self._members, meeting)
-        members = [rank for rank in self._members if rank not in lost]
-        self._open(Membership(self._services, scopes, members, known=self._members), scopes)
+        return {**values, _RESUMED: "no", FIRST_WEIGHTS: f"{checksum:08x}"}
 
     def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
         own = self._own_options
@@ -223,11 +220,7 @@ class AsyncDiLoCoPolicy(SpawnPolicy):
             options,
             is_overlapped=own.late == "skip",
         )
-        self._admission = Admission(self._services, membership, scopes, self._members, self._shared_values())
-
-    def _shared_values(self) -> dict[str, str]:
-        """Return the values that a restarted rank must share with the members, whose anchors have advanced."""
-        return {name: value for name, value in self._agreed_values().items() if name != FIRST_WEIGHTS}
+        self._admission = self._new_admission(membership, scopes)
 
     def _opened(self) -> tuple[AsyncMember, Admission]:
         assert self._member is not None and self._admission is not None, "the policy has not opened"
@@ -242,14 +235,118 @@ class AsyncDiLoCoPolicy(SpawnPolicy):
             member.leave()
             admission.close()
 
+    # -- joining a running policy -----------------------------------------------------------------------------------
+
+    def _opened_admission(self) -> Admission:
+        return self._opened()[1]
+
+    def _begin_joined(self) -> None:
+        self._opened()[0].begin_joined()
+
+    def _take_whole(self) -> None:
+        """Begin at the leader's newest anchor, and not at its weights, whose progress the leader contributes itself."""
+        state, rank, own = self._saved, self._world.rank, self._holdings
+        assert state is not None, "the leader has sent its state"
+        self._captures.clear_residuals()
+        own.base = self._anchor_of(state["served"])
+        own.outer = own.base.version, state["served"]["outer"].clone()
+        own.sequence = dict(state["reported_to_leader"]).get(rank, 0)
+        self._saved = None
+        with self._weights.following():
+            self._captures.restore(own.base.block, self._tensors())
+
+    def _whole_state(self) -> dict[str, Any]:
+        """Return the weights, the optimizer's state, and the anchor, as the leader."""
+        state, server = super()._whole_state(), self._opened()[0].server
+        assert server is not None, "only a leader admits"
+        own = dict.fromkeys(("captures", "answer", "outstanding", "reported"))
+        reported = tuple((rank, server.last_reported(rank)) for rank in self._members)
+        return {**state, "policy": {**state["policy"], **own, "reported_to_leader": reported}}
+
+    async def _admit(self) -> None:
+        """Admit a restarted rank that has asked for it, as the leader, with the state after this step."""
+        if self._admission is None or self._member is None or not self._admission.is_asked:
+            return
+        server = self._member.server
+        assert server is not None, "only a leader is asked"
+        await server.freeze()
+        if self._admission.is_asked:  # meanwhile the newcomer may have been lost
+            self._admission.admit(self._whole_state)
+        server.thaw()
+
+    # -- continuing later -------------------------------------------------------------------------------------------
+
+    async def settle(self) -> None:
+        """Make no further version of the anchor until the next step, so that :meth:`state_dict` fits the other ranks'.
+
+        :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="wait"``, versions
+        are made, because other ranks may wait for them inside their steps.
+        """
+        is_skipping = self._own_options.late == "skip"
+        if self._member is not None and self._member.server is not None and is_skipping:
+            await self._member.server.freeze()
+
+    def _own_state(self) -> dict[str, Any]:
+        if self._saved is not None:
+            return {name: self._saved[name] for name in _OWN_STATE}
+        if self._stage == "new":
+            return dict.fromkeys(_OWN_STATE)
+        own, server = self._holdings, None if self._member is None else self._member.server
+        served = None
+        if server is not None and server.has_begun:
+            held, outer = server.held()
+            served = {**_saved_anchor(held), "outer": outer}
+        elif self._alone is not None:
+            served = {**_saved_anchor(own.newest), "outer": packed(self._alone.outer_state())}
+        return {
+            "captures": self._captures.state_dict(),
+            "base": _saved_anchor(own.base),
+            "answer": None if own.answer is None else own.answer.state(),
+            "outstanding": None if own.outstanding is None else own.outstanding.state(),
+            "served": served,
+            "sequence": own.sequence,
+            "counts": (self._steps, self._steps_wanted, self._tokens, self._captured_at),
+            "reported": None if self._reported is None else astuple(self._reported),
+        }
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        if state["base"] is not None:
+            self._saved = state
+
+    def _take_saved(self) -> None:
+        """Load the state that :meth:`load_state_dict` has given, if any."""
+        state, own, layouts = self._saved, self._holdings, self._layouts
+        if state is None:
+            return
+        self._was_loaded = True
+        self._captures.load_state_dict(state["captures"])
+        own.base, own.sequence = self._anchor_of(state["base"]), state["sequence"]
+        if state["served"] is not None:
+            own.inherited = self._anchor_of(state["served"])
+            own.outer = own.inherited.version, state["served"]["outer"].clone()
+        if state["answer"] is not None:
+            own.answer = Answer.of(state["answer"], layouts)
+        if state["outstanding"] is not None:
+            own.outstanding = Outstanding.of(state["outstanding"], layouts)
+        self._steps, self._steps_wanted, self._tokens, self._captured_at = state["counts"]
+        if state["reported"] is not None:
+            self._reported = Arrived(*state["reported"])
+        self._saved = None
+
+    def _anchor_of(self, state: Mapping[str, Any]) -> HeldAnchor:
+        applied = tuple((rank, sequence) for rank, sequence in state["applied"])
+        return HeldAnchor(state["version"], applied, self._layouts.loaded_anchor(state["values"]))
+
     # -- one step ---------------------------------------------------------------------------------------------------
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         del local_metric
         self._steps += 1  # before the first await, since a cancelled step counts as well
-        if self.is_alone:
+        if self._member is None:
             await self._world.safe_point()
         else:
+            if self._member.server is not None:
+                self._member.server.thaw()
             await self._world.progress()
         if self._stopwatch is None:
             return await self._contribute()
@@ -262,12 +359,12 @@ class AsyncDiLoCoPolicy(SpawnPolicy):
     async def _contribute(self) -> StepInfo:
         """Apply the answer to the last contribution if it has arrived, and capture the next one if it is due."""
         info = await self._take_answer()
-        if self._steps >= self._steps_wanted:
-            if self._holdings.outstanding is not None:
-                self._postponed_count += 1
-                return info
+        if self._steps >= self._steps_wanted and self._holdings.outstanding is None:
             await self._capture()
             info = await self._take_answer() or info
+        elif self._steps >= self._steps_wanted:
+            self._postponed_count += 1
+        await self._admit()
         return info
 
     def _tensors(self) -> Sequence[Tensor]:
@@ -282,6 +379,7 @@ class AsyncDiLoCoPolicy(SpawnPolicy):
         speed = 0.0 if self._stopwatch is None else self._stopwatch.take()
         report = self._reported = Arrived(own.base.version, self._steps, self._tokens, norm, speed)
         self._steps, self._tokens, self._captured_at = 0, 0.0, self.iteration
+        self._contribution_count += 1
         if self._member is not None:
             self._member.contribute(block, report)
         else:
@@ -345,6 +443,7 @@ class AsyncDiLoCoPolicy(SpawnPolicy):
     def _announce(self, info: StepInfo, report: Applied) -> None:
         """Record the contribution, whose round is known now, and the event of its application."""
         own, wire, on_event = self._reported, self._layouts.wire, self._own_options.on_event
+        assert own is not None, "an anchor is applied after a contribution"
         weight = own.tokens if self._own_options.weights == "tokens" else 1.0
         facts = info.round, 0, self._captured_at, own.base_version, weight, own.norm, wire.nbytes, wire.unencoded_nbytes
         event = Contributed(*facts)
@@ -369,3 +468,8 @@ class AsyncDiLoCoPolicy(SpawnPolicy):
         if not self._resets_optimizer and not all_finite(dict(self.optimizer.state)):
             return "the optimizer's state was not finite"
         return ""
+
+
+def _saved_anchor(held: HeldAnchor) -> dict[str, Any]:
+    values = [value.clone() for value in held.block[1]]
+    return {"version": held.version, "applied": held.applied, "values": values}

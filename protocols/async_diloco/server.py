@@ -177,14 +177,7 @@ class Server:
 
     def _begin(self, held: HeldAnchor, outer: tuple[int, Tensor] | None) -> None:
         own = self._options.own
-        anchor = Anchor(
-            self._layouts,
-            own.outer_optimizer,
-            own.correct,
-            held.block,
-            held.version,
-            knows_norms=own.error_feedback is None,
-        )
+        anchor = Anchor(self._layouts, own, held.block, held.version)
         if outer is not None:
             anchor.load_outer_state(unpacked(outer[1]))
         if held.version > (0 if outer is None else outer[0]):
@@ -364,6 +357,10 @@ class Server:
         if self._is_frozen:
             self._is_frozen = False
             self._look()
+
+    def last_reported(self, rank: int) -> int:
+        """Return the sequence number of the last contribution of a rank that this leader knows; 0 if there is none."""
+        return self._arrivals.reported.get(rank, 0)
 
     def held(self) -> tuple[HeldAnchor, Tensor]:
         """Return the anchor and the outer state as bytes; call this while no version is made."""

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Final, Unpack
 import torch
 from torch import Tensor, nn
 
-from asyncdist import BusyError, ClosedError, RankLostError
+from asyncdist import BusyError
 from asyncdist.protocols.exchange.exchange import Exchange
 from asyncdist.protocols.exchange.flights import Flight, Flights
 from asyncdist.protocols.exchange.fragment import Fragment
@@ -30,14 +30,13 @@ from asyncdist.protocols.exchange.options import ExchangeOptions
 from asyncdist.protocols.exchange.rounds import has_merged
 from asyncdist.protocols.exchange.schedule import Schedule
 from asyncdist.protocols.exchange.statistics import ExchangeStatistics, statistics_of
-from asyncdist.protocols.joining.admission import Admission, newest_left, welcomed
+from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
+from asyncdist.protocols.joining.policy import JoinablePolicy
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.options import MemberOptions
-from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.starting.differences import FIRST_WEIGHTS
-from asyncdist.protocols.starting.without_lost import lost_members
 from asyncdist.protocols.step_info import NOTHING, AverageApplied, Contributed, StepInfo, together
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.flat_state import SnapshotPool
@@ -50,7 +49,7 @@ logger = logging.getLogger("protocols.exchange.policy")
 _ROUNDS: Final = "rounds completed"
 
 
-class ExchangePolicy(SpawnPolicy):
+class ExchangePolicy(JoinablePolicy):
     """Base class of policies on the exchange. A subclass makes the fragments, and chooses the schedule and the weights.
 
     A rank whose weights are not finite does not contribute. It takes the others' mean whole, and its optimizer's state
@@ -64,8 +63,7 @@ class ExchangePolicy(SpawnPolicy):
         options: Options of :class:`SpawnPolicy`.
     """
 
-    takes_metric: ClassVar[bool] = False
-    admits_restarted: ClassVar[bool] = True
+    progress_names: ClassVar[tuple[str, ...]] = (FIRST_WEIGHTS, _ROUNDS)
 
     def __init__(
         self,
@@ -156,20 +154,12 @@ class ExchangePolicy(SpawnPolicy):
             checksum = zlib.crc32(byte_view(anchor), checksum)
         return {**values, FIRST_WEIGHTS: f"{checksum:08x}"}
 
-    async def _start(self) -> None:
-        agreed = await self._agree()
-        meeting = self._joint_start.meeting
-        lost = lost_members(self._world, self._members, meeting)
-        members = [rank for rank in self._members if rank not in lost]
-        scopes = PolicyScopes(meeting.ranks, agreed)
-        self._open(Membership(self._services, scopes, members, known=self._members), scopes)
-
     def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
-        values, is_overlapped = _without_progress(self._agreed_values()), self._is_overlapped
+        is_overlapped = self._is_overlapped
         self._exchange = Exchange(
             self._services, scopes, membership, self._fragments, is_overlapped=is_overlapped, weigh=self.weigh
         )
-        self._admission = Admission(self._services, membership, scopes, self._members, values)
+        self._admission = self._new_admission(membership, scopes)
 
     def _opened(self) -> tuple[Exchange, Admission]:
         assert self._exchange is not None and self._admission is not None, "the policy has not opened"
@@ -186,76 +176,14 @@ class ExchangePolicy(SpawnPolicy):
 
     # -- joining a running policy -----------------------------------------------------------------------------------
 
-    async def _join(self) -> None:
-        """Join the policy that runs on the other ranks, with its leader's state."""
-        # Until it is admitted, other ranks must not count this rank as a member.
-        was_admitted, self._services.is_admitted = self._services.is_admitted, False
-        deadline = self._world.time() + self._start_timeout_s
-        values = _without_progress(self._agreed_values())
-        left = newest_left(self._services, self._members, values)  # later also the policy of a repeated attempt
-        attempt = 1
-        try:
-            while not await self._has_joined(deadline, values, left, attempt, may_start=was_admitted):
-                attempt += 1
-                logger.info("the leader was lost during this rank's admission, which is repeated")
-        except BaseException:
-            self._stage = "closed"
-            raise
-        self._services.is_admitted = True
+    def _opened_admission(self) -> Admission:
+        return self._opened()[1]
 
-    async def _has_joined(
-        self, deadline: float, values: Mapping[str, str], left: int, attempt: int, *, may_start: bool
-    ) -> bool:
-        """Try once to join; return False if the leader is lost while it sends its state."""
-        try:
-            welcome, leader = await welcomed(
-                self._services, self._members, values, self._start_timeout_s, left=left, attempt=attempt
-            )
-        except ClosedError:  # all other ranks were restarted as well, so no policy is running
-            if not may_start:
-                raise
-            await self._start_among_newcomers()
-            return True
-        scopes = PolicyScopes.of_running(welcome, values)
-        members = [rank for rank, _ in welcome.members]
-        membership = Membership(
-            self._services,
-            scopes,
-            members,
-            known=self._members,
-            admitted=dict(welcome.members),
-            leader=leader,
-            attempt=attempt,
-        )
-        self._open(membership, scopes)
-        exchange, admission = self._opened()
-        try:
-            self._restore_whole(await admission.take_state(self._flat.nbytes, deadline))
-        except RankLostError:
-            await self._stop(None)
-            return False
-        except BaseException as error:
-            await self._stop(error)
-            raise
-        exchange.begin_joined([each.number for each in self._flights.in_flight.values() if not self._has(each.number)])
-        return True
+    def _begin_joined(self) -> None:
+        flights = self._flights.in_flight.values()
+        self._opened()[0].begin_joined([each.number for each in flights if not self._has(each.number)])
 
-    def _whole_state(self) -> dict[str, Any]:
-        """Return this rank's state after the current step: what a newcomer needs to continue as this rank."""
-        weights = self._flat.new_buffers()
-        self._flat.snapshot(weights)
-        policy = {**self.state_dict(), "iteration": self.iteration + 1}
-        return {"weights": weights.by_name(), "optimizer": self.optimizer.state_dict(), "policy": policy}
-
-    def _restore_whole(self, state: Mapping[str, Any]) -> None:
-        """Load another rank's whole state, except the parts that belong to that rank alone."""
-        weights = self._flat.new_buffers()
-        for name, tensor in weights.by_name().items():
-            tensor.copy_(state["weights"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        with self._weights.following():
-            self._flat.load(weights)
-        self._restore(state["policy"])
+    def _take_whole(self) -> None:
         self._take_saved()
         self._forget_own()
 
@@ -455,8 +383,3 @@ class ExchangePolicy(SpawnPolicy):
             self._shared.on_event(AverageApplied(*facts, state.by_name(), info=info))
         finally:
             self._snapshots.release(state)
-
-
-def _without_progress(values: Mapping[str, str]) -> dict[str, str]:
-    """Return the values that a restarted rank must share with the members, whose rounds and anchor have advanced."""
-    return {name: value for name, value in values.items() if name not in (FIRST_WEIGHTS, _ROUNDS)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,13 +20,25 @@ import torch
 from scripts.population import sgd
 
 import asyncdist as ad
-from asyncdist.protocols.async_diloco.anchor import Anchor, Contribution, Outcome
+from asyncdist.protocols.async_diloco.arrivals import Arrival
+from asyncdist.protocols.async_diloco.holdings import HeldAnchor, Holdings
+from asyncdist.protocols.async_diloco.server import Server
+from asyncdist.protocols.step_info import NOTHING
 from asyncdist.simulation import (
     Compute,
+    Delay,
+    Exponential,
     Fault,
     Kill,
+    Link,
     Network,
+    Partition,
+    Restart,
     SimReport,
+    SlowLink,
+    SlowRank,
+    Stall,
+    Uniform,
     simulate,
 )
 from protocols import AsyncDiLoCoPolicy, AsyncDiLoCoStatistics, StepInfo
@@ -89,47 +102,64 @@ class Life:
         first: Iteration, and weights, at which the process has begun.
         infos, weights: Result of each step, and the weights after it.
         version: Version of the anchor from which it has begun.
+        first_sequence: Number of contributions of this rank before it has begun.
+        holdings: The policy's state, whose sequence number is that of the last contribution.
     """
 
     first: tuple[int, Arrays] = (0, [])
     infos: list[StepInfo] = field(default_factory=list)
     weights: list[Arrays] = field(default_factory=list)
     version: int = 0
+    first_sequence: int = 0
+    holdings: Holdings | None = None
     statistics: AsyncDiLoCoStatistics | None = None
+
+    @property
+    def sequences(self) -> tuple[int, int]:
+        return self.first_sequence, 0 if self.holdings is None else self.holdings.sequence
 
 
 class Record:
     """The lives of all processes, by rank and incarnation, and the lineage of the anchor's versions.
 
     Attributes:
-        lineage: For each version from 1, the rank and the weight of each finite contribution.
+        lineage: For each version from 1, the rank and the sequence number of each contribution.
+        outers: For each version with which a leader has begun, the version of the outer state.
     """
 
     def __init__(self) -> None:
         self.lives: dict[tuple[int, int], Life] = defaultdict(Life)
         self.without: set[int] = set()  # ranks whose start was ended by a loss
         self.late: set[int] = set()  # restarted ranks that found no running policy
-        self.lineage: list[list[tuple[int, float]]] = []
+        self.lineage: list[list[tuple[int, int]]] = []
+        self.outers: dict[int, int] = {}
 
-    def note(self, version: int, given: Sequence[Contribution]) -> None:
-        del self.lineage[version - 1 :]
-        self.lineage.append([(each.rank, each.weight) for each in given if np.isfinite(each.norm)])
+    def note(self, version: int, arrivals: Sequence[Arrival]) -> None:
+        assert version == len(self.lineage) + 1, "a leader continues from the newest anchor"
+        self.lineage.append([(each.rank, each.sequence) for each in arrivals])
 
 
 @contextmanager
 def noted_steps(record: Record) -> Iterator[None]:
-    """Record each step of an anchor, on whichever rank."""
-    step = Anchor.step
+    """Record the versions that any rank makes as the leader, and the states with which leaders begin."""
+    make, begin = Server._make_version, Server._begin
 
-    async def noting(self: Anchor, contributions: Sequence[Contribution], member_count: int) -> Outcome:
-        record.note(self.version + 1, contributions)
-        return await step(self, contributions, member_count)
+    async def making(self: Server, arrivals: Sequence[Arrival]) -> None:
+        assert self.anchor is not None
+        record.note(self.anchor.version + 1, arrivals)
+        await make(self, arrivals)
+
+    def beginning(self: Server, held: HeldAnchor, outer: tuple[int, torch.Tensor] | None) -> None:
+        assert held.version <= len(record.lineage)
+        del record.lineage[held.version :]
+        record.outers[held.version] = 0 if outer is None else outer[0]
+        begin(self, held, outer)
 
     try:
-        Anchor.step = noting  # type: ignore[method-assign]
+        Server._make_version, Server._begin = making, beginning  # type: ignore[method-assign]
         yield
     finally:
-        Anchor.step = step  # type: ignore[method-assign]
+        Server._make_version, Server._begin = make, begin  # type: ignore[method-assign]
 
 
 async def train(world: ad.World, plan: Plan, record: Record) -> None:
@@ -148,6 +178,7 @@ async def train(world: ad.World, plan: Plan, record: Record) -> None:
         record.late.add(rank)
         return
     life.first, life.version = (policy.iteration, weights_of(model)), policy.statistics().version
+    life.first_sequence, life.holdings = policy._holdings.sequence, policy._holdings
     while policy.iteration < plan.steps[rank]:
         with torch.no_grad():
             for place, parameter in enumerate(model.parameters()):
@@ -165,8 +196,9 @@ async def train(world: ad.World, plan: Plan, record: Record) -> None:
 class Worker:
     """The oracle's copy of one process: it trains, captures its differences, and applies the versions that it gets."""
 
-    def __init__(self, oracle: Oracle, rank: int, life: Life) -> None:
-        self.oracle, self.rank, self.life = oracle, rank, life
+    def __init__(self, oracle: Oracle, key: tuple[int, int], life: Life) -> None:
+        self.oracle, self.key, self.rank, self.life = oracle, key, key[0], life
+        self.sequence = life.sequences[0]
         self.base = oracle.anchors[life.version]
         self.own = [array.copy() for array in (self.base if life.version else oracle.anchors[0])]
         self.captured: Arrays = []
@@ -174,17 +206,23 @@ class Worker:
         self.step, self.since, self.tokens = 0, 0, 0.0
         self.is_outstanding = False
 
-    def contribution(self) -> tuple[Arrays, float]:
+    def contribution(self, sequence: int) -> tuple[Arrays, float]:
         """Train up to the next capture; return the difference and the number of tokens."""
         while self.step < len(self.life.infos):
             found = self.next_step()
             if found is not None:
+                assert self.sequence == sequence
                 return found
+        if self.rank in self.oracle.plan.killed and self.sequence + 1 == sequence:  # killed while its step waited
+            found = self.next_step()
+            assert found is not None
+            return found
         raise AssertionError(f"rank {self.rank} has made no further contribution")
 
     def next_step(self) -> tuple[Arrays, float] | None:
         """Make one step, and compare the weights; return the contribution if there is one."""
-        plan, info, iteration = self.oracle.plan, self.life.infos[self.step], self.life.first[0] + self.step
+        plan, iteration = self.oracle.plan, self.life.first[0] + self.step
+        info = self.life.infos[self.step] if self.step < len(self.life.infos) else NOTHING
         for place, array in enumerate(self.own):
             array += drift(self.rank, iteration, place, array.shape).astype(array.dtype)
         self.since += 1
@@ -192,14 +230,14 @@ class Worker:
         found = None
         if info and self.is_outstanding:
             self.apply(info.round, iteration)
-            info = StepInfo()
+            info = NOTHING
         if self.since >= plan.every and not self.is_outstanding:
             self.captured, self.captured_at = [array.copy() for array in self.own], iteration
             found = [base - own for base, own in zip(self.base, self.own, strict=True)], self.tokens
             self.since, self.tokens, self.is_outstanding = 0, 0.0, True
+            self.sequence += 1
         if info:  # with late="wait", the version contains the contribution that was just captured
             assert found is not None, f"rank {self.rank}, step {iteration}: applied {info.round} without contribution"
-            self.oracle.pending[self.rank] = found
             return self.later(info.round, iteration, found)
         self.compare(iteration)
         self.step += 1
@@ -207,12 +245,12 @@ class Worker:
 
     def later(self, version: int, iteration: int, found: tuple[Arrays, float]) -> tuple[Arrays, float]:
         """Apply the version when it is known."""
-        self.oracle.later[self.rank] = version, iteration
+        self.oracle.later[self.key] = version, iteration
         return found
 
     def complete(self) -> None:
         """Apply a version that has become known."""
-        version, iteration = self.oracle.later.pop(self.rank)
+        version, iteration = self.oracle.later.pop(self.key)
         self.apply(version, iteration)
         self.compare(iteration)
         self.step += 1
@@ -227,7 +265,8 @@ class Worker:
             ]
 
     def compare(self, iteration: int) -> None:
-        for place, (mine, right) in enumerate(zip(self.life.weights[self.step], self.own, strict=True)):
+        weights = self.life.weights[self.step] if self.step < len(self.life.weights) else self.own
+        for place, (mine, right) in enumerate(zip(weights, self.own, strict=True)):
             error = np.abs(mine - right).max()
             allowed = self.oracle.tolerance
             assert error <= allowed, f"rank {self.rank}, step {iteration}, parameter {place}: {error} > {allowed}"
@@ -241,34 +280,53 @@ class Oracle:
         self.anchors: list[Arrays] = [weights_of(Layers(plan.dtype))]
         self.buffer: Arrays = []
         self.applied: list[Arrays] = []  # all differences
-        self.pending: dict[int, Any] = {}
-        self.later: dict[int, tuple[int, int]] = {}
-        self.workers = {
-            rank: Worker(self, rank, life) for (rank, incarnation), life in record.lives.items() if not incarnation
-        }
+        self.later: dict[tuple[int, int], tuple[int, int]] = {}
+        self.momenta: list[Arrays] = [[]]  # after each version
+        self.workers: dict[tuple[int, int], Worker] = {}
+        self.record = record
+        self.let_begin()
         for donors in record.lineage:
+            if len(self.anchors) - 1 in record.outers:
+                self.buffer = self.momenta[-1] = self.momenta[record.outers[len(self.anchors) - 1]]
             self.make_version(donors)
-            for rank in list(self.later):
-                if self.later[rank][0] < len(self.anchors):
-                    self.workers[rank].complete()
-        for worker in self.workers.values():
-            while worker.step < len(worker.life.infos):
+            self.momenta.append(self.buffer)
+            for key in list(self.later):
+                if self.later[key][0] < len(self.anchors):
+                    self.workers[key].complete()
+            self.let_begin()
+        for (rank, _), worker in self.workers.items():
+            while worker.step < len(worker.life.infos) and rank not in plan.killed:
                 worker.next_step()
 
-    def make_version(self, donors: Sequence[tuple[int, float]]) -> None:
-        given = [(self.workers[rank].contribution(), weight) for rank, weight in donors]
-        self.applied += [difference for (difference, _), _ in given]
+    def let_begin(self) -> None:
+        """Begin the processes whose first anchor is known."""
+        for key, life in self.record.lives.items():
+            if key not in self.workers and life.holdings is not None and life.version < len(self.anchors):
+                self.workers[key] = Worker(self, key, life)
+
+    def worker_of(self, rank: int, sequence: int) -> Worker:
+        """Return the process that has made a contribution.
+
+        A restarted rank repeats the number of a contribution that was lost with the leader and its former process.
+        """
+        lives = self.record.lives.items()
+        return self.workers[
+            max(key for key, life in lives if key[0] == rank and life.sequences[0] < sequence <= life.sequences[1])
+        ]
+
+    def make_version(self, donors: Sequence[tuple[int, int]]) -> None:
+        given = [self.worker_of(rank, sequence).contribution(sequence) for rank, sequence in donors]
+        self.applied += [difference for difference, _ in given]
         if not given:
             self.anchors.append(self.anchors[-1])
             return
         lr, momentum, nesterov = OUTERS[self.plan.outer]
         scalar = self.anchors[0][0].dtype.type
-        weights = [scalar(tokens if self.plan.uses_tokens else 1.0) for (_, tokens), _ in given]
-        assert [float(weight) for weight in weights] == [weight for _, weight in donors]
+        weights = [scalar(tokens if self.plan.uses_tokens else 1.0) for _, tokens in given]
         mean = []
         for place in range(len(self.anchors[0])):
             total: Any = scalar(0)
-            for ((difference, _), _), weight in zip(given, weights, strict=True):
+            for (difference, _), weight in zip(given, weights, strict=True):
                 total = total + weight * difference[place]
             mean.append(total / scalar(sum(weights)))
         if not self.buffer:
@@ -304,16 +362,89 @@ def run(plan: Plan, seed: int = 0) -> tuple[SimReport, Record]:
     for rank, result in enumerate(report.results):
         if isinstance(result, BaseException) and rank not in plan.killed:
             raise AssertionError(f"rank {rank} ended with {result!r}") from result
-    counts = Counter(rank for donors in record.lineage for rank, _ in donors)
+    counts = Counter(each for donors in record.lineage for each in donors)
+    assert not counts or max(counts.values()) == 1, f"applied more than once: {counts.most_common(3)}"
     for (rank, _), life in record.lives.items():
         if rank not in plan.killed | record.without:
             assert life.statistics is not None, f"rank {rank} has not ended"
             assert life.first[0] + len(life.infos) == plan.steps[rank]
-            made = life.statistics.contribution_count
-            assert counts[rank] == made, f"rank {rank}: {made} contributions, of which {counts[rank]} were applied"
+            first, last = life.sequences
+            lost = [each for each in range(first + 1, last + 1) if (rank, each) not in counts]
+            assert not lost, f"rank {rank}: contributions {lost} of {last} were not applied"
     return report, record
 
 
 def check(plan: Plan, record: Record, tolerance: float = 0.0) -> Oracle:
-    """Compare all weights after each step with the oracle's. For runs without failover."""
+    """Compare all weights after each step with the oracle's."""
     return Oracle(replace(plan, steps=plan.steps or (18,) * plan.ranks), record, tolerance)
+
+
+def draw_plan(seed: int) -> Plan:
+    """Return a run with drawn options, network and faults."""
+    rng = random.Random(f"async diloco {seed}")
+    ranks, steps = rng.randint(2, 5), rng.randint(12, 40)
+    network = rng.choice(
+        (
+            Network(),
+            Network(ranks_per_host=2),
+            Network(link=Link(latency_s=Uniform(1e-4, 5e-3), bandwidth_nbytes_per_s=1e5)),
+            Network(link=Link(latency_s=Exponential(0.02)), loss_detection_s=Uniform(0.0, 0.1)),
+        )
+    )
+    return Plan(
+        ranks=ranks,
+        steps=tuple(steps if rng.random() < 0.8 else rng.randint(1, steps) for _ in range(ranks)),
+        every=rng.randint(1, 6),
+        outer=rng.choice(tuple(OUTERS)),
+        quorum=rng.choice((1, 1, rng.randint(1, ranks), ranks)),
+        grace_s=rng.choice((0.0, 0.0, 0.01, 0.1)),
+        late=rng.choice(("skip", "skip", "wait")),
+        mirror_every=rng.choice((None, 0, 1, 3)),
+        uses_tokens=rng.random() < 0.2,
+        network=network,
+        compute=Compute(factors={rng.randrange(ranks): rng.choice((0.1, 10.0))} if rng.random() < 0.3 else {}),
+        faults=tuple(_draw_faults(rng, ranks)),
+    )
+
+
+def _draw_faults(rng: random.Random, ranks: int) -> list[Fault]:
+    found: list[Fault] = []
+    restarts = rng.random() < 0.5
+    for rank in rng.sample(range(ranks), rng.randint(0, ranks - 1)):
+        at_s = rng.uniform(0.005, 0.4)
+        ways: list[dict[str, Any]] = [{"at_s": at_s}]
+        if not restarts:
+            ways += [{"at_turn": rng.randint(10, 700)}, {"at_message": rng.randint(5, 200)}]
+        found.append(Kill(rank, **rng.choice(ways)))
+        if restarts and rng.random() < 0.8:
+            found.append(Restart(rank, at_s=at_s + rng.uniform(0.01, 0.2)))
+    for kind in rng.sample((Stall, SlowRank, SlowLink, Partition, Delay), rng.randint(0, 2)):
+        rank, other = rng.sample(range(ranks), 2)
+        at_s = rng.uniform(0.0, 0.3)
+        if kind is Stall:
+            found.append(Stall(rank, at_s, rng.choice((0.01, 0.1, 1.0))))
+        elif kind is SlowRank:
+            found.append(SlowRank(rank, at_s, rng.choice((10.0, 100.0))))
+        elif kind is SlowLink:
+            found.append(SlowLink(rank, other, at_s, rng.choice((10.0, 100.0))))
+        elif kind is Partition:
+            found.append(Partition((rank,), at_s, at_s + rng.choice((0.01, 0.1))))
+        else:
+            found.append(Delay(rank, other, rng.randint(1, 60), rng.choice((0.02, 0.5))))
+    return found
+
+
+def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
+    """Run one seed; AssertionError if a weight differs, a contribution is lost or applied twice, or a rank is stuck."""
+    report, *_ = seen_in(seed, faults)
+    return report
+
+
+def seen_in(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimReport, Plan, Record]:
+    """Run one seed, and return what the test of coverage counts."""
+    plan = draw_plan(seed)
+    if faults is not None:
+        plan = replace(plan, faults=tuple(faults))
+    report, record = run(plan, seed)
+    check(plan, record, 1e-9)
+    return report, plan, record

@@ -1,0 +1,136 @@
+"""Base class of policies with a membership, which restarted ranks can join while the policy runs.
+
+A subclass has a mechanism (such as an exchange) that it opens with the membership. A newcomer loads the leader's whole
+state: the weights, the optimizer's state, and the policy's own state.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from asyncdist import ClosedError, RankLostError
+from asyncdist.protocols.joining.admission import Admission, newest_left, welcomed
+from asyncdist.protocols.joining.membership import Membership
+from asyncdist.protocols.joining.scopes import PolicyScopes
+from asyncdist.protocols.policy import SpawnPolicy
+from asyncdist.protocols.starting.without_lost import lost_members
+
+logger = logging.getLogger("protocols.joining.policy")
+
+
+class JoinablePolicy(SpawnPolicy):
+    """Base class of policies with a membership."""
+
+    takes_metric: ClassVar[bool] = False
+    admits_restarted: ClassVar[bool] = True
+    #: Names of the agreed values that change while the policy runs, so that a newcomer does not share them.
+    progress_names: ClassVar[tuple[str, ...]] = ()
+
+    # -- for subclasses ---------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
+        """Open the mechanism and the admission (:meth:`_new_admission`)."""
+
+    @abc.abstractmethod
+    def _opened_admission(self) -> Admission:
+        """Return the admission that :meth:`_open` has made."""
+
+    @abc.abstractmethod
+    def _begin_joined(self) -> None:
+        """Take part as a member, after the leader's state was loaded."""
+
+    @abc.abstractmethod
+    def _take_whole(self) -> None:
+        """Complete the loading of another rank's state, and drop the parts that belong to that rank alone."""
+
+    # -- starting and joining ---------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        agreed = await self._agree()
+        meeting = self._joint_start.meeting
+        lost = lost_members(self._world, self._members, meeting)
+        members = [rank for rank in self._members if rank not in lost]
+        scopes = PolicyScopes(meeting.ranks, agreed)
+        self._open(Membership(self._services, scopes, members, known=self._members), scopes)
+
+    def _new_admission(self, membership: Membership, scopes: PolicyScopes) -> Admission:
+        return Admission(self._services, membership, scopes, self._members, self._shared_values())
+
+    def _shared_values(self) -> dict[str, str]:
+        """Return the values that a restarted rank must share with the members, whose state has advanced."""
+        return {name: value for name, value in self._agreed_values().items() if name not in self.progress_names}
+
+    async def _join(self) -> None:
+        """Join the policy that runs on the other ranks, with its leader's state."""
+        # Until it is admitted, other ranks must not count this rank as a member.
+        was_admitted, self._services.is_admitted = self._services.is_admitted, False
+        deadline = self._world.time() + self._start_timeout_s
+        values = self._shared_values()
+        left = newest_left(self._services, self._members, values)  # later also the policy of a repeated attempt
+        attempt = 1
+        try:
+            while not await self._has_joined(deadline, values, left, attempt, may_start=was_admitted):
+                attempt += 1
+                logger.info("the leader was lost during this rank's admission, which is repeated")
+        except BaseException:
+            self._stage = "closed"
+            raise
+        self._services.is_admitted = True
+
+    async def _has_joined(
+        self, deadline: float, values: Mapping[str, str], left: int, attempt: int, *, may_start: bool
+    ) -> bool:
+        """Try once to join; return False if the leader is lost while it sends its state."""
+        try:
+            welcome, leader = await welcomed(
+                self._services, self._members, values, self._start_timeout_s, left=left, attempt=attempt
+            )
+        except ClosedError:  # all other ranks were restarted as well, so no policy is running
+            if not may_start:
+                raise
+            await self._start_among_newcomers()
+            return True
+        scopes = PolicyScopes.of_running(welcome, values)
+        members = [rank for rank, _ in welcome.members]
+        membership = Membership(
+            self._services,
+            scopes,
+            members,
+            known=self._members,
+            admitted=dict(welcome.members),
+            leader=leader,
+            attempt=attempt,
+        )
+        self._open(membership, scopes)
+        try:
+            self._restore_whole(await self._opened_admission().take_state(self._flat.nbytes, deadline))
+        except RankLostError:
+            await self._stop(None)
+            return False
+        except BaseException as error:
+            await self._stop(error)
+            raise
+        self._begin_joined()
+        return True
+
+    def _whole_state(self) -> dict[str, Any]:
+        """Return this rank's state after the current step: what a newcomer needs to continue as this rank."""
+        weights = self._flat.new_buffers()
+        self._flat.snapshot(weights)
+        policy = {**self.state_dict(), "iteration": self.iteration + 1}
+        return {"weights": weights.by_name(), "optimizer": self.optimizer.state_dict(), "policy": policy}
+
+    def _restore_whole(self, state: Mapping[str, Any]) -> None:
+        """Load another rank's whole state, except the parts that belong to that rank alone."""
+        weights = self._flat.new_buffers()
+        for name, tensor in weights.by_name().items():
+            tensor.copy_(state["weights"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        with self._weights.following():
+            self._flat.load(weights)
+        self._restore(state["policy"])
+        self._take_whole()

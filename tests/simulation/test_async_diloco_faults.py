@@ -1,0 +1,176 @@
+"""Asynchronous DiLoCo with lost, restarted and leaving ranks, and its checkpoints, in virtual time.
+
+The oracle of ``async_diloco_scenarios`` also checks that each contribution of a rank that is not killed is applied
+exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.seeds import seeds
+from torch import nn
+
+import asyncdist as ad
+from asyncdist.simulation import Kill, Link, Network, Restart, Uniform
+from protocols import AsyncDiLoCoPolicy
+from simulation.async_diloco_scenarios import Plan, Record, check, noted_steps, run, seen_in
+
+STEPS = (40,) * 4
+
+
+def test_the_others_continue_without_a_lost_worker() -> None:
+    plan = Plan(steps=STEPS, faults=(Kill(3, at_s=0.15),))
+    _, record = run(plan)
+    check(plan, record)
+    assert 0 < len(record.lives[3, 0].infos) < 40
+    assert record.outers == {0: 0} | {version: version for version in record.outers}, "no outer state was lost"
+
+
+def test_a_new_leader_continues_with_the_mirrored_momentum() -> None:
+    """Each version is mirrored, and the worker with the newest anchor lives, so that nothing is lost."""
+    plan = Plan(steps=STEPS, mirror_every=1, quorum=4, late="wait", faults=(Kill(0, at_s=0.15),))
+    _, record = run(plan)
+    oracle = check(plan, record)
+    assert oracle.momenta[-1], "there is a momentum"
+    (first,) = [version for version in record.outers if version and version < 8]
+    assert record.outers[first] == first
+
+
+@pytest.mark.parametrize(("mirror_every", "found"), [(0, "no copy"), (4, "a copy of version")])
+def test_a_lost_momentum_is_logged_and_counted(mirror_every: int, found: str, caplog: pytest.LogCaptureFixture) -> None:
+    plan = Plan(steps=STEPS, mirror_every=mirror_every, faults=(Kill(0, at_s=0.15),))
+    with caplog.at_level(logging.WARNING, logger="protocols.async_diloco.server"):
+        _, record = run(plan)
+    check(plan, record)
+    assert [found in each.getMessage() for each in caplog.records] == [True]
+    statistics = record.lives[1, 0].statistics
+    assert statistics is not None and statistics.outer_loss_count == 1
+    assert "outer states lost" in str(statistics)
+
+
+def test_two_leaders_are_lost_in_turn() -> None:
+    for delay_s in (0.0, 0.0005, 0.002, 0.05):
+        plan = Plan(steps=STEPS, mirror_every=1, faults=(Kill(0, at_s=0.15), Kill(1, at_s=0.15 + delay_s)))
+        _, record = run(plan)
+        check(plan, record)
+        assert len(record.lineage) > 20
+
+
+def test_a_leader_that_leaves_gives_its_anchor_and_momentum_away() -> None:
+    plan = Plan(steps=(9, 17, 25, 40))
+    _, record = run(plan)
+    check(plan, record)
+    assert len(record.outers) >= 4 and all(version == outer for version, outer in record.outers.items())
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("late", ["skip", "wait"])
+def test_a_restarted_rank_begins_at_the_newest_anchor(rank: int, late: str) -> None:
+    plan = Plan(steps=(60,) * 4, late=late, faults=(Kill(rank, at_s=0.15), Restart(rank, at_s=0.2)))
+    _, record = run(plan)
+    check(plan, record)
+    newcomer = record.lives[rank, 1]
+    assert newcomer.version and newcomer.first[0] + len(newcomer.infos) == 60
+    assert any(info for info in newcomer.infos), "it takes part"
+
+
+@pytest.mark.parametrize("block", seeds(24))
+def test_any_faults_keep_each_contribution(block: int) -> None:
+    for seed in range(block * 4, block * 4 + 4):
+        seen_in(seed)
+
+
+@pytest.mark.slow
+def test_the_drawn_runs_have_all_kinds_of_events() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(16):
+        report, plan, record = seen_in(seed)
+        seen["failover"] += len(record.outers) > 1
+        seen["newcomer"] += any(incarnation and life.infos for (_, incarnation), life in record.lives.items())
+        seen["lost momentum"] += any(outer < version for version, outer in record.outers.items())
+        seen["several donors"] += any(len(donors) > 1 for donors in record.lineage)
+        seen["fault"] += any(report.faults_fired)
+        seen["wait"] += plan.late == "wait"
+    assert set(seen.values()) > {0} or min(seen.values()) > 0, seen
+
+
+# -- continuing later -------------------------------------------------------------------------------------------------
+
+SAVED: dict[str, dict[str, Any]] = {
+    "Nesterov": {},
+    "tokens": {"weights": "tokens"},
+    "residuals": {"wire": "int8", "error_feedback": 0.9},
+    "no momentum": {"outer_optimizer": functools.partial(torch.optim.SGD, lr=0.5)},
+}
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+async def advance(policy: Any, model: nn.Module, optimizer: Any, steps: range, rank: int) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x = torch.randn(8, 4, generator=generator)
+        optimizer.zero_grad()
+        (model(x) - x[:, :1]).square().mean().backward()
+        optimizer.step()
+        await asyncio.sleep(0.01 + 0.001 * rank)
+        await policy.step(tokens=1 + (step + rank) % 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [7, 10])
+@pytest.mark.parametrize("kind", SAVED)
+def test_a_saved_population_continues_to_the_bit(kind: str, at: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"average_every": 5, "quorum": 3, "late": "wait", **SAVED[kind]}
+
+    async def main(world: ad.World, first: int, last: int) -> Any:
+        model, optimizer = made()
+        policy = AsyncDiLoCoPolicy(model, optimizer, **options)
+        if first:
+            await ad.load_population(tmp_path, model, optimizer, policy=policy)
+        async with policy:
+            await advance(policy, model, optimizer, range(first, last), world.rank)
+            if last == at:
+                await ad.save_population(tmp_path, model, optimizer, policy=policy)
+        return [tensor.tolist() for tensor in model.state_dict().values()]
+
+    straight = ad.simulate(main, 0, 20, ranks=3, seed=1, strict=True).results
+    half = ad.simulate(main, 0, at, ranks=3, seed=1, strict=True).results
+    resumed = ad.simulate(main, at, 20, ranks=3, seed=2, strict=True).results
+    assert resumed == straight != half
+
+
+@pytest.mark.parametrize("at", range(5, 11))
+def test_contributions_under_way_are_saved_and_applied_once(at: int, tmp_path: Path) -> None:
+    record, network = Record(), Network(link=Link(latency_s=Uniform(1e-3, 0.03)))
+
+    async def main(world: ad.World, first: int, last: int) -> int:
+        model, optimizer = made()
+        policy = AsyncDiLoCoPolicy(model, optimizer, average_every=2)
+        if first:
+            await ad.load_population(tmp_path, model, optimizer, policy=policy)
+        async with policy:
+            await advance(policy, model, optimizer, range(first, last), world.rank)
+            if last == at:
+                await ad.save_population(tmp_path, model, optimizer, policy=policy)
+                return 0
+        return policy._holdings.sequence
+
+    with noted_steps(record):
+        ad.simulate(main, 0, at, ranks=3, seed=at, network=network, strict=True)
+        made_count = ad.simulate(main, at, 60, ranks=3, seed=2, network=network, strict=True).results
+    counts = Counter(each for donors in record.lineage for each in donors)
+    assert counts == Counter((rank, each) for rank in range(3) for each in range(1, made_count[rank] + 1))
+    assert min(made_count) >= 3
