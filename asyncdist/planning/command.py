@@ -111,7 +111,8 @@ def _notes(job: Job, every: int) -> Iterator[str]:
     yield "replaced rank receives one model."
     yield "memory: in addition to the model, its gradients and the state of its optimizer."
     yield "staleness: steps that a rank trains between the capture of values and the use of their mean."
-    yield f"topk sends {100 * TOPK_SHARE:.0f} % of the values. float16 takes 1 % more bytes than bfloat16."
+    yield f"topk sends {100 * TOPK_SHARE:.0f} % of the values, and the mean has those of all ranks."
+    yield "float16 takes 1 % more bytes than bfloat16."
     yield "selective averaging: no rank waits, but the steps of the replaced ranks are lost."
     step_count = round_cost(job, SelectiveAveraging(every=every)).staleness_steps
     if step_count > every:

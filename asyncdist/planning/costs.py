@@ -6,9 +6,10 @@ and all ranks step at the same pace.
 
 A sharded mean is computed in two phases. First each rank sends every other rank that rank's slice; then each rank sends
 the mean of its own slice to all others. A rank sends, and receives, 2 S (k - 1) / k bytes, where S is the encoded size
-of the values and k the number of ranks. The mean is encoded with the same codec as the values. In DiLoCo, three
-messages precede the first phase: a report to the leader, the leader's decision, and the requests for the slices. While
-the ranks train, each message also waits for the end of a step, because a rank moves data only inside its steps' awaits.
+of the values and k the number of ranks. The mean is encoded with the same codec as the values, except with top-k: the
+mean has the values of all ranks, so it has k times their bytes, at most those of float32. In DiLoCo, three messages
+precede the first phase: a report to the leader, the leader's decision, and the requests for the slices. While the ranks
+train, each message also waits for the end of a step, because a rank moves data only inside its steps' awaits.
 """
 
 from __future__ import annotations
@@ -97,11 +98,17 @@ class Codec:
         name: Value of a policy's option ``wire``.
         nbytes_per_value: Mean number of bytes that encode one value.
         keeps_residual: Whether a rank keeps the error of its last message, to add it to the next one.
+        unites_values: Whether the mean contains the values that any rank has sent, and nothing else.
     """
 
     name: str
     nbytes_per_value: float
     keeps_residual: bool = False
+    unites_values: bool = False
+
+    def mean_nbytes_per_value(self, rank_count: int) -> float:
+        """Return the mean number of bytes that encode one value of the mean of ``rank_count`` ranks."""
+        return min(self.nbytes_per_value * rank_count, _FLOAT32_NBYTES) if self.unites_values else self.nbytes_per_value
 
 
 FLOAT32: Final = Codec("float32", _FLOAT32_NBYTES)
@@ -113,7 +120,7 @@ Q4: Final = Codec("q4", 0.5 + _SCALE_NBYTES / _BLOCK_COUNT)
 
 def topk(share: float) -> Codec:
     """Return the codec that sends this share of the values, each as 4 bytes with an index of 2 bytes."""
-    return Codec("topk", 6 * validation.fraction("share", share), keeps_residual=True)
+    return Codec("topk", 6 * validation.fraction("share", share), keeps_residual=True, unites_values=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,12 +285,20 @@ def overlapped_s(job: Job, method: DiLoCo) -> float:
 
 def _fragment_s(job: Job, method: DiLoCo) -> float:
     """Return the seconds from a fragment's capture until all ranks have its mean, if the ranks wait for it."""
-    moved = _sharded_nbytes(job, job.param_count * method.codec.nbytes_per_value)
+    moved = _moved_nbytes(job, method)
     return _CONTROL_COUNT * job.link.latency_s + 2 * job.link.seconds(moved / 2 / method.fragments)
 
 
+def _moved_nbytes(job: Job, method: DiLoCo) -> float:
+    """Return the bytes that a rank sends in a round: slices of the contributions, and their means."""
+    codec = method.codec
+    of_both = codec.nbytes_per_value + codec.mean_nbytes_per_value(job.rank_count)
+    return _sharded_nbytes(job, job.param_count * of_both / 2)
+
+
 def _diloco(job: Job, method: DiLoCo) -> RoundCost:
-    moved = _sharded_nbytes(job, job.param_count * method.codec.nbytes_per_value)
+    codec, of_mean = method.codec, method.codec.mean_nbytes_per_value(job.rank_count)
+    moved = _moved_nbytes(job, method)
     fragment_s = _fragment_s(job, method)
     late_s = overlapped_s(job, method) - method.overlap_steps * job.step_s
     # A fragment that takes longer than the spacing occupies the link when the next one begins.
@@ -291,9 +306,9 @@ def _diloco(job: Job, method: DiLoCo) -> RoundCost:
     wait_s = min(fragment_s, max(0.0, late_s, busy_s))
     in_flight_count = max(1, math.ceil(method.overlap_steps / method.spacing_steps))
     # In flight are the contribution and the mean, and a decoded copy. The anchor and the momentum are always kept.
-    encoded = method.codec.nbytes_per_value / _FLOAT32_NBYTES
-    in_flight = in_flight_count / method.fragments * (2 * encoded + (method.codec != FLOAT32))
-    copies = 2 + method.codec.keeps_residual + in_flight
+    encoded = (codec.nbytes_per_value + of_mean) / _FLOAT32_NBYTES
+    in_flight = in_flight_count / method.fragments * (encoded + (codec != FLOAT32))
+    copies = 2 + codec.keeps_residual + in_flight
     return RoundCost(
         sent_nbytes=moved,
         received_nbytes=moved,

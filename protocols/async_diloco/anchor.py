@@ -97,7 +97,7 @@ class Anchor:
         unread_nbytes = 0
         for each in exact.slices:
             into, own = exact.part(mean, each), [exact.part(values, each) for values in given]
-            for number, (first, end) in enumerate(exact.pieces(each)):
+            for number, (first, end, *_) in enumerate(exact.pieces(each)):
                 exact.average(each, number, [part[first:end] for part in own], weights, into[first:end])
                 unread_nbytes += end - first
                 if unread_nbytes >= _YIELD_NBYTES:

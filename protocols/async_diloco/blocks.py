@@ -36,12 +36,12 @@ class Layouts:
 
     def new_block(self) -> Block:
         """Allocate memory for an anchor."""
-        memory = new_memory(self.exact.memory_nbytes)
+        memory = new_memory(self.exact.memory_nbytes())
         return memory, self.exact.encoded_in(memory)
 
     def new_contribution(self) -> Block:
         """Allocate memory for an encoded contribution."""
-        memory = new_memory(self.wire.memory_nbytes)
+        memory = new_memory(self.wire.memory_nbytes())
         return memory, self.wire.encoded_in(memory)
 
     def loaded_anchor(self, values: Sequence[Tensor]) -> Block:

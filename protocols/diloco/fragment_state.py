@@ -91,7 +91,7 @@ class FragmentState(Fragment):
         vectors = self.layout.vectors
         self._values = {}
         if encoded:
-            self._values = {place: vectors[place].decoded(each) for place, each in enumerate(encoded)}
+            self._values = {place: vectors[place].decoded(each, of_mean=True) for place, each in enumerate(encoded)}
             if self._outer is not None:
                 stepped = [place for place, vector in enumerate(vectors) if vector.role == "stepped"]
                 differences = [self._values.pop(place) for place in stepped]

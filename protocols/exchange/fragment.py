@@ -82,7 +82,9 @@ class Fragment:
     @torch.no_grad()
     def merge(self, verdict: Verdict, encoded: Sequence[Tensor]) -> None:
         """Take the encoded mean of all donors, which is kept until it is applied."""
-        self._values = {place: self.layout.vectors[place].decoded(each) for place, each in enumerate(encoded)}
+        self._values = {
+            place: self.layout.vectors[place].decoded(each, of_mean=True) for place, each in enumerate(encoded)
+        }
         self.version += 1
         self.mean = Mean(verdict)
 

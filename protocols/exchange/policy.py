@@ -343,7 +343,7 @@ class ExchangePolicy(JoinablePolicy):
             weights=tuple(weight / total for weight in verdict.weights),
             staleness_steps=self.iteration - flight.captured_at,
             seconds=self._world.time() - began_at,
-            nbytes=own.layout.nbytes,
+            nbytes=own.layout.mean_nbytes,
             recovered=trouble,
             fragment=fragment,
             wire_nbytes=own.layout.nbytes,

@@ -130,18 +130,22 @@ class RoundTransfers:
         self._services = services
         self._server = server
         self._fragments = fragments
-        # Blocks of memory that are large enough for the encoded vectors of each fragment.
-        self._block_nbytes = max(fragment.layout.memory_nbytes for fragment in fragments)
-        self._free: list[Tensor] = []
+        # Blocks of memory that are large enough for the encoded contributions, and the means, of each fragment.
+        self._block_nbytes = tuple(
+            max(fragment.layout.memory_nbytes(of_mean=of_mean) for fragment in fragments) for of_mean in (False, True)
+        )
+        self._free: dict[int, list[Tensor]] = {nbytes: [] for nbytes in self._block_nbytes}  # by size
         self._lent: dict[int, Tensor] = {}  # by address
         self._kept: dict[int, list[Tensor]] = {}  # by fragment: the mean of a retired round, which is not applied yet
         self._scratch: list[Tensor] = []  # pieces of donors' slices, read from their memory
 
-    def new_encoded(self, fragment: int) -> list[Tensor]:
-        """Return memory for the encoded vectors of a fragment, with undefined contents."""
-        block = self._free.pop() if self._free else new_memory(self._block_nbytes)
+    def new_encoded(self, fragment: int, *, of_mean: bool = False) -> list[Tensor]:
+        """Return memory for the encoded vectors of a contribution or a mean, with undefined contents."""
+        nbytes = self._block_nbytes[of_mean]
+        free = self._free[nbytes]
+        block = free.pop() if free else new_memory(nbytes)
         self._lent[block.data_ptr()] = block
-        return self._fragments[fragment].layout.encoded_in(block)
+        return self._fragments[fragment].layout.encoded_in(block, of_mean=of_mean)
 
     def note_applied(self, fragment: int) -> None:
         """Reuse the memory of a fragment's last mean, whose values are no longer needed."""
@@ -150,7 +154,8 @@ class RoundTransfers:
 
     def _give_back(self, encoded: Sequence[Tensor]) -> None:
         if encoded:
-            self._free.append(self._lent.pop(encoded[0].data_ptr()))
+            block = self._lent.pop(encoded[0].data_ptr())
+            self._free[block.nbytes].append(block)
 
     def offer_contribution(self, own: MemberRound) -> None:
         """Offer this member's contribution to the owners."""
@@ -162,7 +167,7 @@ class RoundTransfers:
         """Offer all slices of a mean that this member holds, under a new verdict."""
         layout = self._fragments[own.fragment].layout
         for each in layout.slices if own.mean else ():
-            self._offer(own, layout.part(own.mean, each), _label(verdict.attempt, each, layout))
+            self._offer(own, layout.part(own.mean, each, of_mean=True), _label(verdict.attempt, each, layout))
 
     def begin(self, own: MemberRound, verdict: Verdict) -> asyncio.Task[None]:
         """Start a task that receives and merges the mean of a verdict."""
@@ -222,7 +227,7 @@ class RoundTransfers:
     async def _merge(self, own: MemberRound, verdict: Verdict) -> None:
         try:
             if verdict.donors:
-                own.mean = self.new_encoded(own.fragment)
+                own.mean = self.new_encoded(own.fragment, of_mean=True)
                 await self._receive(own, verdict)
             self._fragments[own.fragment].merge(verdict, own.mean)
         except (RankLostError, StreamAborted) as error:  # the leader takes a census when it notices the loss
@@ -246,12 +251,12 @@ class RoundTransfers:
                         into = new_bytes(layout.nbytes_of(each))
                         given[each, donor] = self._fetch(own, donor, into, _label(0, each, layout))
             for each in others:
-                into = layout.part(own.mean, each)
+                into = layout.part(own.mean, each, of_mean=True)
                 label = _label(verdict.attempt, each, layout)
                 means[each] = self._fetch(own, verdict.source_of(each.owner), into, label)
             for each in owned:
                 await self._average(own, verdict, each, {donor: given.get((each, donor)) for donor in verdict.donors})
-                self._offer(own, layout.part(own.mean, each), _label(verdict.attempt, each, layout))
+                self._offer(own, layout.part(own.mean, each, of_mean=True), _label(verdict.attempt, each, layout))
             for each in others:
                 await means[each].whole()
         finally:
@@ -281,15 +286,15 @@ class RoundTransfers:
     ) -> None:
         fragment = self._fragments[own.fragment]
         layout = fragment.layout
-        into, unread_nbytes = layout.part(own.mean, each), 0
+        into, unread_nbytes = layout.part(own.mean, each, of_mean=True), 0
         own_part = layout.part(own.contribution, each) if None in given else into
-        for number, (first, end) in enumerate(layout.pieces(each)):
+        for number, (first, end, mean_first, mean_end) in enumerate(layout.pieces(each)):
             scratch = self._scratch_of(len(given), end - first)
             parts = [
                 own_part[first:end] if fetch is None else fetch.piece(first, end, place)
                 for fetch, place in zip(given, scratch, strict=True)
             ]
-            fragment.combine(each, number, parts, verdict.weights, into[first:end])
+            fragment.combine(each, number, parts, verdict.weights, into[mean_first:mean_end])
             unread_nbytes += end - first
             if unread_nbytes >= _YIELD_NBYTES:
                 unread_nbytes = 0

@@ -9,7 +9,8 @@ dtype. The roles are:
 - ``"copied"``: integer and bool entries, as bytes. Their mean is the value of the first donor.
 
 Each vector is cut into slices, which are sent and averaged separately. Sums are elementwise, so the slices can be
-averaged on different ranks.
+averaged on different ranks. The means have a codec of their own if that of the contributions would lose too much
+(:func:`asyncdist.tensors.codecs.codec_of_means`).
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from asyncdist.tensors.byte_views import flat_bytes
-from asyncdist.tensors.codecs import Codec, find_codec
+from asyncdist.tensors.codecs import Codec, codec_of_means, find_codec
 from asyncdist.tensors.flat_state import Entry, accumulate_dtype
 from asyncdist.tensors.means import mean_into, weighted_mean_into
 
@@ -38,26 +39,16 @@ _EXACT: Final = find_codec("float32")
 
 
 @dataclass(frozen=True, slots=True)
-class Vector:
-    """A flat vector that contains all entries of a fragment with one role and one dtype.
+class Encoding:
+    """The encoding of the values of a vector.
 
     Attributes:
-        dtype: Dtype of the values: float32, float64 or, for copied entries, uint8.
-        places: For each entry, its index in the model's entries, and its first and last element in the vector.
-        bounds: First elements of the slices, and the number of elements.
-        codec: Codec of the slices; None if they are sent unchanged.
+        dtype: Dtype of the values.
+        codec: Codec of the values; None if they are sent unchanged.
     """
 
-    role: Role
     dtype: torch.dtype
-    places: tuple[tuple[int, int, int], ...]
-    bounds: tuple[int, ...]
     codec: Codec | None
-
-    @property
-    def count(self) -> int:
-        """Number of elements."""
-        return self.bounds[-1]
 
     def place_of(self, index: int) -> int:
         """Return the index of element ``index``, the first of a block, in the encoded vector."""
@@ -68,10 +59,46 @@ class Vector:
         """Dtype of the encoded vector: uint8, or the vector's dtype if it is not encoded."""
         return self.dtype if self.codec is None else torch.uint8
 
+    def nbytes(self, first: int, last: int) -> int:
+        """Return the encoded size in bytes of the elements from ``first``, the first of a block, to ``last``."""
+        return (self.place_of(last) - self.place_of(first)) * self.encoded_dtype.itemsize
+
+    def decode(self, encoded: Tensor, values: Tensor) -> None:
+        """Write the values of an encoded vector into ``values``."""
+        if self.codec is None:
+            values.copy_(encoded)
+        else:
+            self.codec.decode(encoded, values)
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """A flat vector that contains all entries of a fragment with one role and one dtype.
+
+    Attributes:
+        dtype: Dtype of the values: float32, float64 or, for copied entries, uint8.
+        places: For each entry, its index in the model's entries, and its first and last element in the vector.
+        bounds: First elements of the slices, and the number of elements.
+        sent: Encoding of the contributions.
+        mean: Encoding of the mean.
+    """
+
+    role: Role
+    dtype: torch.dtype
+    places: tuple[tuple[int, int, int], ...]
+    bounds: tuple[int, ...]
+    sent: Encoding
+    mean: Encoding
+
     @property
-    def encoded_nbytes(self) -> int:
-        """Size in bytes of the encoded vector."""
-        return self.place_of(self.count) * self.encoded_dtype.itemsize
+    def count(self) -> int:
+        """Number of elements."""
+        return self.bounds[-1]
+
+    @property
+    def codec(self) -> Codec | None:
+        """Codec of the contributions; None if they are sent unchanged."""
+        return self.sent.codec
 
     @torch.inference_mode(False)  # the tensor outlives the caller's inference mode
     def new_flat(self) -> Tensor:
@@ -80,15 +107,27 @@ class Vector:
 
     @torch.inference_mode(False)
     def values_of(self, encoded: Tensor) -> Tensor:
-        """Return memory for the vector's values: ``encoded`` if it is not encoded, otherwise a new tensor."""
-        return encoded if self.codec is None else torch.empty(self.count, dtype=self.dtype, device="cpu")
+        """Return memory for a contribution's values: ``encoded`` if it is not encoded, otherwise a new tensor."""
+        return encoded if self.sent.codec is None else torch.empty(self.count, dtype=self.dtype, device="cpu")
 
-    def decoded(self, encoded: Tensor) -> Tensor:
+    @torch.inference_mode(False)
+    def decoded(self, encoded: Tensor, *, of_mean: bool = False) -> Tensor:
         """Return the values of an encoded vector: the vector itself if it is not encoded."""
-        values = self.values_of(encoded)
-        if self.codec is not None:
-            self.codec.decode(encoded, values)
+        encoding = _encoding(self, of_mean)
+        if encoding.codec is None:
+            return encoded
+        values = torch.empty(self.count, dtype=self.dtype, device="cpu")
+        encoding.decode(encoded, values)
         return values
+
+
+class Piece(NamedTuple):
+    """A part of a slice that is averaged at once: its first byte and end in an encoded contribution and in the mean."""
+
+    first: int
+    end: int
+    mean_first: int
+    mean_end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +159,9 @@ class WireLayout:
 
     Attributes:
         slices: All slices that are not empty.
-        nbytes: Total size in bytes of all encoded vectors.
+        nbytes: Total size in bytes of all encoded vectors of a contribution.
+        mean_nbytes: Total size in bytes of all encoded vectors of a mean.
         unencoded_nbytes: Total size in bytes of all vectors without encoding.
-        memory_nbytes: Size in bytes of the memory for all encoded vectors, with gaps between them.
     """
 
     def __init__(
@@ -145,9 +184,9 @@ class WireLayout:
         self.vectors = tuple(self._vector(*key, grouped[key]) for key in sorted(grouped, key=str, reverse=True))
         self.stepped = tuple(vector for vector in self.vectors if vector.role == "stepped")
         self.slices = tuple(self._slices())
-        self.nbytes = sum(vector.encoded_nbytes for vector in self.vectors)
+        self.nbytes = sum(vector.sent.nbytes(0, vector.count) for vector in self.vectors)
+        self.mean_nbytes = sum(vector.mean.nbytes(0, vector.count) for vector in self.vectors)
         self.unencoded_nbytes = sum(vector.count * vector.dtype.itemsize for vector in self.vectors)
-        self.memory_nbytes = sum(_aligned(vector.encoded_nbytes) for vector in self.vectors)
 
     def _vector(self, role: Role, dtype: torch.dtype, counts: Sequence[tuple[int, int]]) -> Vector:
         places, end = [], 0
@@ -158,9 +197,12 @@ class WireLayout:
                 end = _aligned(end)
         is_coded = role == "stepped" and dtype == torch.float32 and self.codec is not _EXACT
         block = self.codec.block if is_coded else 1
+        codec = self.codec if is_coded else None
+        of_mean = None if codec is None else codec_of_means(codec, self._owner_count, end)
+        of_mean = None if of_mean is _EXACT else of_mean
         total = self._owner_count if role != "copied" else 1  # the first donor's values count, so they are not divided
         bounds = (*(end * number // total // block * block for number in range(total)), end)
-        return Vector(role, dtype, tuple(places), bounds, self.codec if is_coded else None)
+        return Vector(role, dtype, tuple(places), bounds, Encoding(dtype, codec), Encoding(dtype, of_mean))
 
     def _slices(self) -> Iterator[Slice]:
         number = 0
@@ -170,39 +212,44 @@ class WireLayout:
                     yield Slice(number, place, owner, first, last)
                     number += 1
 
-    def encoded_in(self, memory: Tensor) -> list[Tensor]:
-        """Return a view of ``memory``, which has at least ``memory_nbytes`` uint8, for each encoded vector."""
+    def memory_nbytes(self, *, of_mean: bool = False) -> int:
+        """Return the size in bytes of the memory for all encoded vectors, with gaps between them."""
+        return sum(_aligned(_encoding(vector, of_mean).nbytes(0, vector.count)) for vector in self.vectors)
+
+    def encoded_in(self, memory: Tensor, *, of_mean: bool = False) -> list[Tensor]:
+        """Return a view of ``memory``, which has at least :meth:`memory_nbytes` uint8, for each encoded vector."""
         views, end = [], 0
         for vector in self.vectors:
-            views.append(memory[end : end + vector.encoded_nbytes].view(vector.encoded_dtype))
-            end += _aligned(vector.encoded_nbytes)
+            encoding = _encoding(vector, of_mean)
+            nbytes = encoding.nbytes(0, vector.count)
+            views.append(memory[end : end + nbytes].view(encoding.encoded_dtype))
+            end += _aligned(nbytes)
         return views
 
-    def new_encoded(self) -> list[Tensor]:
+    def new_encoded(self, *, of_mean: bool = False) -> list[Tensor]:
         """Allocate an uninitialised encoded vector for each vector."""
-        return self.encoded_in(new_memory(self.memory_nbytes))
+        return self.encoded_in(new_memory(self.memory_nbytes(of_mean=of_mean)), of_mean=of_mean)
 
-    def part(self, encoded: Sequence[Tensor], each: Slice) -> Tensor:
+    def part(self, encoded: Sequence[Tensor], each: Slice, *, of_mean: bool = False) -> Tensor:
         """Return a slice of encoded vectors as a uint8 tensor."""
-        vector = self.vectors[each.vector]
-        return encoded[each.vector][vector.place_of(each.first) : vector.place_of(each.last)].view(torch.uint8)
+        encoding = _encoding(self.vectors[each.vector], of_mean)
+        return encoded[each.vector][encoding.place_of(each.first) : encoding.place_of(each.last)].view(torch.uint8)
 
-    def nbytes_of(self, each: Slice) -> int:
+    def nbytes_of(self, each: Slice, *, of_mean: bool = False) -> int:
         """Return the encoded size of a slice in bytes."""
-        vector = self.vectors[each.vector]
-        size = vector.dtype.itemsize if vector.codec is None else 1
-        return (vector.place_of(each.last) - vector.place_of(each.first)) * size
+        return _encoding(self.vectors[each.vector], of_mean).nbytes(each.first, each.last)
 
-    def pieces(self, each: Slice) -> list[tuple[int, int]]:
-        """Divide a slice into pieces that fit into a core's cache: first byte and end of each in the encoded slice."""
-        vector = self.vectors[each.vector]
+    def pieces(self, each: Slice) -> list[Piece]:
+        """Divide a slice into pieces that fit into a core's cache."""
+        vector, start = self.vectors[each.vector], each.first
         if vector.role == "copied":
-            return [(0, each.last - each.first)]
-        size = 1 if vector.codec is not None else vector.dtype.itemsize
-        step = _PIECE_COUNT if vector.codec is None else max(1, _PIECE_COUNT // vector.codec.block) * vector.codec.block
-        firsts = [*range(each.first, each.last, step), each.last]
-        start = vector.place_of(each.first)
-        return [((vector.place_of(a) - start) * size, (vector.place_of(b) - start) * size) for a, b in pairwise(firsts)]
+            return [Piece(0, each.last - start, 0, each.last - start)]
+        step = _piece_count(vector)
+        sent, mean = vector.sent, vector.mean
+        return [
+            Piece(sent.nbytes(start, a), sent.nbytes(start, b), mean.nbytes(start, a), mean.nbytes(start, b))
+            for a, b in pairwise([*range(start, each.last, step), each.last])
+        ]
 
     def average(
         self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
@@ -222,13 +269,26 @@ class WireLayout:
         if vector.codec is None:
             _average([part.view(vector.dtype) for part in parts], weights, into.view(vector.dtype))
             return
-        step = max(1, _PIECE_COUNT // vector.codec.block) * vector.codec.block
+        step = _piece_count(vector)
         count = min(step, each.last - each.first - number * step)
         values = torch.empty(len(parts) + 1, count, dtype=vector.dtype, device="cpu")
         for part, row in zip(parts, values, strict=False):
-            vector.codec.decode(part, row)
-        _average(list(values[:-1]), weights, values[-1])
-        vector.codec.encode(values[-1], into)
+            vector.sent.decode(part, row)
+        if vector.mean.codec is None:
+            _average(list(values[:-1]), weights, into.view(vector.dtype))
+        else:
+            _average(list(values[:-1]), weights, values[-1])
+            vector.mean.codec.encode(values[-1], into)
+
+
+def _encoding(vector: Vector, of_mean: bool) -> Encoding:
+    return vector.mean if of_mean else vector.sent
+
+
+def _piece_count(vector: Vector) -> int:
+    """Return the number of elements of a piece, a multiple of the codec's block."""
+    block = 1 if vector.codec is None else vector.codec.block
+    return max(1, _PIECE_COUNT // block) * block
 
 
 def _average(parts: Sequence[Tensor], weights: Sequence[float], into: Tensor) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist.simulation import Interrupt, Kill, Network, SlowLink, SlowRank, Stall
-from protocols import AverageAllPolicy, DiLoCoPolicy, StepInfo
+from protocols import AverageAllPolicy, DiLoCoPolicy, StepInfo, TopK
 from simulation.diloco_scenarios import OUTERS, Plan, Record, check, exactly, run, seen_in, train, within
 
 HALF = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5, nesterov=True)
@@ -457,6 +457,39 @@ def test_codecs_with_other_settings_differ() -> None:
         return str(caught.value)
 
     assert all(names(text, "wire", "0.1", "0.2") for text in ad.simulate(main, ranks=2).results)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.4])
+def test_top_k_with_error_feedback_loses_no_change(share: float) -> None:
+    """The anchor and the mean of the residuals contain all changes of all ranks, since the mean is exact.
+
+    Regression: the mean was encoded like a contribution, which dropped most of its values.
+    """
+    wire, outer = TopK(share=share, block=64), functools.partial(torch.optim.SGD, lr=1.0)
+
+    async def main(world: ad.World) -> tuple[torch.Tensor, torch.Tensor, StepInfo]:
+        model = nn.Linear(30, 30, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        generator, changed, info = torch.Generator().manual_seed(world.rank), torch.zeros(900), StepInfo()
+        async with DiLoCoPolicy(
+            model, sgd(model), average_every=2, outer_optimizer=outer, wire=wire, error_feedback=1.0
+        ) as policy:
+            for _ in range(24):
+                change = torch.randn(30, 30, generator=generator)
+                with torch.no_grad():
+                    model.weight += change
+                changed += change.flatten()
+                info = await policy.step()
+            (fragment,) = policy.state_dict()["fragments"]
+        (anchor,), (residual,) = fragment["anchors"], fragment["residuals"]
+        assert torch.equal(anchor, model.weight.detach().flatten())
+        return anchor, changed + residual, info
+
+    results = ad.simulate(main, ranks=4, seed=1, strict=True).results
+    right = torch.stack([sent for _, sent, _ in results]).mean(0)
+    for anchor, _, info in results:
+        torch.testing.assert_close(anchor, right, rtol=0, atol=1e-4)
+        assert info.wire_nbytes < info.nbytes <= min(4 * info.wire_nbytes, info.unencoded_nbytes)
 
 
 def test_another_first_weight_is_an_error() -> None:

@@ -26,7 +26,7 @@ from asyncdist.planning.costs import (
     round_cost,
     topk,
 )
-from asyncdist.tensors.codecs import find_codec
+from asyncdist.tensors.codecs import codec_of_means, find_codec
 from protocols.ranking import JudgingRules, replacer_count
 
 #: One second per gigabyte, no latency, steps of a second.
@@ -71,7 +71,8 @@ def test_a_sharded_mean_moves_each_slice_twice(ranks: int) -> None:
 def test_bytes_of_a_block_of_256_values(codec: Codec, nbytes: int) -> None:
     assert 256 * codec.nbytes_per_value == nbytes
     job = replace(JOB, param_count=256, rank_count=2)
-    assert round_cost(job, DiLoCo(every=1, codec=codec)).sent_nbytes == nbytes
+    mean_nbytes = 2 * nbytes if codec.name == "topk" else nbytes  # with the values of both ranks
+    assert round_cost(job, DiLoCo(every=1, codec=codec)).sent_nbytes == (nbytes + mean_nbytes) / 2
 
 
 @pytest.mark.parametrize("codec", [FLOAT32, BFLOAT16, FLOAT16, INT8, Q4, topk(TOPK_SHARE)], ids=lambda each: each.name)
@@ -134,7 +135,8 @@ def test_each_phase_of_each_fragment_takes_the_latency() -> None:
         (DataParallel(), 1, 0),
         (AverageAll(every=9), 1, 0),
         (DiLoCo(every=9), 4, 0),  # anchor, momentum, contribution, mean
-        (DiLoCo(every=9, codec=topk(0.1)), 4.3, 0),  # encoded to 0.15, with a decoded copy and the residual
+        # encoded to 0.15, the mean of four ranks to 0.6; with a decoded copy and the residual
+        (DiLoCo(every=9, codec=topk(0.1)), 4.75, 0),
         (DiLoCo(every=8, fragments=4, overlap_steps=1), 2.5, 1),
         (DiLoCo(every=8, fragments=4, overlap_steps=3), 3, 3),  # two fragments in flight
         (SelectiveAveraging(every=9), 1, 7),  # 6.7 s
@@ -292,3 +294,20 @@ def test_no_number_of_steps_is_suggested_beyond_a_billion() -> None:
 def test_values_out_of_range_are_refused(make: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()
+
+
+@pytest.mark.parametrize(("ranks", "mean_nbytes"), [(2, 0.36), (4, 0.72), (16, 2.88), (64, 4.0)])
+def test_the_mean_of_top_k_values_has_the_values_of_all_ranks(ranks: int, mean_nbytes: float) -> None:
+    codec, count = topk(0.03), 1 << 20
+    assert codec.mean_nbytes_per_value(ranks) == pytest.approx(mean_nbytes)
+    encoded = codec_of_means(find_codec("topk"), ranks, count)
+    assert encoded.nbytes(count) == pytest.approx(count * mean_nbytes, rel=0.01)
+    job = replace(JOB, param_count=count, rank_count=ranks)
+    moved = (ranks - 1) / ranks * count * (0.18 + mean_nbytes)
+    assert round_cost(job, DiLoCo(every=1, codec=codec)).sent_nbytes == pytest.approx(moved)
+
+
+@pytest.mark.parametrize("codec", [FLOAT32, BFLOAT16, FLOAT16, INT8, Q4], ids=lambda each: each.name)
+def test_other_means_are_encoded_like_contributions(codec: Codec) -> None:
+    assert codec.mean_nbytes_per_value(64) == codec.nbytes_per_value
+    assert codec_of_means(find_codec(codec.name), 64, 1000) is find_codec(codec.name)

@@ -14,11 +14,22 @@ int8     1.016           half of the block's scale, which is its largest magnitu
 q4       0.516           a factor of sqrt(2), or 2^-6.5 of the block's largest magnitude
 topk     6 * share       none, but only the largest values of each block are kept
 ======== =============== =======================================================================
+
+Ranks that average send encoded contributions, and then the encoded mean. The error of a contribution is that of the
+table, and error feedback sends it later. The mean of decoded contributions has a codec of its own
+(:func:`codec_of_means`) and a second error, which is not sent later:
+
+======== ======================= =================================================================
+name     bytes per value of mean error of a value of the mean
+======== ======================= =================================================================
+topk     6 * share * ranks, <= 4 none
+others   as a contribution       as a contribution, relative to the mean
+======== ======================= =================================================================
 """
 
-from asyncdist.tensors.codecs.choice import find_codec
+from asyncdist.tensors.codecs.choice import codec_of_means, find_codec
 from asyncdist.tensors.codecs.codec import Codec
 from asyncdist.tensors.codecs.error_feedback import ErrorFeedback
 from asyncdist.tensors.codecs.topk import TopK
 
-__all__ = ["Codec", "ErrorFeedback", "TopK", "find_codec"]
+__all__ = ["Codec", "ErrorFeedback", "TopK", "codec_of_means", "find_codec"]

@@ -9,7 +9,7 @@ from asyncdist.tensors.codecs.codec import Codec
 from asyncdist.tensors.codecs.float16 import Float16
 from asyncdist.tensors.codecs.int8 import Int8
 from asyncdist.tensors.codecs.q4 import Q4
-from asyncdist.tensors.codecs.topk import TopK
+from asyncdist.tensors.codecs.topk import TopK, UnionOfTopK
 from asyncdist.validation import one_of, refuse
 
 _ALL: Final[tuple[Codec, ...]] = (Float32(), BFloat16(), Float16(), Int8(), Q4(), TopK())
@@ -27,3 +27,20 @@ def find_codec(wire: str | Codec) -> Codec:
     if isinstance(wire, (str, type)) or not isinstance(wire, Codec):
         refuse("wire", wire, f"{one_of(_CODECS)}, or a codec")
     return wire
+
+
+def codec_of_means(codec: Codec, contribution_count: int, count: int) -> Codec:
+    """Return the codec for the weighted mean of vectors that ``codec`` has decoded.
+
+    The mean of top-k vectors has the values of all of them, and is sent without a further error. With the other codecs,
+    the mean is encoded like a contribution, with the codec's error once more.
+
+    Args:
+        contribution_count: Largest number of vectors.
+        count: Number of values of the mean.
+    """
+    if not isinstance(codec, TopK) or contribution_count == 1:
+        return codec
+    union = UnionOfTopK(codec.share, codec.block, contribution_count=contribution_count)
+    exact = _CODECS["float32"]
+    return union if union.nbytes(count) < exact.nbytes(count) else exact

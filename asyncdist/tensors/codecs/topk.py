@@ -50,6 +50,7 @@ class TopK(BlockCodec):
         object.__setattr__(self, "block", block)
 
     def _kept_count(self, count: int) -> int:
+        """Return the number of kept values of a block with ``count`` values."""
         return math.ceil(self.share * count)
 
     def _block_nbytes(self, count: int) -> int:
@@ -74,3 +75,20 @@ class TopK(BlockCodec):
         # Damaged bytes give wrong values, as with other codecs. On CUDA a place outside the row would end the process.
         places = places.bitwise_and_(_BLOCK_MAX - 1).clamp_(max=out.shape[1] - 1)
         out.zero_().scatter_(1, places, values)
+
+
+@dataclass(frozen=True, slots=True)
+class UnionOfTopK(TopK):
+    """Keeps all values of a sum or mean of vectors that a :class:`TopK` has decoded, so that its error is zero.
+
+    Each decoded vector has at most the kept number of values per block, and so the sum has at most
+    ``contribution_count`` times this number. TopK itself would drop most of them.
+
+    Args:
+        contribution_count: Largest number of added vectors.
+    """
+
+    contribution_count: int = 1
+
+    def _kept_count(self, count: int) -> int:
+        return min(count, self.contribution_count * TopK._kept_count(self, count))
