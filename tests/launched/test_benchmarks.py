@@ -262,6 +262,21 @@ def test_grace(bench: Bench) -> None:
         assert all(0 < found["share"] <= 1 for found in by_window.values())
 
 
+def test_async_diloco_on_ranks_of_different_speeds(bench: Bench) -> None:
+    """The order holds for each seed, with DiLoCo's learning rate for delayed Nesterov as well."""
+    results = bench("async-diloco")
+    assert all(len(of_lr) == 1 for of_lr in results.values())
+    runs = {method: next(iter(of_lr.values())) for method, of_lr in results.items()}
+    for seed in range(2):
+        losses = {method: of_seed[seed]["equal_time"] for method, of_seed in runs.items()}
+        for method in ("async, delayed Nesterov", "async, delayed Nesterov, dynamic steps"):
+            assert losses[method] < losses["one rank"] < losses["DiLoCo"]
+            assert losses[method] < losses["async, Nesterov, DiLoCo's lr"] - 0.02
+            assert runs[method][seed]["steps"] > 3 * runs["DiLoCo"][seed]["steps"]
+        dynamic, fixed = runs["async, delayed Nesterov, dynamic steps"][seed], runs["async, delayed Nesterov"][seed]
+        assert dynamic["staleness_max"] < fixed["staleness_max"] / 2
+
+
 @pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
 @pytest.mark.long
 def test_idle(bench: Bench, transport: str) -> None:

@@ -22,6 +22,7 @@ from asyncdist.integrations import pytorch, torchgfn
 from asyncdist.runtime.run import WorldOptions, open_world, run
 from asyncdist.tensors.codecs import Codec
 from protocols import (
+    AsyncDiLoCoPolicy,
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
     DiLoCoPolicy,
@@ -30,6 +31,7 @@ from protocols import (
     ReplicaAveragingPolicy,
     SpawnPolicy,
 )
+from protocols.async_diloco.options import AsyncDiLoCoOptions
 from protocols.declared import GROUPS, Options, by_group, declared, in_markdown
 from protocols.exchange.options import ExchangeOptionNames
 from protocols.selective_diloco.donors import DonorRules
@@ -67,8 +69,8 @@ POLICIES: list[Any] = [
 DECLARED = [declared_by(policy) for policy in POLICIES]
 #: Options whose checked values have a narrower type than the given ones.
 CONVERTED: dict[str, Any] = {"successors": tuple[int, ...], "wire": Codec}
-SELECTIVE, ONE_SIDED, DILOCO = map(
-    declared_by, (AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy, DiLoCoPolicy)
+SELECTIVE, ONE_SIDED, DILOCO, ASYNC_DILOCO = map(
+    declared_by, (AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy, DiLoCoPolicy, AsyncDiLoCoPolicy)
 )
 
 
@@ -134,6 +136,9 @@ def test_the_docs_list_the_options_as_they_are_declared() -> None:
     diloco = declarations(DILOCO[1].__annotations__, DILOCO[3])
     wanted["diloco"] = in_markdown([each for each in diloco if each.name not in known])
     wanted["selective-diloco"] = in_markdown(declared(DonorRules))
+    own_names = {each.name for each in declared(AsyncDiLoCoOptions)} - {"optimizer_state", "on_event"}
+    asynchronous = declarations(ASYNC_DILOCO[1].__annotations__, ASYNC_DILOCO[3])
+    wanted["async diloco"] = in_markdown([each for each in asynchronous if each.name in own_names])
     for policy, options, _, kinds in DECLARED:
         if issubclass(policy, SimplePolicy):
             names = [name for name in options.__annotations__ if name not in ExchangeOptionNames.__annotations__]

@@ -49,6 +49,7 @@ NAMES: Final = (
     "record",
     "goodput",
     "value",
+    "async-diloco",
 )
 #: Benchmarks that can draw a chart of their results.
 CHARTS: Final = ("goodput", "scale", "value")
