@@ -203,6 +203,7 @@ def test_replay_buffers_are_part_of_results_and_display(tmp_path: Path) -> None:
         "2 ranks train a GFlowNet on an 8 x 8 x 8 x 8 grid\nwith a replay buffer;"
     )
     assert "outer optimizer" in demo.chart_title({**result, "policy": "diloco"})
+    assert "changes that help" in demo.chart_title({**result, "policy": "selective-diloco"})
 
 
 def shown(table: Table) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripts.diloco import BLOCKING, CALM, KILLED, LATE, LATE_COUNT, record_of
+from scripts.diloco import BLOCKING, CALM, KILLED, LATE, LATE_COUNT, SELECTIVE_KILLED, record_of
 from simulation.diloco_scenarios import Plan, Record, check, exactly, run, within
 from support import mpi, torchrun
 
@@ -55,6 +55,21 @@ def test_killed_ranks_leave_the_others_with_the_oracles_weights(transport: str) 
     check(plan, record, within)
     donors, _ = record.donors(set())
     assert donors[1] == (0, 1, 2, 3) and donors[max(donors)] == (1, 3) and max(donors) >= 14
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_killed_ranks_leave_the_others_with_the_chosen_donors(transport: str) -> None:
+    """The leader, which chooses the donors of selective DiLoCo, is killed, and later another rank."""
+    if transport == "mpi":
+        reports = mpi.run_ranks(4, SCRIPT, "selective", timeout_s=100, survive=True).check().reports
+    else:
+        reports = torchrun.run_ranks(4, SCRIPT, "selective", timeout_s=100).check(-9, 0, -9, 0).reports
+    assert reports.keys() == {1, 3}
+    plan = SELECTIVE_KILLED["selective killed"]
+    record = records(reports, SELECTIVE_KILLED)["selective killed"]
+    check(plan, record, within)
+    donors, _ = record.donors(set())
+    assert len(donors) == 8 and {len(ranks) for ranks in donors.values()} >= {1, 2}
 
 
 @pytest.mark.mpi

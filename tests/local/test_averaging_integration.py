@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.facts import naming
 from torch import nn
 
 import asyncdist as ad
@@ -18,6 +19,7 @@ from protocols import (
     DiLoCoPolicy,
     OneSidedSelectiveAveragingPolicy,
     ReplicaAveragingPolicy,
+    SelectiveDiLoCoPolicy,
     SpawnPolicy,
 )
 
@@ -62,6 +64,27 @@ def test_a_policy_with_metric_is_given_the_mean_loss(kind: type[SpawnPolicy]) ->
         return float(policy.state_dict()["metric"])
 
     assert ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True) == [1.5] * 2
+
+
+def test_a_policy_that_evaluates_needs_a_function() -> None:
+    """The training loss of a loop says nothing about the trial weights; with ``metric``, it is ignored."""
+
+    def main(world: ad.blocking.World) -> Any:
+        with pytest.raises(TypeError, match=naming("SelectiveDiLoCoPolicy", "metric=evaluate")):
+            Averaging(made(SelectiveDiLoCoPolicy))
+        seen = []
+
+        def evaluate() -> float:
+            seen.append(policy.model.weight.sum().item())
+            return seen[-1]
+
+        policy = made(SelectiveDiLoCoPolicy, metric=evaluate, metric_mode="min")
+        with Averaging(policy) as averages:
+            infos = [train(policy, averages, world.rank + 1, loss=1.0) for _ in range(4)]
+        return seen, infos[-1].donors
+
+    results = ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True)
+    assert results == [([2.0, 2.0 - 4 * amount], (0, 1)) for amount in (1, 2)]
 
 
 def test_tokens_weight_the_mean_in_a_loop_and_blocking() -> None:

@@ -1,6 +1,7 @@
 """The jobs of ``launched/test_diloco.py``: the training of ``simulation/diloco_scenarios.py`` between real processes.
 
-The argument is ``calm`` or ``killed``. Each rank reports its weights after each step, and the rounds that it applied.
+The argument is a key of ``JOBS``, or ``blocking``. Each rank reports its weights after each step, and the rounds that
+it applied.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ CALM = {
         dtype=torch.float32,
     ),
     "local SGD": Plan(outer="none", steps=STEPS, every=3, warmup_steps=2, step_s=0.0),
+    "selective": Plan(selects=True, outer="default", steps=STEPS, every=2, step_s=0.0),
 }
 #: Rank 0 leads until it is killed. Rank 2 is killed later.
 KILLED = {
@@ -38,6 +40,11 @@ KILLED = {
 }
 #: Story of ranks that do not wait for a slow one, and the number of averages that each of them applies.
 LATE, LATE_COUNT = "late", 3
+#: The same for selective DiLoCo.
+SELECTIVE_KILLED = {
+    "selective killed": Plan(selects=True, outer="default", steps=STEPS, every=2, dies_at={0: 5, 2: 10})
+}
+JOBS = {"calm": CALM, "killed": KILLED, "selective": SELECTIVE_KILLED}
 BLOCKING = Plan(outer="dyadic", steps=STEPS, every=4, step_s=0.0)
 
 
@@ -91,7 +98,7 @@ async def main(world: ad.World, job: str) -> None:
     found: dict[str, Any] = {}
     if job == "calm":
         found[LATE] = await train_beside_slow(world)
-    for name, plan in (CALM if job == "calm" else KILLED).items():
+    for name, plan in JOBS[job].items():
         record = Record()
         await train(world, plan, record)
         found[name] = seen_by(record, world.rank)

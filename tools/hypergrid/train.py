@@ -30,7 +30,7 @@ from policies import CHOICES, SIMPLE
 from verify import EventWriter
 
 import asyncdist as ad
-from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, DiLoCoPolicy
+from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, DiLoCoPolicy, SelectiveDiLoCoPolicy, StepInfo
 
 BATCH_SIZE = 16
 LOSSES_IN_METRIC = 20
@@ -59,7 +59,11 @@ def build_model(env: HyperGrid) -> tuple[TBGFlowNet, torch.optim.Optimizer]:
 
 
 def build_policy(
-    args: argparse.Namespace, context: ad.DistributedContext, model: TBGFlowNet, optimizer: torch.optim.Optimizer
+    args: argparse.Namespace,
+    context: ad.DistributedContext,
+    env: HyperGrid,
+    model: TBGFlowNet,
+    optimizer: torch.optim.Optimizer,
 ) -> Any:
     """Make the policy that `--policy` names, or a context without one. Buffer ranks take no part in it."""
     if args.policy == "none":
@@ -69,6 +73,15 @@ def build_policy(
         return AverageAllPolicy(model, optimizer, average_every=args.average_every, group=group)
     if args.policy == "diloco":
         return DiLoCoPolicy(model, optimizer, average_every=args.average_every, group=group)
+    if args.policy == "selective-diloco":
+        return SelectiveDiLoCoPolicy(
+            model,
+            optimizer,
+            average_every=args.average_every,
+            group=group,
+            metric=lambda: l1_distance(env, model),
+            metric_mode="min",
+        )
     if args.policy in SIMPLE:
         return SIMPLE[args.policy](model, optimizer, group=group)
     on_event = EventWriter(args.log_dir, context.my_rank, model) if args.verify else None
@@ -90,6 +103,15 @@ def learn(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
+
+
+async def step(world: ad.World, policy: Any, metric: float) -> StepInfo | None:
+    """Do a step of the policy, with a metric unless the policy evaluates the model itself; without one, only yield."""
+    if not policy:
+        await world.safe_point()
+        return None
+    info: StepInfo = await (policy.step() if isinstance(policy, SelectiveDiLoCoPolicy) else policy.step(metric))
+    return info
 
 
 def slowed(factor: float, started: float) -> None:
@@ -126,7 +148,7 @@ async def train(world: ad.World, context: ad.DistributedContext, args: argparse.
     server = context.assigned_buffer
     async with (
         nullcontext() if server is None else Replay(env, model, server) as buffer,
-        build_policy(args, context, model, optimizer) as policy,
+        build_policy(args, context, env, model, optimizer) as policy,
     ):
         record.start(
             transport=world.transport_name,
@@ -147,7 +169,7 @@ async def train(world: ad.World, context: ad.DistributedContext, args: argparse.
 
             started = time.perf_counter()
             try:
-                info = await (policy.step(-mean_loss) if policy else world.safe_point())
+                info = await step(world, policy, -mean_loss)
             except ad.ClosedError:  # average-all: a rank has left the policy, so no average of all is possible
                 break
             record.step(iteration, -mean_loss, time.perf_counter() - started, info)
