@@ -25,10 +25,12 @@ from asyncdist.protocols.exchange.ledger import (
     Decide,
     Instruction,
     Ledger,
+    Partners,
     Retire,
     TakeCensus,
     Verdict,
     Weighing,
+    all_members,
     reported_weights,
 )
 from asyncdist.protocols.exchange.messages import (
@@ -61,6 +63,8 @@ class Exchange:
         is_overlapped: Whether the ranks train while data moves; equal on all members.
         weigh: Pure function by which a leader chooses the donors and their weights from the members' reports; equal on
             all members. By default all finite contributions count, with their reported weights.
+        partners: Pure function by which a leader chooses whose contributions each member averages; equal on all
+            members. By default all members share one mean.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Exchange:
         *,
         is_overlapped: bool,
         weigh: Weighing = reported_weights,
+        partners: Partners = all_members,
     ) -> None:
         self._services = services
         self._membership = membership
@@ -82,8 +87,8 @@ class Exchange:
         self._early: list[tuple[int, int, ExchangeMessage]] = []  # messages to this rank before it leads
         self._orders: list[tuple[int, ExchangeMessage]] = []  # the leader's messages before this newcomer has a state
         self._is_closed = False
-        self._weigh = weigh
-        self._ledger = Ledger(membership.living, weigh=weigh) if membership.leads else None
+        self._weigh, self._partners = weigh, partners
+        self._ledger = Ledger(membership.living, weigh=weigh, partners=partners) if membership.leads else None
         self._server = SnapshotServer(services, scopes.to_members)
         self._transfers = RoundTransfers(services, self._server, fragments, is_overlapped=is_overlapped)
         self._channel: Channel[ExchangeMessage] = services.open_channel(
@@ -194,7 +199,7 @@ class Exchange:
     def on_new_leader(self) -> None:
         """Report this member's standing to the new leader, which takes a census."""
         if self._membership.leads:
-            self._ledger = Ledger(self._membership.living, self._last_retired, self._weigh)
+            self._ledger = Ledger(self._membership.living, self._last_retired, self._weigh, self._partners)
             self._ledger.take_over()
         self._hold(0)
         if self._ledger is not None:  # otherwise yet another rank is lost before this one leads

@@ -16,7 +16,7 @@ it, no model has changed, and the leader decides the round again, by the same fu
 All functions are pure: messages and losses in, decisions out.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import NamedTuple, TypeAlias
@@ -32,6 +32,8 @@ class Verdict:
         weights: Weights of the donors, in the same order.
         norms: L2 norms of the donors' contributions, in the same order.
         holder: Rank that has the mean already, from which all slices are requested; -1 if the donors own the slices.
+        taker: Rank for which alone the verdict is, and which averages all slices itself; -1 if all members share the
+            mean.
     """
 
     attempt: int
@@ -39,6 +41,7 @@ class Verdict:
     weights: tuple[float, ...]
     norms: tuple[float, ...]
     holder: int = -1
+    taker: int = -1
 
     def __post_init__(self) -> None:
         """Raise ValueError if the fields do not belong together."""
@@ -53,7 +56,9 @@ class Verdict:
         return (self.holder,) if self.holder >= 0 else self.donors
 
     def source_of(self, number: int) -> int:
-        """Return the rank that provides the mean of slice ``number``."""
+        """Return the rank that provides the mean of slice ``number``: for a taker, the taker itself."""
+        if self.taker >= 0:
+            return self.taker
         return self.holder if self.holder >= 0 else self.donors[number % len(self.donors)]
 
 
@@ -74,6 +79,16 @@ class Report(NamedTuple):
 #: Function of the reports on a round, by rank, that returns the weight of each donor by rank; all others are left out.
 #: A donor's norm must be finite.
 Weighing: TypeAlias = Callable[[Mapping[int, Report]], Mapping[int, float]]
+
+
+#: Function of a round's number, a rank and all members that returns the members whose contributions the rank averages,
+#: or None if all members share one mean in this round.
+Partners: TypeAlias = Callable[[int, int, Sequence[int]], Sequence[int] | None]
+
+
+def all_members(number: int, rank: int, members: Sequence[int]) -> None:
+    """Let all members share one mean in each round."""
+    del number, rank, members
 
 
 def reported_weights(reports: Mapping[int, Report]) -> dict[int, float]:
@@ -144,6 +159,13 @@ class _Round:
     merged: set[int] = field(default_factory=set)
     attempt: int = 0
     verdict: Verdict | None = None
+    taken: dict[int, Verdict] = field(default_factory=dict)  # by taker, if the members do not share one mean
+
+    def needs(self, rank: int) -> bool:
+        """Return whether a member may still request data from a rank."""
+        missing = [verdict for taker, verdict in self.taken.items() if taker not in self.merged]
+        found = missing if self.verdict is None else [self.verdict, *missing]
+        return any(rank in verdict.sources for verdict in found)
 
 
 class Ledger:
@@ -153,13 +175,22 @@ class Ledger:
         members: Ranks that take part.
         last_retired: Last round that is known to be retired.
         weigh: Pure function that chooses the donors and their weights, equal on all members.
+        partners: Pure function that chooses whose contributions a member averages, equal on all members. A member's
+            verdict follows when these contributions and its own are reported, so only partners wait for each other.
 
     Attributes:
         census: Number of the latest census; 0 before the first.
     """
 
-    def __init__(self, members: Iterable[int], last_retired: int = 0, weigh: Weighing = reported_weights) -> None:
+    def __init__(
+        self,
+        members: Iterable[int],
+        last_retired: int = 0,
+        weigh: Weighing = reported_weights,
+        partners: Partners = all_members,
+    ) -> None:
         self.members = set(members)
+        self._partners = partners
         self.last_retired = last_retired
         self._weigh = weigh
         self.census = 0
@@ -212,7 +243,7 @@ class Ledger:
                 each.excused.add(rank)
             if each.verdict is not None:
                 made.append(Decide(number, each.verdict, (rank,)))
-        return made
+        return [*made, *self._decisions()]
 
     @property
     def can_admit(self) -> bool:
@@ -229,8 +260,8 @@ class Ledger:
         for each in self._rounds.values():
             each.captured.pop(rank, None)
             each.merged.discard(rank)
-            verdict = each.verdict
-            is_needed |= verdict is not None and rank in verdict.sources
+            each.taken.pop(rank, None)
+            is_needed |= each.needs(rank)
         if self._awaited is not None:
             self._awaited.discard(rank)
             return self._end_census()
@@ -244,22 +275,43 @@ class Ledger:
         return self._rounds.setdefault(number, _Round())
 
     def _decisions(self) -> list[Instruction]:
-        """Decide all rounds to which every member has contributed."""
+        """Decide all rounds to which every member has contributed, or every partner of a member."""
         if self._awaited is not None or not self.members:
             return []
         made: list[Instruction] = []
         for number, each in sorted(self._rounds.items()):
-            if each.verdict is None and each.captured and self.members - each.excused <= each.captured.keys():
+            if not self._is_shared(number):
+                made += self._taken(number, each)
+            elif each.verdict is None and each.captured and self.members - each.excused <= each.captured.keys():
                 each.verdict = self._verdict(each)
                 made.append(Decide(number, each.verdict, tuple(sorted(self.members - each.merged))))
         return made
 
-    def _verdict(self, each: _Round) -> Verdict:
+    def _is_shared(self, number: int) -> bool:
+        """Return whether all members share one mean in a round."""
+        return not self.members or self._partners(number, min(self.members), tuple(sorted(self.members))) is None
+
+    def _taken(self, number: int, each: _Round) -> list[Instruction]:
+        """Decide a round for each member to which its partners and the member itself have contributed."""
+        made: list[Instruction] = []
+        members = tuple(sorted(self.members))
+        for rank in members:
+            if rank in each.merged or rank in each.taken:
+                continue
+            partners = set(self._partners(number, rank, members) or ()) & self.members
+            if (partners | {rank}) - each.excused <= each.captured.keys():
+                each.taken[rank] = self._verdict(each, partners, rank)
+                made.append(Decide(number, each.taken[rank], (rank,)))
+        return made
+
+    def _verdict(self, each: _Round, partners: Iterable[int] | None = None, taker: int = -1) -> Verdict:
+        """Return the next verdict on a round, from the reports of all members or of a taker's partners."""
         each.attempt += 1
-        chosen = self._weigh(dict(sorted(each.captured.items())))
+        ranks = each.captured.keys() if partners is None else each.captured.keys() & set(partners)
+        chosen = self._weigh({rank: each.captured[rank] for rank in sorted(ranks)})
         donors = tuple(sorted(chosen))
         norms = tuple(each.captured[rank].norm for rank in donors)
-        return Verdict(each.attempt, donors, tuple(chosen[rank] for rank in donors), norms)
+        return Verdict(each.attempt, donors, tuple(chosen[rank] for rank in donors), norms, taker=taker)
 
     def _retirements(self) -> list[Instruction]:
         """Retire all rounds whose mean every member has, in order."""
@@ -298,7 +350,8 @@ class Ledger:
                     each.excused.add(rank)
                 if own.has_merged:
                     each.merged.add(rank)
-                    holders.setdefault(own.round, (rank, own))
+                    if self._is_shared(own.round):  # otherwise each member's mean is different
+                        holders.setdefault(own.round, (rank, own))
         for number, known in self._rounds.items():  # contributions that were reported after the answer
             each = rounds.setdefault(number, _Round())
             each.attempt = max(each.attempt, known.attempt)

@@ -129,6 +129,14 @@ class ExchangePolicy(JoinablePolicy):
         del verdict
         return False
 
+    def partners(self, number: int, rank: int, members: Sequence[int]) -> Sequence[int] | None:
+        """Return the members whose contributions to a round a rank averages, or None if all share one mean.
+
+        A pure function, equal on all members. A rank waits for its partners only.
+        """
+        del number, rank, members
+        return None
+
     def _acts_alone(self) -> bool:
         """Return whether a rank without other members averages as well, as with an outer optimizer."""
         return False
@@ -157,7 +165,13 @@ class ExchangePolicy(JoinablePolicy):
     def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
         is_overlapped = self._is_overlapped
         self._exchange = Exchange(
-            self._services, scopes, membership, self._fragments, is_overlapped=is_overlapped, weigh=self.weigh
+            self._services,
+            scopes,
+            membership,
+            self._fragments,
+            is_overlapped=is_overlapped,
+            weigh=self.weigh,
+            partners=self.partners,
         )
         self._admission = self._new_admission(membership, scopes)
 
@@ -354,7 +368,7 @@ class ExchangePolicy(JoinablePolicy):
             fragment_count=self._fragment_count,
             version=own.version,
             staleness_versions=0,  # a fragment is captured again only after its mean was applied
-            left_out=tuple(sorted(set(members) - set(verdict.donors))),
+            left_out=() if verdict.taker >= 0 else tuple(sorted(set(members) - set(verdict.donors))),
         )
         self._announce(info, verdict)
         return info

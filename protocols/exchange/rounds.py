@@ -237,7 +237,7 @@ class RoundTransfers:
         self._services.engine.recheck()
 
     async def _receive(self, own: MemberRound, verdict: Verdict) -> None:
-        """Average the slices that this member owns, and receive the means of all others."""
+        """Average the slices that this member owns, or all as a taker, and receive the means of the others."""
         layout = self._fragments[own.fragment].layout
         me = self._services.rank
         owned = [each for each in layout.slices if verdict.source_of(each.owner) == me]
@@ -256,7 +256,8 @@ class RoundTransfers:
                 means[each] = self._fetch(own, verdict.source_of(each.owner), into, label)
             for each in owned:
                 await self._average(own, verdict, each, {donor: given.get((each, donor)) for donor in verdict.donors})
-                self._offer(own, layout.part(own.mean, each, of_mean=True), _label(verdict.attempt, each, layout))
+                if verdict.taker < 0:
+                    self._offer(own, layout.part(own.mean, each, of_mean=True), _label(verdict.attempt, each, layout))
             for each in others:
                 await means[each].whole()
         finally:

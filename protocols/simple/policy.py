@@ -64,6 +64,10 @@ class SimplePolicy(ExchangePolicy):
         """Return the rule's weights of the donors."""
         return self._rule.weights(reports)
 
+    def partners(self, number: int, rank: int, members: Sequence[int]) -> Sequence[int] | None:
+        """Return the rule's partners of a rank."""
+        return self._rule.partners(number, rank, members)
+
     def _trouble(self) -> str:
         """Describe this rank's non-finite state; "" if it cannot be replaced, since only a share is exchanged."""
         trouble = super()._trouble()

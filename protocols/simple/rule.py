@@ -35,6 +35,22 @@ class Rule(ExchangeOptions):
         """Return whether a round begins in a step, counted from 0."""
         return (step + 1) % self.average_every == 0
 
+    def partners(self, round: int, rank: int, members: Sequence[int]) -> Sequence[int] | None:
+        """Return the members whose values a rank combines in a round, or None if all take one mean of all.
+
+        A rank waits in a due step for its partners only. With partners, a rank receives S bytes from each; without,
+        2 S (k - 1) / k bytes in all, with k ranks and S bytes of values. If a rank is lost, the partners of the ranks
+        that still wait for a mean are chosen again.
+
+        Args:
+            members: Ranks that take part, ascending, ``rank`` included. They change when a rank is lost or joins.
+
+        Returns:
+            Ranks among ``members``, usually with ``rank`` itself.
+        """
+        del round, rank, members
+        return None
+
     def chosen(self, round: int, count: int) -> Tensor | None:
         """Return the indices of the parameters' values that a round exchanges, or None for all.
 
