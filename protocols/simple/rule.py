@@ -14,22 +14,26 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from asyncdist.protocols.declared import like
+from asyncdist.protocols.declared import option, whole
 from asyncdist.protocols.exchange.ledger import Report, reported_weights
 from asyncdist.protocols.exchange.options import ExchangeOptions
-from asyncdist.protocols.options import CommonOptions
 
 _INT64_MAX: Final = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule(ExchangeOptions):
-    """Options and decisions of a simple policy. By default, all ranks take the mean of all, regularly.
+    """Options and decisions of a simple policy. By default, all ranks take the mean of all.
 
     A round is one exchange. Rounds are numbered from 1, and all members make the same rounds.
     """
 
-    average_every: int = like(CommonOptions, "average_every")
+    average_every: int = option(
+        "Number of steps between averages: step i, counted from 0, averages if (i + 1) % average_every == 0.",
+        whole(1),
+        default=1,
+        is_agreed=True,
+    )
 
     def due(self, step: int) -> bool:
         """Return whether a round begins in a step, counted from 0."""

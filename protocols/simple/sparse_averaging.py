@@ -43,12 +43,6 @@ class SparseAveragingOptions(ExchangeOptionNames, total=False):
 class RandomShare(Rule):
     """All ranks take the mean of the values at random indices, which differ from round to round."""
 
-    average_every: int = option(
-        "Number of steps between averages: step i, counted from 0, averages if (i + 1) % average_every == 0.",
-        whole(1),
-        default=1,
-        is_agreed=True,
-    )
     fraction: float = option(
         "Share of the parameters' values that a round averages, above 0 and at most 1.",
         number("a number above 0 and at most 1", validation.SMALLEST, 1.0),

