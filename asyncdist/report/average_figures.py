@@ -43,7 +43,7 @@ def _rounds(rounds: Sequence[Average]) -> tuple[str, go.Figure]:
     for name, field in (("last contribution", "last_s"), ("last rank applied", "applied_s")):
         took = 1e3 * (np.array([getattr(each, field) for each in shown], dtype=float) - first)
         figure.add_scattergl(x=times(first), y=took.astype(np.float32), mode="markers", name=name, text=texts)
-    waited = 1e3 * np.array([each.waited_s for each in shown])
+    waited = 1e3 * np.array([each.waited_s if each.applied_count else math.nan for each in shown])
     figure.add_scattergl(x=times(first), y=waited.astype(np.float32), mode="markers", name="longest wait", text=texts)
     note = (
         "Each round is a column of points, at the time of its first contribution: when the last rank contributed, when"
@@ -74,7 +74,8 @@ def _changes(rounds: Sequence[Average]) -> tuple[str, go.Figure | None]:
         for name, field, axis in (("norm", "outer_norm", "y"), ("cosine", "cosine", "y2")):
             y = np.array([_or_nan(getattr(each, field)) for each in its], dtype=np.float32)
             if np.isfinite(y).any():
-                figure.add_scatter(x=x, y=y, mode="lines+markers", name=f"{name}{of}", yaxis=axis)
+                dash = "dot" if axis == "y2" else "solid"
+                figure.add_scatter(x=x, y=y, mode="lines+markers", name=f"{name}{of}", yaxis=axis, line_dash=dash)
     figure.update_layout(
         yaxis2={"title": "mean cosine", "overlaying": "y", "side": "right", "range": [-1.05, 1.05], "dtick": 0.5}
     )
