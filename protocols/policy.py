@@ -84,6 +84,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             arguments.
         begins_again: Whether this rank starts the policy because it ran out of memory in an earlier policy. Set it
             before the start; the start fails if the value differs between members.
+        has_loaded: Whether :meth:`load_state_dict` has been called.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or is out of range.
@@ -136,6 +137,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._stepping = False
         self._is_beginning = False
         self.begins_again = False
+        self.has_loaded = False
         self._world: World
         self._services: Services
         self._group: Group
@@ -438,6 +440,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
                 f"{', '.join(map(str, state))}"
             )
         self._restore(state)
+        self.has_loaded = True
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Load a state that has been checked or was received from another member."""

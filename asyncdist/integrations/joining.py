@@ -216,7 +216,8 @@ class Training(Generic[PolicyT]):
         A trainer that has run out of memory may begin again with smaller batches while the other ranks train. This rank
         therefore continues alone with a policy with equal options that is open on the model (or, after running out of
         memory, on a model with the same layout). If there is none, this object's open policy is ended before the start.
-        If memory ran out and the other ranks do not start a new policy, this rank trains without a policy.
+        If memory ran out and the other ranks do not start a new policy, this rank trains without a policy. A policy
+        that has loaded a state replaces an open policy on the model, unless memory ran out.
         """
         world = join()
         if self._warning and world.rank == 0:
@@ -238,7 +239,8 @@ class Training(Generic[PolicyT]):
                 made.load_state_dict(saved)
             interrupted = [owner for owner in _open_trainings() if owner.is_interrupted]
             was_apart = any(owner.is_apart for owner in interrupted)
-            for owner in (*interrupted, self):
+            replaced = [owner for owner in _open_trainings() if made.has_loaded and owner._is_on_model_of(made)]
+            for owner in (*interrupted, *replaced, self):
                 owner.end()
             if was_apart:
                 self._keep(None, 0)
@@ -280,13 +282,20 @@ class Training(Generic[PolicyT]):
         """Continue with an open policy that equals ``made``, and return whether there is such a policy."""
         owners = [(owner, owner.policy) for owner in _open_trainings() if owner.policy is not None]
         for owner, policy in owners:
-            if made.model is policy.awaited.model and _is_equal(policy.awaited, made):
+            may_continue = owner.is_interrupted or not made.has_loaded
+            if may_continue and owner._is_on_model_of(made):
                 policy.awaited.optimizer = made.optimizer
                 return self._take_over(owner, policy)
         for owner, policy in owners:
             if owner.is_interrupted and _is_equal(policy.awaited, made) and policy.awaited.take_model_of(made):
                 return self._take_over(owner, policy)
         return False
+
+    def _is_on_model_of(self, made: SpawnPolicy) -> bool:
+        """Return whether the open policy, if any, has the model of ``made`` and equal options."""
+        if self.policy is None:
+            return False
+        return made.model is self.policy.awaited.model and _is_equal(self.policy.awaited, made)
 
     def _take_over(self, owner: Training[PolicyT], policy: Policy[PolicyT]) -> Literal[True]:
         owner._release()
@@ -331,6 +340,10 @@ class Training(Generic[PolicyT]):
         """
         if self.policy is None:
             self._saved = state
+
+    def forget_state(self) -> None:
+        """Forget a loaded state with which no policy has started."""
+        self._saved = None
 
     def step(self, metric: Any, tokens: float | None = None) -> StepInfo:
         """Do a policy step; only this changes weights. Raise ClosedError if the training has not begun or has ended.

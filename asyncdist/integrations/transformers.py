@@ -140,6 +140,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
     def _attached(self, trainer: Trainer) -> Iterator[None]:
         """Attach this callback to one call of the trainer's ``train``, and leave the policy if the call raises."""
         self._prepare(trainer.args)  # on_init_end was not called if this callback was added later
+        self._training.forget_state()
         makers: dict[str, Callable[[Any], Any]] = {
             "training_step": self._seeing_batches,
             "log": self._adding_count,

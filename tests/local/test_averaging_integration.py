@@ -139,6 +139,34 @@ def test_a_saved_state_continues_to_the_same_bits(world: str) -> None:
         ad.simulate(hosted, ranks=2, seed=1, strict=True).value()
 
 
+@pytest.mark.parametrize("iteration", [0, 6])
+def test_a_loaded_state_replaces_the_open_policy_of_the_model(iteration: int) -> None:
+    """Regression: the open policy continued, with its own anchor and iteration, as after a notebook cell ran again."""
+
+    def main(world: ad.blocking.World) -> list[Any]:
+        policy = made()
+        averages = Averaging(policy)
+        for _ in range(iteration):
+            train(policy, averages, 0.1 * (world.rank + 1))
+        state, weights = averages.state_dict(), copy.deepcopy(policy.model.state_dict())
+        ends = []
+        for extra in (5, 0):  # the first training continues beyond the saved state
+            for _ in range(extra):
+                train(policy, averages, 0.3)
+            model = policy.model
+            model.load_state_dict(weights)
+            policy = DiLoCoPolicy(model, policy.optimizer, average_every=4)
+            policy.load_state_dict(state)
+            averages = Averaging(policy)
+            for _ in range(10):
+                train(policy, averages, 0.1 * (world.rank + 1))
+            ends.append([policy.iteration, *model.weight.tolist()])
+        return ends
+
+    for first, again in ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True):
+        assert first[0] == iteration + 10 and first == again
+
+
 def test_a_new_model_after_lost_memory_begins_at_the_anchor() -> None:
     """A rank that begins again with initial weights would pull the mean back to them."""
 

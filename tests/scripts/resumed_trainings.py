@@ -2,13 +2,15 @@
 
     resumed_trainings.py FOLDER
 
-A round is in flight when the checkpoint is saved. Rank 1 has batches twice as large as rank 0, and tokens are counted.
+A round is in flight when the checkpoint is saved. In Lightning one callback is used by all trainings, and each training
+is followed by a validation of its checkpoint. Rank 1 has batches twice as large as rank 0, and tokens are counted.
 Each rank reports whether both trainings have equal weights at the end, the ranks' weights in the rounds, and the number
 of averages that each library has logged.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,11 @@ def rows() -> torch.Tensor:
     return torch.randn(32 * batch_size(), 8, generator=torch.Generator().manual_seed(rank))
 
 
+@functools.cache
+def callback() -> in_lightning.Averaging[DiLoCoPolicy]:
+    return in_lightning.Averaging(DiLoCoPolicy, **OPTIONS)
+
+
 def fit(folder: Path, steps: int, *, resumes: bool = False) -> tuple[torch.Tensor, list[StepInfo], int]:
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -65,6 +72,9 @@ def fit(folder: Path, steps: int, *, resumes: bool = False) -> tuple[torch.Tenso
 
         def training_step(self, batch: Any, _: int) -> Any:
             return self.net(batch[0])["loss"]
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            pass
 
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -76,7 +86,7 @@ def fit(folder: Path, steps: int, *, resumes: bool = False) -> tuple[torch.Tenso
 
     infos: list[StepInfo] = []
     module = Module()
-    averaging = in_lightning.Averaging(DiLoCoPolicy, **OPTIONS)
+    averaging = callback()
     trainer = pl.Trainer(
         max_epochs=steps // HALF,
         callbacks=[averaging, Watch()],
@@ -89,9 +99,12 @@ def fit(folder: Path, steps: int, *, resumes: bool = False) -> tuple[torch.Tenso
         enable_model_summary=False,
     )
     path = folder / f"last{ad.blocking.process_world().rank}.ckpt"
-    trainer.fit(module, DataLoader(TensorDataset(rows()), batch_size()), ckpt_path=str(path) if resumes else None)
+    loader = DataLoader(TensorDataset(rows()), batch_size())
+    trainer.fit(module, loader, ckpt_path=str(path) if resumes else None)
     trainer.save_checkpoint(path)  # after the policy has ended
-    return module.net.layer.weight.detach(), infos, int(trainer.callback_metrics["averages"])
+    count = int(trainer.callback_metrics["averages"])
+    trainer.validate(module, loader, ckpt_path=str(path), verbose=False)
+    return module.net.layer.weight.detach(), infos, count
 
 
 def train(folder: Path, steps: int, *, resumes: bool = False) -> tuple[torch.Tensor, list[StepInfo], int]:
