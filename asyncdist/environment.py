@@ -12,6 +12,7 @@ import dataclasses
 import multiprocessing
 import os
 import pwd
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal
@@ -343,6 +344,11 @@ def program_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
     asyncdist must not run their programs.
     """
     return list(filter(os.path.isabs, environ.get("PATH", os.defpath).split(os.pathsep)))
+
+
+def find_program(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the path of a program in the absolute directories of PATH; None if there is none."""
+    return shutil.which(name, path=os.pathsep.join(program_directories(environ)))
 
 
 def home(environ: Mapping[str, str] = os.environ) -> str:

@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -339,7 +338,6 @@ def gather(environ: Mapping[str, str]) -> Facts:
     except ValueError as error:
         detection_error = str(error)
     installation = mpirun.find_installation(environ)
-    ours = shutil.which("mpirun", path=environ.get("PATH", os.defpath))
     backends, gpus, torch_version = _ask_torch()
     hints = (
         mpi_launchers.oversubscription_hint(environ),
@@ -363,7 +361,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         unwritable=cross_memory_attach.obstacle(),
         installation=installation,
         is_unallowed_root=os.geteuid() == 0 and any(environ.get(name) != "1" for name in mpirun.ROOT_VARIABLES),
-        path_mpirun=None if ours is None else (ours, mpirun.launcher_flavour(ours)),
+        path_mpirun=find_mpirun(environ),
         mpi=_start_mpi(started, installation, environ),
         survives=started.transport == "mpi" and mpi_launchers.survives_rank_loss(environ),
         restarts=started.transport == "torch" and _restarts_ranks(environ),
@@ -381,6 +379,12 @@ def gather(environ: Mapping[str, str]) -> Facts:
         notes=[hint for hint in hints if hint is not None],
         starter=_find_starter(installation) if started.transport == "mpi" else None,
     )
+
+
+def find_mpirun(environ: Mapping[str, str]) -> tuple[str, environment.Flavour | None] | None:
+    """Return the mpirun in PATH and the flavour that it reports, which may be None; None if there is no mpirun."""
+    path = environment.find_program("mpirun", environ)
+    return None if path is None else (path, mpirun.launcher_flavour(path))
 
 
 def _find_starter(installation: mpirun.Installation) -> str | None:
@@ -497,7 +501,7 @@ def _start_mpi_here(started: Launch) -> Mpi:
 
 
 def _explain_no_gpu() -> str | None:
-    program = shutil.which("nvidia-smi", path=os.pathsep.join(environment.program_directories()))
+    program = environment.find_program("nvidia-smi")
     if program is None:
         return None
     try:

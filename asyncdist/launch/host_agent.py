@@ -19,7 +19,6 @@ private folders for Open MPI, which it removes when it ends.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import platform
@@ -128,7 +127,7 @@ class _Agent:
             hello=versions(),
             cores=local_host.available_cores(),
             port=local_host.find_free_port(),
-            folders=dataclasses.asdict(self._folders),
+            folders={"files": self._folders.files, "memory": self._folders.memory},
         )
 
     def _start(self, rank: int, command: list[str], environ: dict[str, str]) -> None:

@@ -15,7 +15,6 @@ import os
 import queue
 import secrets
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -111,7 +110,7 @@ def split_ssh(command: str) -> list[str]:
         words = shlex.split(command)
     except ValueError as error:
         raise local_host.LaunchError(f"--ssh must be a command line, got {command!r}: {error}") from error
-    program = shutil.which(words[0], path=os.pathsep.join(environment.program_directories())) if words else None
+    program = environment.find_program(words[0]) if words else None
     if program is None:
         lacking = f"there is no program {words[0]!r}" if words else "no program is named"
         raise local_host.LaunchError(

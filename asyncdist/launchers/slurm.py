@@ -116,11 +116,11 @@ def local_size(environ: Mapping[str, str]) -> int | None:
     return counts[node] if node < len(counts) else None
 
 
-def list_plugins() -> list[str]:
-    """Return the MPI plugins listed by ``srun --mpi=list``; [] if srun does not answer."""
+def list_plugins(srun: str) -> list[str]:
+    """Return the MPI plugins listed by ``srun --mpi=list``; [] if the program ``srun`` does not answer."""
     try:
         ended = subprocess.run(
-            ["srun", "--mpi=list"], capture_output=True, text=True, timeout=_LIST_TIMEOUT_S, check=False
+            [srun, "--mpi=list"], capture_output=True, text=True, timeout=_LIST_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return []

@@ -86,7 +86,8 @@ def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -
     if not MPI.Is_initialized():
         if check_library is not None:
             check_library(MPI.Get_library_version())
-        environment.set_variables(mpi_folders.settings_of_rank(environment.VARIABLES))
+        folders = environment.secret_directories()
+        environment.set_variables(mpi_folders.settings_of_rank(environment.VARIABLES, folders))
         try:
             MPI.Init_thread(MPI.THREAD_FUNNELED)
         except MPI.Exception as error:

@@ -14,6 +14,12 @@ from asyncdist.errors import TransportError
 from asyncdist.launchers import slurm
 
 
+def list_plugins() -> list[str]:
+    """Return the MPI plugins that Slurm offers; [] if there is no srun, or it does not answer."""
+    srun = environment.find_program("srun")
+    return [] if srun is None else slurm.list_plugins(srun)
+
+
 def check_world_size(
     expected: int | None,
     actual: int,
@@ -21,7 +27,7 @@ def check_world_size(
     *,
     source: str = "",
     environ: Mapping[str, str] = environment.VARIABLES,
-    list_plugins: Callable[[], Sequence[str]] = slurm.list_plugins,
+    list_plugins: Callable[[], Sequence[str]] = list_plugins,
 ) -> None:
     """Raise TransportError if the size of MPI's world differs from the number of ranks that the launcher started.
 
@@ -56,7 +62,7 @@ def check_library(
     library: str,
     *,
     environ: Mapping[str, str] = environment.VARIABLES,
-    list_plugins: Callable[[], Sequence[str]] = slurm.list_plugins,
+    list_plugins: Callable[[], Sequence[str]] = list_plugins,
 ) -> None:
     """Raise TransportError before MPI_Init if the MPI library would end the process there.
 

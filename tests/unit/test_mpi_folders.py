@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,25 @@ def test_only_this_user_can_enter_the_folders(bases: tuple[Path, Path]) -> None:
         (made[0] / "left").touch()
         assert MpiFolders.make("name") == folders, "two hosts may share a folder for temporary files"
     assert [list(base.iterdir()) for base in bases] == [[], []]
+
+
+def test_the_next_job_removes_folders_of_killed_jobs(bases: tuple[Path, Path]) -> None:
+    """Regression: if ``asyncdist run`` was killed, its ranks' shared memory stayed in ``/dev/shm`` until a reboot."""
+    hour_ago = time.time() - 3600
+    with mpi_folders.kept("running") as running:
+        for base in bases:
+            for name in ("killed", "new", "shared"):
+                (base / f"asyncdist-mpi-{name}").mkdir(mode=0o700)
+                (base / f"asyncdist-mpi-{name}" / "sm_segment").touch()
+            (base / "asyncdist-mpi-shared").chmod(0o755)
+            (base / "asyncdist-mpi-file").touch()
+            for name in ("killed", "shared", "running", "file"):
+                os.utime(base / f"asyncdist-mpi-{name}", (hour_ago, hour_ago))
+        with mpi_folders.kept("next"):
+            for base in bases:
+                left = {path.name.removeprefix("asyncdist-mpi-") for path in base.iterdir()}
+                assert left == {"running", "new", "shared", "file", "next"}
+        assert Path(running.files).is_dir()
 
 
 def test_a_folder_that_others_can_enter_is_not_used(bases: tuple[Path, Path]) -> None:
@@ -69,3 +90,12 @@ def test_a_rank_started_by_mpirun_uses_its_users_folder(bases: tuple[Path, Path]
     Path(made[MEMORY]).chmod(0o777)
     assert mpi_folders.settings_of_rank({})[MEMORY] == str(private_folders.candidates([str(bases[1])])[1])
     assert mpi_folders.settings_of_rank({MEMORY: "/fast"}) == {}
+
+
+def test_memory_stays_private_if_all_names_are_taken(bases: tuple[Path, Path]) -> None:
+    """Regression: another user's eight folders made ranks of a plain mpirun use files with predictable names."""
+    for taken in private_folders.candidates([str(bases[1])]):
+        taken.mkdir(mode=0o777)
+        taken.chmod(0o777)
+    made = mpi_folders.settings_of_rank({}, [str(bases[0])])
+    assert set(made.values()) == {str(private_folders.candidates([str(bases[0])])[0])}
