@@ -96,9 +96,9 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     calls_metric: ClassVar[bool] = False
     #: Whether a restarted rank may join the running policy, and whether a policy on all ranks may start without the
     #: lost ranks.
-    admits_restarted: ClassVar[bool] = False
+    admits_restarted: bool = False
     #: Whether several ranks train one replica of the model, as under DDP. The model may then be wrapped or sharded.
-    keeps_replicas: ClassVar[bool] = False
+    keeps_replicas: bool = False
 
     @validation.names_options()
     def __init__(

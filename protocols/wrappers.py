@@ -20,7 +20,10 @@ from asyncdist import LocalProtocolError, World
 _WRAPPERS: Final = ("torch.nn.parallel.distributed", "torch.distributed.fsdp", "torch.distributed._composable")
 #: Module of torch that defines the base class of modules sharded by `fully_shard`.
 _SHARDED: Final = "torch.distributed.fsdp._fully_shard"
-_WHY: Final = "whose ranks always have equal weights, while a policy gives each rank its own. Pass a model without it"
+_WHY: Final = (
+    "whose ranks always have equal weights, while a policy gives each rank its own. Pass a model without it, or, if "
+    "only the ranks of one replica are wrapped together, pass replica_size= to a policy that has this option"
+)
 
 
 def check_not_wrapped(model: nn.Module, *, keeps_replicas: bool = False) -> None:

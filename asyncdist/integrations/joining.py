@@ -133,6 +133,11 @@ def averaging(kind: type[PolicyT], options: Mapping[str, Any], *, monitor: str |
     if monitor is not None and not kind.takes_metric:
         validation.refuse("monitor", monitor, f"None, because {kind.__name__} uses no metric")
     validation.check_option_names(kind, options)
+    if options.get("replica_size", 1) != 1:
+        allowed = (
+            f"1 for {kind.__name__} in a trainer; in a loop of your own, asyncdist.integrations.pytorch has replicas"
+        )
+        validation.refuse("replica_size", options["replica_size"], allowed)
     given = {"metric_mode": "min", **options} if kind.takes_metric else dict(options)
     warning = "" if monitor is None else _warning_of_monitor(monitor, given["metric_mode"])
     return Training(lambda model, optimizer: kind(model, optimizer, **given), warning)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Final, Literal, TypeAlias
@@ -16,9 +16,7 @@ from asyncdist import validation
 from asyncdist.protocols.declared import one_of, option, or_none, whole
 from asyncdist.protocols.diloco.fragments import FragmentPattern
 from asyncdist.protocols.diloco.outer_step import OuterFactory, check_factory
-from asyncdist.protocols.exchange.options import ExchangeOptions
-from asyncdist.protocols.options import MemberOptions, OptimizerState
-from asyncdist.protocols.step_info import PolicyEvent
+from asyncdist.protocols.exchange.options import ExchangeOptionNames, ExchangeOptions
 from asyncdist.tensors.codecs import Codec, find_codec
 
 #: How the ranks' contributions are weighted: equally, or by the tokens passed to `step`.
@@ -30,7 +28,7 @@ NESTEROV: Final = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, neste
 _GROUP: Final = "fragments and bytes"
 
 
-class DiLoCoOptionNames(MemberOptions, total=False):
+class DiLoCoOptionNames(ExchangeOptionNames, total=False):
     """The options of :class:`protocols.DiLoCoPolicy`, except ``average_every``."""
 
     outer_optimizer: OuterFactory | None
@@ -42,10 +40,8 @@ class DiLoCoOptionNames(MemberOptions, total=False):
     error_feedback: float | None
     weights: Weighting
     warmup_steps: int
-    optimizer_state: OptimizerState
     late: Late
-    on_event: Callable[[PolicyEvent], None] | None
-    drain_timeout_s: float
+    replica_size: int
 
 
 def _outer_factory(name: str, value: Any) -> Any:
@@ -151,6 +147,16 @@ class DiLoCoOptions(ExchangeOptions):
         one_of(Late),
         default="wait",
         group="stragglers and rounds",
+        is_agreed=True,
+    )
+
+    replica_size: int = option(
+        "Number of consecutive ranks that train one replica of the model together, under DDP or `fully_shard`. The "
+        "replicas average with each other; a replica counts as one contributor. 1 means that each rank has its own "
+        "model.",
+        whole(1),
+        default=1,
+        group="members and timeouts",
         is_agreed=True,
     )
 

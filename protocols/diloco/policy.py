@@ -32,7 +32,6 @@ from asyncdist.protocols.diloco.fragments import fragments_of
 from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions
 from asyncdist.protocols.exchange.policy import ExchangePolicy
 from asyncdist.protocols.exchange.schedule import Schedule
-from asyncdist.protocols.exchange.wire_layout import WireLayout
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.misuse import line_of_caller
 from asyncdist.protocols.options import CommonOptions, MemberOptions
@@ -116,12 +115,19 @@ class DiLoCoPolicy(ExchangePolicy):
     ) -> None:
         own = self._own_options = DiLoCoOptions.of(options)
         schedule = Schedule(average_every, own.fragments, own.overlap_steps, own.warmup_steps)
-        is_skipping, members = own.late == "skip", among(options, MemberOptions)
-        super().__init__(model, optimizer, schedule=schedule, shared=own, skips_late=is_skipping, **members)
+        super().__init__(
+            model,
+            optimizer,
+            schedule=schedule,
+            shared=own,
+            skips_late=own.late == "skip",
+            replica_size=own.replica_size,
+            **among(options, MemberOptions),
+        )
         own.check_beside(self.average_every)
         if own.wire.name == "topk" and own.error_feedback is None:
             warnings.warn(_LOSES_VALUES, UserWarning, stacklevel=3)
-        self._chosen = fragments_of(self._flat.entries, own.fragments, own.fragment_pattern)
+        self._chosen = fragments_of(self._whole_entries(), own.fragments, own.fragment_pattern)
         self._tokens = [0.0] * own.fragments  # since each fragment's previous contribution
 
     def step(
@@ -155,11 +161,10 @@ class DiLoCoPolicy(ExchangePolicy):
         return {"average_every": self.average_every, **self._own_options.agreed()}
 
     def _make_fragments(self) -> Sequence[FragmentState]:
-        own, tensors, count = self._own_options, self._tensors(), len(self._members)
-        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        own, tensors = self._own_options, self._tensors()
         return [
             FragmentState(
-                WireLayout(self._flat.entries, chosen, parameters, count, own.wire),
+                self._layout(chosen, own.wire),
                 own.outer_optimizer,
                 own.error_feedback,
                 tensors,

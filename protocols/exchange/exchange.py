@@ -42,8 +42,10 @@ from asyncdist.protocols.exchange.messages import (
     Merged,
     Retired,
 )
+from asyncdist.protocols.exchange.replicas.division import weighing_of
 from asyncdist.protocols.exchange.rounds import Exchanged, MemberRound, RoundTransfers, has_merged
 from asyncdist.protocols.joining.membership import Membership
+from asyncdist.protocols.joining.replicas import SINGLE, Replicas
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.parameter_stream.server import SnapshotServer
 from asyncdist.waits import WaitId, WaitKind
@@ -65,6 +67,7 @@ class Exchange:
             all members. By default all finite contributions count, with their reported weights.
         partners: Pure function by which a leader chooses whose contributions each member averages; equal on all
             members. By default all members share one mean.
+        replicas: Replicas of the ranks. Only counterparts exchange data, and a replica is a donor as a whole.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Exchange:
         is_overlapped: bool,
         weigh: Weighing = reported_weights,
         partners: Partners = all_members,
+        replicas: Replicas = SINGLE,
     ) -> None:
         self._services = services
         self._membership = membership
@@ -87,10 +91,14 @@ class Exchange:
         self._early: list[tuple[int, int, ExchangeMessage]] = []  # messages to this rank before it leads
         self._orders: list[tuple[int, ExchangeMessage]] = []  # the leader's messages before this newcomer has a state
         self._is_closed = False
-        self._weigh, self._partners = weigh, partners
-        self._ledger = Ledger(membership.living, weigh=weigh, partners=partners) if membership.leads else None
+        self._weigh, self._partners = weighing_of(replicas, weigh), partners
+        self._ledger = Ledger(membership.living, weigh=self._weigh, partners=partners) if membership.leads else None
+        self._replicas = replicas
+        self._counterparts = frozenset(replicas.counterparts(services.rank))
         self._server = SnapshotServer(services, scopes.to_members)
-        self._transfers = RoundTransfers(services, self._server, fragments, is_overlapped=is_overlapped)
+        self._transfers = RoundTransfers(
+            services, self._server, fragments, is_overlapped=is_overlapped, merges_at_once=replicas.size == 1
+        )
         self._channel: Channel[ExchangeMessage] = services.open_channel(
             ExchangeMessage, tag=tags.CONTROL, scope=scopes.to_members, name="exchange", handler=self._on_message
         )
@@ -120,26 +128,32 @@ class Exchange:
         return has_merged(self._fragments, number)
 
     async def merged(self, number: int) -> None:
-        """Wait until this member has the mean of a round.
+        """Wait until this member has the mean of a round, or until its replica is broken.
 
         If all members wait in the same step, also wait until the others have received this member's slices. Otherwise
         this member would train for a step while they wait for the rest of a slice.
         """
-        wait = WaitId(WaitKind.ROUND_MEAN, number=number)
+        engine, members, wait = self._services.engine, self._membership, WaitId(WaitKind.ROUND_MEAN, number=number)
         if not self.has_merged(number):
-            await self._services.engine.until(lambda: self.has_merged(number), wait)
+            await engine.until(lambda: self.has_merged(number) or members.is_broken, wait)
         own = self._rounds.get(number)
         if own is not None and not self._is_overlapped and not own.has_sent:
-            await self._services.engine.until(lambda: own.has_sent, wait)
+            await engine.until(lambda: own.has_sent or members.is_broken, wait)
 
     async def settled(self, deadline: float | None = None) -> bool:
         """Wait until every member has the means of all rounds to which this member has contributed.
 
+        If another rank of this rank's replica is lost, the other members no longer count this member.
+
         Returns:
             False if the deadline passed first.
         """
-        wait = WaitId(WaitKind.OWN_ROUND)
-        return await self._services.engine.until(lambda: not self._rounds, wait, deadline=deadline)
+        gone, mates = self._services.gone, self._replicas.mates(self._services.rank)
+
+        def is_over() -> bool:
+            return not self._rounds or any(rank in gone for rank in mates)
+
+        return await self._services.engine.until(is_over, WaitId(WaitKind.OWN_ROUND), deadline=deadline)
 
     def leave(self) -> None:
         """Take part in no further round. Contributions to rounds in progress are withdrawn."""
@@ -276,7 +290,9 @@ class Exchange:
             if verdict.holder == self._services.rank:
                 self._transfers.offer_mean(own, verdict)
             return
-        own.verdict = verdict
+        if own.has_received:  # but not merged
+            self._transfers.stop(own)
+        own.verdict = verdict if self._replicas.size == 1 else verdict.among(self._counterparts)
         self._begin(own)
 
     def _begin(self, own: MemberRound) -> None:
@@ -289,21 +305,24 @@ class Exchange:
             own.task.add_done_callback(lambda task: self._on_merged(own))
 
     def _on_merged(self, own: MemberRound) -> None:
-        if own.has_merged and not self._is_closed:
+        if own.has_received and not self._is_closed:
             self._tell_leader(Merged(), own.number)
 
     def _hold(self, census: int) -> None:
         """Stop receiving means, and report this member's standing in each round."""
         for own in self._rounds.values():
-            if not own.has_merged:
+            if not own.has_received:
                 self._transfers.stop(own)
         standings = tuple(own.standing() for _, own in sorted(self._rounds.items()))
         self._tell_leader(Census(census, standings, self._last_retired), 0)
 
     def _retire(self, last: int) -> None:
         self._last_retired = max(self._last_retired, last)
-        for number in [number for number in self._rounds if number <= last]:
-            self._transfers.retire(self._rounds.pop(number))
+        for number in sorted(number for number in self._rounds if number <= last):
+            own = self._rounds.pop(number)
+            if own.has_received and not own.has_merged:
+                self._transfers.merge(own)
+            self._transfers.retire(own)
         self._server.end_rounds(last)
         self._services.engine.recheck()
 

@@ -16,7 +16,7 @@ it, no model has changed, and the leader decides the round again, by the same fu
 All functions are pure: messages and losses in, decisions out.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import NamedTuple, TypeAlias
@@ -54,6 +54,13 @@ class Verdict:
     def sources(self) -> tuple[int, ...]:
         """Ranks whose data the members need: the holder, or all donors. A holder's donors may be lost."""
         return (self.holder,) if self.holder >= 0 else self.donors
+
+    def among(self, ranks: Container[int]) -> "Verdict":
+        """Return the verdict with only those donors that are among ``ranks``."""
+        rows = zip(self.donors, self.weights, self.norms, strict=True)
+        kept = [row for row in rows if row[0] in ranks]
+        donors, weights, norms = (tuple(row[place] for row in kept) for place in range(3))
+        return Verdict(self.attempt, tuple(map(int, donors)), weights, norms, self.holder, self.taker)
 
     def source_of(self, number: int) -> int:
         """Return the rank that provides the mean of slice ``number``: for a taker, the taker itself."""

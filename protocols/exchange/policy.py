@@ -11,6 +11,8 @@ Restarted ranks join with the leader's whole state. Checkpoints contain the mean
 from __future__ import annotations
 
 import abc
+import contextlib
+import dataclasses
 import logging
 import math
 import zlib
@@ -20,26 +22,34 @@ from typing import Any, ClassVar, Final, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from asyncdist import BusyError
+from asyncdist import BusyError, validation
+from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.protocols.exchange.exchange import Exchange
 from asyncdist.protocols.exchange.flights import Flight, Flights
-from asyncdist.protocols.exchange.fragment import Fragment
+from asyncdist.protocols.exchange.fragment import Fragment, mean_cosine
 from asyncdist.protocols.exchange.ledger import Report, Verdict, reported_weights
 from asyncdist.protocols.exchange.options import ExchangeOptions
+from asyncdist.protocols.exchange.replicas.division import parts_of
+from asyncdist.protocols.exchange.replicas.group import Readiness, ReplicaGroup, agree_among_counterparts
 from asyncdist.protocols.exchange.rounds import has_merged
 from asyncdist.protocols.exchange.schedule import Schedule
 from asyncdist.protocols.exchange.statistics import ExchangeStatistics, statistics_of
+from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, scatter
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.policy import JoinablePolicy
+from asyncdist.protocols.joining.replicas import Replicas
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.options import MemberOptions
-from asyncdist.protocols.starting.differences import FIRST_WEIGHTS
+from asyncdist.protocols.starting.differences import FIRST_WEIGHTS, LEFT_OUT
 from asyncdist.protocols.step_info import NOTHING, AverageApplied, Contributed, StepInfo, together
+from asyncdist.protocols.wrappers import check_replica_group, reshard
 from asyncdist.tensors.byte_views import byte_view
-from asyncdist.tensors.flat_state import SnapshotPool
+from asyncdist.tensors.codecs import Codec
+from asyncdist.tensors.flat_state import Entry, SnapshotPool
 from asyncdist.tensors.infinities import KnownInfinities, all_finite
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
@@ -56,10 +66,15 @@ class ExchangePolicy(JoinablePolicy):
     is cleared (``StepInfo.recovered``). If ranks end their training after different numbers of steps, the others
     continue without them.
 
+    With ``replica_size`` the ranks of a replica apply the same means in the same steps. Under DDP each rank exchanges a
+    part of the model, and sends the result to the other ranks of its replica. Under `fully_shard` each rank exchanges
+    its shards.
+
     Args:
         schedule: Steps in which the fragments are due.
         shared: Values of the options that all policies on the exchange have.
         skips_late: Whether a step skips a mean that has not arrived when it is due.
+        replica_size: Number of consecutive ranks that train one replica of the model together.
         options: Options of :class:`SpawnPolicy`.
     """
 
@@ -73,9 +88,14 @@ class ExchangePolicy(JoinablePolicy):
         schedule: Schedule,
         shared: ExchangeOptions,
         skips_late: bool = False,
+        replica_size: int = 1,
         **options: Unpack[MemberOptions],
     ) -> None:
         resets = shared.resets_optimizer
+        self.keeps_replicas = replica_size > 1
+        self.admits_restarted = not self.keeps_replicas
+        if self.keeps_replicas and isinstance(model, DistributedDataParallel):
+            model = model.module
         super().__init__(model, optimizer, average_every=schedule.every, resets_optimizer=resets, **options)
         self._shared = shared
         schedule = replace(schedule, every=self.average_every)  # as an int
@@ -84,6 +104,10 @@ class ExchangePolicy(JoinablePolicy):
         self._is_overlapped = schedule.overlap_steps > 0
         self._layout_buffers = self._flat.new_buffers(device="meta")
         self._fragments: list[Fragment] = []
+        self._replica_size = replica_size
+        self._replica: ReplicaGroup | None = None  # None if each rank is a replica, and if this rank is alone
+        self._is_compared = False  # whether the ranks of the replica were found to train equal weights
+        self._part_layouts: list[list[WireLayout]] = []  # by fragment: parts of a replica's ranks, under DDP
         self._known_infinities: KnownInfinities
         self._saved: Mapping[str, Any] | None = None
         self._exchange: Exchange | None = None  # None before the start, and if this rank is alone
@@ -100,6 +124,29 @@ class ExchangePolicy(JoinablePolicy):
     @abc.abstractmethod
     def _make_fragments(self) -> Sequence[Fragment]:
         """Return new fragments, which contain each entry of the model at most once; called by :meth:`_prepare`."""
+
+    def _layout(self, chosen: Sequence[int], codec: Codec) -> WireLayout:
+        """Return the layout of the next fragment's part that this rank exchanges; called once for each fragment.
+
+        Args:
+            chosen: Indices of the fragment's entries.
+            codec: Codec of the stepped vector.
+        """
+        entries, size, rank = self._flat.entries, self._replicas.size, self._world.rank
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        donor_count = len(self._members) // size
+        if size == 1 or self._holds_shards():
+            return WireLayout(entries, chosen, parameters, donor_count, codec)
+        parts = parts_of(entries, chosen, parameters, size)
+        layouts = [WireLayout(entries, part, parameters, donor_count, codec) for part in parts]
+        self._part_layouts.append(layouts)
+        return layouts[self._replicas.index(rank)]
+
+    def _whole_entries(self) -> Sequence[Entry]:
+        """Return the model's entries with the shapes of the whole tensors, even if this rank has only their shards."""
+        whole = {name: tuple(each.shape) for name, each in self.model.named_parameters(remove_duplicate=False)}
+        shapes = whole if self._flat.mesh_ranks else {}
+        return [dataclasses.replace(each, shape=shapes.get(each.names[0], each.shape)) for each in self._flat.entries]
 
     def _take_weight(self, fragment: int) -> float:
         """Return the weight, above 0, of this rank's contribution that is captured now."""
@@ -151,16 +198,66 @@ class ExchangePolicy(JoinablePolicy):
     def _prepare(self) -> None:
         """Make the fragments from the model, and load a saved state."""
         self._known_infinities = KnownInfinities(self._flat)
+        self._replicas = Replicas(self._members, 1 if self.is_alone else self._replica_size)
+        self._part_layouts = []
         self._fragments = list(self._make_fragments())
         self._take_saved()
 
+    def _choose_members(self) -> tuple[int, ...]:
+        ranks, size = self._group.ranks, self._replica_size
+        if len(ranks) > 1 and len(ranks) % size:
+            validation.refuse("replica_size", size, f"a divisor of the number of ranks ({len(ranks)})")
+        return ranks
+
+    def _holds_shards(self) -> bool:
+        """Return whether the model is sharded, so that each rank of a replica has a different part."""
+        return bool(self._flat.mesh_ranks)
+
+    def _takes_means(self) -> bool:
+        return not self._holds_shards()  # the initial shards of a replica's ranks differ
+
     def _agreed_values(self) -> dict[str, str]:
-        rounds = [fragment.version for fragment in self._fragments]
-        values = {**super()._agreed_values(), _ROUNDS: str(rounds)}
+        values = {**super()._agreed_values(), _ROUNDS: str([fragment.version for fragment in self._fragments])}
+        if not self.keeps_replicas:
+            return values | self._first_weights()
+        if self._holds_shards():  # the ranks of a replica have different shards
+            values["model"] = "sharded"
+            values.pop(LEFT_OUT, None)
+        return values
+
+    def _first_weights(self) -> dict[str, str]:
+        """Return the checksum of this rank's anchors, which must be equal on all ranks with the same part."""
         checksum, anchors = 0, [anchor for fragment in self._fragments for anchor in fragment.anchors]
         for anchor in anchors:
             checksum = zlib.crc32(byte_view(anchor), checksum)
-        return {**values, FIRST_WEIGHTS: f"{checksum:08x}"}
+        return {FIRST_WEIGHTS: f"{checksum:08x}"}
+
+    async def _agree(self) -> Agreed:
+        if not self.keeps_replicas:
+            return await super()._agree()
+        check_replica_group(self.model, self._replicas.mates(self._world.rank), self._world)
+        agreed = await super()._agree()
+        await self._start_replica()
+        return agreed
+
+    async def _start_replica(self) -> None:
+        """Create the group of this rank's replica, and compare the model with those of the other replicas."""
+        world, start, rank = self._world, self._joint_start, self._world.rank
+        left_s = start.left_s(self._start_timeout_s)
+        mates, counterparts = self._replicas.mates(rank), self._replicas.counterparts(rank)
+        group = await world.peers.groups.new_group(mates, left_s, part_of=start)
+        replica = ReplicaGroup(world, group)
+        try:
+            if self._flat.mesh_ranks:
+                await replica.check_sharding(self._flat.mesh_ranks, self._group.ranks)
+            values = self._first_weights() | {"model": self._flat.fingerprint.digest[:16]}
+            if self._flat.trained_only:
+                values[LEFT_OUT] = self._flat.left_out_digest()[:16]
+            await agree_among_counterparts(world, counterparts, values, self._flat.fingerprint, left_s)
+        except BaseException:
+            await replica.free()
+            raise
+        self._replica = replica
 
     def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
         is_overlapped = self._is_overlapped
@@ -172,6 +269,7 @@ class ExchangePolicy(JoinablePolicy):
             is_overlapped=is_overlapped,
             weigh=self.weigh,
             partners=self.partners,
+            replicas=self._replicas,
         )
         self._admission = self._new_admission(membership, scopes)
 
@@ -181,12 +279,19 @@ class ExchangePolicy(JoinablePolicy):
 
     async def _stop(self, error: BaseException | None) -> None:
         exchange, admission = self._opened()
+        is_orderly = error is None and self._services.engine.failure is None
         try:
-            if error is None and self._services.engine.failure is None:
-                await exchange.settled(self._world.time() + self._shared.drain_timeout_s)
-        finally:  # notifies the other ranks even if this task is cancelled
-            exchange.leave()
-            admission.close()
+            try:
+                if is_orderly:
+                    await exchange.settled(self._world.time() + self._shared.drain_timeout_s)
+            finally:  # notifies the other ranks even if this task is cancelled
+                exchange.leave()
+                admission.close()
+            if self._replica is not None and is_orderly:
+                await self._replica.leave(self.iteration)
+        finally:
+            if self._replica is not None:
+                await self._replica.free()
 
     # -- joining a running policy -----------------------------------------------------------------------------------
 
@@ -262,6 +367,10 @@ class ExchangePolicy(JoinablePolicy):
     # -- one step ---------------------------------------------------------------------------------------------------
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
+        with contextlib.nullcontext() if self._replica is None else self._replica.step():
+            return await self._take_step(local_metric)
+
+    async def _take_step(self, local_metric: MetricSource) -> StepInfo:
         world, step, flights = self._world, self.iteration, self._flights
         flights.note_step(step)  # before the first await, since a cancelled step captures nothing
         if self.is_alone:
@@ -271,6 +380,8 @@ class ExchangePolicy(JoinablePolicy):
                 return NOTHING
         else:
             await world.progress()
+        if self._flat.mesh_ranks and (flights.can_begin() or flights.due(step)):
+            reshard(self.model)
         applied = await self._apply_due(step)
         if local_metric is not None and flights.can_begin():
             self._read_new_metric(local_metric)
@@ -321,16 +432,39 @@ class ExchangePolicy(JoinablePolicy):
         """Apply all means that are due in this step; wait for those that have not arrived, unless they are skipped."""
         applied = []
         for fragment, flight in self._flights.due(step):
-            if self._flights.skips_late and not self._has(flight.number):
-                continue
             began_at = self._world.time()
-            await self._merged(flight.number)
-            applied.append(self._apply(fragment, flight, began_at))
+            if not self._flights.skips_late:
+                await self._merged(flight.number)
+            ready = await self._readiness(fragment, flight.number)
+            if ready.has_mean:
+                applied.append(await self._apply(fragment, flight, began_at, ready))
         return applied
 
-    def _apply(self, fragment: int, flight: Flight, began_at: float) -> StepInfo:
-        """Write a fragment's merged mean into the model."""
-        own, trouble, tensors = self._fragments[fragment], self._trouble(), self._tensors()
+    async def _readiness(self, fragment: int, number: int) -> Readiness:
+        """Return whether all ranks of the replica have the mean of a round, and whether their weights are finite."""
+        has_mean, mean = self._has(number), self._fragments[fragment].mean
+        if not has_mean and self._replica is None:
+            return Readiness(False, "")
+        own = Readiness(has_mean, self._trouble())
+        if mean is not None:
+            own = own._replace(norm=mean.norm, norms=mean.verdict.norms, has_cosine=mean.cosine is not None)
+        if self._part_layouts and not own.trouble and not self._is_compared:
+            own = own._replace(checksum=self._checksum(fragment))
+        return own if self._replica is None else await self._replica.agree(own)
+
+    def _checksum(self, fragment: int) -> int:
+        """Return a checksum of a fragment's parameters, which are equal on all ranks of a replica under DDP."""
+        found, tensors = 0, self._tensors()
+        for vector in (vector for layout in self._part_layouts[fragment] for vector in layout.stepped):
+            flat = vector.new_flat()
+            gather(vector, tensors, flat)
+            found = zlib.crc32(byte_view(flat), found)
+        return found
+
+    async def _apply(self, fragment: int, flight: Flight, began_at: float, ready: Readiness) -> StepInfo:
+        """Write a fragment's merged mean into the model, with the other ranks of the replica."""
+        own, trouble, tensors = self._fragments[fragment], ready.trouble, self._tensors()
+        self._is_compared = True
         assert own.mean is not None, f"round {flight.number} has no mean"
         waited_s = self._world.time() - began_at
         is_left_out = self._takes_whole(own.mean.verdict)
@@ -340,6 +474,7 @@ class ExchangePolicy(JoinablePolicy):
             if trouble:  # otherwise the other fragments would make this one non-finite in the next training step
                 for each in self._fragments:
                     each.restore(tensors)
+        await self._share(range(self._fragment_count) if trouble else [fragment], tensors)
         if self._shared.resets_optimizer or trouble:
             reset_optimizer_state(self.optimizer)
         if is_left_out:  # the encoding error of a bad contribution would spoil the next one
@@ -348,12 +483,18 @@ class ExchangePolicy(JoinablePolicy):
         if self._exchange is not None:
             self._exchange.note_applied(fragment)
         verdict = own.mean.verdict
+        cosine = own.mean.cosine
+        if self._replica is not None:
+            whole = dataclasses.replace(verdict, norms=ready.norms)
+            cosine = mean_cosine(whole, ready.norm) if ready.has_cosine and ready.norm is not None else None
         total = sum(verdict.weights)
         members = (self._world.rank,) if self._exchange is None else self._exchange.members()
+        donors = tuple(self._replicas.mates(donor)[0] for donor in verdict.donors)  # the first ranks of replicas
+        firsts = {self._replicas.mates(rank)[0] for rank in members}
         info = StepInfo(
             averaged_this_iteration=True,
             round=flight.number,
-            donors=verdict.donors,
+            donors=donors,
             weights=tuple(weight / total for weight in verdict.weights),
             staleness_steps=self.iteration - flight.captured_at,
             seconds=self._world.time() - began_at,
@@ -361,17 +502,25 @@ class ExchangePolicy(JoinablePolicy):
             recovered=trouble,
             fragment=fragment,
             wire_nbytes=own.layout.nbytes,
-            outer_norm=own.mean.norm,
-            cosine=own.mean.cosine,
+            outer_norm=ready.norm,
+            cosine=cosine,
             unencoded_nbytes=own.layout.unencoded_nbytes,
             waited_s=waited_s,
             fragment_count=self._fragment_count,
             version=own.version,
             staleness_versions=0,  # a fragment is captured again only after its mean was applied
-            left_out=() if verdict.taker >= 0 else tuple(sorted(set(members) - set(verdict.donors))),
+            left_out=() if verdict.taker >= 0 else tuple(sorted(firsts - set(donors))),
         )
         self._announce(info, verdict)
         return info
+
+    async def _share(self, fragments: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        """Write the parts that the other ranks of the replica have applied into the model, under DDP."""
+        if self._replica is not None and self._part_layouts:
+            received = await self._replica.share([self._part_layouts[each] for each in fragments], tensors)
+            with self._weights.following(), torch.no_grad():
+                for vector, flat in received:
+                    scatter(vector, flat, tensors)
 
     def _unsound(self) -> str | None:
         """Return the name of an entry of the model with an unexpected non-finite value, or None."""
@@ -392,7 +541,7 @@ class ExchangePolicy(JoinablePolicy):
         state = self._snapshots.acquire()
         try:
             self._flat.snapshot(state)
-            best = verdict.donors[0] if verdict.donors else -1
+            best = info.donors[0] if info.donors else -1
             facts = info.round, info.donors, verdict.weights, best, self.iteration
             self._shared.on_event(AverageApplied(*facts, state.by_name(), info=info))
         finally:

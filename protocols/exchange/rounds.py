@@ -74,7 +74,9 @@ class MemberRound:
         verdict: Verdict whose mean this member receives or has; None before the verdict, and while it holds.
         scores: Further values of the member's report; see :class:`protocols.exchange.ledger.Report`.
         mean: The encoded mean, by vector; empty until it is requested.
-        has_merged: Whether the member has the mean.
+        has_received: Whether the member has received the mean. If replicas have several ranks, it is merged only when
+            the round is retired, otherwise at once.
+        has_merged: Whether the mean is merged.
         offers: Offers of this member's slices.
     """
 
@@ -87,6 +89,7 @@ class MemberRound:
     attempt: int = 0
     verdict: Verdict | None = None
     mean: list[Tensor] = field(default_factory=list)
+    has_received: bool = False
     has_merged: bool = False
     task: asyncio.Task[None] | None = None
     offers: list[Offer] = field(default_factory=list)
@@ -121,18 +124,27 @@ class RoundTransfers:
         is_overlapped: Whether the ranks train while data moves. A training rank sends one window of chunks per safe
             point, so a slice is then sent in one window of large chunks. A waiting rank sends small chunks, so that
             large slices do not delay each other.
+        merges_at_once: Whether a mean is merged when it is received; otherwise :meth:`merge` is called.
     """
 
     def __init__(
-        self, services: Services, server: SnapshotServer, fragments: Sequence[Exchanged], *, is_overlapped: bool
+        self,
+        services: Services,
+        server: SnapshotServer,
+        fragments: Sequence[Exchanged],
+        *,
+        is_overlapped: bool,
+        merges_at_once: bool = True,
     ) -> None:
+        self._merges_at_once = merges_at_once
         self._chunk_count = WINDOW_COUNT if is_overlapped else PART_CHUNK_COUNT
         self._services = services
         self._server = server
         self._fragments = fragments
         # Blocks of memory that are large enough for the encoded contributions, and the means, of each fragment.
         self._block_nbytes = tuple(
-            max(fragment.layout.memory_nbytes(of_mean=of_mean) for fragment in fragments) for of_mean in (False, True)
+            max(1, *(fragment.layout.memory_nbytes(of_mean=of_mean) for fragment in fragments))
+            for of_mean in (False, True)
         )
         self._free: dict[int, list[Tensor]] = {nbytes: [] for nbytes in self._block_nbytes}  # by size
         self._lent: dict[int, Tensor] = {}  # by address
@@ -144,7 +156,7 @@ class RoundTransfers:
         nbytes = self._block_nbytes[of_mean]
         free = self._free[nbytes]
         block = free.pop() if free else new_memory(nbytes)
-        self._lent[block.data_ptr()] = block
+        self._lent[_address(block)] = block
         return self._fragments[fragment].layout.encoded_in(block, of_mean=of_mean)
 
     def note_applied(self, fragment: int) -> None:
@@ -154,7 +166,7 @@ class RoundTransfers:
 
     def _give_back(self, encoded: Sequence[Tensor]) -> None:
         if encoded:
-            block = self._lent.pop(encoded[0].data_ptr())
+            block = self._lent.pop(_address(encoded[0]))
             self._free[block.nbytes].append(block)
 
     def offer_contribution(self, own: MemberRound) -> None:
@@ -171,7 +183,13 @@ class RoundTransfers:
 
     def begin(self, own: MemberRound, verdict: Verdict) -> asyncio.Task[None]:
         """Start a task that receives and merges the mean of a verdict."""
-        return self._services.spawn_service(self._merge(own, verdict), name=f"merge of round {own.number}")
+        return self._services.spawn_service(self._take(own, verdict), name=f"mean of round {own.number}")
+
+    def merge(self, own: MemberRound) -> None:
+        """Merge a mean that was received."""
+        assert own.has_received and own.verdict is not None, f"the mean of round {own.number} was not received"
+        self._fragments[own.fragment].merge(own.verdict, own.mean)
+        own.has_merged = True
 
     def stop(self, own: MemberRound) -> None:
         """Stop receiving the mean of a round; no mean is merged after this call."""
@@ -180,6 +198,7 @@ class RoundTransfers:
             own.task.cancel()
         own.task = None
         if not own.has_merged:
+            own.has_received = False
             self._forget(own.mean)
             own.mean = []
 
@@ -215,7 +234,7 @@ class RoundTransfers:
     def _forget(self, encoded: Sequence[Tensor]) -> None:
         """Do not reuse the memory of an incomplete mean, since a stopped stream may still write into it."""
         if encoded:
-            del self._lent[encoded[0].data_ptr()]
+            del self._lent[_address(encoded[0])]
 
     def _offer(self, own: MemberRound, part: Tensor, label: Part) -> None:
         buffers = as_buffers(part)
@@ -224,16 +243,17 @@ class RoundTransfers:
         )
         own.offers.append(offer)
 
-    async def _merge(self, own: MemberRound, verdict: Verdict) -> None:
+    async def _take(self, own: MemberRound, verdict: Verdict) -> None:
         try:
             if verdict.donors:
                 own.mean = self.new_encoded(own.fragment, of_mean=True)
                 await self._receive(own, verdict)
-            self._fragments[own.fragment].merge(verdict, own.mean)
+            own.has_received = True
+            if self._merges_at_once:
+                self.merge(own)
         except (RankLostError, StreamAborted) as error:  # the leader takes a census when it notices the loss
             logger.info("round %d: %s", own.number, error)
             return
-        own.has_merged = True
         self._services.engine.recheck()
 
     async def _receive(self, own: MemberRound, verdict: Verdict) -> None:
@@ -316,6 +336,11 @@ class RoundTransfers:
         fetch = Fetch(self._services, self._server, own.number, source, into, label, self._chunk_count)
         fetch.ask()
         return fetch
+
+
+def _address(tensor: Tensor) -> int:
+    """Return the address of the memory of which a tensor, possibly an empty one, is a view."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _label(attempt: int, each: Slice, layout: WireLayout) -> Part:

@@ -19,6 +19,7 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.joining.messages import Acquainted, Admitted, Left, MembershipMessage, Waiting
+from asyncdist.protocols.joining.replicas import SINGLE, Replicas
 from asyncdist.protocols.joining.scopes import PolicyScopes
 
 logger = logging.getLogger("protocols.joining.membership")
@@ -52,11 +53,13 @@ class Membership:
         admitted: Number of restarts of each member that was restarted.
         leader: Rank that has answered this newcomer's request for admission; None for a member from the start.
         attempt: Number of this newcomer's attempt to join; 0 for a member from the start.
+        replicas: Replicas of the ranks. If a rank is lost or leaves, no rank of its replica is a member any longer.
 
     Attributes:
         leader: Rank of the current leader.
         living: Members that are neither lost nor have left.
         known: All ranks that may become members.
+        is_broken: Whether another rank of this rank's replica is lost or has left.
         is_joining: Whether this newcomer has not loaded a state yet.
         admission: Number of the state that the leader offers to this newcomer; 0 before it is admitted.
     """
@@ -71,6 +74,7 @@ class Membership:
         admitted: Mapping[int, int] | None = None,
         leader: int | None = None,
         attempt: int = 0,
+        replicas: Replicas = SINGLE,
     ) -> None:
         self._services = services
         self._scope = wire.scope_of((), f"membership of policy {scopes.policy}", 0)
@@ -92,6 +96,8 @@ class Membership:
         self.leader = self._order[0] if leader is None else leader
         self.living = set(members)
         self.known = frozenset(known or members)
+        self._replicas = replicas
+        self.is_broken = False
         self.is_joining = leader is not None
         self.admission = 0
 
@@ -229,13 +235,19 @@ class Membership:
         self._services.engine.loop.call_soon(self._note_gone, rank)
 
     def _note_gone(self, rank: int) -> None:
-        """Handle a member that is lost or has left."""
-        if rank not in self.living or self._is_closed:
+        """Handle a member that is lost or has left, and with it all ranks of its replica."""
+        mates = self.living.intersection(self._replicas.mates(rank))
+        if rank not in mates or self._is_closed:
             return
-        self.living.discard(rank)
-        if rank != self.leader:
-            self._concerned.on_lost(rank)
-            self._note_acquainted(rank)
+        if self._services.rank in mates:
+            self.is_broken = True
+            self._services.engine.recheck()
+            return
+        self.living -= mates
+        if self.leader not in mates:
+            for mate in sorted(mates):
+                self._concerned.on_lost(mate)
+                self._note_acquainted(mate)
         elif self.is_joining:  # the request for admission is repeated
             self._services.engine.recheck()
         else:

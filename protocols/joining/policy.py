@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from asyncdist import ClosedError, RankLostError
 from asyncdist.protocols.joining.admission import Admission, newest_left, welcomed
 from asyncdist.protocols.joining.membership import Membership
+from asyncdist.protocols.joining.replicas import SINGLE, Replicas
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.starting.without_lost import lost_members
@@ -25,7 +26,8 @@ class JoinablePolicy(SpawnPolicy):
     """Base class of policies with a membership."""
 
     takes_metric: ClassVar[bool] = False
-    admits_restarted: ClassVar[bool] = True
+    admits_restarted = True
+    _replicas: Replicas = SINGLE
     #: Names of the agreed values that change while the policy runs, so that a newcomer does not share them.
     progress_names: ClassVar[tuple[str, ...]] = ()
 
@@ -55,7 +57,7 @@ class JoinablePolicy(SpawnPolicy):
         lost = lost_members(self._world, self._members, meeting)
         members = [rank for rank in self._members if rank not in lost]
         scopes = PolicyScopes(meeting.ranks, agreed)
-        self._open(Membership(self._services, scopes, members, known=self._members), scopes)
+        self._open(Membership(self._services, scopes, members, known=self._members, replicas=self._replicas), scopes)
 
     def _new_admission(self, membership: Membership, scopes: PolicyScopes) -> Admission:
         return Admission(self._services, membership, scopes, self._members, self._shared_values())
@@ -66,6 +68,8 @@ class JoinablePolicy(SpawnPolicy):
 
     async def _join(self) -> None:
         """Join the policy that runs on the other ranks, with its leader's state."""
+        if not self.admits_restarted:
+            await super()._join()  # raises
         # Until it is admitted, other ranks must not count this rank as a member.
         was_admitted, self._services.is_admitted = self._services.is_admitted, False
         deadline = self._world.time() + self._start_timeout_s

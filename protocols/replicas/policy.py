@@ -10,21 +10,21 @@ If each rank of a replica has only a part of the model, as under `fully_shard`, 
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, ClassVar, Final, Unpack
+from typing import Any, Final, Unpack
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from asyncdist import AsyncdistError, Group, compute_and_broadcast, reduce_and_broadcast, validation
+from asyncdist import Group, compute_and_broadcast, reduce_and_broadcast, validation
 from asyncdist.collectives.groups import free_all
 from asyncdist.protocols.declared import among, with_options
+from asyncdist.protocols.exchange.replicas.group import check_sharding, wait_until_all_leave
 from asyncdist.protocols.metrics import NOT_MEASURED, Metric, MetricSource
 from asyncdist.protocols.options import (
     AveragingOptions,
@@ -43,12 +43,9 @@ from asyncdist.protocols.starting.differences import LEFT_OUT
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.protocols.wrappers import check_replica_group
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
-from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("protocols.replicas.policy")
 
-#: Seconds until a leaving rank warns that other ranks of its replica have not left. The time allows for long steps.
-_LEAVING_TOLD_AFTER_S: Final = 20.0
 _NO_POPULATION: Final = "replicas are one population, whose first leader is the coordinator"
 
 _NOT_OF_REPLICAS: Final = PopulationOptions.__annotations__.keys() - MemberOptions.__annotations__.keys()
@@ -61,7 +58,7 @@ class ReplicaPolicyOptions(ReplicaOptions, MemberOptions, total=False):
 class _AmongLeaders(AsyncSelectiveAveragingPolicy):
     """Policy by which the leaders of the replicas average with each other."""
 
-    keeps_replicas: ClassVar[bool] = True
+    keeps_replicas = True
     has_come = False
 
     def _is_due(self) -> bool:
@@ -107,7 +104,7 @@ class ReplicaAveragingPolicy(Ported):
             the model is sharded (or synchronised by DDP) over ranks other than the ranks of the replica.
     """
 
-    keeps_replicas: ClassVar[bool] = True
+    keeps_replicas = True
 
     @validation.names_options(refused=dict.fromkeys(_NOT_OF_REPLICAS, _NO_POPULATION))
     def __init__(
@@ -216,7 +213,7 @@ class ReplicaAveragingPolicy(Ported):
             )
         self._replica = await self._new_group(ranks[first : first + size])
         if isinstance(self._inner, ShardAveraging):
-            await self._check_shards()
+            await check_sharding(self._world, self._replica, self._flat.mesh_ranks, ranks)
             self._others = await self._new_group(ranks[own % size :: size])
             self._inner.place(self._world, self._replica, self._others, ranks[::size])
             await self._inner.__aenter__()
@@ -233,54 +230,17 @@ class ReplicaAveragingPolicy(Ported):
         self._groups.append(await self._world.peers.groups.new_group(ranks, left_s, part_of=self._joint_start))
         return self._groups[-1]
 
-    async def _check_shards(self) -> None:
-        """Raise ValueError if parameters are not sharded over exactly the replica's ranks, in ascending order."""
-        if list(self._group.ranks) != sorted(self._group.ranks):
-            validation.refuse("group", list(self._group.ranks), "ranks in ascending order if replicas are sharded")
-
-        def compare(meshes: list[tuple[int, ...]]) -> None:
-            for rank, mesh in zip(self._replica.ranks, meshes, strict=True):
-                if mesh and (mesh != meshes[0] or len(mesh) != self.replica_size):
-                    raise ValueError(
-                        f"the parameters of rank {rank} must be sharded over the {self.replica_size} ranks of its "
-                        f"replica, {list(self._replica.ranks)}, got the ranks {list(mesh)}"
-                    )
-
-        await reduce_and_broadcast(lambda: self._flat.mesh_ranks, compare, group=self._replica, world=self._world)
-
     async def _stop(self, error: BaseException | None) -> None:
         try:
             if error is None:
-                await self._wait_for_replica()
+                meeting = reduce_and_broadcast(lambda: 0, sum, group=self._replica, world=self._world)
+                await wait_until_all_leave(self._world, self._replica, self.iteration, meeting)
         finally:
             try:
                 if self._others is not None:
                     await self._inner.__aexit__(None if error is None else type(error), error, None)
             finally:
                 await self._free_groups()
-
-    async def _wait_for_replica(self) -> None:
-        """Wait until all ranks of the replica leave the policy, and warn if that takes long.
-
-        If a rank has ended its loop early, the other ranks wait in DDP's all-reduce and cannot be notified.
-        """
-        timer = asyncio.get_running_loop().call_later(_LEAVING_TOLD_AFTER_S, self._warn_of_leaving_alone)
-        try:
-            await reduce_and_broadcast(lambda: 0, sum, group=self._replica, world=self._world)
-        except AsyncdistError:  # a rank of the replica is lost, or has left with an error and reports it
-            return
-        finally:
-            timer.cancel()
-
-    def _warn_of_leaving_alone(self) -> None:
-        others = [rank for rank in self._replica.ranks if rank != self._world.rank]
-        logger.warning(
-            "rank %d has left its policy after %d steps, and waits for %s of its replica; if they wait for its "
-            "gradients, in DDP for example, they wait forever: all ranks of a replica must make equally many steps",
-            self._world.rank,
-            self.iteration,
-            ranks_in_words(others),
-        )
 
     async def _free_groups(self) -> None:
         groups, self._groups = self._groups[::-1], []

@@ -16,7 +16,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from asyncdist import AsyncdistError, ClosedError, Envelope, Group, World, reduce_and_broadcast, tags
 from asyncdist.messaging import wire
@@ -88,7 +88,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
     :meth:`place` must be called before ``async with``.
     """
 
-    keeps_replicas: ClassVar[bool] = True
+    keeps_replicas = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch import nn
@@ -105,7 +105,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         TypeError, ValueError: An option, the model or the optimizer has a wrong type or value.
     """
 
-    admits_restarted: ClassVar[bool] = True
+    admits_restarted = True
 
     @validation.names_options()
     def __init__(

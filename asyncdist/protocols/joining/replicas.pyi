@@ -1,0 +1,1 @@
+from protocols.joining.replicas import *

@@ -1,0 +1,69 @@
+"""Lets an exchange decide on replicas of several ranks as a whole, and divides the model among a replica's ranks.
+
+Only counterparts exchange data (:mod:`protocols.joining.replicas`), but all ranks are members of one exchange. A
+replica is a donor of all its parts or of none: a replica with a lost rank or a non-finite part is left out.
+
+A mean is merged when its round is retired, so when all members have received it. If a rank is lost before, no member
+has merged any part, and the round is decided again for all parts. Therefore all parts of a round have the same donors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from asyncdist.protocols.exchange.ledger import Report, Weighing
+from asyncdist.protocols.joining.replicas import Replicas
+from asyncdist.tensors.flat_state import Entry
+
+
+def weighing_of(replicas: Replicas, weigh: Weighing) -> Weighing:
+    """Return a function of the ranks' reports that decides on replicas as ``weigh`` decides on ranks.
+
+    ``weigh`` gets one report for each replica whose ranks have all reported, by its first rank: with the means of the
+    ranks' weights and scores, and the norm of all parts together. The result is the weight of each rank.
+    """
+    if replicas.size == 1:
+        return weigh
+
+    def weigh_replicas(reports: Mapping[int, Report]) -> Mapping[int, float]:
+        whole = {}
+        for first in replicas.ranks[:: replicas.size]:
+            mates = replicas.mates(first)
+            if all(rank in reports for rank in mates):
+                whole[first] = _joint([reports[rank] for rank in mates])
+        return {rank: weight for first, weight in weigh(whole).items() for rank in replicas.mates(first)}
+
+    return weigh_replicas
+
+
+def _joint(reports: Sequence[Report]) -> Report:
+    weight = math.fsum(report.weight for report in reports) / len(reports)
+    scores = tuple(sum(each) / len(reports) for each in zip(*(report.scores for report in reports), strict=False))
+    return Report(weight, math.hypot(*(report.norm for report in reports)), scores)
+
+
+def parts_of(
+    entries: Sequence[Entry], chosen: Sequence[int], parameters: set[str], count: int
+) -> tuple[tuple[int, ...], ...]:
+    """Divide a fragment of a model that each rank of a replica has as a whole into ``count`` parts of similar size.
+
+    Parameters are divided by size. All other entries, such as BatchNorm's statistics, belong to part 0, because the
+    values of the replica's first rank count under DDP.
+
+    Args:
+        chosen: Indices of the fragment's entries.
+        parameters: Names of the model's parameters.
+
+    Returns:
+        The indices of each part's entries in ascending order. A part may be empty.
+    """
+    parts: list[list[int]] = [[] for _ in range(count)]
+    nbytes = [0] * count
+    sizes = {index: math.prod(entries[index].shape) * entries[index].dtype.itemsize for index in chosen}
+    trained = {index for index in chosen if not parameters.isdisjoint(entries[index].names)}
+    for index in sorted(chosen, key=lambda index: (index in trained, -sizes[index], index)):
+        part = nbytes.index(min(nbytes)) if index in trained else 0
+        parts[part].append(index)
+        nbytes[part] += sizes[index]
+    return tuple(tuple(sorted(part)) for part in parts)

@@ -1,0 +1,234 @@
+"""Keeps the ranks of one replica together: they apply the same means in the same steps.
+
+All ranks of a replica call :meth:`ReplicaGroup.agree` before each application. Under DDP each rank then has the new
+values of its own part of the model only, and :meth:`ReplicaGroup.share` copies them to the other ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from torch import Tensor
+
+from asyncdist import AsyncdistError, ClosedError, DisagreementError, Group, World, reduce_and_broadcast, validation
+from asyncdist.collectives.agreed_start import Start, start_together
+from asyncdist.collectives.groups import free_all
+from asyncdist.protocols.exchange.wire_layout import Vector, WireLayout, gather
+from asyncdist.protocols.starting.differences import explained
+from asyncdist.tensors.flat_state import Fingerprint
+from asyncdist.wording import ranks_in_words
+
+logger = logging.getLogger("protocols.exchange.replicas.group")
+
+#: Seconds until a leaving rank warns that other ranks of its replica have not left. The time allows for long steps.
+_LEAVING_TOLD_AFTER_S: Final = 20.0
+
+
+class Readiness(NamedTuple):
+    """A rank's report before an application, or that of all ranks of its replica together.
+
+    Attributes:
+        has_mean: Whether the mean has arrived.
+        trouble: Description of a part of the weights or of the optimizer that is not finite; "" if all is finite.
+        norm: L2 norm of the mean difference; None if it is unknown.
+        norms: L2 norms of the donors' contributions; empty if there is no mean.
+        has_cosine: Whether the norms are those of the contributions that were sent.
+        checksum: Checksum of the weights, which must be equal on all ranks of the replica; None if it is not compared.
+    """
+
+    has_mean: bool
+    trouble: str
+    norm: float | None = None
+    norms: tuple[float, ...] = ()
+    has_cosine: bool = False
+    checksum: int | None = None
+
+
+class ReplicaGroup:
+    """The ranks of this rank's replica.
+
+    Args:
+        group: Group of these ranks, which :meth:`free` frees.
+    """
+
+    def __init__(self, world: World, group: Group) -> None:
+        self._world = world
+        self._group = group
+        self._is_torn = False  # whether a step was interrupted, so that the replica's ranks may differ
+
+    async def check_sharding(self, mesh_ranks: tuple[int, ...], all_ranks: Sequence[int]) -> None:
+        """Raise ValueError if parameters are not sharded over exactly the replica's ranks, in ascending order."""
+        await check_sharding(self._world, self._group, mesh_ranks, all_ranks)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Run a step in the body. If it is interrupted, the ranks of the replica may differ afterwards.
+
+        Raises:
+            ClosedError: An earlier step was interrupted.
+        """
+        if self._is_torn:
+            raise ClosedError(
+                "an earlier step was cancelled or failed, so the weights of this replica's ranks may be inconsistent; "
+                "leave the policy and load a checkpoint"
+            )
+        self._is_torn = True
+        yield
+        self._is_torn = False
+
+    async def agree(self, own: Readiness) -> Readiness:
+        """Return what holds for the replica: whether all ranks have the mean, the first trouble, and the whole norm.
+
+        Raises:
+            ClosedError: Another rank of the replica has left.
+            ValueError: The ranks have different weights.
+        """
+        return Readiness(*await self._meet(tuple(own)))
+
+    async def share(
+        self, fragments: Sequence[Sequence[WireLayout]], tensors: Sequence[Tensor]
+    ) -> list[tuple[Vector, Tensor]]:
+        """Send this rank's part of some fragments to the other ranks of its replica, and receive their parts.
+
+        Args:
+            fragments: For each fragment, the layouts of the parts of all ranks, in the order of the ranks.
+
+        Returns:
+            The vectors of the other ranks' parts, each with its flat values.
+        """
+        me, received = self._world.rank, []
+        for layouts in fragments:
+            for rank, layout in zip(self._group.ranks, layouts, strict=True):
+                for vector in layout.vectors:
+                    flat = vector.new_flat()
+                    if rank == me:
+                        gather(vector, tensors, flat)
+                    await self._world.collectives.broadcast(flat, self._group, rank)
+                    if rank != me:
+                        received.append((vector, flat))
+        return received
+
+    async def leave(self, step_count: int) -> None:
+        """Wait until all ranks of the replica leave, unless a step of this rank was interrupted."""
+        if not self._is_torn:
+            await wait_until_all_leave(self._world, self._group, step_count, self._meet(()))
+
+    async def free(self) -> None:
+        """Free the group."""
+        await free_all([self._group])
+
+    async def _meet(self, own: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Exchange reports before an application, or () when leaving, and return that of all ranks together."""
+
+        def decide(said: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+            left = [rank for rank, each in zip(self._group.ranks, said, strict=True) if not each]
+            if not left:
+                return _joint([Readiness(*each) for each in said], self._group.ranks)
+            if len(left) < len(said):
+                raise ClosedError(
+                    f"all ranks of a replica must make equally many steps, but {ranks_in_words(left)} "
+                    f"of the replica {list(self._group.ranks)} left its policy before another rank's average"
+                )
+            return ()
+
+        return await reduce_and_broadcast(lambda: own, decide, group=self._group, world=self._world)
+
+
+def _joint(each: Sequence[Readiness], ranks: Sequence[int]) -> tuple[Any, ...]:
+    """Return the reports of all ranks of a replica together."""
+    first_with = {own.checksum: rank for rank, own in zip(ranks, each, strict=True) if own.checksum is not None}
+    if len(first_with) > 1:
+        raise ValueError(
+            "the ranks of a replica must have equal weights before an average, but the weights of "
+            f"{ranks_in_words(sorted(first_with.values()))} differ. Wrap the model in DistributedDataParallel(model, "
+            f"process_group=asyncdist.integrations.pytorch.new_replica_group({len(ranks)})) and train the wrapped "
+            "model, or pass replica_size=1"
+        )
+    norms = [own.norm for own in each if own.norm is not None]
+    trouble = next(filter(None, (own.trouble for own in each)), "")
+    whole = math.hypot(*norms) if norms else None
+    of_donors = tuple(math.hypot(*parts) for parts in zip(*(own.norms for own in each), strict=False))
+    return all(own.has_mean for own in each), trouble, whole, of_donors, any(own.has_cosine for own in each)
+
+
+async def agree_among_counterparts(
+    world: World, counterparts: Sequence[int], values: Mapping[str, str], mine: Fingerprint, timeout_s: float
+) -> None:
+    """Compare values that must be equal on the ranks with the same part of the model.
+
+    Args:
+        mine: Layout of this rank's model, to describe a difference.
+
+    Raises:
+        DisagreementError: The values differ; the error names the first difference.
+    """
+
+    async def compare(start: Start[None]) -> None:
+        try:
+            await start.agree(dict(values), timeout_s=timeout_s)
+        except DisagreementError as error:
+            left_s = start.left_s(timeout_s)
+            raise await explained(error, world, counterparts, mine, start, left_s) from None
+
+    async def forget(_: None) -> None:
+        return
+
+    if len(counterparts) > 1:
+        subject = "the parts of a model that is exchanged"
+        await start_together(world.services, world.agreements, counterparts, subject, compare, forget, name=subject)
+
+
+async def check_sharding(world: World, replica: Group, mesh_ranks: tuple[int, ...], all_ranks: Sequence[int]) -> None:
+    """Raise ValueError if parameters are not sharded over exactly the replica's ranks, in ascending order.
+
+    Args:
+        mesh_ranks: Ranks over which this rank's parameters are sharded; empty if they are not sharded.
+        all_ranks: Ranks of all replicas.
+    """
+    if list(all_ranks) != sorted(all_ranks):
+        validation.refuse("group", list(all_ranks), "ranks in ascending order if replicas are sharded")
+
+    def compare(meshes: list[tuple[int, ...]]) -> None:
+        for rank, mesh in zip(replica.ranks, meshes, strict=True):
+            if mesh and (mesh != meshes[0] or len(mesh) != replica.size):
+                raise ValueError(
+                    f"the parameters of rank {rank} must be sharded over the {replica.size} ranks of its replica, "
+                    f"{list(replica.ranks)}, got the ranks {list(mesh)}"
+                )
+
+    await reduce_and_broadcast(lambda: mesh_ranks, compare, group=replica, world=world)
+
+
+async def wait_until_all_leave(
+    world: World, replica: Group, step_count: int, meeting: Coroutine[Any, Any, object]
+) -> None:
+    """Wait until all ranks of a replica leave a policy, and warn if that takes long.
+
+    If a rank has ended its loop early, the other ranks wait in DDP's all-reduce and cannot be notified.
+
+    Args:
+        step_count: Number of steps that this rank has made.
+        meeting: Collective of all ranks of the replica.
+    """
+
+    def warn() -> None:
+        logger.warning(
+            "rank %d has left its policy after %d steps, and waits for %s of its replica; if they wait for its "
+            "gradients, in DDP for example, they wait forever: all ranks of a replica must make equally many steps",
+            world.rank,
+            step_count,
+            ranks_in_words([rank for rank in replica.ranks if rank != world.rank]),
+        )
+
+    timer = asyncio.get_running_loop().call_later(_LEAVING_TOLD_AFTER_S, warn)
+    try:
+        await meeting
+    except AsyncdistError:  # a rank of the replica is lost, or has left with an error and reports it
+        return
+    finally:
+        timer.cancel()

@@ -1,0 +1,41 @@
+"""Divides the members of a policy into replicas: groups of ranks that train one model together, as under DDP.
+
+The ranks with the same index in their replicas are *counterparts*: they have the same part of the model. All ranks are
+members, but a replica takes part as a whole: if one of its ranks is lost or leaves, the replica no longer counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Division of ``ranks`` into replicas of ``size`` consecutive ranks; if ``size`` is 1, each rank is a replica.
+
+    Attributes:
+        ranks: All ranks of the policy, in the group's order.
+    """
+
+    ranks: tuple[int, ...]
+    size: int = 1
+
+    def mates(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of the replica of ``rank``, which is one of them."""
+        if self.size == 1:
+            return (rank,)
+        first = self.ranks.index(rank) // self.size * self.size
+        return self.ranks[first : first + self.size]
+
+    def index(self, rank: int) -> int:
+        """Return the index of ``rank`` in its replica."""
+        return self.mates(rank).index(rank)
+
+    def counterparts(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that have the same part of the model as ``rank``, which is one of them."""
+        return self.ranks if self.size == 1 else self.ranks[self.index(rank) :: self.size]
+
+
+#: Each rank is a replica of its own.
+SINGLE: Final = Replicas(())

@@ -1,0 +1,42 @@
+"""DiLoCo between two real replicas of two ranks, under DDP and ``fully_shard``, equal to plain torch to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import mpi, torchrun
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "diloco_replicas.py"
+TRANSPORTS = [pytest.param("mpi", marks=pytest.mark.mpi), pytest.param("torch", marks=pytest.mark.long)]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_replicas_train_as_the_oracle_of_plain_torch(transport: str) -> None:
+    start: Callable[..., Any] = mpi.run_ranks if transport == "mpi" else torchrun.run_ranks
+    reports = start(4, SCRIPT, timeout_s=240).check().reports
+    assert reports.keys() == {0, 1, 2, 3}
+    for kind in ("ddp", "fully_shard"):
+        for rank, found in reports.items():
+            assert found[kind]["errors"] == [0.0] * 20, (kind, rank)
+            assert found[kind]["donors"] == [[0, 2]] * 5
+        for first in (0, 2):
+            sent = [reports[first + place][kind]["sent_nbytes"] for place in (0, 1)]
+            assert sum(sent) == 5 * reports[0]["nbytes"] and min(sent) > 0, "each rank sends its part"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_killed_rank_leaves_the_other_replica_to_continue(transport: str) -> None:
+    if transport == "mpi":
+        reports = mpi.run_ranks(4, SCRIPT, "killed", timeout_s=240, survive=True).check().reports
+    else:
+        reports = torchrun.run_ranks(4, SCRIPT, "killed", timeout_s=240).check(0, 0, 0, -9).reports
+    assert reports.keys() == {0, 1, 2}
+    for rank in (0, 1):
+        own = reports[rank]["killed"]
+        assert own["errors"] == [0.0] * 20 and own["donors"] == [[0, 2]] * 2 + [[0]] * 3 and not own["lost"]
+    assert reports[2]["killed"]["lost"] and len(reports[2]["killed"]["errors"]) < 20

@@ -1,0 +1,142 @@
+"""Four ranks as two replicas of two, under DDP and under ``fully_shard``, with DiLoCo between the replicas.
+
+Each rank reports whether its whole model equals, after each step, the model of an oracle in plain torch. The oracle
+trains each replica with the mean of its ranks' gradients. Every ``EVERY`` steps it makes the outer step from
+whole tensors. With the argument ``killed``, rank 3 is killed, and the other replica continues alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.mpi import report
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import asyncdist as ad
+from asyncdist import local_host
+from protocols import DiLoCoPolicy
+
+SIZE, EVERY, STEPS, KILLED_AT = 2, 4, 20, 10
+OUTER = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5, nesterov=True)
+Rows = tuple[torch.Tensor, torch.Tensor]
+
+
+def new_model() -> nn.Module:
+    """Return the same model on all ranks: layers that two ranks cannot divide evenly."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def rows(rank: int, step: int) -> Rows:
+    inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(1000 * rank + step))
+    return inputs, inputs.sum(1, keepdim=True) * (1 + rank // SIZE)
+
+
+def train_step(model: Any, optimizer: torch.optim.Optimizer, *data: Rows) -> None:
+    """Make a step with the mean gradient of some batches."""
+    optimizer.zero_grad()
+    for inputs, targets in data:
+        ((model(inputs) - targets).square().mean() / len(data)).backward()
+    optimizer.step()
+
+
+def whole(model: nn.Module) -> list[torch.Tensor]:
+    """Return the whole parameters."""
+    return [each.full_tensor() if hasattr(each, "full_tensor") else each.detach() for each in model.parameters()]
+
+
+class Oracle:
+    """Trains all replicas on this rank, each on the mean of its ranks' gradients, with DiLoCo between them."""
+
+    def __init__(self, count: int) -> None:
+        self.models = [new_model() for _ in range(count)]
+        self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.0625) for model in self.models]
+        self.anchor = [parameter.detach().clone().requires_grad_() for parameter in self.models[0].parameters()]
+        self.outer = OUTER(self.anchor)
+
+    def step(self, step: int, donors: tuple[int, ...]) -> None:
+        """Make one step of all replicas; ``donors`` are those whose difference counts."""
+        for number, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            train_step(model, optimizer, *(rows(SIZE * number + place, step) for place in range(SIZE)))
+        if (step + 1) % EVERY == 0:
+            for place, anchor in enumerate(self.anchor):
+                given = [anchor.detach() - list(self.models[donor].parameters())[place].detach() for donor in donors]
+                anchor.grad = sum(given) / len(given)  # type: ignore[assignment]
+            self.outer.step()
+            for model in self.models:
+                nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(self.anchor).detach(), model.parameters())
+
+
+def error(model: nn.Module, oracle: Oracle, replica: int) -> float:
+    """Return the largest difference from the oracle's model."""
+    pairs = zip(whole(model), oracle.models[replica].parameters(), strict=True)
+    return max(float((mine - theirs).detach().abs().max()) for mine, theirs in pairs)
+
+
+def train(world: ad.World, model: nn.Module, **options: Any) -> dict[str, Any]:
+    """Train a wrapped model, and compare it with the oracle."""
+    optimizer, oracle = torch.optim.SGD(model.parameters(), lr=0.0625), Oracle(world.size // SIZE)
+    policy = DiLoCoPolicy(model, optimizer, average_every=EVERY, replica_size=SIZE, outer_optimizer=OUTER, **options)
+    errors, donors = [], []
+    with ad.blocking.policy(policy) as averaging:
+        for step in range(STEPS):
+            train_step(model, optimizer, rows(world.rank, step))
+            info = averaging.step()
+            donors += [info.donors] if info else []
+            oracle.step(step, (0, 1))
+            errors.append(error(model, oracle, world.rank // SIZE))
+    statistics = policy.statistics()
+    return {"errors": errors, "donors": donors, "sent_nbytes": statistics.sent_nbytes}
+
+
+def survive(world: ad.World, model: nn.Module) -> dict[str, Any]:
+    """Train under DDP, lose rank 3, and return what this rank has seen."""
+    optimizer, oracle = torch.optim.SGD(model.parameters(), lr=0.0625), Oracle(world.size // SIZE)
+    policy = DiLoCoPolicy(model, optimizer, average_every=EVERY, replica_size=SIZE, outer_optimizer=OUTER)
+    errors, donors = [], []
+    try:
+        with ad.blocking.policy(policy) as averaging:
+            for step in range(STEPS):
+                if world.rank == 3 and step == KILLED_AT:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                train_step(model, optimizer, rows(world.rank, step))
+                info = averaging.step()
+                donors += [info.donors] if info else []
+                oracle.step(step, (0, 1) if step < KILLED_AT else (0,))
+                errors.append(error(model, oracle, world.rank // SIZE))
+    except (ad.RankLostError, RuntimeError) as lost:  # gloo's error has no class of its own
+        return {"errors": errors, "donors": donors, "lost": f"{type(lost).__name__}: {lost}"[:200]}
+    return {"errors": errors, "donors": donors, "lost": ""}
+
+
+with ad.blocking.open_world() as world:
+    torch.set_num_threads(1)
+    port = int(ad.blocking.all_gather(torch.tensor(local_host.find_free_port(), device="cpu"))[0])
+    if "MASTER_PORT" not in os.environ:  # no launcher of torch
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=world.rank, world_size=world.size)
+    replica = world.rank // SIZE
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    wrapped = DistributedDataParallel(new_model(), process_group=groups[replica])
+    if "killed" in sys.argv:
+        report(world.rank, {"killed": survive(world, wrapped)})
+        os._exit(0)  # torch's groups wait for the killed rank when they end
+    found = {"ddp": train(world, wrapped)}
+    sharded = new_model()
+    mesh = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])][replica]
+    fully_shard(sharded[2], mesh=mesh)  # type: ignore[index]
+    fully_shard(sharded, mesh=mesh)
+    found["fully_shard"] = train(world, sharded)
+    found["nbytes"] = sum(each.nbytes for each in new_model().parameters())  # type: ignore[assignment]
+    report(world.rank, found)
+    dist.barrier()
+    dist.destroy_process_group()

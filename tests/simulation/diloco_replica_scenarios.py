@@ -1,0 +1,165 @@
+"""Simulates DiLoCo between replicas of several ranks, and compares each rank's weights with the oracle of plain DiLoCo.
+
+The ranks of a replica make equal training steps, as under DDP. The oracle knows replicas instead of ranks: see
+:mod:`simulation.diloco_scenarios`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from scripts.population import sgd
+
+import asyncdist as ad
+from asyncdist.simulation import Compute, Kill, SimReport, simulate
+from protocols import DiLoCoPolicy
+from simulation.diloco_scenarios import Layers, Plan, Record, check, draw_faults, draw_plan, drift, weights_of, within
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaPlan:
+    """One run of replicas; ``plan`` describes the replicas as if each were one rank, except the faults."""
+
+    plan: Plan
+    size: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return self.plan.ranks * self.size
+
+    @property
+    def lost(self) -> set[int]:
+        """Replicas that may be lost."""
+        return {rank // self.size for rank in self.plan.killed}
+
+
+async def train(world: ad.World, replicas: ReplicaPlan, record: Record, ended: dict[int, str]) -> None:
+    """Train on one rank, and record each step."""
+    plan, size, rank = replicas.plan, replicas.size, world.rank
+    replica = rank // size
+    model = Layers(plan.dtype)
+    options = {**plan.options, "replica_size": size, **replicas.options}
+    policy = DiLoCoPolicy(model, sgd(model), on_event=functools.partial(record.see, rank), **options)
+    try:
+        async with policy:
+            for step in range(plan.steps[replica]):
+                with torch.no_grad():
+                    for place, parameter in enumerate(model.parameters()):
+                        parameter.add_(torch.from_numpy(drift(replica, step, place, parameter.shape)))
+                await asyncio.sleep(plan.step_s * (1 + 0.2 * replica))
+                info = await policy.step(tokens=replica + 1)
+                record.infos[rank].append(info)
+                record.weights[rank].append(weights_of(model))
+            before = weights_of(model)
+        assert all(map(np.array_equal, before, weights_of(model))), "the weights changed outside step"
+    except (ad.RankLostError, ad.RemoteError, ad.ClosedError) as error:
+        assert plan.killed, error
+        ended[rank] = repr(error)
+
+
+def run(replicas: ReplicaPlan, seed: int = 0) -> tuple[SimReport, Record, dict[int, str]]:
+    """Simulate replicas. A rank may end with an error only if a rank of its replica was killed, or at the start."""
+    plan = replicas.plan
+    plan = dataclasses.replace(plan, steps=plan.steps or (12,) * plan.ranks)
+    replicas = dataclasses.replace(replicas, plan=plan)
+    record, ended = Record(), dict[int, str]()
+    report = simulate(
+        train,
+        replicas,
+        record,
+        ended,
+        ranks=replicas.ranks,
+        seed=seed,
+        network=plan.network,
+        compute=plan.compute,
+        faults=plan.faults,
+        strict=not plan.killed,
+        until_s=1e4,
+    )
+    has_started = any(record.infos.values())
+    for rank, result in enumerate(report.results):
+        if isinstance(result, BaseException):
+            raise AssertionError(f"rank {rank} ended with {result!r}") from result
+        is_whole = len(record.infos[rank]) == plan.steps[rank // replicas.size]
+        assert is_whole or rank // replicas.size in replicas.lost or not has_started, f"rank {rank}: {ended.get(rank)}"
+    return report, record, ended
+
+
+def of_index(replicas: ReplicaPlan, record: Record, index: int) -> Record:
+    """Return the record of the ranks with one index in their replicas, with replicas instead of ranks."""
+    found = Record()
+    for rank in range(index, replicas.ranks, replicas.size):
+        replica = rank // replicas.size
+        found.weights[replica] = record.weights[rank]
+        found.applied[replica] = [
+            dataclasses.replace(event, donors=tuple(donor // replicas.size for donor in event.donors))
+            for event in record.applied[rank]
+        ]
+    return found
+
+
+def check_replicas(
+    replicas: ReplicaPlan, record: Record, tolerance: Callable[[Any], float] = within
+) -> dict[int, tuple[int, ...]]:
+    """Compare all ranks with the oracle, and return the donors of each round, which are equal for all parts."""
+    plan = dataclasses.replace(
+        replicas.plan, faults=tuple(Kill(replica, at_s=0.0) for replica in sorted(replicas.lost)), dies_at={}
+    )
+    if not any(record.infos.values()):
+        return {}
+    whole: dict[int, tuple[int, ...]] = {}
+    for index in range(replicas.size):
+        own = of_index(replicas, record, index)
+        check(plan, own, tolerance)
+        for number, donors in own.donors(replicas.lost)[0].items():
+            assert whole.setdefault(number, donors) == donors, f"round {number}: {donors} and {whole[number]}"
+    for first in range(0, replicas.ranks, replicas.size):
+        weights = [record.weights[first + place] for place in range(replicas.size)]
+        infos = [record.infos[first + place] for place in range(replicas.size)]
+        for step, together in enumerate(zip(*weights, strict=False)):
+            for other in together[1:]:
+                assert all(map(np.array_equal, together[0], other)), f"replica of rank {first}, step {step}"
+        for step, said in enumerate(zip(*infos, strict=False)):
+            facts = {(info.round, info.donors, info.weights, info.outer_norm, info.cosine) for info in said}
+            assert len(facts) == 1, f"replica of rank {first}, step {step}: {facts}"
+    return whole
+
+
+def draw(seed: int) -> ReplicaPlan:
+    """Return a run with drawn options, network and faults. The last replica is not killed."""
+    rng = random.Random(f"diloco replicas {seed}")
+    size, plan = rng.choice((2, 2, 3)), draw_plan(seed)
+    count = min(plan.ranks, 3)
+    drawn = draw_faults(rng, count * size)
+    faults = tuple(each for each in drawn if not isinstance(each, Kill) or each.rank < (count - 1) * size)
+    own = dataclasses.replace(plan, ranks=count, steps=plan.steps[:count], compute=Compute(), faults=faults)
+    return ReplicaPlan(plan=own, size=size)
+
+
+def scenario(seed: int, faults: Sequence[Any] | None = None) -> SimReport:
+    """Run one seed; AssertionError if a weight differs, or a rank is stuck."""
+    return seen_in(seed, faults)[0]
+
+
+def seen_in(seed: int, faults: Sequence[Any] | None = None) -> tuple[SimReport, Counter[str]]:
+    """Run one seed, and return what the test of coverage counts."""
+    replicas = draw(seed)
+    if faults is not None:
+        replicas = dataclasses.replace(replicas, plan=dataclasses.replace(replicas.plan, faults=tuple(faults)))
+    report, record, ended = run(replicas, seed)
+    rounds = check_replicas(replicas, record)
+    seen = Counter[str]()
+    seen["rounds"] += len(rounds)
+    seen["rounds without a lost replica"] += sum(len(donors) < replicas.plan.ranks for donors in rounds.values())
+    seen["ranks that lost their replica"] += len(ended)
+    return report, seen
