@@ -43,7 +43,9 @@ class Flights:
 
     def note_step(self, step: int) -> None:
         """Record that the fragments of a step are due."""
-        self._owed += [each for each in self._schedule.due(step) if not self.skips_late or self._is_in_turn(each)]
+        due = self._schedule.due(step)
+        if due:  # most steps have none
+            self._owed += [each for each in due if not self.skips_late or self._is_in_turn(each)]
 
     def forget_owed(self) -> None:
         """Capture none of the fragments that are due."""

@@ -382,14 +382,16 @@ class ExchangePolicy(JoinablePolicy):
             await world.progress()
         if self._flat.mesh_ranks and (flights.can_begin() or flights.due(step)):
             reshard(self.model)
-        applied = await self._apply_due(step)
-        if local_metric is not None and flights.can_begin():
-            self._read_new_metric(local_metric)
-        while flights.can_begin():
+        applied = await self._apply_due(step) if flights.in_flight else []
+        if flights.can_begin():
+            if local_metric is not None:
+                self._read_new_metric(local_metric)
             while flights.can_begin():
-                self._capture(step)
-            applied += await self._apply_due(step)
-        await self._admit()
+                while flights.can_begin():
+                    self._capture(step)
+                applied += await self._apply_due(step)
+        if self._admission is not None and self._admission.is_asked:
+            await self._admit()
         return together(applied) if applied else NOTHING
 
     def _has(self, number: int) -> bool:
