@@ -9,10 +9,14 @@ that each contribution is applied exactly once.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from asyncdist.protocols.async_diloco.messages import Applications, Standing
+
+#: How the contributions to one version are weighted.
+ArrivalWeighting: TypeAlias = Literal["equal", "tokens", "rate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +143,11 @@ class Arrivals:
         return tuple(sorted(self.applied.items()))
 
 
-def weights_of(arrivals: Sequence[Arrival], weighting: str) -> tuple[float, ...]:
-    """Return the weights of contributions: equal, or their numbers of tokens."""
-    return tuple(arrival.tokens if weighting == "tokens" else 1.0 for arrival in arrivals)
+def weight_of(tokens: float, steps: int, weighting: ArrivalWeighting) -> float:
+    """Return the weight of a contribution of some training steps."""
+    if weighting == "equal":
+        return 1.0
+    return tokens if weighting == "tokens" else tokens * tokens / max(1, steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,10 @@ from typing import Any, Final
 import torch
 
 from asyncdist import validation
+from asyncdist.protocols.async_diloco.arrivals import ArrivalWeighting
 from asyncdist.protocols.async_diloco.corrections import Correction
 from asyncdist.protocols.declared import Options, function, like, number, one_of, option, or_none, whole
-from asyncdist.protocols.diloco.options import DiLoCoOptions, Late, Weighting, described
+from asyncdist.protocols.diloco.options import DiLoCoOptions, Late, described
 from asyncdist.protocols.diloco.outer_step import OuterFactory, check_factory
 from asyncdist.protocols.options import AveragingOptions, MemberOptions, OptimizerState
 from asyncdist.protocols.step_info import PolicyEvent
@@ -35,7 +36,7 @@ class AsyncDiLoCoOptionNames(MemberOptions, total=False):
     quorum: int
     grace_s: float
     late: Late
-    weights: Weighting
+    weights: ArrivalWeighting
     wire: str | Codec
     error_feedback: float | None
     optimizer_state: OptimizerState
@@ -73,10 +74,10 @@ class AsyncDiLoCoOptions(Options):
         function("None or a callable of a difference, the momentum and the staleness"),
         default=None,
     )
-    weights: Weighting = option(
-        'Weights of the contributions to one version: `"equal"`, or `"tokens"`, the sum of `step(tokens=...)` since '
-        "the rank's previous contribution.",
-        one_of(Weighting),
+    weights: ArrivalWeighting = option(
+        'Weights of the contributions to one version: `"equal"`, `"tokens"`, the sum of `step(tokens=...)` since the '
+        'rank\'s previous contribution, or `"rate"`, the tokens times the tokens per step (Decoupled DiLoCo).',
+        one_of(ArrivalWeighting),
         default="equal",
         is_agreed=True,
     )

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from asyncdist import validation
 from asyncdist.protocols.async_diloco.anchor import Anchor, Contribution
+from asyncdist.protocols.async_diloco.arrivals import weight_of
 from asyncdist.protocols.async_diloco.blocks import Captures, Layouts
 from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdings, Outstanding
 from asyncdist.protocols.async_diloco.member import AsyncMember
@@ -37,6 +38,7 @@ from asyncdist.protocols.async_diloco.pace import Stopwatch
 from asyncdist.protocols.async_diloco.server import ServerOptions
 from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics
 from asyncdist.protocols.declared import among, with_options
+from asyncdist.protocols.diloco.policy import ELSEWHERE
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.policy import JoinablePolicy
@@ -52,6 +54,24 @@ from asyncdist.tensors.flat_state import SnapshotPool
 from asyncdist.tensors.infinities import KnownInfinities, all_finite
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
+_ANCHOR_IS_WHOLE: Final = "DiLoCoPolicy has this option; here the anchor and each contribution are whole"
+#: Options of other policies and libraries, with the names of this policy's options.
+_ELSEWHERE: Final = {
+    **{name: text for name, text in ELSEWHERE.items() if name not in ("matchmaking_time", "averaging_timeout")},
+    **dict.fromkeys(("fragments", "fragment_pattern", "model_fragments", "fragment_sync_delay"), _ANCHOR_IS_WHOLE),
+    **dict.fromkeys(("overlap_steps", "mixing", "warmup_steps", "fragment_update_alpha", "alpha"), _ANCHOR_IS_WHOLE),
+    **dict.fromkeys(
+        ("delay", "buffer_size", "num_updates", "N"),
+        "outer_optimizer=functools.partial(protocols.DelayedNesterov, lr=0.7, delay=N) updates the momentum at every "
+        "N-th contribution",
+    ),
+    **dict.fromkeys(("staleness", "staleness_weight", "max_staleness"), "here correct=protocols.StalenessWeight()"),
+    **dict.fromkeys(("grace", "grace_period", "averaging_timeout", "matchmaking_time"), "here grace_s, in seconds"),
+    **dict.fromkeys(("min_replica_size", "min_replicas", "target_group_size"), "here quorum, a number of ranks"),
+    **dict.fromkeys(("dylu", "dynamic_local_updates"), "here dynamic_steps=True"),
+    **dict.fromkeys(("global_lr", "outer_lr", "server_lr"), "here outer_optimizer has the outer learning rate"),
+    "delay_grad_averaging": "here no rank waits for others, unless late='wait'",
+}
 #: Name in error messages for whether a rank begins with a saved state.
 _RESUMED: Final = "begins with a saved state"
 _LOSES_VALUES: Final = (
@@ -92,7 +112,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
 
     progress_names: ClassVar[tuple[str, ...]] = (FIRST_WEIGHTS, _RESUMED)
 
-    @validation.names_options()
+    @validation.names_options(refused=_ELSEWHERE)
     def __init__(
         self,
         model: nn.Module,
@@ -390,7 +410,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         anchor, own, rank = self._alone, self._holdings, self._world.rank
         assert anchor is not None, "the rank is not alone"
         own.sequence += 1
-        weight = report.tokens if self._own_options.weights == "tokens" else 1.0
+        weight = weight_of(report.tokens, report.steps, self._own_options.weights)
         outcome = await anchor.step([Contribution(rank, weight, report.norm, 0, encoded)], 1)
         block = anchor.copy_into(self._layouts.new_block())
         own.take_answer(
@@ -444,7 +464,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         """Record the contribution, whose round is known now, and the event of its application."""
         own, wire, on_event = self._reported, self._layouts.wire, self._own_options.on_event
         assert own is not None, "an anchor is applied after a contribution"
-        weight = own.tokens if self._own_options.weights == "tokens" else 1.0
+        weight = weight_of(own.tokens, own.steps, self._own_options.weights)
         facts = info.round, 0, self._captured_at, own.base_version, weight, own.norm, wire.nbytes, wire.unencoded_nbytes
         event = Contributed(*facts)
         self._journal.note_contributed(event)

@@ -20,7 +20,7 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
 from asyncdist.protocols.async_diloco.anchor import Anchor, Contribution, Outcome
-from asyncdist.protocols.async_diloco.arrivals import Arrival, Arrivals, Handling, choose, weights_of
+from asyncdist.protocols.async_diloco.arrivals import Arrival, Arrivals, Handling, choose, weight_of
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts
 from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdings
 from asyncdist.protocols.async_diloco.messages import Applied, Arrived, AsyncMessage, Given, Standing, Taken, Wanted
@@ -280,9 +280,9 @@ class Server:
     async def _make_version(self, arrivals: Sequence[Arrival]) -> None:
         anchor, me = self.anchor, self._services.rank
         assert anchor is not None, "versions are made after the election"
-        weights = weights_of(arrivals, self._options.own.weights)
         given = []
-        for arrival, weight in zip(arrivals, weights, strict=True):
+        for arrival in arrivals:
+            weight = weight_of(arrival.tokens, arrival.steps, self._options.own.weights)
             staleness = max(0, anchor.version - arrival.base_version)
             self.staleness_sum += staleness
             given.append(Contribution(arrival.rank, weight, arrival.norm, staleness, self._encoded(arrival)))

@@ -30,7 +30,14 @@ from policies import CHOICES, SIMPLE
 from verify import EventWriter
 
 import asyncdist as ad
-from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, DiLoCoPolicy, SelectiveDiLoCoPolicy, StepInfo
+from protocols import (
+    AsyncDiLoCoPolicy,
+    AsyncSelectiveAveragingPolicy,
+    AverageAllPolicy,
+    DiLoCoPolicy,
+    SelectiveDiLoCoPolicy,
+    StepInfo,
+)
 
 BATCH_SIZE = 16
 LOSSES_IN_METRIC = 20
@@ -82,6 +89,8 @@ def build_policy(
             metric=lambda: l1_distance(env, model),
             metric_mode="min",
         )
+    if args.policy == "async-diloco":
+        return AsyncDiLoCoPolicy(model, optimizer, average_every=args.average_every, group=group)
     if args.policy in SIMPLE:
         return SIMPLE[args.policy](model, optimizer, group=group)
     on_event = EventWriter(args.log_dir, context.my_rank, model) if args.verify else None

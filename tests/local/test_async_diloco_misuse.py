@@ -1,0 +1,97 @@
+"""Tests the errors of wrong options of asynchronous DiLoCo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.facts import naming
+
+import asyncdist as ad
+from protocols import AsyncDiLoCoPolicy
+
+
+def policy(**options: Any) -> AsyncDiLoCoPolicy:
+    model = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(model.weight, 1.0)
+    torch.nn.init.constant_(model.bias, 1.0)
+    return AsyncDiLoCoPolicy(model, torch.optim.SGD(model.parameters()), **{"average_every": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("quorum", 0, 1),
+        ("grace_s", -1.0, 0),
+        ("mirror_every", -1, 0),
+        ("late", "never", "skip"),
+        ("weights", 3, "rate"),
+    ],
+)
+def test_an_option_out_of_range_is_named_with_its_range(option: str, value: Any, allowed: Any) -> None:
+    with pytest.raises(ValueError, match=naming(option, value, allowed)):
+        policy(**{option: value})
+
+
+def test_the_outer_optimizer_must_be_a_factory() -> None:
+    with pytest.raises(TypeError, match="outer_optimizer"):
+        policy(outer_optimizer=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [
+        ("sync_every", "average_every"),
+        ("delay", "protocols.DelayedNesterov"),
+        ("staleness", "protocols.StalenessWeight"),
+        ("min_replica_size", "quorum"),
+        ("averaging_timeout", "grace_s"),
+        ("fragments", "DiLoCoPolicy"),
+        ("dylu", "dynamic_steps"),
+    ],
+)
+def test_names_of_other_libraries_are_explained(name: str, here: str) -> None:
+    with pytest.raises(TypeError, match=naming(name, here)):
+        policy(**{name: 2})
+
+
+def test_a_quorum_larger_than_the_group_is_refused() -> None:
+    async def train(world: ad.World) -> None:
+        async with policy(quorum=3):
+            pass
+
+    with pytest.raises(ValueError, match=naming("quorum", 3, 2)):
+        ad.run_local(train, ranks=2)
+
+
+def test_topk_without_error_feedback_warns() -> None:
+    with pytest.warns(UserWarning, match="error_feedback"):
+        policy(wire="topk")
+
+
+def test_a_diverged_rank_gets_the_anchor_and_harms_no_other() -> None:
+    async def train(world: ad.World) -> tuple[bool, int]:
+        own, recovered = policy(quorum=2, late="wait"), 0
+        async with own:
+            for step in range(6):
+                with torch.no_grad():
+                    own.model.weight.add_(float("nan") if world.rank == 1 and step == 2 else 0.5)
+                info = await own.step()
+                recovered += bool(info.recovered)
+        return bool(torch.isfinite(own.model.weight).all()), recovered
+
+    assert ad.run_local(train, ranks=2) == [(True, 0), (True, 1)]
+
+
+def test_a_rank_alone_steps_its_own_anchor() -> None:
+    async def train(world: ad.World) -> float:
+        own = policy(outer_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5))
+        async with own:
+            for _ in range(4):
+                with torch.no_grad():
+                    own.model.weight.add_(1.0)
+                await own.step()
+        return own.model.weight[0, 0].item()
+
+    assert ad.run_local(train, ranks=1) == [3.0]

@@ -1,0 +1,122 @@
+"""Tests which contributions make a version of the anchor, and the choice of a new leader's state."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocols.async_diloco.arrivals import Arrival, Arrivals, Choice, Handling, choose, weight_of
+from protocols.async_diloco.messages import Applied, Arrived, Given, Standing
+
+
+def arrival(rank: int, sequence: int = 1) -> Arrival:
+    return Arrival(rank, sequence, 0, 10, 20.0, 1.0)
+
+
+def arrived(arrivals: Arrivals, rank: int, at: float = 0.0, sequence: int = 1) -> None:
+    assert arrivals.on_arrived(arrival(rank, sequence)) is Handling.FETCH
+    arrivals.on_whole(arrival(rank, sequence), at)
+
+
+def taken(arrivals: Arrivals) -> list[tuple[int, int]]:
+    return [(each.rank, each.sequence) for each in arrivals.take()]
+
+
+def test_each_contribution_is_a_version_with_a_quorum_of_one() -> None:
+    arrivals = Arrivals(range(3), 1, 0.0)
+    for rank in (2, 0):
+        arrived(arrivals, rank)
+    assert (taken(arrivals), taken(arrivals), arrivals.has_quorum) == ([(2, 1)], [(0, 1)], False)
+    assert arrivals.applications() == ((0, 1), (2, 1))
+
+
+def test_a_quorum_counts_living_ranks_and_is_in_rank_order() -> None:
+    arrivals = Arrivals(range(4), 3, 0.0)
+    for rank in (3, 1):
+        arrived(arrivals, rank)
+    assert not arrivals.has_quorum
+    arrivals.on_gone(3)  # its contribution counts, but not for the quorum of the living ranks
+    arrived(arrivals, 0)
+    assert not arrivals.has_quorum
+    arrived(arrivals, 2)
+    assert taken(arrivals) == [(0, 1), (1, 1), (2, 1), (3, 1)]
+
+
+def test_a_quorum_larger_than_the_members_is_all_of_them() -> None:
+    arrivals = Arrivals(range(3), 3, 0.0)
+    arrived(arrivals, 0)
+    arrivals.on_gone(1)
+    assert not arrivals.has_quorum
+    arrivals.on_gone(2)
+    assert taken(arrivals) == [(0, 1)]
+
+
+def test_the_grace_period_begins_with_the_quorum() -> None:
+    arrivals = Arrivals(range(3), 2, 0.5)
+    arrived(arrivals, 0, at=1.0)
+    assert arrivals.decided_at is None
+    arrived(arrivals, 1, at=2.0)
+    assert (arrivals.decided_at, arrivals.is_complete) == (2.5, False)
+    arrived(arrivals, 2, at=2.25)
+    assert arrivals.is_complete and len(arrivals.take()) == 3
+
+
+def test_a_repeated_contribution_is_answered_but_not_applied() -> None:
+    arrivals = Arrivals(range(3), 1, 0.0, {1: 4})
+    assert arrivals.on_arrived(arrival(1, 4)) is Handling.ANSWER
+    arrived(arrivals, 1, sequence=5)
+    assert arrivals.on_arrived(arrival(1, 5)) is Handling.IGNORE
+    assert taken(arrivals) == [(1, 5)]
+    assert arrivals.on_arrived(arrival(1, 5)) is Handling.ANSWER
+    assert arrivals.on_arrived(arrival(7)) is Handling.IGNORE, "it is not a member"
+
+
+def test_contributions_of_two_processes_of_a_rank_are_in_two_versions() -> None:
+    arrivals = Arrivals(range(2), 1, 1.0)
+    arrived(arrivals, 1, sequence=3)
+    arrivals.on_gone(1)
+    arrivals.on_admitted(1)
+    assert arrivals.reported[1] == 3
+    arrived(arrivals, 1, sequence=4)
+    assert (taken(arrivals), taken(arrivals)) == ([(1, 3)], [(1, 4)])
+
+
+def test_a_contribution_that_is_fetched_from_a_lost_rank_is_dropped() -> None:
+    arrivals = Arrivals(range(2), 1, 0.0)
+    assert arrivals.on_arrived(arrival(1)) is Handling.FETCH
+    arrivals.on_gone(1)
+    arrivals.on_whole(arrival(1), 0.0)
+    assert arrivals.is_empty
+
+
+def test_weights_of_contributions() -> None:
+    assert [weight_of(20.0, 10, weighting) for weighting in ("equal", "tokens", "rate")] == [1.0, 20.0, 40.0]
+
+
+def standing(version: int, outer_version: int = -1) -> Standing:
+    return Standing(version, (), outer_version, 0, ())
+
+
+def test_a_new_leader_takes_the_newest_states() -> None:
+    standings = {1: standing(4, 2), 2: standing(7, 3), 3: standing(7, 6), 4: standing(5, 5)}
+    assert choose(standings, 1) == Choice(7, 2, 6, 3)
+    assert choose(standings, 3) == Choice(7, 3, 6, 3), "it prefers its own"
+    assert choose({2: standing(0)}, 2) == Choice(0, 2, -1, -1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Arrived(-1, 1, 1.0, 1.0, 0.0),
+        lambda: Arrived(0, 1, float("nan"), 1.0, 0.0),
+        lambda: Arrived(0, 1, 1.0, 1.0, -1.0),
+        lambda: Standing(1, (), 2, 0, ()),
+        lambda: Standing(1, (), 0, 1, ()),
+        lambda: Given((), -1),
+        lambda: Applied(1, (), (0,), (), 0, 1.0, 0.0, 1, 0),
+        lambda: Applied(1, (), (0,), (0.0,), 0, 1.0, 0.0, 1, 0),
+        lambda: Applied(1, (), (), (), 0, 1.0, 0.0, 0, 0),
+    ],
+)
+def test_messages_with_impossible_values_are_refused(make: object) -> None:
+    with pytest.raises(ValueError, match="got"):
+        make()  # type: ignore[operator]
