@@ -124,6 +124,7 @@ class Record:
 
     Attributes:
         lineage: For each version from 1, the rank and the sequence number of each contribution.
+        left: Contributions of ranks that had left, in versions that were lost with all their holders.
         outers: For each version with which a leader has begun, the version of the outer state.
     """
 
@@ -133,6 +134,17 @@ class Record:
         self.late: set[int] = set()  # restarted ranks that found no running policy
         self.lineage: list[list[tuple[int, int]]] = []
         self.outers: dict[int, int] = {}
+        self.left: set[tuple[int, int]] = set()
+
+    def truncate(self, version: int, outer: int) -> None:
+        """Note that a new leader continues from a version, since all ranks with later versions are lost."""
+        for rank, sequence in [each for donors in self.lineage[version:] for each in donors]:
+            if any(life.statistics is not None for (other, _), life in self.lives.items() if other == rank):
+                self.left.add((rank, sequence))  # the rank has left, so it cannot repeat the contribution
+        del self.lineage[version:]
+        self.outers = {begun: found for begun, found in self.outers.items() if begun <= version}
+        if outer < version or version not in self.outers:  # otherwise the copy is of the last leader's first state
+            self.outers[version] = outer
 
     def note(self, version: int, arrivals: Sequence[Arrival]) -> None:
         assert version == len(self.lineage) + 1, "a leader continues from the newest anchor"
@@ -151,8 +163,7 @@ def noted_steps(record: Record) -> Iterator[None]:
 
     def beginning(self: Server, held: HeldAnchor, outer: tuple[int, torch.Tensor] | None) -> None:
         assert held.version <= len(record.lineage)
-        del record.lineage[held.version :]
-        record.outers[held.version] = 0 if outer is None else outer[0]
+        record.truncate(held.version, 0 if outer is None else outer[0])
         begin(self, held, outer)
 
     try:
@@ -294,8 +305,9 @@ class Oracle:
                 if self.later[key][0] < len(self.anchors):
                     self.workers[key].complete()
             self.let_begin()
+        ended = plan.killed | {rank for rank, _ in record.left}  # may have applied versions that were lost
         for (rank, _), worker in self.workers.items():
-            while worker.step < len(worker.life.infos) and rank not in plan.killed:
+            while worker.step < len(worker.life.infos) and rank not in ended:
                 worker.next_step()
 
     def let_begin(self) -> None:
@@ -369,7 +381,7 @@ def run(plan: Plan, seed: int = 0) -> tuple[SimReport, Record]:
             assert life.statistics is not None, f"rank {rank} has not ended"
             assert life.first[0] + len(life.infos) == plan.steps[rank]
             first, last = life.sequences
-            lost = [each for each in range(first + 1, last + 1) if (rank, each) not in counts]
+            lost = [each for each in range(first + 1, last + 1) if (rank, each) not in counts.keys() | record.left]
             assert not lost, f"rank {rank}: contributions {lost} of {last} were not applied"
     return report, record
 

@@ -70,7 +70,7 @@ def test_a_repeated_contribution_is_answered_but_not_applied() -> None:
     assert arrivals.on_arrived(arrival(7)) is Handling.IGNORE, "it is not a member"
 
 
-def test_contributions_of_two_processes_of_a_rank_are_in_two_versions() -> None:
+def test_two_processes_of_a_rank_contribute_to_two_versions() -> None:
     arrivals = Arrivals(range(2), 1, 1.0)
     arrived(arrivals, 1, sequence=3)
     arrivals.on_gone(1)
@@ -80,7 +80,7 @@ def test_contributions_of_two_processes_of_a_rank_are_in_two_versions() -> None:
     assert (taken(arrivals), taken(arrivals)) == ([(1, 3)], [(1, 4)])
 
 
-def test_a_contribution_that_is_fetched_from_a_lost_rank_is_dropped() -> None:
+def test_a_contribution_under_way_from_a_lost_rank_is_dropped() -> None:
     arrivals = Arrivals(range(2), 1, 0.0)
     assert arrivals.on_arrived(arrival(1)) is Handling.FETCH
     arrivals.on_gone(1)
