@@ -8,7 +8,7 @@ infinities in buffers and frozen parameters are called *unsound*.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -38,9 +38,17 @@ class KnownInfinities:
             return None  # this is the usual case, and faster than a check of each entry
         return self._first_unsound(zip(buffers.entries, buffers.views, strict=True))
 
-    def unsound_entry_of_model(self) -> str | None:
-        """Return the name of an averaged entry of the model with an unexpected non-finite value, or None."""
-        return self._first_unsound(self._own())
+    def unsound_entry_of_model(self, skipped: Collection[int] = ()) -> str | None:
+        """Return the name of an averaged entry of the model with an unexpected non-finite value, or None.
+
+        Args:
+            skipped: Indices of entries that are not checked.
+        """
+        return self._first_unsound(pair for index, pair in enumerate(self._own()) if index not in skipped)
+
+    def without(self, names: Collection[str]) -> set[str]:
+        """Return those names whose entries contained no infinities when the policy started."""
+        return set(names).difference(*self._known)
 
     def _own(self) -> Iterable[tuple[Entry, Tensor]]:
         return zip(self._state.entries, self._state.tensors(self._layout), strict=True)

@@ -120,7 +120,7 @@ class Anchor:
     def _move_buffers(self, mean: Sequence[Tensor], share: float) -> None:
         for vector, own, new in zip(self._layouts.exact.vectors, self._values, mean, strict=True):
             if vector.role == "averaged" and share < 1.0:
-                own.lerp_(new, share)
+                own.copy_(torch.where(own == new, own, own.lerp(new, share)))  # equal infinities would become NaN
             elif vector.role != "stepped":
                 own.copy_(new)
 

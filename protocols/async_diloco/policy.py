@@ -38,6 +38,7 @@ from asyncdist.protocols.async_diloco.pace import Stopwatch
 from asyncdist.protocols.async_diloco.server import ServerOptions
 from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics
 from asyncdist.protocols.declared import among, with_options
+from asyncdist.protocols.diloco.options import counted_tokens
 from asyncdist.protocols.diloco.policy import ELSEWHERE
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
@@ -167,12 +168,12 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
             tokens: Number of tokens or examples of this step, for ``weights="tokens"``; 1 by default.
 
         Raises:
+            TypeError: ``weights`` is ``"tokens"``, and a positional number was given instead of ``tokens``.
             ValueError: ``tokens`` is not finite and above 0.
         """
         if self._first_call is None:
             self.note_call(line_of_caller())
-        allowed = "a finite number > 0 (of a tensor, tokens.item())"
-        self._tokens += 1.0 if tokens is None else validation.real("tokens", tokens, allowed, low=1e-9)
+        self._tokens += counted_tokens(tokens, local_metric, self._own_options.weights)
         return super().step(local_metric, loss=loss, score=score)
 
     def statistics(self) -> AsyncDiLoCoStatistics:
@@ -207,7 +208,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         own, count = self._own_options, len(self._members)
         own.check_members(count)
         self._known_infinities = KnownInfinities(self._flat)
-        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        parameters = self._known_infinities.without(dict(self.model.named_parameters(remove_duplicate=False)))
         self._layouts = Layouts(self._flat.entries, parameters, count, own.wire)
         self._captures = Captures(self._layouts, own.error_feedback)
         self._holdings = Holdings(HeldAnchor(0, (), self._layouts.block_of(self._tensors())))

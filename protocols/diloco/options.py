@@ -186,6 +186,26 @@ class DiLoCoOptions(ExchangeOptions):
         }
 
 
+def counted_tokens(tokens: float | None, metric: object, weights: str) -> float:
+    """Return the number of tokens or examples of a step: ``tokens``, or 1 if it is None.
+
+    Args:
+        metric: Positional argument of ``step``; None for a policy that needs a metric.
+
+    Raises:
+        TypeError: The weights are tokens, and the step has a positional number instead of ``tokens``.
+        ValueError: ``tokens`` is not finite and above 0.
+    """
+    if tokens is not None:
+        return validation.real("tokens", tokens, "a finite number > 0 (of a tensor, tokens.item())", low=1e-9)
+    if weights == "tokens" and metric is not None:
+        raise TypeError(
+            "step() takes the number of tokens by name: step(tokens=n). A positional number is a metric, and has no "
+            "effect on the weights"
+        )
+    return 1.0
+
+
 def described(factory: OuterFactory) -> str:
     """Return an outer optimizer's class and the options that are not its defaults, to compare members.
 

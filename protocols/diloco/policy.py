@@ -29,7 +29,7 @@ from asyncdist import validation
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.fragment_state import FragmentState
 from asyncdist.protocols.diloco.fragments import fragments_of
-from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions
+from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions, counted_tokens
 from asyncdist.protocols.exchange.policy import ExchangePolicy
 from asyncdist.protocols.exchange.schedule import Schedule
 from asyncdist.protocols.metrics import MetricSource
@@ -146,12 +146,12 @@ class DiLoCoPolicy(ExchangePolicy):
             tokens: Number of tokens or examples of this step, for ``weights="tokens"``; 1 by default.
 
         Raises:
+            TypeError: ``weights`` is ``"tokens"``, and a positional number was given instead of ``tokens``.
             ValueError: ``tokens`` is not finite and above 0.
         """
         if self._first_call is None:
             self.note_call(line_of_caller())
-        allowed = "a finite number > 0 (of a tensor, tokens.item())"
-        count = 1.0 if tokens is None else validation.real("tokens", tokens, allowed, low=1e-9)
+        count = counted_tokens(tokens, None if self.takes_metric else local_metric, self._own_options.weights)
         self._tokens = [each + count for each in self._tokens]
         return super().step(local_metric, loss=loss, score=score)
 

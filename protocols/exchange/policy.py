@@ -113,6 +113,7 @@ class ExchangePolicy(JoinablePolicy):
         self._exchange: Exchange | None = None  # None before the start, and if this rank is alone
         self._admission: Admission | None = None
         self._is_admitting = False
+        self._unsound_captures: set[int] = set()  # fragments whose last contribution was not finite
         self._snapshots = SnapshotPool(self._flat)
 
     def statistics(self) -> ExchangeStatistics:
@@ -133,7 +134,7 @@ class ExchangePolicy(JoinablePolicy):
             codec: Codec of the stepped vector.
         """
         entries, size, rank = self._flat.entries, self._replicas.size, self._world.rank
-        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        parameters = self._known_infinities.without(dict(self.model.named_parameters(remove_duplicate=False)))
         donor_count = len(self._members) // size
         if size == 1 or self._holds_shards():
             return WireLayout(entries, chosen, parameters, donor_count, codec)
@@ -417,7 +418,10 @@ class ExchangePolicy(JoinablePolicy):
             return
         own, weight, exchange = self._fragments[fragment], self._take_weight(fragment), self._exchange
         encoded = own.layout.new_encoded() if exchange is None else exchange.new_encoded(fragment)
-        norm = math.nan if self._unsound() is not None else own.capture(tensors, encoded)
+        # The norm is not finite if an entry of the fragment that is stepped is not; all other entries are checked.
+        unsound = self._known_infinities.unsound_entry_of_model(own.layout.stepped_entries)
+        norm = math.nan if unsound is not None else own.capture(tensors, encoded)
+        (self._unsound_captures.discard if math.isfinite(norm) else self._unsound_captures.add)(fragment)
         facts = number, fragment, step, own.version, weight, norm, own.layout.nbytes, own.layout.unencoded_nbytes
         if exchange is None:
             chosen = self.weigh({self._world.rank: Report(weight, norm, scores)})
@@ -471,8 +475,9 @@ class ExchangePolicy(JoinablePolicy):
         waited_s = self._world.time() - began_at
         is_left_out = self._takes_whole(own.mean.verdict)
         is_late = self._flights.skips_late and flight.applied_at < self.iteration
+        is_whole = bool(trouble) or is_left_out or fragment in self._unsound_captures
         with self._weights.following():
-            own.apply(tensors, is_late=is_late, is_whole=bool(trouble) or is_left_out)
+            own.apply(tensors, is_late=is_late, is_whole=is_whole)
             if trouble:  # otherwise the other fragments would make this one non-finite in the next training step
                 for each in self._fragments:
                     each.restore(tensors)

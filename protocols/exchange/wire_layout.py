@@ -153,12 +153,14 @@ class WireLayout:
     Args:
         entries: All entries of the model.
         chosen: Indices of the fragment's entries.
-        parameters: Names of the model's parameters; all other floating entries have the role ``"averaged"``.
+        parameters: Names of the model's parameters, without those that contain infinities, such as frozen masks, since
+            differences of infinities are NaN. All other floating entries have the role ``"averaged"``.
         owner_count: Number of ranks among which each vector is divided.
         codec: Codec of the stepped float32 vector.
 
     Attributes:
         slices: All slices that are not empty.
+        stepped_entries: Indices of the entries that the stepped vectors contain.
         nbytes: Total size in bytes of all encoded vectors of a contribution.
         mean_nbytes: Total size in bytes of all encoded vectors of a mean.
         unencoded_nbytes: Total size in bytes of all vectors without encoding.
@@ -183,6 +185,7 @@ class WireLayout:
             grouped.setdefault((role, wide), []).append((index, count))
         self.vectors = tuple(self._vector(*key, grouped[key]) for key in sorted(grouped, key=str, reverse=True))
         self.stepped = tuple(vector for vector in self.vectors if vector.role == "stepped")
+        self.stepped_entries = frozenset(index for vector in self.stepped for index, *_ in vector.places)
         self.slices = tuple(self._slices())
         self.nbytes = sum(vector.sent.nbytes(0, vector.count) for vector in self.vectors)
         self.mean_nbytes = sum(vector.mean.nbytes(0, vector.count) for vector in self.vectors)

@@ -50,7 +50,7 @@ class SimplePolicy(ExchangePolicy):
 
     def _make_fragments(self) -> Sequence[Fragment]:
         entries, exact, count = self._flat.entries, find_codec("float32"), len(self._members)
-        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        parameters = self._known_infinities.without(dict(self.model.named_parameters(remove_duplicate=False)))
         parameters |= {name for entry in entries for name in entry.names if name.startswith(STATE_PREFIX)}
         whole = WireLayout(entries, range(len(entries)), parameters, count, exact)
         if all(self._rule.chosen(1, vector.count) is None for vector in whole.stepped):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import math
 import weakref
 from typing import Any
 
@@ -16,7 +17,7 @@ from support.local import run
 from torch import nn
 
 import asyncdist as ad
-from protocols import AverageAllPolicy, DiLoCoPolicy, StepInfo
+from protocols import AsyncDiLoCoPolicy, AverageAllPolicy, DiLoCoPolicy, StepInfo
 
 HALF = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5)
 
@@ -349,3 +350,71 @@ def test_a_wrong_number_of_tokens_is_refused(tokens: Any) -> None:
         assert info.weights == pytest.approx((4 / 9, 5 / 9)), "a refused number is not counted"
 
     run(main, 2)
+
+
+def test_a_positional_number_of_tokens_is_refused() -> None:
+    """Regression: it was taken for a metric and ignored, so all ranks had equal weights."""
+
+    async def main(world: ad.World) -> None:
+        for make in (DiLoCoPolicy, AsyncDiLoCoPolicy):
+            model = linear()
+            options: Any = {"average_every": 2, "weights": "tokens"}
+            async with make(model, sgd(model), **options) as policy:
+                with pytest.raises(TypeError, match=r"by name: step\(tokens=n\)"):
+                    await policy.step(5)
+                await policy.step(0.25, tokens=3)
+
+    run(main, 2)
+
+
+class Masked(nn.Module):
+    """A layer with masks that contain -inf: a frozen parameter and a buffer."""
+
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+        self.frozen = nn.Parameter(torch.full((2, 2), -math.inf).triu(1), requires_grad=False)
+        self.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
+
+
+@pytest.mark.parametrize("policy", [DiLoCoPolicy, AsyncDiLoCoPolicy])
+@pytest.mark.parametrize("options", [{}, {"weights": "tokens"}, {"wire": "int8"}], ids=str)
+def test_masks_with_infinities_are_averaged_like_all_else(policy: Any, options: dict[str, Any]) -> None:
+    """Regression: a frozen mask made each contribution NaN, so no round had a donor, and training was undone."""
+
+    async def main(world: ad.World) -> bool:
+        model, infos = Masked(), []
+        async with policy(model, sgd(model), average_every=1, **options) as averages:
+            for _ in range(6):
+                move(model.layer, world.rank + 1.0)
+                infos.append(await averages.step(tokens=world.rank + 1))
+        expected = Masked()
+        assert torch.equal(model.frozen, expected.frozen) and torch.equal(model.mask, expected.mask)
+        assert not any(info.recovered for info in infos)
+        return any(info.donors for info in infos)
+
+    assert any(run(main, 2))
+
+
+def test_a_rank_not_finite_at_the_capture_takes_the_mean() -> None:
+    """Its own weights at the capture are unknown, so it has no progress that it could keep."""
+
+    async def main(world: ad.World) -> list[float]:
+        model = linear()
+        options: Any = {"average_every": 4, "overlap_steps": 2, "mixing": 0.5, "outer_optimizer": None}
+        async with DiLoCoPolicy(model, sgd(model), **options) as policy:
+            for step in range(6):
+                move(model, 1.0)
+                if world.rank and step == 3:
+                    with torch.no_grad():
+                        model.weight.fill_(math.nan)
+                if world.rank and step == 4:
+                    with torch.no_grad():
+                        model.weight.fill_(100.0)
+                await policy.step()
+        return model.weight.flatten().tolist()
+
+    one, two = run(main, 2)
+    assert one == [0.5 * 7.0 + 0.5 * 5.0] * 9 and two == [5.0] * 9

@@ -122,7 +122,7 @@ def test_cost_of_a_free_grows_linearly_with_the_members(monkeypatch: pytest.Monk
         await (await world.new_group(range(world.size))).free()
 
     monkeypatch.setattr(MembershipLog, "left_after", counted)
-    ad.simulate(main, ranks=16, strict=True)
+    ad.simulate(main, ranks=16, strict=True).value()
     assert len(asked) <= 3 * 16 * 16
 
 

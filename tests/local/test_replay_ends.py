@@ -304,7 +304,7 @@ def test_draws_that_all_clients_await_warn_once_and_deadlock(seed: int, caplog: 
         await asyncio.gather(buffer.sample(100), buffer.sample(200 + world.rank))
 
     with pytest.raises(ad.DeadlockError, match=r"task [0-9]+: the replay buffer 'replay' on rank 2"):
-        ad.simulate(on_ranks(3, client), ranks=3, seed=seed)
+        ad.simulate(on_ranks(3, client), ranks=3, seed=seed).value()
     (said,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
     assert said == (
         "replay buffer 'replay' on rank 2 contains 10 items; for 10 s all of its clients have waited for more items, "

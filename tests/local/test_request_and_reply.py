@@ -67,7 +67,7 @@ def test_who_answers_nobody_and_who_has_left() -> None:
 
     ad.run_local(main, ranks=3, strict=False)
     for seed in range(20):
-        ad.simulate(main, ranks=3, seed=seed)
+        ad.simulate(main, ranks=3, seed=seed).value()
 
 
 def test_who_is_killed_leaves_nobody_waiting() -> None:

@@ -142,7 +142,7 @@ def test_warning_shows_the_waits_of_a_collective_that_is_a_task(
         else:
             await world.sleep(40)
 
-    ad.simulate(main, ranks=2, seed=3, strict=False)
+    ad.simulate(main, ranks=2, seed=3, strict=False).value()
     assert any("meeting: receive from 1, tag " in text for text in warnings(caplog))
 
 
@@ -327,7 +327,7 @@ def test_only_a_main_that_waits_without_an_end_is_reported(
     async def main(world: ad.World) -> None:
         channel = world.channel(Note, tag=100)
         if world.rank == 1:
-            for number in range(20):
+            for number in range(19):
                 await world.sleep(5)
                 if work is receives_again_and_again:
                     await channel.send(Note(number), dest=0)
@@ -341,7 +341,7 @@ def test_only_a_main_that_waits_without_an_end_is_reported(
         mine.cancel()
         await asyncio.wait([mine])
 
-    ad.simulate(main, ranks=2, seed=3, strict=False)
+    ad.simulate(main, ranks=2, seed=3, strict=False).value()
     said = [text for text in warnings(caplog) if "has waited for" in text]
     assert len(said) == count
     for text in said:
@@ -380,7 +380,7 @@ def test_a_wait_for_tasks_goes_on_to_what_these_wait_for(
         await world.sleep(99)
 
     with contextlib.suppress(ad.DeadlockError):  # the awaited event never happens
-        ad.simulate(main, ranks=2, seed=3, strict=False)
+        ad.simulate(main, ranks=2, seed=3, strict=False).value()
     (said,) = [text for text in warnings(caplog) if "has waited for" in text]
     said = re.sub(r" \([^ ]*test_waits.py:\d+\)", "", re.sub(r"task \d+", "task N", said))
     assert said == f"main of rank 0 has waited for 10 s: {told}"

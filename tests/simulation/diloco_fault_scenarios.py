@@ -75,6 +75,7 @@ class Life:
     joined_at: int | None = None
     rounds: list[int] = field(default_factory=list)
     applied: dict[int, Applied] = field(default_factory=dict)  # by round
+    is_late: bool = False  # the policy had ended when the process asked for its admission
     has_ended: bool = False
 
 
@@ -90,9 +91,17 @@ def new_model(plan: Plan) -> nn.Sequential:
 
 async def train(world: ad.World, plan: Plan, lives: Lives) -> None:
     """Train on one rank until its last iteration, and record each application of a mean."""
+    life = lives.setdefault((world.rank, world.incarnation), Life())
+    try:
+        await _train(world, plan, life)
+    except ad.LateError:
+        assert world.incarnation, "the policy had ended before the first process of this rank"
+        life.is_late = True
+
+
+async def _train(world: ad.World, plan: Plan, life: Life) -> None:
     model = new_model(plan)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
-    life = lives.setdefault((world.rank, world.incarnation), Life())
 
     def note(event: Any) -> None:
         if isinstance(event, AverageApplied):
@@ -131,13 +140,11 @@ def run(plan: Plan, seed: int = 0) -> tuple[SimReport[Any], Lives]:
     """Simulate a plan, and check that each rank ended as it must."""
     lives: Lives = {}
     report = simulate(train, plan, lives, ranks=plan.ranks, seed=seed, faults=plan.faults, until_s=LIMIT_S)
-    for rank, result in enumerate(report.results):
-        is_late = isinstance(result, ad.LateError) and rank in plan.killed  # the policy had ended when it was back
-        if isinstance(result, BaseException) and not is_late:
-            raise AssertionError(f"rank {rank} ended with {result!r}") from result
+    report.value()  # raises the exception of any rank
+    for rank in set(range(plan.ranks)) - report.killed_ranks:
         newest = max(incarnation for each, incarnation in lives if each == rank)
-        has_died = rank in report.killed_ranks or is_late
-        assert lives[rank, newest].has_ended or has_died, f"rank {rank} did not complete its training"
+        life = lives[rank, newest]
+        assert life.has_ended or life.is_late, f"rank {rank} did not complete its training"
     return report, lives
 
 

@@ -42,7 +42,7 @@ async def receive(world: ad.World, source: int, tag: int, nbytes: int = 8) -> tu
 
 def deadlock_of(main: Callable[..., Any], *, ranks: int = 2, **options: Any) -> ad.DeadlockError:
     with pytest.raises(ad.DeadlockError) as caught:
-        simulate(main, ranks=ranks, **options)
+        simulate(main, ranks=ranks, **options).value()
     return caught.value
 
 
@@ -195,7 +195,7 @@ def test_a_task_that_loops_without_waiting_is_named(monkeypatch: pytest.MonkeyPa
             await yield_to_loop()
 
     with pytest.raises(ad.LocalProtocolError, match="rank 1 took 1001 turns in a row"):
-        simulate(main, ranks=2)
+        simulate(main, ranks=2).value()
 
 
 def test_each_task_of_a_looping_rank_is_named_with_its_line() -> None:
@@ -212,7 +212,7 @@ def test_each_task_of_a_looping_rank_is_named_with_its_line() -> None:
                 tasks.create_task(wait_for([]), name="watcher")
 
     with pytest.raises(ad.LocalProtocolError) as caught:
-        simulate(main, ranks=2)
+        simulate(main, ranks=2).value()
     line = wait_for.__code__.co_firstlineno + 2
     assert caught.value.rank == 1
     waits = waits_of_tasks(str(caught.value))
@@ -245,7 +245,7 @@ def test_the_error_of_a_run_without_end_hides_simulator_frames(
     """The error carries the run's report, and its traceback has no frame of the simulator."""
     monkeypatch.setattr("asyncdist.simulation.rank_turns.TURN_COUNT_MAX", 1000)
     with pytest.raises(ad.AsyncdistError) as caught:
-        simulate(main, ranks=2, until_s=5.0)
+        simulate(main, ranks=2, until_s=5.0).value()
     error: Any = caught.value
     assert len(error.report.results) == 2
     modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -272,7 +272,7 @@ def test_it_is_named_sooner_where_nothing_else_is_to_come(loopers: tuple[int, ..
             await asyncio.sleep(0)
 
     with pytest.raises(ad.LocalProtocolError, match=r"rank \d .*\d+ turns .*0\.\d+ s"):
-        simulate(main, ranks=3)
+        simulate(main, ranks=3).value()
     assert sum(turns.values()) < 201_000
 
 

@@ -196,7 +196,7 @@ def test_nobody_dies_while_things_are_cleared_away() -> None:
             story.append(world.rank)
 
     with pytest.raises(ad.TimeLimitError) as caught:
-        simulate(main, ranks=2, faults=[Kill(0, at_turn=15), Kill(1, at_s=10.00001)], until_s=10.0)
+        simulate(main, ranks=2, faults=[Kill(0, at_turn=15), Kill(1, at_s=10.00001)], until_s=10.0).value()
     assert caught.value.report.faults_fired == (0, 0)
     assert sorted(story) == [0, 1]
 

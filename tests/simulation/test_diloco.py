@@ -394,7 +394,7 @@ def test_a_state_in_flight_is_saved_after_settle() -> None:
         assert str(loaded.state_dict()) == str(state), "a state that was not entered is returned unchanged"
         return None
 
-    ad.simulate(main, ranks=2, strict=True)
+    ad.simulate(main, ranks=2, strict=True).value()
 
 
 def test_a_state_of_other_options_is_refused() -> None:
@@ -406,7 +406,7 @@ def test_a_state_of_other_options_is_refused() -> None:
         with pytest.raises(ValueError, match=naming("fragments", 1, 2)):
             DiLoCoPolicy(again, other, average_every=4).load_state_dict(state)
 
-    ad.simulate(main, ranks=2, strict=True)
+    ad.simulate(main, ranks=2, strict=True).value()
 
 
 # -- ranks that differ ------------------------------------------------------------------------------------------------
