@@ -66,7 +66,7 @@ class Anchor:
     def __init__(self, layouts: Layouts, options: AsyncDiLoCoOptions, block: Block, version: int) -> None:
         self._layouts = layouts
         self._correct = options.correct
-        # Otherwise other vectors than the differences are sent, or applied.
+        # Error feedback, topk and corrections change the differences that are sent or applied, so norms are unknown.
         is_difference = options.error_feedback is None and layouts.wire.codec.name != "topk"
         self._knows_norms = is_difference and options.correct is None
         self.version = version

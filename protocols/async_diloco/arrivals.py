@@ -62,7 +62,7 @@ class Arrivals:
         self.reported = dict(self.applied)
         self._quorum = quorum
         self._grace_s = grace_s
-        # By rank and sequence number; the whole ones are in the order of their arrival, with its time.
+        # Both are keyed by rank and sequence number. _whole is in order of arrival, and contains the times of arrival.
         self._fetching: dict[tuple[int, int], Arrival] = {}
         self._whole: dict[tuple[int, int], tuple[Arrival, float]] = {}
 

@@ -66,7 +66,7 @@ class Captures:
     """Computes one worker's contributions, and applies anchors to its model.
 
     Args:
-        decay: Decay of the error feedback; None for none.
+        decay: Decay of the error feedback; None without error feedback.
     """
 
     def __init__(self, layouts: Layouts, decay: float | None) -> None:
@@ -152,7 +152,7 @@ def copy_all(saved: Sequence[Tensor], own: Sequence[Tensor]) -> None:
     """Copy saved tensors.
 
     Raises:
-        ValueError: They have other shapes.
+        ValueError: The tensors have unexpected shapes.
     """
     if [each.shape for each in saved] != [each.shape for each in own]:
         raise ValueError(

@@ -4,10 +4,10 @@ A correction is a function ``correct(difference, momentum, staleness)`` that ret
 called for each tensor of the model separately:
 
 - ``difference``: The flat difference D = anchor - weights of this tensor, which may be overwritten and returned.
-- ``momentum``: The outer optimizer's momentum buffer of the same tensor, which must not be changed; None as long as
-  there is none.
-- ``staleness``: Number of versions of the anchor between the one that the difference is measured from and the current
-  one; 0 if no other arrival was applied in between.
+- ``momentum``: The outer optimizer's momentum buffer of the same tensor, which must not be changed; None before
+  the first outer step, and without momentum.
+- ``staleness``: Number of versions of the anchor that were made since the one from which the difference is
+  measured; 0 if there were none.
 
 A correction keeps no state. Users may write their own.
 """
@@ -121,8 +121,8 @@ class HeLoCo:
     which is 1 / (1 - mu) times as long. ``momentum`` is mu, which converts the sum. Only the confidence depends on it.
 
     Two sources agree on the formula: ``canon/math/heloco.md`` of junaidaliop/zij (00728ec), and ``torchft/heloco.py``
-    of PanocularAI/torchft (0b0bae4), by the company of one of the authors. The defaults are those of the second one;
-    the paper itself was not read. According to the second one, the paper also multiplies the corrected D by 1 / sqrt(k)
+    of PanocularAI/torchft (0b0bae4), by the company of one of the authors. The defaults are those of torchft;
+    the paper itself was not read. According to torchft, the paper also multiplies the corrected D by 1 / sqrt(k)
     for k ranks, and sends the ranks a - lr mu m instead of the anchor a. This class does neither.
 
     Args:

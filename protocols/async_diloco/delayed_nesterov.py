@@ -11,8 +11,8 @@ If all D of a window were measured from the same anchor, the window moves the an
 mean, except for rounding.
 
 Without the delay, each of N arrivals multiplies m by beta and adds a difference that may be old. The momentum then
-lasts for 1 / (1 - beta) arrivals instead of windows, and stale differences push it in directions that no longer lead
-down.
+lasts for 1 / (1 - beta) arrivals instead of windows, and stale differences push it in directions that no longer
+reduce the loss.
 
 The formula is that of the paper's algorithm and of ``src/halos/opt.py`` in HALoS (4b5bf73). The published experiments
 use c = 0.
@@ -44,7 +44,7 @@ class DelayedNesterov(torch.optim.Optimizer):
         lr: Outer learning rate of a whole window.
         momentum: Decay of the momentum per window.
         delay: Number N of arrivals of a window. A multiple of the number of ranks counts all of them.
-        activation: Share c of the momentum that is applied at each arrival but a window's last, 0 to 1 / ``delay``.
+        activation: Share c of the momentum that is applied at each arrival except a window's last, 0 to 1 / ``delay``.
 
     Raises:
         TypeError, ValueError: An option has the wrong type or is out of range.

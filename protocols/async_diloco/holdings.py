@@ -29,7 +29,7 @@ class Outstanding:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], layouts: Layouts) -> Outstanding:
-        """Return the contribution of a result of :meth:`state`."""
+        """Return the contribution that a result of :meth:`state` describes."""
         block = layouts.new_contribution()
         copy_all([state["encoded"]], [block[0]])
         return cls(state["sequence"], block, Arrived(*state["report"]))
@@ -48,7 +48,7 @@ class Answer:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], layouts: Layouts) -> Answer:
-        """Return the answer of a result of :meth:`state`."""
+        """Return the answer that a result of :meth:`state` describes."""
         return cls(Applied(*state["report"]), layouts.loaded_anchor(state["values"]))
 
 

@@ -102,7 +102,7 @@ class AsyncMember:
         return is_answered and await self.server.handed_over(deadline)
 
     def leave(self) -> None:
-        """Take part no longer. A contribution without an answer is withdrawn."""
+        """Leave the policy. A contribution without an answer is withdrawn."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -215,14 +215,14 @@ class AsyncMember:
                 self._anchors.spawn(self._inherit(leader, number, message), f"anchor {number} of rank {leader}")
 
     async def _take_answer(self, leader: int, number: int, report: Applied) -> None:
-        """Receive the anchor with this member's contribution, and the outer state if it comes with it."""
+        """Receive the anchor with this member's contribution, and the outer state if the leader offers it too."""
         block, outer = self._layouts.new_block(), new_bytes(report.outer_nbytes)
         try:
             if report.outer_nbytes:
                 await self._anchors.fetch(leader, report.version, outer, SECOND)
             await self._anchors.fetch(leader, report.version, block[0])
         except (RankLostError, StreamAborted) as error:  # the contribution is reported to the next leader
-            logger.info("anchor %d of rank %d: %s", report.version, leader, error)
+            logger.info("anchor %d of rank %d did not arrive: %s", report.version, leader, error)
             return
         finally:
             if self._fetching is asyncio.current_task():
@@ -257,7 +257,7 @@ class AsyncMember:
             await self._anchors.fetch(leader, version, outer, SECOND)
             await self._anchors.fetch(leader, version, block[0])
         except (RankLostError, StreamAborted) as error:
-            logger.info("anchor %d of rank %d, which leaves: %s", version, leader, error)
+            logger.info("anchor %d of rank %d, which leaves, did not arrive: %s", version, leader, error)
             return
         self._holdings.inherited = HeldAnchor(version, given.applied, block)
         self._holdings.outer = version, outer

@@ -48,7 +48,7 @@ class Applied:
         staleness: Number of versions between the contribution's base and its application.
         norm, cosine: L2 norm of the mean difference, and mean cosine between two contributions; NaN if unknown.
         steps: Number of training steps until the worker's next contribution.
-        outer_nbytes: Size in bytes of the outer optimizer's state, which the worker must also fetch; 0 if it must not.
+        outer_nbytes: Size in bytes of the outer optimizer's state, which the worker must also fetch; 0 without one.
     """
 
     version: int
@@ -62,7 +62,7 @@ class Applied:
     outer_nbytes: int
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the fields do not belong together."""
+        """Raise ValueError if a field is out of range or contradicts another field."""
         if min(self.version, self.staleness, self.outer_nbytes) < 0 or self.steps < 1:
             raise ValueError(f"version, staleness and outer_nbytes must be >= 0, and steps >= 1, got {self!r:.300}")
         if len(self.donors) != len(self.weights) or not all(weight > 0 and isfinite(weight) for weight in self.weights):
@@ -71,7 +71,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Receiver of an anchor to its owner: the anchor has arrived. The round number is its version."""
+    """Receiver of an anchor to the rank that offered it: the anchor has arrived. The round number is its version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Standing:
     outstanding: tuple[Arrived, ...]
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the fields do not belong together."""
+        """Raise ValueError if a field is out of range or contradicts another field."""
         if self.version < 0 or not -1 <= self.outer_version <= self.version:
             raise ValueError(f"version must be >= 0, and outer_version from -1 to version, got {self!r:.300}")
         if self.sequence < 0 or len(self.outstanding) != bool(self.sequence):

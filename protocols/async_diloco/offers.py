@@ -16,7 +16,7 @@ from asyncdist.protocols.parameter_stream.parts import Part
 from asyncdist.protocols.parameter_stream.server import Offer, SnapshotServer
 
 _LABEL_COUNT: Final = 2
-#: Labels of the two blocks that can have the same number.
+#: Labels that distinguish two blocks with the same number, such as an anchor and an outer state.
 FIRST: Final = Part(0, _LABEL_COUNT)
 SECOND: Final = Part(1, _LABEL_COUNT)
 
@@ -58,14 +58,14 @@ class Offers:
         self._offered[key][1].add(receiver)
 
     def note_taken(self, receiver: int, number: int | None = None) -> None:
-        """Record that a rank has the blocks of a number, or, without a number, that it needs no blocks at all."""
+        """Record that a rank has all blocks with this number; if ``number`` is None, that it needs no more blocks."""
         for key, (offer, receivers) in list(self._offered.items()):
             if number is None or key[0] == number:
                 receivers.discard(receiver)
                 if not receivers:
                     del self._offered[key]
                     self._server.withdraw(offer)
-        # Requests are sent for offered blocks only, so that earlier numbers need no longer be remembered.
+        # Ranks request only offered blocks, so earlier numbers need not be remembered.
         self._server.end_rounds(min((key[0] - 1 for key in self._offered), default=self._last))
         self._services.engine.recheck()
 

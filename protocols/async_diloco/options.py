@@ -19,9 +19,9 @@ from asyncdist.protocols.options import AveragingOptions, MemberOptions, Optimiz
 from asyncdist.protocols.step_info import PolicyEvent
 from asyncdist.tensors.codecs import Codec
 
-#: Outer learning rate for one contribution of many, a tenth of the synchronous one.
+#: Default outer learning rate: a tenth of synchronous DiLoCo's, since each contribution makes one outer step.
 ASYNC_LR: Final = 0.07
-#: Outer optimizer without ``delay``.
+#: Default outer optimizer: Nesterov momentum that each contribution updates.
 NESTEROV: Final = functools.partial(torch.optim.SGD, lr=ASYNC_LR, momentum=0.9, nesterov=True)
 _STRAGGLERS: Final = "stragglers and rounds"
 _MEMBERS: Final = "members and timeouts"
@@ -63,7 +63,7 @@ class AsyncDiLoCoOptions(Options):
 
     outer_optimizer: OuterFactory = option(
         "Function that makes the outer optimizer of a list of flat parameters. Its learning rate must be smaller than "
-        "that of synchronous DiLoCo, since it makes a step for each contribution: with 0.7, training diverges.",
+        "that of synchronous DiLoCo, since it makes a step for each contribution: with 0.7, the loss can rise.",
         _factory,
         default=NESTEROV,
         shown="functools.partial(torch.optim.SGD, lr=0.07, momentum=0.9, nesterov=True)",

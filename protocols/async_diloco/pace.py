@@ -16,14 +16,14 @@ from asyncdist import validation
 def local_steps(average_every: int, speed: float, fastest: float, *, least: int = 1) -> int:
     """Return the number of steps that a rank makes before it contributes: H v / v_max, rounded down.
 
-    H is ``average_every``, and v is the rank's speed. The fastest rank makes H steps. The notebook of Liu et al. has 5
-    as the least number.
+    H is ``average_every``, and v is the rank's speed. The fastest rank makes H steps. In the notebook of Liu et al.
+    each rank makes at least 5 steps.
 
     Args:
         average_every: Number H of steps of the fastest rank.
         speed: Steps per second of this rank.
         fastest: Steps per second of the fastest rank.
-        least: Least number of steps, which is H if it is larger than H.
+        least: Least number of steps; H if ``least`` is larger.
 
     Returns:
         A number from ``least`` to ``average_every``.
@@ -73,7 +73,7 @@ class Stopwatch:
         self._resumed_at = now
 
     def take(self) -> float:
-        """Return the steps per second since the last call, 0 if they are not known, and begin again."""
+        """Return the steps per second since the last call, or 0 if unknown, and restart the measurement."""
         speed = self._count / self._seconds if self._seconds > 0.0 else 0.0
         self._count, self._seconds = 0, 0.0
         return speed
@@ -117,6 +117,6 @@ def grace_s(
 def is_delay_short(delay: int, mean_staleness: float) -> bool:
     """Return True if N = ``delay`` is below twice the mean staleness in versions.
 
-    Then a window's momentum step counts differences that are older than the window, and the momentum becomes stale.
+    In that case, a window contains differences that are older than the window, and the momentum becomes stale.
     """
     return delay < 2.0 * mean_staleness

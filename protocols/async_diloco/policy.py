@@ -8,7 +8,8 @@ applies it in its first step after the arrival:
     theta <- a_new + (theta - theta_captured)
 
 (Liu et al., 2401.09135; with quorum and grace period: Decoupled DiLoCo, 2604.21428.) A rank has at most one difference
-under way, so a slow leader makes the contributions longer, and a slow rank only its own contribution stale.
+in flight. With a slow leader, a rank therefore makes more steps per contribution. A slow rank makes only its own
+contributions stale.
 
 If the leader is lost, the next member continues from the newest anchor of all living members. Each contribution is
 applied exactly once (:mod:`protocols.async_diloco.arrivals`).
@@ -265,7 +266,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         self._opened()[0].begin_joined()
 
     def _take_whole(self) -> None:
-        """Begin at the leader's newest anchor, and not at its weights, whose progress the leader contributes itself."""
+        """Begin at the leader's newest anchor, not at its weights: the leader contributes their progress itself."""
         state, rank, own = self._saved, self._world.rank, self._holdings
         assert state is not None, "the leader has sent its state"
         self._captures.clear_residuals()

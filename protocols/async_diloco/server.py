@@ -61,7 +61,7 @@ class Server:
         anchor: The anchor; None during the election.
         applied_count: Number of contributions that this leader has applied.
         staleness_sum: Sum of the staleness of these contributions in versions.
-        outer_loss_count: Number of times that this leader began with an older outer state than its anchor.
+        outer_loss_count: Number of times that this leader began with an outer state older than its anchor.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Server:
                 return None
             await self._anchors.fetch(holder, version, block[0])
         except (RankLostError, StreamAborted) as error:
-            logger.info("the anchor of rank %d: %s", holder, error)
+            logger.info("the anchor of rank %d did not arrive: %s", holder, error)
             return None
         self._post_taken(holder, version)
         return HeldAnchor(version, given.applied, block)
@@ -155,7 +155,7 @@ class Server:
             outer = new_bytes(given.outer_nbytes)
             await self._anchors.fetch(holder, version, outer, SECOND)
         except (RankLostError, StreamAborted) as error:
-            logger.info("the outer state of rank %d: %s", holder, error)
+            logger.info("the outer state of rank %d did not arrive: %s", holder, error)
             return None
         self._post_taken(holder, version)
         return version, outer
@@ -236,7 +236,7 @@ class Server:
         try:
             await self._contributions.fetch(arrival.rank, arrival.sequence, memory)
         except (RankLostError, StreamAborted) as error:  # the rank is lost or leaves
-            logger.info("contribution %d of rank %d: %s", arrival.sequence, arrival.rank, error)
+            logger.info("contribution %d of rank %d did not arrive: %s", arrival.sequence, arrival.rank, error)
             return
         self._blocks[arrival.rank, arrival.sequence] = memory
         self._note_whole(arrival)
@@ -247,7 +247,7 @@ class Server:
         self._services.engine.recheck()
 
     def _look(self) -> None:
-        """Start the election, or the task that makes versions, if it is time."""
+        """Start the election once all members have reported, or make versions once enough contributions arrived."""
         if self._task is not None:
             return
         if self.anchor is None:

@@ -18,7 +18,7 @@ class AsyncDiLoCoStatistics:
         contribution_count: Number of this member's contributions.
         average_count: Number of anchors that this member has applied.
         postponed_count: Number of steps in which a contribution was due, while the last one had no answer.
-        waited_s: Seconds that steps have waited for anchors, and in which they applied them.
+        waited_s: Seconds that steps have spent waiting for anchors and applying them.
         sent_nbytes: Total encoded size in bytes of this member's contributions.
         applied_count: Number of contributions that this member has applied to the anchor as the leader.
         mean_staleness: Mean staleness of these contributions in versions.

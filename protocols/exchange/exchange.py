@@ -2,8 +2,8 @@
 
 Each member contributes a fragment of its model, and continues to train. When all members have contributed to a round,
 its leader decides which contributions are averaged (:mod:`protocols.exchange.ledger`), and the members exchange the
-data (:mod:`protocols.exchange.rounds`). All messages and data move at safe points, or without the owner where the
-kernel lets a peer read its memory.
+data (:mod:`protocols.exchange.rounds`). Messages and data move at safe points. If the kernel lets a peer
+read the owner's memory, the owner sends no data.
 
 The members, their leader, and the admission of restarted ranks are those of a
 :class:`~protocols.joining.membership.Membership`. If the leader is lost, each member sends its standing to the next
@@ -206,7 +206,7 @@ class Exchange:
         return self._ledger is not None and self._ledger.can_admit
 
     def on_lost(self, rank: int) -> None:
-        """Decide, as the leader, the rounds that need the lost member again."""
+        """As the leader, decide again the rounds that need the lost member."""
         if self._ledger is not None:
             self._carry_out(self._ledger.on_gone(rank))
 

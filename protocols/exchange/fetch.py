@@ -92,7 +92,7 @@ class Fetch:
                 await yield_to_loop()
 
     async def ready(self) -> None:
-        """Wait until :meth:`piece` can return all pieces; the errors of :meth:`whole`."""
+        """Wait until :meth:`piece` can return all pieces, or raise the errors of :meth:`whole`."""
         if isinstance(self._stream, PartReading):
             await self._stream.located()
         elif not self._is_whole:

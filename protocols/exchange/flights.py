@@ -30,7 +30,7 @@ class Flights:
             only after its mean was applied.
 
     Attributes:
-        skips_late: See above.
+        skips_late: Whether a step skips a mean that has not arrived when it is due.
         in_flight: Rounds in flight by fragment.
     """
 

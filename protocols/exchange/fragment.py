@@ -1,6 +1,6 @@
 """Keeps the state of one fragment on one member: the number of merged rounds, and the last mean until it is applied.
 
-A :class:`Fragment` averages the weights themselves. Subclasses send something else than the weights, or apply the mean
+A :class:`Fragment` averages the weights themselves. Subclasses send other values, or apply the mean
 in another way. All changes of the model's weights are made by :meth:`Fragment.apply`, which the policy calls inside
 ``step``.
 """

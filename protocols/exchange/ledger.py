@@ -32,8 +32,8 @@ class Verdict:
         weights: Weights of the donors, in the same order.
         norms: L2 norms of the donors' contributions, in the same order.
         holder: Rank that has the mean already, from which all slices are requested; -1 if the donors own the slices.
-        taker: Rank for which alone the verdict is, and which averages all slices itself; -1 if all members share the
-            mean.
+        taker: The only rank that receives this verdict's mean; it averages all slices itself. -1 if all members share
+            the mean.
     """
 
     attempt: int
@@ -44,7 +44,7 @@ class Verdict:
     taker: int = -1
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the fields do not belong together."""
+        """Raise ValueError if a field is out of range or contradicts another field."""
         if self.attempt < 1 or len({len(self.donors), len(self.weights), len(self.norms)}) != 1:
             raise ValueError(f"attempt must be >= 1, with a weight and a norm for each donor, got {self!r:.300}")
         if list(self.donors) != sorted(set(self.donors)) or not all(weight > 0 for weight in self.weights):
@@ -127,7 +127,7 @@ class Standing:
     scores: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the fields do not belong together."""
+        """Raise ValueError if a field is out of range or contradicts another field."""
         if self.round < 1 or self.attempt < 0:
             raise ValueError(f"round must be >= 1 and attempt >= 0, got round {self.round} and attempt {self.attempt}")
         if self.has_merged:

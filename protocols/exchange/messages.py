@@ -58,7 +58,7 @@ class Census:
 
     Attributes:
         number: Number of the census that is answered; 0 for a new leader, which has not asked.
-        standings: One for each round.
+        standings: Standing in each round.
         last_retired: Last round that is retired.
     """
 
@@ -69,7 +69,7 @@ class Census:
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """Leader to members: all members have the means up to this round, so their blobs are freed."""
+    """Leader to members: all members have the means up to this round, so the memory of their slices is freed."""
 
 
 ExchangeMessage = Captured | Merged | Decided | Hold | Census | Retired

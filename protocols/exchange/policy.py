@@ -155,7 +155,7 @@ class ExchangePolicy(JoinablePolicy):
         return 1.0
 
     def _take_scores(self, fragment: int, tensors: Sequence[Tensor]) -> tuple[float, ...]:
-        """Return the values, besides weight and norm, that :meth:`weigh` needs of the contribution captured next.
+        """Return the values, besides weight and norm, that :meth:`weigh` needs for the next contribution.
 
         If this method raises, the contribution is captured in a later step.
 
@@ -350,7 +350,7 @@ class ExchangePolicy(JoinablePolicy):
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         count = len(state["fragments"]) or self._fragment_count
         if count != self._fragment_count:
-            raise ValueError(f"the state must have {self._fragment_count} fragments, as this policy, got {count}")
+            raise ValueError(f"the state must have {self._fragment_count} fragments, like this policy, got {count}")
         self._saved = state
         self._flights.load(state)
 
@@ -418,7 +418,7 @@ class ExchangePolicy(JoinablePolicy):
             return
         own, weight, exchange = self._fragments[fragment], self._take_weight(fragment), self._exchange
         encoded = own.layout.new_encoded() if exchange is None else exchange.new_encoded(fragment)
-        # The norm is not finite if an entry of the fragment that is stepped is not; all other entries are checked.
+        # A non-finite parameter of the fragment makes the norm non-finite, so only the other entries are checked.
         unsound = self._known_infinities.unsound_entry_of_model(own.layout.stepped_entries)
         norm = math.nan if unsound is not None else own.capture(tensors, encoded)
         (self._unsound_captures.discard if math.isfinite(norm) else self._unsound_captures.add)(fragment)

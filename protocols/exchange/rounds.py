@@ -29,7 +29,7 @@ from asyncdist.tensors.flat_state import FlatBuffers
 
 logger = logging.getLogger("protocols.exchange.rounds")
 
-#: Number of slices of one round that a server can distinguish: of contributions, and of the means of all attempts.
+#: Number of slices that a server can distinguish in one round, counting slices of contributions and of all means.
 _LABEL_COUNT: Final = 1 << 30
 _YIELD_NBYTES: Final = 4 << 20  # bytes of a mean that are computed before other tasks run
 
@@ -48,7 +48,7 @@ class Exchanged(Protocol):
 
     @property
     def holds_mean(self) -> bool:
-        """See the class."""
+        """Whether the memory of the last mean is needed until the mean is applied."""
 
     def combine(
         self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
@@ -252,12 +252,12 @@ class RoundTransfers:
             if self._merges_at_once:
                 self.merge(own)
         except (RankLostError, StreamAborted) as error:  # the leader takes a census when it notices the loss
-            logger.info("round %d: %s", own.number, error)
+            logger.info("the mean of round %d did not arrive: %s", own.number, error)
             return
         self._services.engine.recheck()
 
     async def _receive(self, own: MemberRound, verdict: Verdict) -> None:
-        """Average the slices that this member owns, or all as a taker, and receive the means of the others."""
+        """Average this member's slices, or all slices for a taker, and receive the other slices' means."""
         layout = self._fragments[own.fragment].layout
         me = self._services.rank
         owned = [each for each in layout.slices if verdict.source_of(each.owner) == me]

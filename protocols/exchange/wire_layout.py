@@ -9,7 +9,7 @@ dtype. The roles are:
 - ``"copied"``: integer and bool entries, as bytes. Their mean is the value of the first donor.
 
 Each vector is cut into slices, which are sent and averaged separately. Sums are elementwise, so the slices can be
-averaged on different ranks. The means have a codec of their own if that of the contributions would lose too much
+averaged on different ranks. The means have a codec of their own if the contributions' codec would lose too much
 (:func:`asyncdist.tensors.codecs.codec_of_means`).
 """
 
@@ -220,7 +220,7 @@ class WireLayout:
         return sum(_aligned(_encoding(vector, of_mean).nbytes(0, vector.count)) for vector in self.vectors)
 
     def encoded_in(self, memory: Tensor, *, of_mean: bool = False) -> list[Tensor]:
-        """Return a view of ``memory``, which has at least :meth:`memory_nbytes` uint8, for each encoded vector."""
+        """Return one view of ``memory``, a uint8 tensor of :meth:`memory_nbytes` or more, per encoded vector."""
         views, end = [], 0
         for vector in self.vectors:
             encoding = _encoding(vector, of_mean)
@@ -339,7 +339,7 @@ def write(vector: Vector, values: Tensor, tensor: Tensor) -> None:
 
 
 def values_of(vector: Vector, tensor: Tensor) -> Tensor:
-    """Return the values of a model's tensor in one dimension, in its own dtype; copied ones as bytes."""
+    """Return the values of a model's tensor in one dimension, in its own dtype; copied entries as bytes."""
     if vector.role == "copied":
         return flat_bytes(tensor.detach().cpu().contiguous())
     if tensor.is_complex():

@@ -2,8 +2,7 @@
 
 A newcomer finds the policy through the board that all policies of a rank share
 (:mod:`protocols.joining.newcomers`). The leader copies its state inside its next ``step``, and admits the
-newcomer at the same moment, so the state and the newcomer's first round fit together. Newcomers are admitted one after
-the other.
+newcomer at the same moment, so the state and the newcomer's first round fit together. Newcomers are admitted in turn.
 """
 
 from __future__ import annotations
@@ -99,7 +98,8 @@ class Admission:
 
         if not await self._services.engine.until(has_news, WaitId(WaitKind.POLICY_ADMISSION), deadline=deadline):
             raise StartTimeoutError(
-                f"rank {leader} did not admit this rank in time; it admits inside step()", missing=()
+                f"rank {leader} did not admit this rank in time; a leader admits newcomers only inside step()",
+                missing=(),
             )
         limit = _STATE_NBYTES_MAX + _STATE_MODEL_COUNT_MAX * nbytes
         try:

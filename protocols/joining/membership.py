@@ -53,7 +53,7 @@ class Membership:
         admitted: Number of restarts of each member that was restarted.
         leader: Rank that has answered this newcomer's request for admission; None for a member from the start.
         attempt: Number of this newcomer's attempt to join; 0 for a member from the start.
-        replicas: Replicas of the ranks. If a rank is lost or leaves, no rank of its replica is a member any longer.
+        replicas: Replicas of the ranks. If a rank is lost or leaves, no rank of its replica remains a member.
 
     Attributes:
         leader: Rank of the current leader.
@@ -145,7 +145,7 @@ class Membership:
         return rank in self._left and self._left[rank] >= self._identity_of(rank)
 
     def leave(self) -> None:
-        """Notify the other members that this rank leaves, and follow them no longer."""
+        """Notify the other members that this rank leaves, and stop following them."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -1,7 +1,7 @@
 """Defines the messages about a policy's coordinator, members and emigrants.
 
 All policies of a rank share one channel for messages about coordinators and emigrants (:mod:`protocols.joining.board`).
-Messages about members have a channel of their policy (:mod:`protocols.joining.membership`). Annotations are real
+Each policy has its own channel for messages about members (:mod:`protocols.joining.membership`). Annotations are real
 objects, never strings, since `get_type_hints` must return plain types.
 """
 
@@ -79,7 +79,7 @@ class Left:
     """Member to all members: this rank is no longer a member.
 
     Attributes:
-        incarnation, attempt: The sender's number of restarts and of its attempt to join, which another may follow.
+        incarnation, attempt: Numbers of the sender's restarts and of its attempt to join; a later attempt may follow.
     """
 
     incarnation: int

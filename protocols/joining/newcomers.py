@@ -254,9 +254,13 @@ class Application:
             if are_over and (self._have_left or services.left_world().intersection(self._ranks)):
                 raise LateError("this rank was restarted too late: no other rank is still in this policy")
             if is_over_everywhere or (are_over and others):
-                raise ClosedError("no other rank is still in this policy: all are lost or were restarted")
+                raise ClosedError(
+                    "no other rank is still in this policy: all are lost or restarted; start all ranks again"
+                )
             if not others:
-                raise RankLostError("all other ranks of this policy are lost", rank=self._ranks[0])
+                raise RankLostError(
+                    "all other ranks of this policy are lost; start all ranks again", rank=self._ranks[0]
+                )
             raise StartTimeoutError(
                 f"this rank was not admitted: no coordinator of its policy answered within {self._timeout_s:g} s",
                 missing=(),

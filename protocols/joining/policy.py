@@ -79,7 +79,7 @@ class JoinablePolicy(SpawnPolicy):
         try:
             while not await self._has_joined(deadline, values, left, attempt, may_start=was_admitted):
                 attempt += 1
-                logger.info("the leader was lost during this rank's admission, which is repeated")
+                logger.info("the leader was lost before it admitted this rank; this rank asks the next leader")
         except BaseException:
             self._stage = "closed"
             raise

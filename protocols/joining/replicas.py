@@ -37,5 +37,5 @@ class Replicas:
         return self.ranks if self.size == 1 else self.ranks[self.index(rank) :: self.size]
 
 
-#: Each rank is a replica of its own.
+#: Default: every replica has one rank.
 SINGLE: Final = Replicas(())

@@ -84,7 +84,7 @@ def _unpacked(data: torch.Tensor) -> Any:
             _, name, shape, begin = node
             dtype = getattr(torch, str(name).removeprefix("torch."), None)
             if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"the dtype of a tensor must be one of torch, got {name!r:.80}")
+                raise ValueError(f"the dtype of a tensor must be the name of a torch dtype, got {name!r:.80}")
             count = 1
             for extent in shape:
                 count *= extent

@@ -39,11 +39,11 @@ class TrialOptions(Options):
 
 
 def check_beside(own: DiLoCoOptions, average_every: int) -> None:
-    """Raise ValueError if options of DiLoCo do not allow to measure the gain of a difference."""
+    """Raise ValueError if options of DiLoCo prevent measuring the gain of a difference."""
     if own.outer_optimizer is None:
         raise ValueError(
             "outer_optimizer must be a factory, got None: a gain is measured from the anchor, which only an outer "
-            "optimizer has. functools.partial(torch.optim.SGD, lr=1.0) averages the weights"
+            "optimizer has. To average the weights, pass functools.partial(torch.optim.SGD, lr=1.0)"
         )
     longest = average_every // own.fragments
     if own.overlap_steps > longest:

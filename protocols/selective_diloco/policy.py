@@ -2,8 +2,8 @@
 
 Each rank measures how much a step along its own difference improves a held-out metric of the anchor
 (:mod:`protocols.selective_diloco.trials`), and reports the result with its contribution. The leader of the exchange
-chooses the donors and their weights from all reports (:mod:`protocols.selective_diloco.donors`). All else is DiLoCo
-(:mod:`protocols.diloco.policy`).
+chooses the donors and their weights from all reports (:mod:`protocols.selective_diloco.donors`). Everything else is
+as in DiLoCo (:mod:`protocols.diloco.policy`).
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         Args:
             loss: Callable without arguments that returns the model's loss on held-out data; smaller is better. It is
                 called twice when this rank's contribution is due, with trial weights in the model.
-            score: The same for a metric of which a larger value is better.
-            local_metric: The same, if ``metric_mode`` defines which values are better.
+            score: Callable like ``loss``, for a metric whose larger values are better.
+            local_metric: Callable like ``loss``; ``metric_mode`` defines which values are better.
             tokens: Number of tokens or examples of this step, for ``weights="tokens"``; 1 by default.
 
         Raises:

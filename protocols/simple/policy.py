@@ -61,11 +61,11 @@ class SimplePolicy(ExchangePolicy):
         return [_RuleFragment(layout, self._rule, share)]
 
     def weigh(self, reports: Mapping[int, Report]) -> Mapping[int, float]:
-        """Return the rule's weights of the donors."""
+        """Return the weights that the rule gives to the donors."""
         return self._rule.weights(reports)
 
     def partners(self, number: int, rank: int, members: Sequence[int]) -> Sequence[int] | None:
-        """Return the rule's partners of a rank."""
+        """Return the partners that the rule chooses for a rank."""
         return self._rule.partners(number, rank, members)
 
     def _trouble(self) -> str:
@@ -75,7 +75,11 @@ class SimplePolicy(ExchangePolicy):
             return trouble
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("%s, and a share of the values cannot replace it; this rank does not contribute", trouble)
+            logger.warning(
+                "%s. This rank does not contribute, and a mean of some of its values cannot restore it; restart the "
+                "rank, or load a checkpoint",
+                trouble,
+            )
         return ""
 
 

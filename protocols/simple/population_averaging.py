@@ -1,4 +1,4 @@
-"""PAPA: pulls each rank's weights a little towards the mean of all ranks, again and again.
+"""PAPA: moves each rank's weights a little towards the mean of all ranks at regular intervals.
 
 Every ``average_every`` steps, each rank i takes a step towards the mean of all k ranks:
 

@@ -1,7 +1,7 @@
 """Base class of the rules of simple policies: options, and pure functions that decide who averages what, when and how.
 
-A rule is a frozen dataclass of options. Its methods have no other input than their arguments and the options, and keep
-nothing. They are called on all members with equal arguments, so that all decide the same without a message. A method
+A rule is a frozen dataclass of options. Its methods depend on their arguments and the options alone, and keep no
+state. They are called on all members with equal arguments, so that all decide the same without a message. A method
 that draws random numbers takes them from :func:`drawn`, by the round.
 """
 
@@ -23,7 +23,7 @@ _INT64_MAX: Final = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule(ExchangeOptions):
-    """Options and decisions of a simple policy. By default, all ranks take the mean of all.
+    """Options and decisions of a simple policy. By default, all ranks take the mean of all ranks.
 
     A round is one exchange. Rounds are numbered from 1, and all members make the same rounds.
     """
@@ -40,7 +40,7 @@ class Rule(ExchangeOptions):
         return (step + 1) % self.average_every == 0
 
     def partners(self, round: int, rank: int, members: Sequence[int]) -> Sequence[int] | None:
-        """Return the members whose values a rank combines in a round, or None if all take one mean of all.
+        """Return the members whose values a rank combines in a round, or None if all members share one mean.
 
         A rank waits in a due step for its partners only. With partners, a rank receives S bytes from each; without,
         2 S (k - 1) / k bytes in all, with k ranks and S bytes of values. If a rank is lost, the partners of the ranks
@@ -91,7 +91,7 @@ class Rule(ExchangeOptions):
         """Return the new values of one tensor, or of its exchanged part.
 
         Args:
-            own: The rank's present values, which must not be changed: 1-D float32 or float64, on the model's device.
+            own: The rank's current values, which must not be changed: 1-D float32 or float64, on the model's device.
             mean: The result of the round, with the same shape, dtype and device.
         """
         del own, round

@@ -27,7 +27,7 @@ class Share:
     Attributes:
         entries: Entries of the model that is exchanged: the chosen values of each dtype, and all entries of ``whole``
             that are not parameters.
-        parameters: Names of those of ``entries`` that contain chosen values.
+        parameters: Names of the entries that contain chosen values.
     """
 
     def __init__(self, whole: WireLayout, entries: Sequence[Entry], rule: Rule) -> None:
@@ -59,7 +59,7 @@ class Share:
         return chosen
 
     def take(self, tensors: Sequence[Tensor], round: int) -> list[Tensor]:
-        """Return the tensors of the exchanged model: new ones for the chosen values, and the model's own others."""
+        """Return the exchanged tensors: new tensors with the chosen values, and the model's unselected tensors."""
         picked = []
         for vector, bounds in zip(self._vectors, self._bounds, strict=True):
             chosen = self._chosen(round, vector)
@@ -82,7 +82,7 @@ class Share:
 
 
 def _parts(vector: Vector, bounds: Tensor, chosen: Tensor) -> list[tuple[tuple[int, int, int], int, int]]:
-    """Return the places that contain chosen values, each with the first and last of its indices in ``chosen``."""
+    """Return the tensors' places that contain chosen values, each with its first index and end in ``chosen``."""
     cuts = torch.searchsorted(chosen, bounds).tolist()
     parts = zip(vector.places, pairwise(cuts), strict=True)
     return [(place, begin, end) for place, (begin, end) in parts if begin < end]

@@ -6,8 +6,8 @@ values, and average these values alone:
     theta_i[M_r] = mean(theta_1[M_r], ..., theta_k[M_r])
 
 (SPARTA: Beton et al., "Improving the Efficiency of Distributed Training using Sparse Parameter Averaging", 2025, with
-p = 0.005 in each step.) The indices are never sent. Each value is chosen with
-probability p, independently between rounds, so that after n rounds a share 1 - (1 - p)^n has been averaged.
+p = 0.005 in each step.) The indices are never sent. Each value is chosen with probability p, independently between
+rounds, so that after n rounds a share 1 - (1 - p)^n has been averaged.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class RandomShare(Rule):
     )
 
     def chosen(self, round: int, count: int) -> Tensor:
-        """Return one index from each of n ranges of equal length, which begin at a random place; n is the share."""
+        """Return ``fraction`` of all indices: one from each of n ranges of equal length with a random offset."""
         share = min(count, max(1, int(count * self.fraction + 0.5)))
         bounds = torch.arange(share + 1, device="cpu") * count // max(share, 1)
         numbers = drawn(self.seed, round, share + 1)
         inside = bounds[:-1] + numbers[:-1] % (bounds[1:] - bounds[:-1])
-        # The turn gives all indices the same probability, since the lengths of ranges differ by up to one.
+        # The lengths of the ranges differ by up to one; the random offset gives all indices the same probability.
         turned = inside + numbers[-1] % max(count, 1)
         cut = int(torch.searchsorted(turned, count))
         return torch.cat([turned[cut:] - count, turned[:cut]])

@@ -3,8 +3,9 @@
 Only counterparts exchange data (:mod:`protocols.joining.replicas`), but all ranks are members of one exchange. A
 replica is a donor of all its parts or of none: a replica with a lost rank or a non-finite part is left out.
 
-A mean is merged when its round is retired, so when all members have received it. If a rank is lost before, no member
-has merged any part, and the round is decided again for all parts. Therefore all parts of a round have the same donors.
+A mean is merged when its round is retired, that is, when all members have received it. If a rank is lost before
+that, no member has merged any part, and the round is decided again for all parts. Therefore all parts of a round have
+the same donors.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from asyncdist.tensors.flat_state import Entry
 def weighing_of(replicas: Replicas, weigh: Weighing) -> Weighing:
     """Return a function of the ranks' reports that decides on replicas as ``weigh`` decides on ranks.
 
-    ``weigh`` gets one report for each replica whose ranks have all reported, by its first rank: with the means of the
-    ranks' weights and scores, and the norm of all parts together. The result is the weight of each rank.
+    ``weigh`` gets one report for each replica whose ranks have all reported, keyed by the replica's first rank. The
+    report has the means of the ranks' weights and scores, and the norm of all parts together. The result is
+    the weight of each rank.
     """
     if replicas.size == 1:
         return weigh

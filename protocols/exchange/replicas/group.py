@@ -30,7 +30,7 @@ _LEAVING_TOLD_AFTER_S: Final = 20.0
 
 
 class Readiness(NamedTuple):
-    """A rank's report before an application, or that of all ranks of its replica together.
+    """A rank's report before an application, or the joint report of its replica's ranks.
 
     Attributes:
         has_mean: Whether the mean has arrived.
@@ -82,7 +82,7 @@ class ReplicaGroup:
         self._is_torn = False
 
     async def agree(self, own: Readiness) -> Readiness:
-        """Return what holds for the replica: whether all ranks have the mean, the first trouble, and the whole norm.
+        """Return the joint report: whether all ranks have the mean, the first trouble, and the norm of all parts.
 
         Raises:
             ClosedError: Another rank of the replica has left.
@@ -123,7 +123,7 @@ class ReplicaGroup:
         await free_all([self._group])
 
     async def _meet(self, own: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Exchange reports before an application, or () when leaving, and return that of all ranks together."""
+        """Exchange reports before an application, or () when leaving, and return the joint report."""
 
         def decide(said: list[tuple[Any, ...]]) -> tuple[Any, ...]:
             left = [rank for rank, each in zip(self._group.ranks, said, strict=True) if not each]
@@ -140,7 +140,7 @@ class ReplicaGroup:
 
 
 def _joint(each: Sequence[Readiness], ranks: Sequence[int]) -> tuple[Any, ...]:
-    """Return the reports of all ranks of a replica together."""
+    """Combine the reports of all ranks of a replica."""
     first_with = {own.checksum: rank for rank, own in zip(ranks, each, strict=True) if own.checksum is not None}
     if len(first_with) > 1:
         raise ValueError(
