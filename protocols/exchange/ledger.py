@@ -339,7 +339,7 @@ class Ledger:
         return [TakeCensus(number)]
 
     def _end_census(self) -> list[Instruction]:
-        """Decide all rounds again when every member has answered."""
+        """Once every member has answered the census, decide all rounds again."""
         if self._awaited is None or self._awaited:
             return []
         self._awaited = None

@@ -48,7 +48,7 @@ class Exchanged(Protocol):
 
     @property
     def holds_mean(self) -> bool:
-        """Whether the memory of the last mean is needed until the mean is applied."""
+        """True if the memory of the last mean is needed until the mean is applied."""
 
     def combine(
         self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor

@@ -128,7 +128,7 @@ def choose_donors(reports: Mapping[int, Report], rules: DonorRules) -> Choice:
 
 
 def _shares(gains: Mapping[int, float], rules: DonorRules) -> dict[int, float]:
-    """Return the share of each donor's weight, up to 1, by which it counts."""
+    """Return the factor, up to 1, by which each donor's weight is multiplied."""
     if rules.averaging_strategy != "weighted_mean" or not gains:
         return dict.fromkeys(gains, 1.0)
     limit = rules.outlier_factor * statistics.median_low(gains.values())
