@@ -1,4 +1,4 @@
-"""Number of local steps per contribution, and grace period, from the ranks' step times. No clock is read.
+"""Number of local steps per contribution, from the ranks' step times. No clock is read.
 
 Ranks of different speeds finish the same number of steps at very different times, and the slow ranks' differences are
 then stale. With dynamic local updates (Liu et al., 2401.09135) each rank makes a number of steps that is proportional
@@ -77,46 +77,3 @@ class Stopwatch:
         speed = self._count / self._seconds if self._seconds > 0.0 else 0.0
         self._count, self._seconds = 0, 0.0
         return speed
-
-
-def grace_s(
-    share: float, *, slack_steps: float, step_s: float, quorum_s: float, exchange_s: float, longest_s: float = math.inf
-) -> float:
-    """Return how long to wait for further contributions, once the quorum has arrived.
-
-    The wait takes a share g of the time that the ranks have left: g (tau xi_step - xi_quorum - xi_sync) in Decoupled
-    DiLoCo (2604.21428), from 0 to ``longest_s``. tau is the number of steps that the ranks make until they need the
-    result. A wait of this length delays no rank. (The paper's formula is known from summaries only; they say that g is
-    below 1.)
-
-    Args:
-        share: Share g of the time left, from 0 to 1.
-        slack_steps: Number tau of steps until the ranks need the result.
-        step_s: Seconds per step of the ranks.
-        quorum_s: Seconds from the first arrival until the quorum was complete.
-        exchange_s: Seconds that the exchange of the result takes.
-        longest_s: Upper limit.
-
-    Returns:
-        Seconds, which are 0 if no time is left.
-
-    Raises:
-        ValueError: A number is out of range.
-    """
-    share = validation.fraction("share", share)
-    allowed = "a finite number >= 0"
-    slack = validation.real("slack_steps", slack_steps, allowed, low=0.0) * validation.seconds("step_s", step_s)
-    used = sum(
-        validation.real(name, value, allowed, low=0.0)
-        for name, value in (("quorum_s", quorum_s), ("exchange_s", exchange_s))
-    )
-    longest = validation.real("longest_s", longest_s, ">= 0 seconds", low=0.0, high=math.inf)
-    return min(max(share * (slack - used), 0.0), longest)
-
-
-def is_delay_short(delay: int, mean_staleness: float) -> bool:
-    """Return True if N = ``delay`` is below twice the mean staleness in versions.
-
-    In that case, a window contains differences that are older than the window, and the momentum becomes stale.
-    """
-    return delay < 2.0 * mean_staleness

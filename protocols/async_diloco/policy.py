@@ -182,7 +182,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         server = None if self._member is None else self._member.server
         count, staleness, losses = 0, 0, 0
         if server is not None:
-            count, staleness, losses = server.applied_count, server.staleness_sum, server.outer_loss_count
+            count, staleness, losses = server.applied_count, server.staleness_sum, server.lost_outer_state_count
         counts = self._journal.averages
         has_holdings = self._stage != "new"
         return AsyncDiLoCoStatistics(
@@ -195,7 +195,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
             sent_nbytes=counts.wire_nbytes,
             applied_count=count,
             mean_staleness=staleness / max(1, count),
-            outer_loss_count=losses,
+            lost_outer_state_count=losses,
             title=self._journal.title(),
         )
 

@@ -61,7 +61,7 @@ class Server:
         anchor: The anchor; None during the election.
         applied_count: Number of contributions that this leader has applied.
         staleness_sum: Sum of the staleness of these contributions in versions.
-        outer_loss_count: Number of times that this leader began with an outer state older than its anchor.
+        lost_outer_state_count: Number of times that this leader began with an outer state older than its anchor.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Server:
         self._mirrored_at = 0
         self._is_frozen = False
         self.anchor: Anchor | None = None
-        self.applied_count = self.staleness_sum = self.outer_loss_count = 0
+        self.applied_count = self.staleness_sum = self.lost_outer_state_count = 0
 
     # -- the beginning ----------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Server:
         if outer is not None:
             anchor.load_outer_state(unpacked(outer[1]))
         if held.version > (0 if outer is None else outer[0]):
-            self.outer_loss_count += 1
+            self.lost_outer_state_count += 1
             found = "no copy of the outer optimizer's state" if outer is None else f"a copy of version {outer[0]}"
             logger.warning(
                 "the leader was lost, and rank %d continues from version %d of the anchor, but there is %s; the outer "

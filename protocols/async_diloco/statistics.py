@@ -22,7 +22,8 @@ class AsyncDiLoCoStatistics:
         sent_nbytes: Total encoded size in bytes of this member's contributions.
         applied_count: Number of contributions that this member has applied to the anchor as the leader.
         mean_staleness: Mean staleness of these contributions in versions.
-        outer_loss_count: Number of times that this member became the leader with an outer state older than the anchor.
+        lost_outer_state_count: Number of times that this member became the leader with an outer state older than the
+            anchor.
         title: Name of the policy and of this rank.
     """
 
@@ -35,7 +36,7 @@ class AsyncDiLoCoStatistics:
     sent_nbytes: int
     applied_count: int
     mean_staleness: float
-    outer_loss_count: int
+    lost_outer_state_count: int
     title: str = ""
 
     def __str__(self) -> str:
@@ -53,6 +54,6 @@ class AsyncDiLoCoStatistics:
                 ("applied as leader", self.applied_count),
                 ("mean staleness", f"{self.mean_staleness:.2f} versions"),
             ]
-        if self.outer_loss_count:
-            rows.append(("outer states lost", self.outer_loss_count))
+        if self.lost_outer_state_count:
+            rows.append(("outer states lost", self.lost_outer_state_count))
         return format_table(self.title, rows)

@@ -83,7 +83,7 @@ async def main(world: ad.World, name: str) -> None:
         "version": policy.statistics().version,
         "contributions": policy.statistics().contribution_count,
         "postponed": policy.statistics().postponed_count,
-        "lost": policy.statistics().outer_loss_count,
+        "lost": policy.statistics().lost_outer_state_count,
     }
     report(rank, seen)
 

@@ -52,7 +52,7 @@ def test_a_lost_momentum_is_logged_and_counted(mirror_every: int, found: str, ca
     check(plan, record)
     assert [found in each.getMessage() for each in caplog.records] == [True]
     statistics = record.lives[1, 0].statistics
-    assert statistics is not None and statistics.outer_loss_count == 1
+    assert statistics is not None and statistics.lost_outer_state_count == 1
     assert "outer states lost" in str(statistics)
 
 

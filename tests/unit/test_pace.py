@@ -1,4 +1,4 @@
-"""Tests the number of local steps, and the grace period, of asynchronous DiLoCo."""
+"""Tests the number of local steps of asynchronous DiLoCo."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 from support.facts import naming
 
-from asyncdist.protocols.async_diloco.pace import Stopwatch, grace_s, is_delay_short, local_steps, steps_at_speed
+from asyncdist.protocols.async_diloco.pace import Stopwatch, local_steps, steps_at_speed
 
 TIMES = st.floats(1e-6, 1e6)
 SPEEDS = st.floats(1e-6, 1e6)
@@ -56,29 +56,6 @@ def test_a_stopwatch_leaves_out_the_policys_waits() -> None:
     assert watch.take() == 0.25
 
 
-def test_grace_is_a_share_of_the_time_left() -> None:
-    options = {"slack_steps": 2, "step_s": 0.5, "quorum_s": 0.25, "exchange_s": 0.25}
-    assert grace_s(0.5, **options) == 0.25
-    assert grace_s(0.0, **options) == 0.0
-    assert grace_s(1.0, **options) == 0.5
-    assert grace_s(1.0, **options, longest_s=0.125) == 0.125
-    assert grace_s(0.5, **options | {"quorum_s": 2.0}) == 0.0, "no time is left"
-
-
-@given(st.floats(0, 1), st.floats(0, 100), TIMES, st.floats(0, 1e6), st.floats(0, 1e6))
-def test_grace_never_exceeds_the_time_left(
-    share: float, slack_steps: float, step_s: float, quorum_s: float, exchange_s: float
-) -> None:
-    wait = grace_s(share, slack_steps=slack_steps, step_s=step_s, quorum_s=quorum_s, exchange_s=exchange_s)
-    assert 0 <= wait <= max(0.0, slack_steps * step_s - (quorum_s + exchange_s))
-
-
-def test_a_delay_is_short_below_twice_the_staleness() -> None:
-    assert is_delay_short(4, 2.01)
-    assert not is_delay_short(4, 2.0)
-    assert not is_delay_short(1, 0.0)
-
-
 @pytest.mark.parametrize(
     ("options", "name", "value"),
     [
@@ -91,20 +68,3 @@ def test_a_delay_is_short_below_twice_the_staleness() -> None:
 def test_wrong_steps_are_named(options: dict[str, Any], name: str, value: object) -> None:
     with pytest.raises(ValueError, match=naming(name, value)):
         local_steps(**{"average_every": 20, "speed": 1.0, "fastest": 1.0} | options)
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"share": 1.5}, "share"),
-        ({"slack_steps": -1}, "slack_steps"),
-        ({"step_s": 0}, "step_s"),
-        ({"quorum_s": -0.1}, "quorum_s"),
-        ({"exchange_s": math.nan}, "exchange_s"),
-        ({"longest_s": -1}, "longest_s"),
-    ],
-)
-def test_wrong_graces_are_named(options: dict[str, Any], name: str) -> None:
-    given = {"share": 0.5, "slack_steps": 2, "step_s": 1.0, "quorum_s": 0.0, "exchange_s": 0.0} | options
-    with pytest.raises(ValueError, match=naming(name, options[name])):
-        grace_s(**given)
