@@ -38,11 +38,12 @@ def test_launched() -> None:
 
 #: Waits with tasks of its own until rank 1 is lost, or stays away.
 LOSING = """
-import os, signal
+import contextlib, os, signal
 import asyncdist as ad
 
 async def main(world):
-    await ad.barrier()
+    with contextlib.suppress(ad.RankLostError):  # rank 1 may end while the others are still in the barrier
+        await ad.barrier()
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     while 1 not in world.services.lost_ranks():
