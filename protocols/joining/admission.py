@@ -15,6 +15,7 @@ import torch
 from asyncdist import AsyncdistError, RankLostError, StartTimeoutError
 from asyncdist.messaging import wire
 from asyncdist.messaging.services import Services
+from asyncdist.messaging.streams import StreamAborted
 from asyncdist.protocols.joining.board import Board
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.newcomers import Application, Refusal, Request, Welcome, digest_of, key_of
@@ -106,6 +107,9 @@ class Admission:
             number = membership.admission
             data: torch.Tensor = await self._states.take(leader, number, nbytes_max=limit, deadline=deadline)
         except AsyncdistError as error:
+            if isinstance(error, StreamAborted):  # its notice of leaving may arrive later, with another tag
+                wait = WaitId(WaitKind.POLICY_ADMISSION)
+                await self._services.engine.until(has_left, wait, deadline=deadline)
             if not has_left():
                 raise
             raise RankLostError(f"rank {leader} left while it admitted this rank", rank=leader) from error
