@@ -20,7 +20,6 @@ use c = 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -28,11 +27,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from asyncdist import validation
+from asyncdist.protocols.diloco.outer_optimizers import OuterOptimizer
 
 _BELOW_ONE: Final = 1.0 - 2.0**-53
 
 
-class DelayedNesterov(torch.optim.Optimizer):
+class DelayedNesterov(OuterOptimizer):
     """Steps at each arrival with D / N, and updates the momentum at every N-th arrival.
 
     With ``delay=1`` it makes the same operations as ``torch.optim.SGD(lr=lr, momentum=momentum, nesterov=True)`` with
@@ -63,26 +63,6 @@ class DelayedNesterov(torch.optim.Optimizer):
             ),
         }
         super().__init__(params, options)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Move all parameters that have a gradient by one arrival.
-
-        Args:
-            closure: Function that computes the gradients and returns the loss, or None.
-
-        Returns:
-            The closure's result, or None.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._move(parameter, parameter.grad, group)
-        return loss
 
     def _move(self, parameter: Tensor, difference: Tensor, group: dict[str, Any]) -> None:
         """Step one parameter, with one temporary tensor of its size."""

@@ -40,22 +40,8 @@ from asyncdist import validation
 _BELOW_ONE: Final = 1.0 - 2.0**-53
 
 
-class _FedOptimizer(torch.optim.Optimizer):
-    """Steps with a first moment m and a second moment v: a <- a - lr m / (sqrt(v) + tau).
-
-    As in algorithm 2 of Reddi et al. (ICLR 2021), the moments have no bias correction, and v starts at tau ** 2. (The
-    optimizers of TensorFlow Federated, and FedAdam of later versions of Flower, correct the bias.) Each operation is
-    rounded separately and correctly, so that the bits do not depend on the processor.
-    """
-
-    def __init__(self, params: ParamsT, options: dict[str, Any]) -> None:
-        for name in ("lr", "tau"):
-            options[name] = validation.real(name, options[name], "a finite number > 0", low=validation.SMALLEST)
-        if "betas" in options:
-            first, second = options["betas"]
-            for beta in (first, second):
-                validation.real("betas", beta, "two numbers >= 0 and < 1", low=0.0, high=_BELOW_ONE)
-        super().__init__(params, options)
+class OuterOptimizer(torch.optim.Optimizer):
+    """Optimizer that moves one parameter at a time; a subclass implements :meth:`_move`."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -76,6 +62,28 @@ class _FedOptimizer(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self._move(parameter, parameter.grad, group)
         return loss
+
+    @abstractmethod
+    def _move(self, parameter: Tensor, difference: Tensor, group: dict[str, Any]) -> None:
+        """Step one parameter with its gradient and the options of its group."""
+
+
+class _FedOptimizer(OuterOptimizer):
+    """Steps with a first moment m and a second moment v: a <- a - lr m / (sqrt(v) + tau).
+
+    As in algorithm 2 of Reddi et al. (ICLR 2021), the moments have no bias correction, and v starts at tau ** 2. (The
+    optimizers of TensorFlow Federated, and FedAdam of later versions of Flower, correct the bias.) Each operation is
+    rounded separately and correctly, so that the bits do not depend on the processor.
+    """
+
+    def __init__(self, params: ParamsT, options: dict[str, Any]) -> None:
+        for name in ("lr", "tau"):
+            options[name] = validation.real(name, options[name], "a finite number > 0", low=validation.SMALLEST)
+        if "betas" in options:
+            first, second = options["betas"]
+            for beta in (first, second):
+                validation.real("betas", beta, "two numbers >= 0 and < 1", low=0.0, high=_BELOW_ONE)
+        super().__init__(params, options)
 
     def _move(self, parameter: Tensor, difference: Tensor, group: dict[str, Any]) -> None:
         """Step one parameter, with one temporary tensor of its size."""
