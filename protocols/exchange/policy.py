@@ -36,7 +36,7 @@ from asyncdist.protocols.exchange.replicas.group import Readiness, ReplicaGroup,
 from asyncdist.protocols.exchange.rounds import has_merged
 from asyncdist.protocols.exchange.schedule import Schedule
 from asyncdist.protocols.exchange.statistics import ExchangeStatistics, statistics_of
-from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, scatter
+from asyncdist.protocols.exchange.wire_layout import Vector, WireLayout, gather, scatter
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.policy import JoinablePolicy
@@ -154,10 +154,10 @@ class ExchangePolicy(JoinablePolicy):
         del fragment
         return 1.0
 
-    def _take_scores(self, fragment: int, tensors: Sequence[Tensor]) -> tuple[float, ...]:
+    async def _take_scores(self, fragment: int, tensors: Sequence[Tensor]) -> tuple[float, ...]:
         """Return the values, besides weight and norm, that :meth:`weigh` needs for the next contribution.
 
-        If this method raises, the contribution is captured in a later step.
+        If this method raises, the contribution is captured in a later step. All ranks of a replica call it together.
 
         Args:
             tensors: The model's tensors.
@@ -381,15 +381,15 @@ class ExchangePolicy(JoinablePolicy):
                 return NOTHING
         else:
             await world.progress()
-        if self._flat.mesh_ranks and (flights.can_begin() or flights.due(step)):
-            reshard(self.model)
+        if flights.can_begin() or flights.due(step):
+            self._reshard()
         applied = await self._apply_due(step) if flights.in_flight else []
         if flights.can_begin():
             if local_metric is not None:
                 self._read_new_metric(local_metric)
             while flights.can_begin():
                 while flights.can_begin():
-                    self._capture(step)
+                    await self._capture(step)
                 applied += await self._apply_due(step)
         if self._admission is not None and self._admission.is_asked:
             await self._admit()
@@ -407,12 +407,12 @@ class ExchangePolicy(JoinablePolicy):
     def _tensors(self) -> Sequence[Tensor]:
         return self._flat.tensors(self._layout_buffers)
 
-    def _capture(self, step: int) -> None:
+    async def _capture(self, step: int) -> None:
         """Capture this member's contribution to the next round."""
         tensors = self._tensors()  # raises if the model's layout has changed; the fragment is then still owed
         fragment, number = self._flights.next()
         is_past = self._has(number)  # this rank was admitted while the others captured the round
-        scores = () if is_past else self._take_scores(fragment, tensors)
+        scores = () if is_past else await self._take_scores(fragment, tensors)
         self._flights.begin(step)
         if is_past:
             return
@@ -525,9 +525,22 @@ class ExchangePolicy(JoinablePolicy):
         """Write the parts that the other ranks of the replica have applied into the model, under DDP."""
         if self._replica is not None and self._part_layouts:
             received = await self._replica.share([self._part_layouts[each] for each in fragments], tensors)
-            with self._weights.following(), torch.no_grad():
-                for vector, flat in received:
-                    scatter(vector, flat, tensors)
+            with self._weights.following():
+                _write_parts(received, tensors)
+
+    async def _complete_trial(self, fragments: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        """Make the model of the replica whole after each rank has written its part of trial weights.
+
+        The weights are not those of a training, so no state of the optimizer follows them.
+        """
+        if self._replica is not None and self._part_layouts:
+            _write_parts(await self._replica.share([self._part_layouts[each] for each in fragments], tensors), tensors)
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Free the parameters that `fully_shard` has gathered, before this rank's shards are read or changed."""
+        if self._flat.mesh_ranks:
+            reshard(self.model)
 
     def _unsound(self) -> str | None:
         """Return the name of an entry of the model with an unexpected non-finite value, or None."""
@@ -553,3 +566,10 @@ class ExchangePolicy(JoinablePolicy):
             self._shared.on_event(AverageApplied(*facts, state.by_name(), info=info))
         finally:
             self._snapshots.release(state)
+
+
+@torch.no_grad()
+def _write_parts(received: Sequence[tuple[Vector, Tensor]], tensors: Sequence[Tensor]) -> None:
+    """Write the parts of the other ranks of a replica into the model."""
+    for vector, flat in received:
+        scatter(vector, flat, tensors)

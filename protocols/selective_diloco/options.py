@@ -52,9 +52,6 @@ def check_beside(own: DiLoCoOptions, average_every: int) -> None:
             "of a difference is measured"
         )
         validation.refuse("overlap_steps", own.overlap_steps, allowed)
-    if own.replica_size > 1:
-        allowed = "1, since a trial step changes only this rank's part of the model; DiLoCoPolicy supports replicas"
-        validation.refuse("replica_size", own.replica_size, allowed)
 
 
 __all__ = ["DonorRules", "SelectiveDiLoCoOptionNames", "TrialOptions", "check_beside"]

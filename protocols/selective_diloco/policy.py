@@ -8,6 +8,7 @@ as in DiLoCo (:mod:`protocols.diloco.policy`).
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Unpack
@@ -137,23 +138,38 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
     def _options(self) -> Mapping[str, Any]:
         return {**super()._options(), "metric_mode": self._metric_mode, **self._rules.agreed()}
 
-    def _take_scores(self, fragment: int, tensors: Sequence[Tensor]) -> tuple[float, ...]:
-        """Return the anchor's score and the score after a trial step; () if this rank's weights are not finite."""
-        if self._unsound() is not None:
+    async def _take_scores(self, fragment: int, tensors: Sequence[Tensor]) -> tuple[float, ...]:
+        """Return the anchor's score and the score after a trial step; () if the replica's weights are not finite."""
+        count = 0 if self._unsound() is not None else self._replica_count()
+        if self._replica is not None:  # all of its ranks try the same step, even if only some know of a loss
+            count = await self._replica.smallest(count)
+        if not count:
             return ()
         if self._evaluation is None:
             raise ValueError(
                 f"step() must get a metric at iteration {self.iteration}, where a contribution is due, got None; pass "
                 "step(loss=evaluate), or metric=evaluate to the policy"
             )
-        rank_count = 1 if self._membership is None else len(self._membership.living)
-        share = 1.0 / donor_limit(rank_count, self._rules)
-        metrics = measure(self._fragments, self._fragments[fragment], tensors, share, self._evaluate)
+        share = 1.0 / donor_limit(count, self._rules)
+        complete = functools.partial(self._complete_trial, tensors=tensors)
+        try:
+            metrics = await measure(self._fragments, fragment, tensors, share, self._evaluate, complete)
+        finally:
+            self._reshard()
         self._journal.note_metric(self.iteration, metrics[0])
         return self._sign * metrics[0], self._sign * metrics[1]
 
-    def _evaluate(self) -> float:
-        return due_metric(self._evaluation, self.iteration)
+    def _replica_count(self) -> int:
+        """Return the number of replicas that may be donors."""
+        return 1 if self._membership is None else len(self._membership.living) // self._replicas.size
+
+    async def _evaluate(self) -> float:
+        """Return the metric of the model's current weights: in a replica, the mean of its ranks' metrics."""
+
+        def evaluate() -> float:
+            return due_metric(self._evaluation, self.iteration)
+
+        return evaluate() if self._replica is None else await self._replica.mean(evaluate)
 
     def weigh(self, reports: Mapping[int, Report]) -> Mapping[int, float]:
         """Return the weights of the donors; log on the leader which ranks are left out."""
@@ -170,7 +186,7 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         return choice.weights
 
     def _takes_whole(self, verdict: Verdict) -> bool:
-        """Return True if this rank was left out: its weights are bad, so it keeps no share of them."""
+        """Return True if this replica was left out: its weights are bad, so it keeps no share of them."""
         return self._world.rank not in verdict.donors
 
 

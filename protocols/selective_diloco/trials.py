@@ -6,11 +6,13 @@ differences would be judged wrongly: late in a training, each rank's own weights
 of the noise in its steps, although the mean of all differences improves it. Noise costs the metric in proportion to the
 square of the share, and progress gains in proportion to the share. If the donors' noise is independent, a trial step of
 share 1 / k has 1 / k of the gain of the mean.
+
+The ranks of a replica measure together. Each writes trial weights into its part of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,12 +22,13 @@ from asyncdist.protocols.exchange.fragment import Fragment
 from asyncdist.protocols.exchange.wire_layout import gather, scatter
 
 
-def measure(
+async def measure(
     fragments: Sequence[Fragment],
-    fragment: Fragment,
+    chosen: int,
     tensors: Sequence[Tensor],
     share: float,
-    evaluate: Callable[[], float],
+    evaluate: Callable[[], Awaitable[float]],
+    complete: Callable[[Sequence[int]], Awaitable[None]],
 ) -> tuple[float, float]:
     """Return the metric of the anchor, and the metric after a trial step of one fragment.
 
@@ -33,20 +36,24 @@ def measure(
 
     Args:
         fragments: All fragments of the model, with anchors.
-        fragment: Fragment whose difference is tried.
+        chosen: Index of the fragment whose difference is tried.
         tensors: The model's tensors.
         share: Length of the trial step as a share of the difference.
         evaluate: Returns the metric of the model's current weights.
+        complete: Gets the other parts of some fragments from the ranks of this rank's replica.
     """
+    fragment = fragments[chosen]
     moved = _trial_weights(fragment, tensors, share)
     with _restored(tensors):
         for each in fragments:
             each.restore(tensors)
-        at_anchor = evaluate()
+        await complete(range(len(fragments)))
+        at_anchor = await evaluate()
         with torch.no_grad():
             for vector, flat in zip(fragment.layout.stepped, moved, strict=True):
                 scatter(vector, flat, tensors)
-        return at_anchor, evaluate()
+        await complete([chosen])
+        return at_anchor, await evaluate()
 
 
 @torch.no_grad()

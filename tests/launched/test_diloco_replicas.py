@@ -26,6 +26,10 @@ def test_two_replicas_train_as_the_oracle_of_plain_torch(transport: str) -> None
         for first in (0, 2):
             sent = [reports[first + place][kind]["sent_nbytes"] for place in (0, 1)]
             assert sum(sent) == 5 * reports[0]["nbytes"] and min(sent) > 0, "each rank sends its part"
+    for rank, found in reports.items():
+        for kind in ("selective ddp", "selective fully_shard"):
+            assert found[kind]["donors"] == [[0]] * 5, "the second replica's difference has no gain"
+            assert found[kind]["errors"] == [0.0] * 20, (kind, rank)
 
 
 @pytest.mark.timeout(300)

@@ -2,7 +2,8 @@
 
 Each rank reports whether its whole model equals, after each step, the model of an oracle in plain torch. The oracle
 trains each replica with the mean of its ranks' gradients. Every ``EVERY`` steps it makes the outer step from
-whole tensors. With the argument ``killed``, rank 3 is killed, and the other replica continues alone.
+whole tensors. Under selective DiLoCo, the second replica trains on negated targets, so that its difference never
+counts. With the argument ``killed``, rank 3 is killed, and the other replica continues alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import asyncdist as ad
 from asyncdist import local_host
-from protocols import DiLoCoPolicy
+from protocols import DiLoCoPolicy, SelectiveDiLoCoPolicy
 
 SIZE, EVERY, STEPS, KILLED_AT = 2, 4, 20, 10
 OUTER = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5, nesterov=True)
@@ -36,9 +37,10 @@ def new_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
 
 
-def rows(rank: int, step: int) -> Rows:
+def rows(rank: int, step: int, second: float = 2.0) -> Rows:
+    """Return a batch; the targets of the second replica are multiplied by ``second``."""
     inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(1000 * rank + step))
-    return inputs, inputs.sum(1, keepdim=True) * (1 + rank // SIZE)
+    return inputs, inputs.sum(1, keepdim=True) * (second if rank // SIZE else 1.0)
 
 
 def train_step(model: Any, optimizer: torch.optim.Optimizer, *data: Rows) -> None:
@@ -54,10 +56,19 @@ def whole(model: nn.Module) -> list[torch.Tensor]:
     return [each.full_tensor() if hasattr(each, "full_tensor") else each.detach() for each in model.parameters()]
 
 
+def sharded_over(mesh: DeviceMesh) -> nn.Module:
+    """Return a new model that is sharded over the ranks of a mesh."""
+    sharded = new_model()
+    fully_shard(sharded[2], mesh=mesh)  # type: ignore[index]
+    fully_shard(sharded, mesh=mesh)
+    return sharded
+
+
 class Oracle:
     """Trains all replicas on this rank, each on the mean of its ranks' gradients, with DiLoCo between them."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, second: float = 2.0) -> None:
+        self.second = second
         self.models = [new_model() for _ in range(count)]
         self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.0625) for model in self.models]
         self.anchor = [parameter.detach().clone().requires_grad_() for parameter in self.models[0].parameters()]
@@ -66,7 +77,8 @@ class Oracle:
     def step(self, step: int, donors: tuple[int, ...]) -> None:
         """Make one step of all replicas; ``donors`` are those whose difference counts."""
         for number, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            train_step(model, optimizer, *(rows(SIZE * number + place, step) for place in range(SIZE)))
+            ranks = [SIZE * number + place for place in range(SIZE)]
+            train_step(model, optimizer, *(rows(rank, step, self.second) for rank in ranks))
         if (step + 1) % EVERY == 0:
             for place, anchor in enumerate(self.anchor):
                 given = [anchor.detach() - list(self.models[donor].parameters())[place].detach() for donor in donors]
@@ -96,6 +108,27 @@ def train(world: ad.World, model: nn.Module, **options: Any) -> dict[str, Any]:
             errors.append(error(model, oracle, world.rank // SIZE))
     statistics = policy.statistics()
     return {"errors": errors, "donors": donors, "sent_nbytes": statistics.sent_nbytes}
+
+
+def select(world: ad.World, model: nn.Module) -> dict[str, Any]:
+    """Train a wrapped model with selective DiLoCo; the ranks of a replica evaluate different held-out rows."""
+    optimizer, oracle = torch.optim.SGD(model.parameters(), lr=0.0625), Oracle(world.size // SIZE, second=-1.0)
+    policy = SelectiveDiLoCoPolicy(model, optimizer, average_every=EVERY, replica_size=SIZE, outer_optimizer=OUTER)
+    inputs, targets = rows(0, 1000 + world.rank % SIZE)
+
+    def evaluate() -> float:
+        with torch.no_grad():
+            return float((model(inputs) - targets).square().mean())
+
+    errors, donors = [], []
+    with ad.blocking.policy(policy) as averaging:
+        for step in range(STEPS):
+            train_step(model, optimizer, rows(world.rank, step, -1.0))
+            info = averaging.step(loss=evaluate)
+            donors += [info.donors] if info else []
+            oracle.step(step, tuple(donor // SIZE for donor in info.donors))
+            errors.append(error(model, oracle, world.rank // SIZE))
+    return {"errors": errors, "donors": donors}
 
 
 def survive(world: ad.World, model: nn.Module) -> dict[str, Any]:
@@ -131,11 +164,10 @@ with ad.blocking.open_world() as world:
         report(world.rank, {"killed": survive(world, wrapped)})
         os._exit(0)  # torch's groups wait for the killed rank when they end
     found = {"ddp": train(world, wrapped)}
-    sharded = new_model()
+    found["selective ddp"] = select(world, DistributedDataParallel(new_model(), process_group=groups[replica]))
     mesh = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])][replica]
-    fully_shard(sharded[2], mesh=mesh)  # type: ignore[index]
-    fully_shard(sharded, mesh=mesh)
-    found["fully_shard"] = train(world, sharded)
+    found["fully_shard"] = train(world, sharded_over(mesh))
+    found["selective fully_shard"] = select(world, sharded_over(mesh))
     found["nbytes"] = sum(each.nbytes for each in new_model().parameters())  # type: ignore[assignment]
     report(world.rank, found)
     dist.barrier()

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +22,21 @@ from scripts.population import sgd
 
 import asyncdist as ad
 from asyncdist.simulation import Compute, Kill, SimReport, simulate
-from protocols import DiLoCoPolicy
-from simulation.diloco_scenarios import Layers, Plan, Record, check, draw_faults, draw_plan, drift, weights_of, within
+from protocols import DiLoCoPolicy, SelectiveDiLoCoPolicy
+from simulation.diloco_scenarios import (
+    Layers,
+    Plan,
+    Record,
+    check,
+    draw_faults,
+    draw_plan,
+    draw_selective_plan,
+    drift,
+    gain,
+    stepped,
+    weights_of,
+    within,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +57,23 @@ class ReplicaPlan:
         return {rank // self.size for rank in self.plan.killed}
 
 
+def scores_of(rank: int, size: int) -> Iterator[float]:
+    """Yield the scores of a rank's evaluations: the mean gain of the ranks of a replica is the replica's gain."""
+    offset = (rank % size - (size - 1) / 2) / 8
+    for number in itertools.count(1):
+        yield 1.0 + offset
+        yield 1.0 + 2 * offset + gain(rank // size, number)
+
+
 async def train(world: ad.World, replicas: ReplicaPlan, record: Record, ended: dict[int, str]) -> None:
     """Train on one rank, and record each step."""
     plan, size, rank = replicas.plan, replicas.size, world.rank
     replica = rank // size
     model = Layers(plan.dtype)
     options = {**plan.options, "replica_size": size, **replicas.options}
-    policy = DiLoCoPolicy(model, sgd(model), on_event=functools.partial(record.see, rank), **options)
+    kind = SelectiveDiLoCoPolicy if plan.selects else DiLoCoPolicy
+    policy = kind(model, sgd(model), on_event=functools.partial(record.see, rank), **options)
+    scores = scores_of(rank, size)
     try:
         async with policy:
             for step in range(plan.steps[replica]):
@@ -57,7 +81,7 @@ async def train(world: ad.World, replicas: ReplicaPlan, record: Record, ended: d
                     for place, parameter in enumerate(model.parameters()):
                         parameter.add_(torch.from_numpy(drift(replica, step, place, parameter.shape)))
                 await asyncio.sleep(plan.step_s * (1 + 0.2 * replica))
-                info = await policy.step(tokens=replica + 1)
+                info = await stepped(policy, replica, scores)
                 record.infos[rank].append(info)
                 record.weights[rank].append(weights_of(model))
             before = weights_of(model)
@@ -136,9 +160,9 @@ def check_replicas(
 
 
 def draw(seed: int) -> ReplicaPlan:
-    """Return a run with drawn options, network and faults. The last replica is not killed."""
+    """Return a run with drawn options, network and faults; every third selects. The last replica is not killed."""
     rng = random.Random(f"diloco replicas {seed}")
-    size, plan = rng.choice((2, 2, 3)), draw_plan(seed)
+    size, plan = rng.choice((2, 2, 3)), draw_plan(seed) if seed % 3 else draw_selective_plan(seed)
     count = min(plan.ranks, 3)
     drawn = draw_faults(rng, count * size)
     faults = tuple(each for each in drawn if not isinstance(each, Kill) or each.rank < (count - 1) * size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import math
 from collections import Counter
 from pathlib import Path
@@ -17,10 +18,10 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist.simulation import Kill, SlowRank, simulate
-from protocols import DiLoCoPolicy, StepInfo
+from protocols import DiLoCoPolicy, SelectiveDiLoCoPolicy, StepInfo
 from simulation import diloco_replica_scenarios as scenarios
 from simulation.diloco_replica_scenarios import ReplicaPlan, check_replicas, run
-from simulation.diloco_scenarios import Plan, exactly, weights_of
+from simulation.diloco_scenarios import Layers, Plan, exactly, weights_of
 
 
 @pytest.mark.slow
@@ -39,20 +40,59 @@ def test_seeds(first: int) -> None:
         Plan(outer="dyadic", ranks=2, warmup_steps=2),
         Plan(outer="dyadic", ranks=2, fragments=2, overlap_steps=2, mixing=0.5, every=4, uses_tokens=True),
         pytest.param(Plan(outer="none", ranks=4), marks=pytest.mark.long),
+        Plan(outer="dyadic", ranks=4, selects=True, fragments=2, overlap_steps=1, mixing=0.5, every=4),
     ],
-    ids=["plain", "streaming by tokens", "local SGD"],
+    ids=["plain", "streaming by tokens", "local SGD", "selective"],
 )
 def test_replicas_equal_single_ranks_to_the_bit(plan: Plan, size: int) -> None:
     replicas = ReplicaPlan(plan=plan, size=size)
     _, record, _ = run(replicas)
     rounds = check_replicas(replicas, record, exactly)
-    assert len(rounds) >= 4 and set(rounds.values()) == {tuple(range(plan.ranks))}
+    assert len(rounds) >= 4 and (plan.selects or set(rounds.values()) == {tuple(range(plan.ranks))})
+    assert not plan.selects or {len(donors) for donors in rounds.values()} >= {2, 3}, "some are left out"
     single = run(ReplicaPlan(plan=plan, size=1))[1]
     for rank, infos in record.infos.items():
         for own, other in zip(infos, single.infos[rank // size], strict=True):
             assert own.donors == tuple(donor * size for donor in other.donors) and own.weights == other.weights
             for mine, theirs in ((own.outer_norm, other.outer_norm), (own.cosine, other.cosine)):
                 assert mine == pytest.approx(theirs) if theirs is not None else mine is None
+
+
+def test_all_ranks_of_a_replica_try_the_whole_difference() -> None:
+    """Each rank has the anchor of a part only; the share of a trial step counts replicas instead of ranks.
+
+    An error of the metric on rank 3 ends its replica, and rank 2 does not wait for it.
+    """
+
+    async def main(world: ad.World) -> tuple[list[list[float]], list[tuple[int, ...]], str]:
+        model, seen, donors = Layers(), list[list[float]](), list[tuple[int, ...]]()
+
+        def evaluate() -> float:
+            seen.append([each.flatten()[0].item() for each in model.parameters()])
+            if len(seen) == 4 and world.rank == 3:
+                raise ZeroDivisionError
+            return float(len(seen))
+
+        options: dict[str, Any] = {"outer_optimizer": functools.partial(torch.optim.SGD, lr=1.0), "replica_size": 2}
+        try:
+            async with SelectiveDiLoCoPolicy(model, sgd(model), average_every=2, **options) as policy:
+                for _ in range(4):
+                    with torch.no_grad():
+                        for parameter in model.parameters():
+                            parameter.add_(1.0 + world.rank // 2)
+                    info = await policy.step(score=evaluate)
+                    donors += [info.donors] if info else []
+        except (ZeroDivisionError, ad.RemoteError) as error:
+            return seen, donors, type(error).__name__
+        return seen, donors, ""
+
+    first = [parameter.flatten()[0].item() for parameter in Layers().parameters()]
+    results = simulate(main, ranks=4, seed=1).results
+    for rank, (seen, donors, error) in enumerate(results):
+        moved = (1.0 + rank // 2) * 2 / 2
+        assert seen[:2] == [first, [each + moved for each in first]]
+        assert donors == [(0, 2), (0,)][: 2 if rank < 2 else 1]
+        assert error == ("", "", "RemoteError", "ZeroDivisionError")[rank]
 
 
 def test_each_rank_sends_its_part_of_the_model() -> None:

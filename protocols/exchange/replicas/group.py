@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor
@@ -88,7 +88,26 @@ class ReplicaGroup:
             ClosedError: Another rank of the replica has left.
             ValueError: The ranks have different weights.
         """
-        return Readiness(*await self._meet(tuple(own)))
+        return Readiness(*await self._meet(lambda: tuple(own), self._joint))
+
+    async def smallest(self, own: int) -> int:
+        """Return the smallest of the numbers of the replica's ranks.
+
+        Raises:
+            ClosedError: Another rank of the replica has left.
+        """
+        (found,) = await self._meet(lambda: (own,), lambda said: (min(each for (each,) in said),))
+        return int(found)
+
+    async def mean(self, fn: Callable[[], float]) -> float:
+        """Call ``fn`` on all ranks of the replica, and return the mean of the results on all of them.
+
+        Raises:
+            ClosedError: Another rank of the replica has left.
+            RemoteError: ``fn`` has raised on another rank.
+        """
+        (found,) = await self._meet(lambda: (fn(),), lambda said: (math.fsum(each for (each,) in said) / len(said),))
+        return float(found)
 
     async def share(
         self, fragments: Sequence[Sequence[WireLayout]], tensors: Sequence[Tensor]
@@ -116,19 +135,21 @@ class ReplicaGroup:
     async def leave(self, step_count: int) -> None:
         """Wait until all ranks of the replica leave, unless a step of this rank was interrupted."""
         if not self._is_torn:
-            await wait_until_all_leave(self._world, self._group, step_count, self._meet(()))
+            await wait_until_all_leave(self._world, self._group, step_count, self._meet(tuple, self._joint))
 
     async def free(self) -> None:
         """Free the group."""
         await free_all([self._group])
 
-    async def _meet(self, own: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Exchange reports before an application, or () when leaving, and return the joint report."""
+    async def _meet(
+        self, report: Callable[[], tuple[Any, ...]], combine: Callable[[list[tuple[Any, ...]]], tuple[Any, ...]]
+    ) -> tuple[Any, ...]:
+        """Exchange reports before an application or a contribution, or () when leaving, and return the joint report."""
 
         def decide(said: list[tuple[Any, ...]]) -> tuple[Any, ...]:
             left = [rank for rank, each in zip(self._group.ranks, said, strict=True) if not each]
             if not left:
-                return _joint([Readiness(*each) for each in said], self._group.ranks)
+                return combine(said)
             if len(left) < len(said):
                 raise ClosedError(
                     f"all ranks of a replica must make equally many steps, but {ranks_in_words(left)} "
@@ -136,7 +157,10 @@ class ReplicaGroup:
                 )
             return ()
 
-        return await reduce_and_broadcast(lambda: own, decide, group=self._group, world=self._world)
+        return await reduce_and_broadcast(report, decide, group=self._group, world=self._world)
+
+    def _joint(self, said: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+        return _joint([Readiness(*each) for each in said], self._group.ranks)
 
 
 def _joint(each: Sequence[Readiness], ranks: Sequence[int]) -> tuple[Any, ...]:
