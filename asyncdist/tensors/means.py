@@ -39,6 +39,9 @@ _INTEGERS: Final = {torch.float32: torch.int32, torch.float64: torch.int64}
 #: Largest exponent of 2 by which a weight may exceed the first weight before the sums are scaled down.
 _WEIGHT_EXPONENT_MAX: Final = 20
 _WEIGHT_MIN: Final = 2.0**-100
+#: Numbers of equal values whose sum, divided by the number, is always the value. With four, the rounding error of 3x is
+#: at most half a unit in the last place of 4x, and if it is exactly half, 3x + x is rounded to the even 4x.
+_EXACT_COUNTS: Final = (2, 4)
 
 
 class WeightedMean:
@@ -242,7 +245,7 @@ def _prefer_last(mean: Tensor, last: Tensor, weights: Sequence[float], *, is_car
 
     Comparisons and `where` would take ten times as long as the integer arithmetic used here.
     """
-    if len(weights) == 2 and weights[0] == weights[1] == 1.0:  # (x + x) / 2 is exact
+    if len(weights) in _EXACT_COUNTS and all(weight == 1.0 for weight in weights):
         return
     for its_mean, its_last in zip(torch.split(mean, _STRETCH_COUNT), torch.split(last, _STRETCH_COUNT), strict=True):
         _prefer_last_here(its_mean, its_last, weights, is_careful=is_careful)

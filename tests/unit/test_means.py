@@ -125,6 +125,15 @@ def test_law_the_mean_of_equal_values_is_that_value(dtype: torch.dtype, seed: in
         assert bits(at_once.to(dtype)) == bits(part)
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
+def test_mean_of_equal_values_for_each_float32_mantissa(count: int, sign: float) -> None:
+    values = sign * torch.arange(1 << 23, 1 << 24, dtype=torch.int32).float()
+    result = torch.empty_like(values)
+    mean_into(result, [values] * count)
+    assert torch.equal(result, values)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @settings(LAWS, max_examples=60)

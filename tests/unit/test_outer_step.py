@@ -437,6 +437,22 @@ def test_all_anchors_are_stepped_without_foreach() -> None:
     assert (made[0].param_groups[0]["foreach"], made[0].param_groups[0]["lr"]) == (False, 0.25)
 
 
+@pytest.mark.parametrize(
+    ("factory", "is_fused"),
+    [
+        (functools.partial(SGD, lr=0.5, momentum=0.5), True),
+        (functools.partial(torch.optim.Adam, lr=0.5), True),
+        (functools.partial(torch.optim.Adam, lr=0.5, fused=False), False),
+    ],
+)
+def test_outer_optimizers_use_torchs_fused_kernels(factory: OuterFactory, is_fused: bool) -> None:
+    made: list[torch.optim.Optimizer] = []
+    outer = OuterStep(recorded(factory, made), [torch.ones(5)])
+    outer.step([torch.full((5,), 0.5)])
+    assert (made[0].param_groups[0]["fused"], made[0].param_groups[0]["foreach"]) == (is_fused, False)
+    assert (outer.anchors[0] < 1).all()
+
+
 # -- wrong options ----------------------------------------------------------------------------------------------------
 
 
