@@ -48,6 +48,7 @@ class StepInfo:
             computed and this one; None if averages are not counted.
         left_out: Members whose contributions were not averaged, ascending: they came too late, were not finite, or
             would have done harm. Empty for policies without contributions.
+        grace_s: Seconds that the leader has waited for further contributions after the quorum; 0 if it does not wait.
         gains: For each donor, the gain of its contribution on held-out data; empty if the policy does not measure it.
         parts: Results for each fragment, in the order of their rounds, if one step has averaged several; otherwise
             empty. The other attributes then tell of all of them together (see :func:`together`).
@@ -76,6 +77,7 @@ class StepInfo:
     version: int = -1
     staleness_versions: int | None = None
     left_out: tuple[int, ...] = ()
+    grace_s: float = 0.0
     gains: tuple[float, ...] = ()
     parts: tuple[StepInfo, ...] = ()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from asyncdist.protocols.async_diloco.messages import Applications, Standing
 
@@ -40,33 +40,43 @@ class Handling(enum.Enum):
     IGNORE = enum.auto()  # it is known, or from a rank that is not a member
 
 
+class Quorum(NamedTuple):
+    """Contributions that suffice for a version.
+
+    Attributes:
+        ranks: Ranks that have contributed.
+        reported_at: Time at which the first of them reported its contribution.
+        met_at: Time at which the last contribution that the quorum needs had arrived.
+    """
+
+    ranks: frozenset[int]
+    reported_at: float
+    met_at: float
+
+
 class Arrivals:
     """Collects the contributions until they make a version.
 
     Args:
         members: Living members.
         quorum: Number of members whose contributions make a version; all living members if there are fewer.
-        grace_s: Seconds to wait for further contributions once there is a quorum. Without it, a version contains no
-            more contributions than the quorum needs.
         applied: Sequence number of the last contribution of each rank that the anchor contains.
 
     Attributes:
         reported: Sequence number of the last contribution of each rank that this leader knows.
     """
 
-    def __init__(
-        self, members: Iterable[int], quorum: int, grace_s: float, applied: Mapping[int, int] | None = None
-    ) -> None:
+    def __init__(self, members: Iterable[int], quorum: int, applied: Mapping[int, int] | None = None) -> None:
         self.members = set(members)
         self.applied = dict(applied or {})
         self.reported = dict(self.applied)
         self._quorum = quorum
-        self._grace_s = grace_s
-        # Both are keyed by rank and sequence number. _whole is in order of arrival, and contains the times of arrival.
-        self._fetching: dict[tuple[int, int], Arrival] = {}
-        self._whole: dict[tuple[int, int], tuple[Arrival, float]] = {}
+        # Both are keyed by rank and sequence number, and contain the time of the report. _whole is in order of arrival,
+        # and contains the time of arrival as well.
+        self._fetching: dict[tuple[int, int], tuple[Arrival, float]] = {}
+        self._whole: dict[tuple[int, int], tuple[Arrival, float, float]] = {}
 
-    def on_arrived(self, arrival: Arrival) -> Handling:
+    def on_arrived(self, arrival: Arrival, now: float) -> Handling:
         """Record a reported contribution."""
         self.reported[arrival.rank] = max(self.reported.get(arrival.rank, 0), arrival.sequence)
         if arrival.sequence <= self.applied.get(arrival.rank, 0):
@@ -74,15 +84,16 @@ class Arrivals:
         key = arrival.rank, arrival.sequence
         if arrival.rank not in self.members or key in self._fetching or key in self._whole:
             return Handling.IGNORE
-        self._fetching[key] = arrival
+        self._fetching[key] = arrival, now
         return Handling.FETCH
 
     def on_whole(self, arrival: Arrival, now: float) -> None:
         """Record that the leader has all bytes of a contribution."""
         key = arrival.rank, arrival.sequence
-        if self._fetching.get(key) == arrival:
+        found, reported_at = self._fetching.get(key, (None, now))
+        if found == arrival:
             del self._fetching[key]
-            self._whole[key] = arrival, now
+            self._whole[key] = arrival, reported_at, now
 
     def on_gone(self, rank: int) -> None:
         """Record that a member is lost or has left. A contribution that has arrived still counts."""
@@ -99,38 +110,33 @@ class Arrivals:
         return not self._fetching and not self._whole
 
     @property
-    def has_quorum(self) -> bool:
-        """True if the contributions that have arrived can make a version."""
-        return self._met_at() is not None
-
-    @property
     def is_complete(self) -> bool:
         """True if contributions of all living members have arrived."""
         return bool(self._whole) and self.members <= {rank for rank, _ in self._whole}
 
-    @property
-    def decided_at(self) -> float | None:
-        """Time at which the grace period of the next version ends; None without a quorum."""
-        met_at = self._met_at()
-        return None if met_at is None else met_at + self._grace_s
-
     def _needed(self) -> int:
         return min(self._quorum, len(self.members))
 
-    def _met_at(self) -> float | None:
-        """Return when the contribution that completes the quorum arrived; None if there is no quorum."""
-        living = set()
-        for (rank, _), (_, at) in self._whole.items():
-            living |= {rank} & self.members
-            if len(living) >= self._needed():
-                return at
+    def quorum(self) -> Quorum | None:
+        """Return the quorum for the next version; None if too few contributions have arrived."""
+        ranks, reported_at = set(), float("inf")
+        for (rank, _), (_, reported, at) in self._whole.items():
+            reported_at = min(reported_at, reported)
+            ranks.add(rank)
+            if len(ranks & self.members) >= self._needed():
+                return Quorum(frozenset(ranks), reported_at, at)
         return None
 
-    def take(self) -> tuple[Arrival, ...]:
-        """Return the contributions of the next version in the order of their ranks, and count them as applied."""
+    def take(self, *, takes_all: bool) -> tuple[Arrival, ...]:
+        """Return the contributions of the next version in the order of their ranks, and count them as applied.
+
+        Args:
+            takes_all: Whether the version contains all contributions that have arrived, as after a grace period.
+                Otherwise, it contains only those that the quorum needs.
+        """
         taken: dict[int, Arrival] = {}
-        for key, (arrival, _) in list(self._whole.items()):
-            if not self._grace_s and taken and len(taken.keys() & self.members) >= self._needed():
+        for key, (arrival, *_) in list(self._whole.items()):
+            if not takes_all and taken and len(taken.keys() & self.members) >= self._needed():
                 break
             if arrival.rank not in taken:  # otherwise it is of a restarted rank, whose former process contributes too
                 taken[arrival.rank] = arrival

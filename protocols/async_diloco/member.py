@@ -184,6 +184,8 @@ class AsyncMember:
             logger.debug("rank %d, which is not a member, sent a %s", source, type(message).__name__)
         elif isinstance(message, Taken):
             self._anchors.note_taken(source, number)
+            if self.server is not None:
+                self.server.on_taken(source, number)
         elif isinstance(message, Arrived | Standing):
             self._hear(source, number, message)
         elif source == self._membership.leader:

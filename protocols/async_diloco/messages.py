@@ -49,6 +49,7 @@ class Applied:
         norm, cosine: L2 norm of the mean difference, and mean cosine between two contributions; NaN if unknown.
         steps: Number of training steps until the worker's next contribution.
         outer_nbytes: Size in bytes of the outer optimizer's state, which the worker must also fetch; 0 without one.
+        grace_s: Seconds that the leader has waited for further contributions to this version, after its quorum.
     """
 
     version: int
@@ -60,11 +61,14 @@ class Applied:
     cosine: float
     steps: int
     outer_nbytes: int
+    grace_s: float
 
     def __post_init__(self) -> None:
         """Raise ValueError if a field is out of range or contradicts another field."""
         if min(self.version, self.staleness, self.outer_nbytes) < 0 or self.steps < 1:
             raise ValueError(f"version, staleness and outer_nbytes must be >= 0, and steps >= 1, got {self!r:.300}")
+        if not 0 <= self.grace_s < float("inf"):
+            raise ValueError(f"grace_s must be finite and >= 0, got {self!r:.300}")
         if len(self.donors) != len(self.weights) or not all(weight > 0 and isfinite(weight) for weight in self.weights):
             raise ValueError(f"each donor must have a weight > 0, got {self!r:.300}")
 

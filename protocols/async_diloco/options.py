@@ -35,6 +35,7 @@ class AsyncDiLoCoOptionNames(MemberOptions, total=False):
     dynamic_steps: bool
     quorum: int
     grace_s: float
+    grace_steps: float
     late: Late
     weights: ArrivalWeighting
     wire: str | Codec
@@ -107,6 +108,15 @@ class AsyncDiLoCoOptions(Options):
         group=_STRAGGLERS,
         is_agreed=True,
     )
+    grace_steps: float = option(
+        "Grace period in training steps instead of `grace_s`, at most `average_every`: a rank should have the new "
+        "anchor within this number of steps after its contribution, and the leader waits 0.9 of the time that is left. "
+        'Only with `late="skip"`, so that no rank waits.',
+        number("a number of steps >= 0", 0.0),
+        default=0.0,
+        group=_STRAGGLERS,
+        is_agreed=True,
+    )
     late: Late = option(
         'Whether a step waits for the anchor with its contribution (`"wait"`). With `"skip"`, no step waits: the '
         "anchor is applied in the first step after its arrival, and the rank keeps its progress since the capture.",
@@ -130,6 +140,22 @@ class AsyncDiLoCoOptions(Options):
         default=60.0,
         group=_MEMBERS,
     )
+
+    def check_grace(self, average_every: int) -> None:
+        """Raise ValueError if the grace period is given twice, or ranks would wait because of ``grace_steps``."""
+        if not self.grace_steps:
+            return
+        if self.grace_s:
+            raise ValueError(
+                f"only one of grace_s and grace_steps may be set, got grace_s={self.grace_s} and "
+                f"grace_steps={self.grace_steps}"
+            )
+        if self.late == "wait":
+            validation.refuse(
+                "grace_steps", self.grace_steps, "0 with late='wait', under which each step waits; use grace_s"
+            )
+        if self.grace_steps > average_every:
+            validation.refuse("grace_steps", self.grace_steps, f"at most average_every ({average_every})")
 
     def check_members(self, count: int) -> None:
         """Raise ValueError if the quorum is larger than the number of members."""

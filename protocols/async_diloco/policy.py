@@ -35,9 +35,9 @@ from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdin
 from asyncdist.protocols.async_diloco.member import AsyncMember
 from asyncdist.protocols.async_diloco.messages import Applied, Arrived
 from asyncdist.protocols.async_diloco.options import AsyncDiLoCoOptionNames, AsyncDiLoCoOptions
-from asyncdist.protocols.async_diloco.pace import Stopwatch
 from asyncdist.protocols.async_diloco.server import ServerOptions
 from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics
+from asyncdist.protocols.async_diloco.timing.pace import Stopwatch
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.options import counted_tokens
 from asyncdist.protocols.diloco.policy import ELSEWHERE
@@ -68,7 +68,8 @@ _ELSEWHERE: Final = {
         "N-th contribution",
     ),
     **dict.fromkeys(("staleness", "staleness_weight", "max_staleness"), "here correct=protocols.StalenessWeight()"),
-    **dict.fromkeys(("grace", "grace_period", "averaging_timeout", "matchmaking_time"), "here grace_s, in seconds"),
+    **dict.fromkeys(("averaging_timeout", "matchmaking_time"), "here grace_s, in seconds"),
+    **dict.fromkeys(("grace", "grace_period", "grace_share"), "here grace_s, in seconds, or grace_steps, in steps"),
     **dict.fromkeys(("min_replica_size", "min_replicas", "target_group_size"), "here quorum, a number of ranks"),
     **dict.fromkeys(("dylu", "dynamic_local_updates"), "here dynamic_steps=True"),
     **dict.fromkeys(("global_lr", "outer_lr", "server_lr"), "here outer_optimizer has the outer learning rate"),
@@ -132,6 +133,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
             resets_optimizer=self._resets_optimizer,
             **among(options, MemberOptions),
         )
+        own.check_grace(self.average_every)
         if own.wire.name == "topk" and own.error_feedback is None:
             warnings.warn(_LOSES_VALUES, UserWarning, stacklevel=3)
         self._layout_buffers = self._flat.new_buffers(device="meta")
@@ -143,7 +145,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         self._member: AsyncMember | None = None  # None before the start, and if this rank is alone
         self._admission: Admission | None = None
         self._snapshots = SnapshotPool(self._flat)
-        self._stopwatch = Stopwatch() if own.dynamic_steps else None
+        self._stopwatch = Stopwatch() if own.dynamic_steps or own.grace_steps else None
         self._steps = 0  # since the last capture
         self._steps_wanted = self.average_every  # until the next capture
         self._tokens = 0.0  # since the last capture
@@ -180,9 +182,10 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
     def statistics(self) -> AsyncDiLoCoStatistics:
         """Return this member's counts so far."""
         server = None if self._member is None else self._member.server
-        count, staleness, losses = 0, 0, 0
+        count, staleness, losses, grace_s = 0, 0, 0, 0.0
         if server is not None:
             count, staleness, losses = server.applied_count, server.staleness_sum, server.lost_outer_state_count
+            grace_s = server.grace_sum_s / max(1, server.version_count)
         counts = self._journal.averages
         has_holdings = self._stage != "new"
         return AsyncDiLoCoStatistics(
@@ -195,6 +198,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
             sent_nbytes=counts.wire_nbytes,
             applied_count=count,
             mean_staleness=staleness / max(1, count),
+            mean_grace_s=grace_s,
             lost_outer_state_count=losses,
             title=self._journal.title(),
         )
@@ -416,7 +420,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         outcome = await anchor.step([Contribution(rank, weight, report.norm, 0, encoded)], 1)
         block = anchor.copy_into(self._layouts.new_block())
         own.take_answer(
-            Answer(Applied(anchor.version, (), *outcome[:2], 0, *outcome[2:], self.average_every, 0), block)
+            Answer(Applied(anchor.version, (), *outcome[:2], 0, *outcome[2:], self.average_every, 0, 0.0), block)
         )
 
     async def _take_answer(self) -> StepInfo:
@@ -458,6 +462,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
             fragment_count=1,
             version=report.version,
             staleness_versions=report.staleness,
+            grace_s=report.grace_s,
         )
         self._announce(info, report)
         return info

@@ -20,13 +20,14 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
 from asyncdist.protocols.async_diloco.anchor import Anchor, Contribution, Outcome
-from asyncdist.protocols.async_diloco.arrivals import Arrival, Arrivals, Handling, choose, weight_of
+from asyncdist.protocols.async_diloco.arrivals import Arrival, Arrivals, Handling, Quorum, choose, weight_of
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts
 from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdings
 from asyncdist.protocols.async_diloco.messages import Applied, Arrived, AsyncMessage, Given, Standing, Taken, Wanted
 from asyncdist.protocols.async_diloco.offers import SECOND, Offers
 from asyncdist.protocols.async_diloco.options import AsyncDiLoCoOptions
-from asyncdist.protocols.async_diloco.pace import steps_at_speed
+from asyncdist.protocols.async_diloco.timing.grace import SyncTimes, grace_period
+from asyncdist.protocols.async_diloco.timing.pace import steps_at_speed
 from asyncdist.protocols.exchange.fetch import new_bytes
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.state_transfer import packed, unpacked
@@ -61,6 +62,8 @@ class Server:
         anchor: The anchor; None during the election.
         applied_count: Number of contributions that this leader has applied.
         staleness_sum: Sum of the staleness of these contributions in versions.
+        version_count: Number of versions that this leader has made.
+        grace_sum_s: Seconds that this leader has waited in grace periods.
         lost_outer_state_count: Number of times that this leader began with an outer state older than its anchor.
     """
 
@@ -84,7 +87,7 @@ class Server:
         self._anchors = anchors
         self._options = options
         own = options.own
-        self._arrivals = Arrivals(membership.living, own.quorum, own.grace_s)
+        self._arrivals = Arrivals(membership.living, own.quorum)
         self._standings: dict[int, Standing] = {}
         self._given: dict[tuple[int, int], Given] = {}  # answers to Wanted, by rank and version
         self._speeds: dict[int, float] = {}  # steps per second in each living member's last contribution
@@ -94,10 +97,13 @@ class Server:
         self._task: asyncio.Task[None] | None = None  # the election, or the task that makes versions
         self._outcome = Outcome((), (), math.nan, math.nan)
         self._current: Block | None = None  # copy of the newest anchor, if it is offered
+        self._grace_s = 0.0  # waited for the newest version
+        self._sync_times = SyncTimes()
         self._mirrored_at = 0
         self._is_frozen = False
         self.anchor: Anchor | None = None
-        self.applied_count = self.staleness_sum = self.lost_outer_state_count = 0
+        self.applied_count = self.staleness_sum = self.lost_outer_state_count = self.version_count = 0
+        self.grace_sum_s = 0.0
 
     # -- the beginning ----------------------------------------------------------------------------------------------
 
@@ -191,7 +197,7 @@ class Server:
                 found,
             )
         self.anchor, self._mirrored_at = anchor, held.version
-        self._arrivals = Arrivals(self._membership.living, own.quorum, own.grace_s, dict(held.applied))
+        self._arrivals = Arrivals(self._membership.living, own.quorum, dict(held.applied))
         for rank, standing in sorted(self._standings.items()):
             for report in standing.outstanding:
                 self.on_arrived(rank, standing.sequence, report)
@@ -205,6 +211,7 @@ class Server:
         """Continue without a member."""
         self._standings.pop(rank, None)
         self._speeds.pop(rank, None)
+        self._sync_times.on_gone(rank)
         self._arrivals.on_gone(rank)
         self._look()
         self._services.engine.recheck()
@@ -223,7 +230,7 @@ class Server:
         if report.speed:
             self._speeds[rank] = report.speed
         arrival = Arrival(rank, sequence, report.base_version, report.steps, report.tokens, report.norm, report.speed)
-        match self._arrivals.on_arrived(arrival):
+        match self._arrivals.on_arrived(arrival, self._services.time()):
             case Handling.ANSWER:
                 self._answer(arrival, 0)
             case Handling.FETCH if rank == self._services.rank or not math.isfinite(arrival.norm):
@@ -268,14 +275,27 @@ class Server:
         """Make versions as long as there is a quorum."""
         engine, arrivals, wait = self._services.engine, self._arrivals, WaitId(WaitKind.CONTRIBUTIONS)
         while self._may_make():
-            decided_at = arrivals.decided_at
-            if self._options.own.grace_s and decided_at is not None:
+            quorum = arrivals.quorum()
+            assert quorum is not None, "versions are made with a quorum"
+            grace_s = self._grace_of(quorum)
+            if grace_s:
+                decided_at = quorum.met_at + grace_s
                 await engine.until(lambda: arrivals.is_complete or self._is_frozen, wait, deadline=decided_at)
             if self._may_make():
-                await self._make_version(arrivals.take())
+                self._grace_s = min(grace_s, self._services.time() - quorum.met_at)
+                self.grace_sum_s += self._grace_s
+                await self._make_version(arrivals.take(takes_all=grace_s > 0))
+
+    def _grace_of(self, quorum: Quorum) -> float:
+        """Return the length in seconds of the grace period that begins with a quorum."""
+        own = self._options.own
+        if not own.grace_steps or not self._speeds:
+            return own.grace_s
+        quorum_s, sync_s = quorum.met_at - quorum.reported_at, self._sync_times.longest(quorum.ranks)
+        return grace_period(own.grace_steps, 1.0 / max(self._speeds.values()), quorum_s, sync_s)
 
     def _may_make(self) -> bool:
-        return self._arrivals.has_quorum and not self._is_frozen
+        return not self._is_frozen and self._arrivals.quorum() is not None
 
     async def _make_version(self, arrivals: Sequence[Arrival]) -> None:
         anchor, me = self.anchor, self._services.rank
@@ -287,6 +307,8 @@ class Server:
             self.staleness_sum += staleness
             given.append(Contribution(arrival.rank, weight, arrival.norm, staleness, self._encoded(arrival)))
         self.applied_count += len(arrivals)
+        self.version_count += 1
+        self._sync_times.on_decided(anchor.version + 1, (each.rank for each in arrivals), self._services.time())
         self._outcome = await anchor.step(given, len(self._arrivals.members))
         self._current = None
         every = self._options.mirror_every
@@ -324,8 +346,9 @@ class Server:
             staleness,
             self._outcome.norm,
             self._outcome.cosine,
-            steps_at_speed(self._options.average_every, rank, self._speeds),
+            self._steps_of(rank),
             outer.numel(),
+            self._grace_s,
         )
         if rank == me:
             if self._holdings.outstanding is not None:
@@ -336,6 +359,15 @@ class Server:
             self._anchors.offer(anchor.version, outer, rank, SECOND)
         self._anchors.offer(anchor.version, block[0], rank)
         self._post(report, rank, arrival.sequence)
+
+    def _steps_of(self, rank: int) -> int:
+        """Return the number of training steps until a rank's next contribution."""
+        every = self._options.average_every
+        return steps_at_speed(every, rank, self._speeds) if self._options.own.dynamic_steps else every
+
+    def on_taken(self, rank: int, version: int) -> None:
+        """Record that a rank has the anchor of a version."""
+        self._sync_times.on_taken(version, rank, self._services.time())
 
     def _block(self) -> Block:
         """Return a copy of the newest anchor, shared by all ranks that get this version."""

@@ -22,6 +22,8 @@ class AsyncDiLoCoStatistics:
         sent_nbytes: Total encoded size in bytes of this member's contributions.
         applied_count: Number of contributions that this member has applied to the anchor as the leader.
         mean_staleness: Mean staleness of these contributions in versions.
+        mean_grace_s: Mean of the seconds that this member has waited, as the leader, for further contributions to a
+            version after its quorum.
         lost_outer_state_count: Number of times that this member became the leader with an outer state older than the
             anchor.
         title: Name of the policy and of this rank.
@@ -36,6 +38,7 @@ class AsyncDiLoCoStatistics:
     sent_nbytes: int
     applied_count: int
     mean_staleness: float
+    mean_grace_s: float
     lost_outer_state_count: int
     title: str = ""
 
@@ -54,6 +57,8 @@ class AsyncDiLoCoStatistics:
                 ("applied as leader", self.applied_count),
                 ("mean staleness", f"{self.mean_staleness:.2f} versions"),
             ]
+        if self.mean_grace_s:
+            rows.append(("mean grace period", f"{self.mean_grace_s:.2f} s"))
         if self.lost_outer_state_count:
             rows.append(("outer states lost", self.lost_outer_state_count))
         return format_table(self.title, rows)

@@ -24,6 +24,8 @@ def policy(**options: Any) -> AsyncDiLoCoPolicy:
     [
         ("quorum", 0, 1),
         ("grace_s", -1.0, 0),
+        ("grace_steps", -1.0, 0),
+        ("grace_steps", 3.5, 2),
         ("mirror_every", -1, 0),
         ("late", "never", "skip"),
         ("weights", 3, "rate"),
@@ -47,6 +49,7 @@ def test_the_outer_optimizer_must_be_a_factory() -> None:
         ("staleness", "protocols.StalenessWeight"),
         ("min_replica_size", "quorum"),
         ("averaging_timeout", "grace_s"),
+        ("grace", "grace_steps"),
         ("fragments", "DiLoCoPolicy"),
         ("dylu", "dynamic_steps"),
     ],
@@ -54,6 +57,13 @@ def test_the_outer_optimizer_must_be_a_factory() -> None:
 def test_names_of_other_libraries_are_explained(name: str, here: str) -> None:
     with pytest.raises(TypeError, match=naming(name, here)):
         policy(**{name: 2})
+
+
+def test_a_grace_period_is_in_seconds_or_in_steps() -> None:
+    with pytest.raises(ValueError, match=naming("grace_s", 0.5, "grace_steps", 1.5)):
+        policy(grace_s=0.5, grace_steps=1.5)
+    with pytest.raises(ValueError, match=naming("grace_steps", 1.5, "wait", "grace_s")):
+        policy(grace_steps=1.5, late="wait")
 
 
 def test_a_quorum_larger_than_the_group_is_refused() -> None:

@@ -67,6 +67,7 @@ class Plan:
     outer: str = "dyadic"
     quorum: int = 1
     grace_s: float = 0.0
+    grace_steps: float = 0.0
     late: str = "skip"
     mirror_every: int | None = None
     uses_tokens: bool = False
@@ -84,6 +85,7 @@ class Plan:
             "outer_optimizer": functools.partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=nesterov),
             "quorum": self.quorum,
             "grace_s": self.grace_s,
+            "grace_steps": self.grace_steps,
             "late": self.late,
             "mirror_every": self.mirror_every,
             "weights": "tokens" if self.uses_tokens else "equal",
@@ -403,7 +405,7 @@ def draw_plan(seed: int) -> Plan:
             Network(link=Link(latency_s=Exponential(0.02)), loss_detection_s=Uniform(0.0, 0.1)),
         )
     )
-    return Plan(
+    plan = Plan(
         ranks=ranks,
         steps=tuple(steps if rng.random() < 0.8 else rng.randint(1, steps) for _ in range(ranks)),
         every=rng.randint(1, 6),
@@ -417,6 +419,15 @@ def draw_plan(seed: int) -> Plan:
         compute=Compute(factors={rng.randrange(ranks): rng.choice((0.1, 10.0))} if rng.random() < 0.3 else {}),
         faults=tuple(_draw_faults(rng, ranks)),
     )
+    return _with_grace_in_steps(plan, seed)
+
+
+def _with_grace_in_steps(plan: Plan, seed: int) -> Plan:
+    """Give some runs a grace period in steps, drawn apart so that other runs keep their seeds."""
+    rng = random.Random(f"grace of async diloco {seed}")
+    if plan.late == "wait" or plan.grace_s or rng.random() < 0.5:
+        return plan
+    return replace(plan, grace_steps=rng.uniform(0.1, plan.every))
 
 
 def _draw_faults(rng: random.Random, ranks: int) -> list[Fault]:

@@ -28,6 +28,8 @@ F = np.float32
 STEPS_S = (0.58, 0.75, 1.51, 3.33)
 STEP_COUNT = 5  # between contributions
 VERSIONS = 60
+GRACE_VERSIONS = 20
+MARGIN_S = 5e-3  # more than latencies add to any time
 SIZE = 7
 
 
@@ -143,3 +145,93 @@ def test_dynamic_steps_are_in_proportion_to_the_speed(late: str) -> None:
     assert all(set(rank[2:]) == {rank[-1]} for rank in found), "the speeds of all ranks are known by then"
     counts = [len(rank) for rank in found]
     assert max(counts) < 1.5 * min(counts), "all contribute about equally often"
+
+
+class Trainer:
+    """One rank of the event loop with ``late="skip"``: it trains on while its contribution is applied."""
+
+    def __init__(self, rank: int, anchor: Array) -> None:
+        self.rank, self.version, self.base, self.own = rank, 0, anchor, anchor
+        self.steps, self.captured = 0, anchor
+        self.is_outstanding = False
+        self.answer: tuple[int, Array] | None = None
+
+    def step(self) -> Array | None:
+        """Make one step, and apply the anchor that has arrived; return the difference that is due."""
+        self.own = self.own - F(0.125) * (self.own - target(self.rank))
+        self.steps += 1
+        if self.answer is not None:
+            (self.version, self.base), self.answer = self.answer, None
+            self.own = self.own - (self.captured - self.base)
+        if self.steps < STEP_COUNT or self.is_outstanding:
+            return None
+        self.captured, self.steps, self.is_outstanding = self.own, 0, True
+        return self.base - self.own
+
+
+def expected_with_grace(grace_steps: float) -> list[tuple[tuple[int, ...], float, Array]]:
+    """Return the donors, the grace period and the anchor of each version, in an event loop without latencies."""
+    outer, found = Nesterov(1), list[tuple[tuple[int, ...], float, Array]]()
+    trainers = [Trainer(rank, np.zeros(SIZE, F)) for rank in range(len(STEPS_S))]
+    events = [(step_s, rank) for rank, step_s in enumerate(STEPS_S)]
+    heapq.heapify(events)
+    waiting: dict[int, Array] = {}
+    met_at = deadline = np.inf
+    anchor = np.zeros(SIZE, F)
+    while len(found) < GRACE_VERSIONS:
+        now, rank = events[0]
+        assert abs(now - deadline) > MARGIN_S, "the order does not depend on latencies"
+        if deadline < now or len(waiting) == len(trainers):
+            decided_at = min(deadline, now)
+            mean = sum((waiting[each] for each in sorted(waiting)), np.zeros(SIZE, F)) / F(len(waiting))
+            anchor = outer.moved(anchor, mean)
+            found.append((tuple(sorted(waiting)), decided_at - met_at, anchor))
+            for each in waiting:
+                trainers[each].answer, trainers[each].is_outstanding = (len(found), anchor), False
+            waiting, deadline = {}, np.inf
+            continue
+        heapq.heapreplace(events, (now + STEPS_S[rank], rank))
+        difference = trainers[rank].step()
+        if difference is not None:
+            if not waiting:
+                met_at, deadline = now, now + 0.9 * grace_steps * min(STEPS_S)
+            waiting[rank] = difference
+            if len(waiting) == len(trainers):
+                deadline = now
+    return found
+
+
+@pytest.mark.parametrize("grace_steps", [0.5, 2, 5])
+def test_grace_in_steps_costs_no_rank_a_step(grace_steps: float) -> None:
+    """Quorum, grace period and anchors are those of an event loop, and no contribution is postponed."""
+
+    async def versions(world: ad.World) -> tuple[dict[int, tuple[Any, ...]], int, float]:
+        model = torch.nn.Linear(SIZE, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), 0.125)
+        outer = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5, nesterov=True)
+        goal, found = torch.tensor(target(world.rank)), dict[int, tuple[Any, ...]]()
+        options: Any = {"outer_optimizer": outer, "grace_steps": grace_steps, "drain_timeout_s": 1.0}
+        async with AsyncDiLoCoPolicy(model, optimizer, average_every=STEP_COUNT, **options) as policy:
+            at = 1.0  # all have started by then
+            while max(found, default=0) < GRACE_VERSIONS:
+                at += STEPS_S[world.rank]
+                await asyncio.sleep(at - world.time())
+                model.weight.grad = model.weight.detach() - goal
+                optimizer.step()
+                if info := await policy.step():
+                    anchor = policy._holdings.base.block[1][0].clone()
+                    found[info.round] = info.donors, info.grace_s, anchor.numpy()
+            counts = policy.statistics()
+        return found, counts.postponed_count, counts.mean_grace_s
+
+    results = simulate(versions, ranks=len(STEPS_S)).results
+    found = {number: version for ranks, *_ in results for number, version in ranks.items()}
+    wanted = expected_with_grace(grace_steps)
+    for number, (donors, grace_s, anchor) in enumerate(wanted, start=1):
+        assert found[number][0] == donors, number
+        assert found[number][1] == pytest.approx(grace_s, abs=MARGIN_S), number
+        assert np.abs(found[number][2] - anchor).max() <= np.finfo(F).eps * np.abs(anchor).max(), number
+    assert [postponed for _, postponed, _ in results] == [0] * len(STEPS_S)
+    assert results[0][2] == pytest.approx(np.mean([grace_s for _, grace_s, _ in wanted]), rel=0.1)
+    assert {len(donors) for donors, *_ in wanted} > {1}, "the grace period adds donors"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocols.async_diloco.arrivals import Arrival, Arrivals, Choice, Handling, choose, weight_of
+from protocols.async_diloco.arrivals import Arrival, Arrivals, Choice, Handling, Quorum, choose, weight_of
 from protocols.async_diloco.messages import Applied, Arrived, Given, Standing
 
 
@@ -13,76 +13,86 @@ def arrival(rank: int, sequence: int = 1) -> Arrival:
 
 
 def arrived(arrivals: Arrivals, rank: int, at: float = 0.0, sequence: int = 1) -> None:
-    assert arrivals.on_arrived(arrival(rank, sequence)) is Handling.FETCH
+    """Report a contribution half a second before it arrives."""
+    assert arrivals.on_arrived(arrival(rank, sequence), at - 0.5) is Handling.FETCH
     arrivals.on_whole(arrival(rank, sequence), at)
 
 
-def taken(arrivals: Arrivals) -> list[tuple[int, int]]:
-    return [(each.rank, each.sequence) for each in arrivals.take()]
+def taken(arrivals: Arrivals, *, takes_all: bool = False) -> list[tuple[int, int]]:
+    return [(each.rank, each.sequence) for each in arrivals.take(takes_all=takes_all)]
 
 
 def test_each_contribution_is_a_version_with_a_quorum_of_one() -> None:
-    arrivals = Arrivals(range(3), 1, 0.0)
+    arrivals = Arrivals(range(3), 1)
     for rank in (2, 0):
         arrived(arrivals, rank)
-    assert (taken(arrivals), taken(arrivals), arrivals.has_quorum) == ([(2, 1)], [(0, 1)], False)
+    assert (taken(arrivals), taken(arrivals), arrivals.quorum()) == ([(2, 1)], [(0, 1)], None)
     assert arrivals.applications() == ((0, 1), (2, 1))
 
 
 def test_a_quorum_counts_living_ranks_and_is_in_rank_order() -> None:
-    arrivals = Arrivals(range(4), 3, 0.0)
+    arrivals = Arrivals(range(4), 3)
     for rank in (3, 1):
         arrived(arrivals, rank)
-    assert not arrivals.has_quorum
+    assert arrivals.quorum() is None
     arrivals.on_gone(3)  # its contribution counts, but not for the quorum of the living ranks
     arrived(arrivals, 0)
-    assert not arrivals.has_quorum
+    assert arrivals.quorum() is None
     arrived(arrivals, 2)
     assert taken(arrivals) == [(0, 1), (1, 1), (2, 1), (3, 1)]
 
 
 def test_a_quorum_larger_than_the_members_is_all_of_them() -> None:
-    arrivals = Arrivals(range(3), 3, 0.0)
+    arrivals = Arrivals(range(3), 3)
     arrived(arrivals, 0)
     arrivals.on_gone(1)
-    assert not arrivals.has_quorum
+    assert arrivals.quorum() is None
     arrivals.on_gone(2)
     assert taken(arrivals) == [(0, 1)]
 
 
-def test_the_grace_period_begins_with_the_quorum() -> None:
-    arrivals = Arrivals(range(3), 2, 0.5)
-    arrived(arrivals, 0, at=1.0)
-    assert arrivals.decided_at is None
-    arrived(arrivals, 1, at=2.0)
-    assert (arrivals.decided_at, arrivals.is_complete) == (2.5, False)
+def test_a_quorum_has_its_ranks_and_its_times() -> None:
+    arrivals = Arrivals(range(3), 2)
+    assert arrivals.on_arrived(arrival(0), 0.0) is Handling.FETCH
+    arrived(arrivals, 1, at=1.0)
+    assert arrivals.quorum() is None
+    arrivals.on_whole(arrival(0), 2.0)
+    assert (arrivals.quorum(), arrivals.is_complete) == (Quorum(frozenset((0, 1)), 0.0, 2.0), False)
     arrived(arrivals, 2, at=2.25)
-    assert arrivals.is_complete and len(arrivals.take()) == 3
+    assert arrivals.quorum() == Quorum(frozenset((0, 1)), 0.0, 2.0), "the third contribution is not needed"
+    assert arrivals.is_complete and len(arrivals.take(takes_all=True)) == 3
+
+
+def test_without_grace_a_version_has_no_more_than_the_quorum() -> None:
+    arrivals = Arrivals(range(3), 2)
+    for rank in (0, 2, 1):
+        arrived(arrivals, rank)
+    assert taken(arrivals) == [(0, 1), (2, 1)] and arrivals.quorum() is None
 
 
 def test_a_repeated_contribution_is_answered_but_not_applied() -> None:
-    arrivals = Arrivals(range(3), 1, 0.0, {1: 4})
-    assert arrivals.on_arrived(arrival(1, 4)) is Handling.ANSWER
+    arrivals = Arrivals(range(3), 1, {1: 4})
+    assert arrivals.on_arrived(arrival(1, 4), 0.0) is Handling.ANSWER
     arrived(arrivals, 1, sequence=5)
-    assert arrivals.on_arrived(arrival(1, 5)) is Handling.IGNORE
+    assert arrivals.on_arrived(arrival(1, 5), 0.0) is Handling.IGNORE
     assert taken(arrivals) == [(1, 5)]
-    assert arrivals.on_arrived(arrival(1, 5)) is Handling.ANSWER
-    assert arrivals.on_arrived(arrival(7)) is Handling.IGNORE, "it is not a member"
+    assert arrivals.on_arrived(arrival(1, 5), 0.0) is Handling.ANSWER
+    assert arrivals.on_arrived(arrival(7), 0.0) is Handling.IGNORE, "it is not a member"
 
 
 def test_two_processes_of_a_rank_contribute_to_two_versions() -> None:
-    arrivals = Arrivals(range(2), 1, 1.0)
+    arrivals = Arrivals(range(2), 1)
     arrived(arrivals, 1, sequence=3)
     arrivals.on_gone(1)
     arrivals.on_admitted(1)
     assert arrivals.reported[1] == 3
     arrived(arrivals, 1, sequence=4)
-    assert (taken(arrivals), taken(arrivals)) == ([(1, 3)], [(1, 4)])
+    assert (taken(arrivals, takes_all=True), taken(arrivals, takes_all=True)) == ([(1, 3)], [(1, 4)])
 
 
 def test_a_contribution_under_way_from_a_lost_rank_is_dropped() -> None:
-    arrivals = Arrivals(range(2), 1, 0.0)
-    assert arrivals.on_arrived(arrival(1)) is Handling.FETCH
+    arrivals = Arrivals(range(2), 1)
+    assert arrivals.on_arrived(arrival(1), 0.0) is Handling.FETCH
     arrivals.on_gone(1)
     arrivals.on_whole(arrival(1), 0.0)
     assert arrivals.is_empty
@@ -112,9 +122,10 @@ def test_a_new_leader_takes_the_newest_states() -> None:
         lambda: Standing(1, (), 2, 0, ()),
         lambda: Standing(1, (), 0, 1, ()),
         lambda: Given((), -1),
-        lambda: Applied(1, (), (0,), (), 0, 1.0, 0.0, 1, 0),
-        lambda: Applied(1, (), (0,), (0.0,), 0, 1.0, 0.0, 1, 0),
-        lambda: Applied(1, (), (), (), 0, 1.0, 0.0, 0, 0),
+        lambda: Applied(1, (), (0,), (), 0, 1.0, 0.0, 1, 0, 0.0),
+        lambda: Applied(1, (), (0,), (0.0,), 0, 1.0, 0.0, 1, 0, 0.0),
+        lambda: Applied(1, (), (), (), 0, 1.0, 0.0, 0, 0, 0.0),
+        lambda: Applied(1, (), (), (), 0, 1.0, 0.0, 1, 0, float("inf")),
     ],
 )
 def test_messages_with_impossible_values_are_refused(make: object) -> None:

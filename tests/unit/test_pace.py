@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 from support.facts import naming
 
-from asyncdist.protocols.async_diloco.pace import Stopwatch, local_steps, steps_at_speed
+from asyncdist.protocols.async_diloco.timing.pace import Stopwatch, local_steps, steps_at_speed
 
 TIMES = st.floats(1e-6, 1e6)
 SPEEDS = st.floats(1e-6, 1e6)

@@ -1,0 +1,1 @@
+"""Numbers of steps and grace periods that depend on the ranks' measured speeds."""

@@ -1,0 +1,60 @@
+"""Computes the length of a grace period that is given in training steps. No clock is read.
+
+Once there is a quorum, the leader may wait for further contributions as long as no rank loses time by it: the rank
+trains while its contribution is applied. Decoupled DiLoCo (2604.21428) waits for a share g < 1 of the time that is
+left of tau steps:
+
+    grace = max(0, g (tau step_s - quorum_s - sync_s))
+
+``step_s`` is the duration of a training step of the fastest rank, which may contribute during the grace period as
+well. ``quorum_s`` is the time from the first contribution to the quorum, and ``sync_s`` the time from the outer step
+until the workers have the new anchor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+#: Share g of the remaining time. The paper only says that it is below 1; the rest is for steps of varying duration.
+SHARE: Final = 0.9
+
+
+def grace_period(steps: float, step_s: float, quorum_s: float, sync_s: float, *, share: float = SHARE) -> float:
+    """Return the length of a grace period in seconds.
+
+    Args:
+        steps: Number tau of training steps within which the workers should have the new anchor.
+        step_s: Duration of a training step of the fastest rank.
+        quorum_s: Seconds between the first contribution and the quorum.
+        sync_s: Seconds that the outer step and the sending of the anchor take.
+        share: Share of the remaining time, below 1.
+    """
+    return max(0.0, share * (steps * step_s - quorum_s - sync_s))
+
+
+class SyncTimes:
+    """Measures the time from the decision on a version until each contributing rank has the anchor."""
+
+    def __init__(self) -> None:
+        self._decided_at: dict[int, tuple[int, float]] = {}  # version and time of the last decision, by rank
+        self._seconds: dict[int, float] = {}  # by rank
+
+    def on_decided(self, version: int, ranks: Iterable[int], now: float) -> None:
+        """Record that the contributions of some ranks will make a version."""
+        self._decided_at.update(dict.fromkeys(ranks, (version, now)))
+
+    def on_taken(self, version: int, rank: int, now: float) -> None:
+        """Record that a rank has the anchor of a version."""
+        decided_version, decided_at = self._decided_at.get(rank, (-1, 0.0))
+        if decided_version == version:
+            self._seconds[rank] = now - decided_at
+
+    def on_gone(self, rank: int) -> None:
+        """Forget a rank that is lost or has left."""
+        self._decided_at.pop(rank, None)
+        self._seconds.pop(rank, None)
+
+    def longest(self, ranks: Iterable[int]) -> float:
+        """Return the longest of some ranks' last times in seconds; 0 if none is known."""
+        return max((self._seconds.get(rank, 0.0) for rank in ranks), default=0.0)
