@@ -276,6 +276,9 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         self._captures.clear_residuals()
         own.base = self._anchor_of(state["served"])
         own.outer = own.base.version, state["served"]["outer"].clone()
+        own.outstanding = own.answer = own.inherited = None  # of a state that this newcomer has loaded itself
+        self._steps, self._steps_wanted, self._tokens = 0, self.average_every, 0.0
+        self._captured_at, self._reported = 0, None
         own.sequence = dict(state["reported_to_leader"]).get(rank, 0)
         self._saved = None
         with self._weights.following():

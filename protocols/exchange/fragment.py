@@ -117,7 +117,7 @@ class Fragment:
         Raises:
             ValueError: The state belongs to a fragment with another layout or other options.
         """
-        self.version = state["version"]
+        self.version, self.mean, self._values = state["version"], None, {}
 
     def pending(self) -> dict[str, Any]:
         """Return a copy of the merged mean that is not applied yet."""

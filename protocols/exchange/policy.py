@@ -357,6 +357,7 @@ class ExchangePolicy(JoinablePolicy):
     def _take_saved(self) -> None:
         """Load the state that :meth:`load_state_dict` or another rank has given, if any."""
         if self._saved is not None:
+            self._flights.in_flight.clear()  # a newcomer may have loaded a state of its own before
             for own_fragment, state in zip(self._fragments, self._saved["fragments"], strict=False):
                 own_fragment.load_state_dict(state)
             for fragment, *flight, pending in self._saved["in_flight"]:

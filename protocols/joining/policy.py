@@ -16,6 +16,7 @@ from asyncdist.protocols.joining.admission import Admission, newest_left, welcom
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.replicas import SINGLE, Replicas
 from asyncdist.protocols.joining.scopes import PolicyScopes
+from asyncdist.protocols.joining.state_transfer import cloned
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.starting.without_lost import lost_members
 
@@ -133,7 +134,7 @@ class JoinablePolicy(SpawnPolicy):
         weights = self._flat.new_buffers()
         for name, tensor in weights.by_name().items():
             tensor.copy_(state["weights"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(cloned(state["optimizer"]))  # torch keeps the given tensors
         with self._weights.following():
             self._flat.load(weights)
         self._restore(state["policy"])

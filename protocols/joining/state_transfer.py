@@ -101,6 +101,11 @@ def _unpacked(data: torch.Tensor) -> Any:
     return restore(serialization.decode(byte_view(data[_LENGTH_NBYTES : _LENGTH_NBYTES + length])))
 
 
+def cloned(node: Any) -> Any:
+    """Return a tree with each tensor copied, so that the copies do not keep the memory of a whole received state."""
+    return node.clone() if isinstance(node, torch.Tensor) else _mapped(cloned, node)
+
+
 def _mapped(change: Any, node: Any) -> Any:
     if isinstance(node, Mapping):
         return {key: change(value) for key, value in node.items()}
