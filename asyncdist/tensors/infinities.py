@@ -63,6 +63,16 @@ class KnownInfinities:
         return None
 
 
+def trouble_of(known: KnownInfinities, optimizer: torch.optim.Optimizer | None) -> str:
+    """Describe the part of a model, or of its optimizer if there is one, that is not finite; "" if all is finite."""
+    name = known.unsound_entry_of_model()
+    if name is not None:
+        return f"{name!r} was not finite"
+    if optimizer is not None and not all_finite(dict(optimizer.state)):
+        return "the optimizer's state was not finite"
+    return ""
+
+
 def all_finite(values: Any) -> bool:
     """Return whether all tensors in nested mappings, sequences and sets, such as an optimizer's state, are finite."""
     if isinstance(values, Tensor):

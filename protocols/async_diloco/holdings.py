@@ -60,6 +60,17 @@ class HeldAnchor:
     applied: Applications
     block: Block
 
+    def state(self) -> dict[str, Any]:
+        """Return a copy for checkpoints."""
+        values = [value.clone() for value in self.block[1]]
+        return {"version": self.version, "applied": self.applied, "values": values}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], layouts: Layouts) -> HeldAnchor:
+        """Return the anchor that a result of :meth:`state` describes."""
+        applied = tuple((rank, sequence) for rank, sequence in state["applied"])
+        return cls(state["version"], applied, layouts.loaded_anchor(state["values"]))
+
 
 @dataclass(slots=True, eq=False)
 class Holdings:
@@ -97,6 +108,17 @@ class Holdings:
         if self.answer is not None:
             found.append(HeldAnchor(self.answer.report.version, self.answer.report.applied, self.answer.block))
         return found
+
+    def load(self, state: Mapping[str, Any], layouts: Layouts) -> None:
+        """Load the anchors and contributions of a saved policy."""
+        self.base, self.sequence = HeldAnchor.of(state["base"], layouts), state["sequence"]
+        if state["served"] is not None:
+            self.inherited = HeldAnchor.of(state["served"], layouts)
+            self.outer = self.inherited.version, state["served"]["outer"].clone()
+        if state["answer"] is not None:
+            self.answer = Answer.of(state["answer"], layouts)
+        if state["outstanding"] is not None:
+            self.outstanding = Outstanding.of(state["outstanding"], layouts)
 
     def standing(self) -> Standing:
         """Return this member's report to a new leader."""

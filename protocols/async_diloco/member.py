@@ -83,12 +83,15 @@ class AsyncMember:
         self._tell_leader(report, own.sequence)
 
     async def answered(self) -> None:
-        """Wait until this member has the answer to its contribution."""
-        wait = WaitId(WaitKind.CONTRIBUTION_ANSWER, number=self._holdings.sequence)
-        await self._services.engine.until(lambda: self._holdings.outstanding is None, wait)
+        """Wait until this member has the answer to its contribution, or until its replica is broken."""
+        own, members = self._holdings, self._membership
+        wait = WaitId(WaitKind.CONTRIBUTION_ANSWER, number=own.sequence)
+        await self._services.engine.until(lambda: own.outstanding is None or members.is_broken, wait)
 
     async def settled(self, deadline: float) -> bool:
         """Wait until this member may leave: it has its answer, and a leader has given the anchor to its successor.
+
+        If another rank of this rank's replica is lost, the other members no longer count this member.
 
         Returns:
             False if the deadline passed first.
@@ -96,8 +99,9 @@ class AsyncMember:
         wait, engine = WaitId(WaitKind.OWN_ROUND), self._services.engine
         if self.server is not None:
             self.server.thaw()
-        is_answered = await engine.until(lambda: self._holdings.outstanding is None, wait, deadline=deadline)
-        if self.server is None:
+        own, members = self._holdings, self._membership
+        is_answered = await engine.until(lambda: own.outstanding is None or members.is_broken, wait, deadline=deadline)
+        if self.server is None or members.is_broken:
             return is_answered
         return is_answered and await self.server.handed_over(deadline)
 

@@ -15,6 +15,7 @@ from asyncdist.protocols.async_diloco.corrections import Correction
 from asyncdist.protocols.declared import Options, function, like, number, one_of, option, or_none, whole
 from asyncdist.protocols.diloco.options import DiLoCoOptions, Late, described
 from asyncdist.protocols.diloco.outer_step import OuterFactory, check_factory
+from asyncdist.protocols.diloco.policy import ELSEWHERE as OF_DILOCO
 from asyncdist.protocols.options import AveragingOptions, MemberOptions, OptimizerState
 from asyncdist.protocols.step_info import PolicyEvent
 from asyncdist.tensors.codecs import Codec
@@ -23,6 +24,28 @@ from asyncdist.tensors.codecs import Codec
 ASYNC_LR: Final = 0.07
 #: Default outer optimizer: Nesterov momentum that each contribution updates.
 NESTEROV: Final = functools.partial(torch.optim.SGD, lr=ASYNC_LR, momentum=0.9, nesterov=True)
+_ANCHOR_IS_WHOLE: Final = "DiLoCoPolicy has this option; here the anchor and each contribution are whole"
+#: Options of other policies and libraries, with the names of this policy's options.
+ELSEWHERE: Final = {
+    **{name: text for name, text in OF_DILOCO.items() if name not in ("matchmaking_time", "averaging_timeout")},
+    **dict.fromkeys(("fragments", "fragment_pattern", "model_fragments", "fragment_sync_delay"), _ANCHOR_IS_WHOLE),
+    **dict.fromkeys(("overlap_steps", "mixing", "warmup_steps", "fragment_update_alpha", "alpha"), _ANCHOR_IS_WHOLE),
+    **dict.fromkeys(
+        ("delay", "buffer_size", "num_updates", "N"),
+        "outer_optimizer=functools.partial(protocols.DelayedNesterov, lr=0.7, delay=N) updates the momentum at every "
+        "N-th contribution",
+    ),
+    **dict.fromkeys(("staleness", "staleness_weight", "max_staleness"), "here correct=protocols.StalenessWeight()"),
+    **dict.fromkeys(("averaging_timeout", "matchmaking_time"), "here grace_s, in seconds"),
+    **dict.fromkeys(("grace", "grace_period", "grace_share"), "here grace_s, in seconds, or grace_steps, in steps"),
+    **dict.fromkeys(("min_replica_size", "min_replicas", "target_group_size"), "here quorum, a number of ranks"),
+    **dict.fromkeys(("dylu", "dynamic_local_updates"), "here dynamic_steps=True"),
+    **dict.fromkeys(("global_lr", "outer_lr", "server_lr"), "here outer_optimizer has the outer learning rate"),
+    "delay_grad_averaging": "here no rank waits for others, unless late='wait'",
+}
+LOSES_VALUES: Final = (
+    "wire='topk' without error_feedback loses the values that it does not send; pass error_feedback=0.95 or 1.0"
+)
 _STRAGGLERS: Final = "stragglers and rounds"
 _MEMBERS: Final = "members and timeouts"
 
@@ -42,6 +65,7 @@ class AsyncDiLoCoOptionNames(MemberOptions, total=False):
     error_feedback: float | None
     optimizer_state: OptimizerState
     mirror_every: int | None
+    replica_size: int
     on_event: Callable[[PolicyEvent], None] | None
     drain_timeout_s: float
 
@@ -133,6 +157,7 @@ class AsyncDiLoCoOptions(Options):
         group=_MEMBERS,
         is_agreed=True,
     )
+    replica_size: int = like(DiLoCoOptions, "replica_size")
     on_event: Callable[[PolicyEvent], None] | None = like(DiLoCoOptions, "on_event")
     drain_timeout_s: float = option(
         "Seconds to wait, when leaving, for the answer to the last contribution and, as the leader, for the successor.",
@@ -158,9 +183,10 @@ class AsyncDiLoCoOptions(Options):
             validation.refuse("grace_steps", self.grace_steps, f"at most average_every ({average_every})")
 
     def check_members(self, count: int) -> None:
-        """Raise ValueError if the quorum is larger than the number of members."""
+        """Raise ValueError if the quorum is larger than the number of members; replicas count as one."""
         if self.quorum > count:
-            validation.refuse("quorum", self.quorum, f"from 1 to the number of members ({count})")
+            counted = "members" if self.replica_size == 1 else "replicas"
+            validation.refuse("quorum", self.quorum, f"from 1 to the number of {counted} ({count})")
 
     def agreed(self) -> dict[str, Any]:
         """Return the options that must be equal on all members, by name, as JSON values."""

@@ -19,69 +19,49 @@ from __future__ import annotations
 
 import math
 import warnings
-import zlib
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any, ClassVar, Final, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from asyncdist import validation
+from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.protocols.async_diloco.anchor import Anchor, Contribution
 from asyncdist.protocols.async_diloco.arrivals import weight_of
-from asyncdist.protocols.async_diloco.blocks import Captures, Layouts
-from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdings, Outstanding
+from asyncdist.protocols.async_diloco.blocks import Block, Captures, Layouts
+from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdings
 from asyncdist.protocols.async_diloco.member import AsyncMember
 from asyncdist.protocols.async_diloco.messages import Applied, Arrived
-from asyncdist.protocols.async_diloco.options import AsyncDiLoCoOptionNames, AsyncDiLoCoOptions
+from asyncdist.protocols.async_diloco.options import ELSEWHERE, LOSES_VALUES, AsyncDiLoCoOptionNames, AsyncDiLoCoOptions
 from asyncdist.protocols.async_diloco.server import ServerOptions
-from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics
+from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics, statistics_of
 from asyncdist.protocols.async_diloco.timing.pace import Stopwatch
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.options import counted_tokens
-from asyncdist.protocols.diloco.policy import ELSEWHERE
+from asyncdist.protocols.exchange.replicas.crew import Crew, joined_crew
+from asyncdist.protocols.exchange.replicas.group import Readiness
+from asyncdist.protocols.exchange.wire_layout import checksum_of_parameters
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.policy import JoinablePolicy
+from asyncdist.protocols.joining.replicas import Replicas
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.joining.state_transfer import packed, unpacked
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.misuse import line_of_caller
 from asyncdist.protocols.options import CommonOptions, MemberOptions
-from asyncdist.protocols.starting.differences import FIRST_WEIGHTS
+from asyncdist.protocols.starting.differences import FIRST_WEIGHTS, LEFT_OUT
 from asyncdist.protocols.step_info import NOTHING, AverageApplied, Contributed, StepInfo
-from asyncdist.tensors.byte_views import byte_view
-from asyncdist.tensors.flat_state import SnapshotPool
-from asyncdist.tensors.infinities import KnownInfinities, all_finite
+from asyncdist.protocols.wrappers import check_replica_group, reshard
+from asyncdist.tensors.flat_state import Entry, SnapshotPool
+from asyncdist.tensors.infinities import KnownInfinities, trouble_of
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
-_ANCHOR_IS_WHOLE: Final = "DiLoCoPolicy has this option; here the anchor and each contribution are whole"
-#: Options of other policies and libraries, with the names of this policy's options.
-_ELSEWHERE: Final = {
-    **{name: text for name, text in ELSEWHERE.items() if name not in ("matchmaking_time", "averaging_timeout")},
-    **dict.fromkeys(("fragments", "fragment_pattern", "model_fragments", "fragment_sync_delay"), _ANCHOR_IS_WHOLE),
-    **dict.fromkeys(("overlap_steps", "mixing", "warmup_steps", "fragment_update_alpha", "alpha"), _ANCHOR_IS_WHOLE),
-    **dict.fromkeys(
-        ("delay", "buffer_size", "num_updates", "N"),
-        "outer_optimizer=functools.partial(protocols.DelayedNesterov, lr=0.7, delay=N) updates the momentum at every "
-        "N-th contribution",
-    ),
-    **dict.fromkeys(("staleness", "staleness_weight", "max_staleness"), "here correct=protocols.StalenessWeight()"),
-    **dict.fromkeys(("averaging_timeout", "matchmaking_time"), "here grace_s, in seconds"),
-    **dict.fromkeys(("grace", "grace_period", "grace_share"), "here grace_s, in seconds, or grace_steps, in steps"),
-    **dict.fromkeys(("min_replica_size", "min_replicas", "target_group_size"), "here quorum, a number of ranks"),
-    **dict.fromkeys(("dylu", "dynamic_local_updates"), "here dynamic_steps=True"),
-    **dict.fromkeys(("global_lr", "outer_lr", "server_lr"), "here outer_optimizer has the outer learning rate"),
-    "delay_grad_averaging": "here no rank waits for others, unless late='wait'",
-}
 #: Name in error messages for whether a rank begins with a saved state.
 _RESUMED: Final = "begins with a saved state"
-_LOSES_VALUES: Final = (
-    "wire='topk' without error_feedback loses the values that it does not send; pass error_feedback=0.95 or 1.0"
-)
-
-
 _OWN_STATE: Final = ("captures", "base", "answer", "outstanding", "served", "sequence", "counts", "reported")
 
 
@@ -115,7 +95,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
 
     progress_names: ClassVar[tuple[str, ...]] = (FIRST_WEIGHTS, _RESUMED)
 
-    @validation.names_options(refused=_ELSEWHERE)
+    @validation.names_options(refused=ELSEWHERE)
     def __init__(
         self,
         model: nn.Module,
@@ -126,6 +106,10 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
     ) -> None:
         own = self._own_options = AsyncDiLoCoOptions.of(options)
         self._resets_optimizer = own.optimizer_state == "reset"
+        self.keeps_replicas = own.replica_size > 1
+        self.admits_restarted = not self.keeps_replicas
+        if self.keeps_replicas and isinstance(model, DistributedDataParallel):
+            model = model.module
         super().__init__(
             model,
             optimizer,
@@ -135,12 +119,15 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         )
         own.check_grace(self.average_every)
         if own.wire.name == "topk" and own.error_feedback is None:
-            warnings.warn(_LOSES_VALUES, UserWarning, stacklevel=3)
+            warnings.warn(LOSES_VALUES, UserWarning, stacklevel=3)
         self._layout_buffers = self._flat.new_buffers(device="meta")
         self._layouts: Layouts
         self._captures: Captures
-        self._holdings: Holdings
+        self._holdings: Holdings  # with `replica_size`, only on the first rank of a replica, as are the captures
         self._known_infinities: KnownInfinities
+        self._crew: Crew | None = None  # None if each rank is a replica, and if this rank is alone
+        self._is_compared = False  # whether the ranks of the replica were found to train equal weights
+        self._is_waiting = False  # whether a contribution was captured whose answer is not applied yet
         self._alone: Anchor | None = None  # the anchor if this rank is alone
         self._member: AsyncMember | None = None  # None before the start, and if this rank is alone
         self._admission: Admission | None = None
@@ -182,26 +169,9 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
     def statistics(self) -> AsyncDiLoCoStatistics:
         """Return this member's counts so far."""
         server = None if self._member is None else self._member.server
-        count, staleness, losses, grace_s = 0, 0, 0, 0.0
-        if server is not None:
-            count, staleness, losses = server.applied_count, server.staleness_sum, server.lost_outer_state_count
-            grace_s = server.grace_sum_s / max(1, server.version_count)
-        counts = self._journal.averages
-        has_holdings = self._stage != "new"
-        return AsyncDiLoCoStatistics(
-            iteration=self.iteration,
-            version=self._holdings.base.version if has_holdings else 0,
-            contribution_count=self._contribution_count,
-            average_count=counts.applied_count,
-            postponed_count=self._postponed_count,
-            waited_s=counts.waited_s,
-            sent_nbytes=counts.wire_nbytes,
-            applied_count=count,
-            mean_staleness=staleness / max(1, count),
-            mean_grace_s=grace_s,
-            lost_outer_state_count=losses,
-            title=self._journal.title(),
-        )
+        version = self._holdings.base.version if self._stage != "new" and self._is_first else 0
+        counts = self.iteration, version, self._contribution_count, self._postponed_count
+        return statistics_of(self._journal, server, *counts)
 
     # -- starting and leaving ---------------------------------------------------------------------------------------
 
@@ -210,32 +180,98 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
 
     def _prepare(self) -> None:
         """Lay out the vectors, and copy the anchor from the model."""
-        own, count = self._own_options, len(self._members)
-        own.check_members(count)
+        self._replicas = Replicas(self._members, 1 if self.is_alone else self._own_options.replica_size)
+        self._own_options.check_members(len(self._takers()))
         self._known_infinities = KnownInfinities(self._flat)
-        parameters = self._known_infinities.without(dict(self.model.named_parameters(remove_duplicate=False)))
-        self._layouts = Layouts(self._flat.entries, parameters, count, own.wire)
-        self._captures = Captures(self._layouts, own.error_feedback)
-        self._holdings = Holdings(HeldAnchor(0, (), self._layouts.block_of(self._tensors())))
-        self._take_saved()
+        if self._replicas.size == 1:
+            self._lay_out(self._flat.entries, self._parameters())
         if self.is_alone:
             held, outer = self._holdings.newest, self._holdings.outer
-            self._alone = Anchor(self._layouts, own, held.block, held.version)
+            self._alone = Anchor(self._layouts, self._own_options, held.block, held.version)
             if outer is not None:
                 self._alone.load_outer_state(unpacked(outer[1]))
 
+    def _parameters(self) -> set[str]:
+        return self._known_infinities.without(dict(self.model.named_parameters(remove_duplicate=False)))
+
+    def _lay_out(self, entries: Sequence[Entry], parameters: set[str]) -> None:
+        """Begin with the model's weights, or with a saved state."""
+        own = self._own_options
+        self._layouts = Layouts(entries, parameters, len(self._takers()), own.wire)
+        self._captures = Captures(self._layouts, own.error_feedback)
+        self._holdings = Holdings(HeldAnchor(0, (), self._layouts.block_of(self._tensors())))
+        self._take_saved()
+
+    def _choose_members(self) -> tuple[int, ...]:
+        ranks, size = self._group.ranks, self._own_options.replica_size
+        if len(ranks) > 1 and len(ranks) % size:
+            validation.refuse("replica_size", size, f"a divisor of the number of ranks ({len(ranks)})")
+        return ranks
+
+    def _takers(self) -> tuple[int, ...]:
+        """Return the first ranks of all replicas, which take part for their replicas."""
+        return self._members[:: self._replicas.size]
+
+    @property
+    def _is_first(self) -> bool:
+        """True if this rank takes part for its replica, or is a replica of its own."""
+        return self._crew is None or self._crew.leads
+
+    def _takes_means(self) -> bool:
+        return not self._holds_shards()  # the initial shards of a replica's ranks differ
+
+    def _holds_shards(self) -> bool:
+        """Return whether the model is sharded, so that each rank of a replica has a different part."""
+        return bool(self._flat.mesh_ranks)
+
     def _agreed_values(self) -> dict[str, str]:
-        values = super()._agreed_values()
-        if self._was_loaded:  # the ranks' anchors differ then, and the leader begins with the newest one
-            return {**values, _RESUMED: "yes", FIRST_WEIGHTS: "saved"}
-        checksum = 0
-        for anchor in self._layouts.stepped(self._holdings.base.block[1]):
-            checksum = zlib.crc32(byte_view(anchor), checksum)
-        return {**values, _RESUMED: "no", FIRST_WEIGHTS: f"{checksum:08x}"}
+        values = {**super()._agreed_values(), _RESUMED: "no" if self._saved is None and not self._was_loaded else "yes"}
+        if self._replicas.size == 1:
+            return values | self._first_weights()
+        if self._holds_shards():  # the ranks of a replica have different shards
+            values["model"] = "sharded"
+            values.pop(LEFT_OUT, None)
+        return values
+
+    def _first_weights(self) -> dict[str, str]:
+        """Return the checksum of this rank's weights, which must be equal on all ranks with the same part."""
+        if self._was_loaded or self._saved is not None:
+            return {FIRST_WEIGHTS: "saved"}  # the ranks' anchors differ, and the leader begins with the newest one
+        return {FIRST_WEIGHTS: f"{self._checksum():08x}"}
+
+    def _checksum(self) -> int:
+        """Return a checksum of the parameters of this rank's model, or of its shards."""
+        return checksum_of_parameters(self._flat.entries, self._parameters(), self._own_tensors())
+
+    async def _start(self) -> None:
+        if self._world.rank in self._takers():
+            await super()._start()
+        else:
+            await self._agree()
+
+    async def _agree(self) -> Agreed:
+        if self._replicas.size == 1:
+            return await super()._agree()
+        world, start = self._world, self._joint_start
+        check_replica_group(self.model, self._replicas.mates(world.rank), world)
+        agreed = await super()._agree()
+        facts = world, start, self._replicas, self._flat, self._group.ranks, self._first_weights(), self._parameters()
+        left_s = start.left_s(self._start_timeout_s)
+        self._crew = crew = await joined_crew(*facts, left_s, is_sharded=self._holds_shards())
+        try:
+            await crew.collect(self._own_tensors())
+            if crew.leads:
+                self._lay_out(crew.entries, crew.parameters)
+            else:
+                self._take_saved()
+        except BaseException:
+            await crew.free()
+            raise
+        return agreed
 
     def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
         own = self._own_options
-        every = len(self._members) if own.mirror_every is None else own.mirror_every
+        every = len(self._takers()) if own.mirror_every is None else own.mirror_every
         options = ServerOptions(own, self.average_every, every)
         self._member = AsyncMember(
             self._services,
@@ -253,9 +289,20 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         return self._member, self._admission
 
     async def _stop(self, error: BaseException | None) -> None:
+        is_orderly = error is None and self._services.engine.failure is None
+        try:
+            if self._is_first:
+                await self._leave_members(is_orderly=is_orderly)
+            if self._crew is not None and is_orderly:
+                await self._crew.replica.leave(self.iteration)
+        finally:
+            if self._crew is not None:
+                await self._crew.free()
+
+    async def _leave_members(self, *, is_orderly: bool) -> None:
         member, admission = self._opened()
         try:
-            if error is None and self._services.engine.failure is None:
+            if is_orderly:
                 await member.settled(self._world.time() + self._own_options.drain_timeout_s)
         finally:  # notifies the other ranks even if this task is cancelled
             member.leave()
@@ -274,11 +321,11 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         state, rank, own = self._saved, self._world.rank, self._holdings
         assert state is not None, "the leader has sent its state"
         self._captures.clear_residuals()
-        own.base = self._anchor_of(state["served"])
+        own.base = HeldAnchor.of(state["served"], self._layouts)
         own.outer = own.base.version, state["served"]["outer"].clone()
         own.outstanding = own.answer = own.inherited = None  # of a state that this newcomer has loaded itself
         self._steps, self._steps_wanted, self._tokens = 0, self.average_every, 0.0
-        self._captured_at, self._reported = 0, None
+        self._captured_at, self._reported, self._is_waiting = 0, None, False
         own.sequence = dict(state["reported_to_leader"]).get(rank, 0)
         self._saved = None
         with self._weights.following():
@@ -289,7 +336,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         state, server = super()._whole_state(), self._opened()[0].server
         assert server is not None, "only a leader admits"
         own = dict.fromkeys(("captures", "answer", "outstanding", "reported"))
-        reported = tuple((rank, server.last_reported(rank)) for rank in self._members)
+        reported = tuple((rank, server.last_reported(rank)) for rank in self._takers())
         return {**state, "policy": {**state["policy"], **own, "reported_to_leader": reported}}
 
     async def _admit(self) -> None:
@@ -320,61 +367,61 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
             return {name: self._saved[name] for name in _OWN_STATE}
         if self._stage == "new":
             return dict.fromkeys(_OWN_STATE)
+        counts = self._steps, self._steps_wanted, self._tokens, self._captured_at, self._is_waiting
+        reported = None if self._reported is None else astuple(self._reported)
+        if not self._is_first:
+            return {**dict.fromkeys(_OWN_STATE), "counts": counts, "reported": reported}
         own, server = self._holdings, None if self._member is None else self._member.server
         served = None
         if server is not None and server.has_begun:
             held, outer = server.held()
-            served = {**_saved_anchor(held), "outer": outer}
+            served = {**held.state(), "outer": outer}
         elif self._alone is not None:
-            served = {**_saved_anchor(own.newest), "outer": packed(self._alone.outer_state())}
+            served = {**own.newest.state(), "outer": packed(self._alone.outer_state())}
         return {
             "captures": self._captures.state_dict(),
-            "base": _saved_anchor(own.base),
+            "base": own.base.state(),
             "answer": None if own.answer is None else own.answer.state(),
             "outstanding": None if own.outstanding is None else own.outstanding.state(),
             "served": served,
             "sequence": own.sequence,
-            "counts": (self._steps, self._steps_wanted, self._tokens, self._captured_at),
-            "reported": None if self._reported is None else astuple(self._reported),
+            "counts": counts,
+            "reported": reported,
         }
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        if state["base"] is not None:
+        if state["counts"] is not None:
             self._saved = state
 
     def _take_saved(self) -> None:
         """Load the state that :meth:`load_state_dict` has given, if any."""
-        state, own, layouts = self._saved, self._holdings, self._layouts
+        state = self._saved
         if state is None:
             return
         self._was_loaded = True
-        self._captures.load_state_dict(state["captures"])
-        own.base, own.sequence = self._anchor_of(state["base"]), state["sequence"]
-        if state["served"] is not None:
-            own.inherited = self._anchor_of(state["served"])
-            own.outer = own.inherited.version, state["served"]["outer"].clone()
-        if state["answer"] is not None:
-            own.answer = Answer.of(state["answer"], layouts)
-        if state["outstanding"] is not None:
-            own.outstanding = Outstanding.of(state["outstanding"], layouts)
-        self._steps, self._steps_wanted, self._tokens, self._captured_at = state["counts"]
+        if state["base"] is not None:
+            self._captures.load_state_dict(state["captures"])
+            self._holdings.load(state, self._layouts)
+        self._steps, self._steps_wanted, self._tokens, self._captured_at, self._is_waiting = state["counts"]
         if state["reported"] is not None:
             self._reported = Arrived(*state["reported"])
         self._saved = None
-
-    def _anchor_of(self, state: Mapping[str, Any]) -> HeldAnchor:
-        applied = tuple((rank, sequence) for rank, sequence in state["applied"])
-        return HeldAnchor(state["version"], applied, self._layouts.loaded_anchor(state["values"]))
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         del local_metric
+        if self._crew is None:
+            return await self._take_step()
+        with self._crew.replica.step():
+            return await self._take_step()
+
+    async def _take_step(self) -> StepInfo:
         self._steps += 1  # before the first await, since a cancelled step counts as well
-        if self._member is None:
+        if self.is_alone:
             await self._world.safe_point()
         else:
-            if self._member.server is not None:
+            if self._member is not None and self._member.server is not None:
                 self._member.server.thaw()
             await self._world.progress()
         if self._stopwatch is None:
@@ -388,7 +435,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
     async def _contribute(self) -> StepInfo:
         """Apply the answer to the last contribution if it has arrived, and capture the next one if it is due."""
         info = await self._take_answer()
-        if self._steps >= self._steps_wanted and self._holdings.outstanding is None:
+        if self._steps >= self._steps_wanted and not self._is_waiting:
             await self._capture()
             info = await self._take_answer() or info
         elif self._steps >= self._steps_wanted:
@@ -396,23 +443,53 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         await self._admit()
         return info
 
-    def _tensors(self) -> Sequence[Tensor]:
+    def _own_tensors(self) -> Sequence[Tensor]:
+        """Return the tensors of this rank's model."""
         return self._flat.tensors(self._layout_buffers)
 
+    def _tensors(self) -> Sequence[Tensor]:
+        """Return the tensors of the whole model, of which the first rank of a sharded replica has copies."""
+        return self._own_tensors() if self._crew is None else self._crew.tensors(self._own_tensors())
+
     async def _capture(self) -> None:
-        """Capture this rank's contribution, and offer it to the leader."""
-        block, own = self._layouts.new_contribution(), self._holdings
-        norm = math.nan
-        if self._known_infinities.unsound_entry_of_model() is None:
-            norm = self._captures.capture(own.base.block, self._tensors(), block[1])
-        speed = 0.0 if self._stopwatch is None else self._stopwatch.take()
-        report = self._reported = Arrived(own.base.version, self._steps, self._tokens, norm, speed)
+        """Capture this replica's contribution, and offer it to the leader."""
+        unsound = self._known_infinities.unsound_entry_of_model() or ""
+        if self._crew is not None:
+            unsound = await self._collect(self._crew, unsound)
+        block, report = self._captured(is_sound=not unsound) if self._is_first else (None, None)
+        if self._crew is not None:
+            first, *_ = await self._crew.replica.gathered(None if report is None else astuple(report))
+            report = Arrived(*first)
+        self._reported, self._is_waiting = report, True
         self._steps, self._tokens, self._captured_at = 0, 0.0, self.iteration
         self._contribution_count += 1
+        if block is None or report is None:  # this rank follows the first rank of its replica
+            return
         if self._member is not None:
             self._member.contribute(block, report)
         else:
             await self._apply_alone(block[1], report)
+
+    async def _collect(self, crew: Crew, unsound: str) -> str:
+        """Prepare the contribution of a replica together, and return an entry that is not finite, or ""."""
+        if self._flat.mesh_ranks:
+            reshard(self.model)
+        own = Readiness(True, unsound)
+        if not (unsound or self._is_compared or self._holds_shards()):
+            own = own._replace(checksum=self._checksum())
+        unsound = (await crew.replica.agree(own)).trouble
+        self._is_compared = self._is_compared or not unsound
+        self._tokens = await crew.replica.mean(lambda: self._tokens)
+        if not unsound:
+            await crew.collect(self._own_tensors())
+        return unsound
+
+    def _captured(self, *, is_sound: bool) -> tuple[Block, Arrived]:
+        block, own, norm = self._layouts.new_contribution(), self._holdings, math.nan
+        if is_sound:
+            norm = self._captures.capture(own.base.block, self._tensors(), block[1])
+        speed = 0.0 if self._stopwatch is None else self._stopwatch.take()
+        return block, Arrived(own.base.version, self._steps, self._tokens, norm, speed)
 
     async def _apply_alone(self, encoded: Sequence[Tensor], report: Arrived) -> None:
         """Make the next version of the anchor from this rank's contribution alone."""
@@ -428,25 +505,43 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
 
     async def _take_answer(self) -> StepInfo:
         """Apply the anchor with this rank's contribution if it has arrived; with ``late="wait"``, wait for it."""
+        if not self._is_waiting:
+            return NOTHING
         began_at = self._world.time()
-        if self._holdings.outstanding is not None and self._own_options.late == "wait":
-            assert self._member is not None, "a rank that is alone has no contribution without an answer"
+        if self._member is not None and self._own_options.late == "wait":
             await self._member.answered()
-        return NOTHING if self._holdings.answer is None else self._apply(began_at)
+        report = None
+        if self._is_first and self._holdings.answer is not None:
+            report = self._holdings.answer.report
+        if self._crew is not None:  # its first rank decides
+            first, *_ = await self._crew.replica.gathered(None if report is None else astuple(report))
+            report = None if first is None else Applied(*first)
+        return NOTHING if report is None else await self._apply(report, began_at)
 
-    def _apply(self, began_at: float) -> StepInfo:
+    async def _apply(self, report: Applied, began_at: float) -> StepInfo:
         """Write the new anchor into the model."""
-        tensors, trouble = self._tensors(), self._trouble()
-        answer = self._holdings.apply_answer()
-        report, wire = answer.report, self._layouts.wire
+        crew, trouble = (
+            self._crew,
+            trouble_of(self._known_infinities, None if self._resets_optimizer else self.optimizer),
+        )
+        if crew is not None:
+            trouble = (await crew.replica.agree(Readiness(True, trouble))).trouble
+        if self._flat.mesh_ranks:
+            reshard(self.model)
         waited_s = self._world.time() - began_at
-        with self._weights.following():
-            keeps_progress = self._captured_at < self.iteration and not trouble
-            self._captures.apply(answer.block, tensors, keeps_progress=keeps_progress)
+        if self._is_first:
+            answer, keeps_progress = self._holdings.apply_answer(), self._captured_at < self.iteration and not trouble
+            with self._weights.following():
+                self._captures.apply(answer.block, self._tensors(), keeps_progress=keeps_progress)
+        if crew is not None:
+            with self._weights.following():
+                await crew.deliver(self._own_tensors())
+        self._is_waiting = False
         if self._resets_optimizer or trouble:
             reset_optimizer_state(self.optimizer)
         self._steps_wanted = report.steps
         total = sum(report.weights)
+        wire_nbytes, unencoded_nbytes = self._sent_nbytes()
         info = StepInfo(
             averaged_this_iteration=True,
             round=report.version,
@@ -454,13 +549,13 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
             weights=tuple(weight / total for weight in report.weights),
             staleness_steps=self.iteration - self._captured_at,
             seconds=self._world.time() - began_at,
-            nbytes=self._layouts.exact.nbytes,
+            nbytes=self._layouts.exact.nbytes if self._is_first else 0,
             recovered=trouble,
             fragment=0,
-            wire_nbytes=wire.nbytes,
+            wire_nbytes=wire_nbytes,
             outer_norm=None if math.isnan(report.norm) else report.norm,
             cosine=None if math.isnan(report.cosine) else report.cosine,
-            unencoded_nbytes=wire.unencoded_nbytes,
+            unencoded_nbytes=unencoded_nbytes,
             waited_s=waited_s,
             fragment_count=1,
             version=report.version,
@@ -470,12 +565,17 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         self._announce(info, report)
         return info
 
+    def _sent_nbytes(self) -> tuple[int, int]:
+        """Return the size of this rank's contribution in bytes, encoded and not; 0 if its first rank contributes."""
+        wire = self._layouts.wire if self._is_first else None
+        return (0, 0) if wire is None else (wire.nbytes, wire.unencoded_nbytes)
+
     def _announce(self, info: StepInfo, report: Applied) -> None:
         """Record the contribution, whose round is known now, and the event of its application."""
-        own, wire, on_event = self._reported, self._layouts.wire, self._own_options.on_event
+        own, on_event = self._reported, self._own_options.on_event
         assert own is not None, "an anchor is applied after a contribution"
         weight = weight_of(own.tokens, own.steps, self._own_options.weights)
-        facts = info.round, 0, self._captured_at, own.base_version, weight, own.norm, wire.nbytes, wire.unencoded_nbytes
+        facts = info.round, 0, self._captured_at, own.base_version, weight, own.norm, *self._sent_nbytes()
         event = Contributed(*facts)
         self._journal.note_contributed(event)
         if on_event is None:
@@ -489,17 +589,3 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
             on_event(AverageApplied(info.round, info.donors, report.weights, best, self.iteration, names, info=info))
         finally:
             self._snapshots.release(state)
-
-    def _trouble(self) -> str:
-        """Describe the part of this rank's weights or optimizer that is not finite; return "" if all is finite."""
-        name = self._known_infinities.unsound_entry_of_model()
-        if name is not None:
-            return f"{name!r} was not finite"
-        if not self._resets_optimizer and not all_finite(dict(self.optimizer.state)):
-            return "the optimizer's state was not finite"
-        return ""
-
-
-def _saved_anchor(held: HeldAnchor) -> dict[str, Any]:
-    values = [value.clone() for value in held.block[1]]
-    return {"version": held.version, "applied": held.applied, "values": values}

@@ -295,7 +295,8 @@ class Server:
         return grace_period(own.grace_steps, 1.0 / max(self._speeds.values()), quorum_s, sync_s)
 
     def _may_make(self) -> bool:
-        return not self._is_frozen and self._arrivals.quorum() is not None
+        is_stopped = self._is_frozen or self._membership.is_broken
+        return not is_stopped and self._arrivals.quorum() is not None
 
     async def _make_version(self, arrivals: Sequence[Arrival]) -> None:
         anchor, me = self.anchor, self._services.rank

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncdist.protocols.journal import format_table
+from asyncdist.protocols.async_diloco.server import Server
+from asyncdist.protocols.journal import Journal, format_table
 from asyncdist.wording import size_in_words
 
 
@@ -62,3 +63,28 @@ class AsyncDiLoCoStatistics:
         if self.lost_outer_state_count:
             rows.append(("outer states lost", self.lost_outer_state_count))
         return format_table(self.title, rows)
+
+
+def statistics_of(
+    journal: Journal, server: Server | None, iteration: int, version: int, contribution_count: int, postponed_count: int
+) -> AsyncDiLoCoStatistics:
+    """Return the statistics of a member, whose server is None if it does not lead."""
+    counts = journal.averages
+    count, staleness, losses, grace_s = 0, 0, 0, 0.0
+    if server is not None:
+        count, staleness, losses = server.applied_count, server.staleness_sum, server.lost_outer_state_count
+        grace_s = server.grace_sum_s / max(1, server.version_count)
+    return AsyncDiLoCoStatistics(
+        iteration=iteration,
+        version=version,
+        contribution_count=contribution_count,
+        average_count=counts.applied_count,
+        postponed_count=postponed_count,
+        waited_s=counts.waited_s,
+        sent_nbytes=counts.wire_nbytes,
+        applied_count=count,
+        mean_staleness=staleness / max(1, count),
+        mean_grace_s=grace_s,
+        lost_outer_state_count=losses,
+        title=journal.title(),
+    )

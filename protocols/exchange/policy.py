@@ -32,7 +32,7 @@ from asyncdist.protocols.exchange.fragment import Fragment, mean_cosine
 from asyncdist.protocols.exchange.ledger import Report, Verdict, reported_weights
 from asyncdist.protocols.exchange.options import ExchangeOptions
 from asyncdist.protocols.exchange.replicas.division import parts_of
-from asyncdist.protocols.exchange.replicas.group import Readiness, ReplicaGroup, agree_among_counterparts
+from asyncdist.protocols.exchange.replicas.group import Readiness, ReplicaGroup, joined_replica
 from asyncdist.protocols.exchange.rounds import has_merged
 from asyncdist.protocols.exchange.schedule import Schedule
 from asyncdist.protocols.exchange.statistics import ExchangeStatistics, statistics_of
@@ -50,7 +50,7 @@ from asyncdist.protocols.wrappers import check_replica_group, reshard
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.codecs import Codec
 from asyncdist.tensors.flat_state import Entry, SnapshotPool
-from asyncdist.tensors.infinities import KnownInfinities, all_finite
+from asyncdist.tensors.infinities import KnownInfinities, trouble_of
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
 logger = logging.getLogger("protocols.exchange.policy")
@@ -243,22 +243,10 @@ class ExchangePolicy(JoinablePolicy):
 
     async def _start_replica(self) -> None:
         """Create the group of this rank's replica, and compare the model with those of the other replicas."""
-        world, start, rank = self._world, self._joint_start, self._world.rank
-        left_s = start.left_s(self._start_timeout_s)
-        mates, counterparts = self._replicas.mates(rank), self._replicas.counterparts(rank)
-        group = await world.peers.groups.new_group(mates, left_s, part_of=start)
-        replica = ReplicaGroup(world, group)
-        try:
-            if self._flat.mesh_ranks:
-                await replica.check_sharding(self._flat.mesh_ranks, self._group.ranks)
-            values = self._first_weights() | {"model": self._flat.fingerprint.digest[:16]}
-            if self._flat.trained_only:
-                values[LEFT_OUT] = self._flat.left_out_digest()[:16]
-            await agree_among_counterparts(world, counterparts, values, self._flat.fingerprint, left_s)
-        except BaseException:
-            await replica.free()
-            raise
-        self._replica = replica
+        start = self._joint_start
+        left_s, weights = start.left_s(self._start_timeout_s), self._first_weights()
+        facts = self._world, start, self._replicas, self._flat, self._group.ranks, weights
+        self._replica = await joined_replica(*facts, left_s)
 
     def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
         is_overlapped = self._is_overlapped
@@ -549,12 +537,7 @@ class ExchangePolicy(JoinablePolicy):
 
     def _trouble(self) -> str:
         """Describe the part of this rank's weights or optimizer that is not finite; return "" if all is finite."""
-        name = self._unsound()
-        if name is not None:
-            return f"{name!r} was not finite"
-        if not self._shared.resets_optimizer and not all_finite(dict(self.optimizer.state)):
-            return "the optimizer's state was not finite"
-        return ""
+        return trouble_of(self._known_infinities, None if self._shared.resets_optimizer else self.optimizer)
 
     def _announce(self, info: StepInfo, verdict: Verdict) -> None:
         if self._shared.on_event is None:

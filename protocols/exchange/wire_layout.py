@@ -16,6 +16,7 @@ averaged on different ranks. The means have a codec of their own if the contribu
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,7 +25,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from asyncdist.tensors.byte_views import flat_bytes
+from asyncdist.tensors.byte_views import byte_view, flat_bytes
 from asyncdist.tensors.codecs import Codec, codec_of_means, find_codec
 from asyncdist.tensors.flat_state import Entry, accumulate_dtype
 from asyncdist.tensors.means import mean_into, weighted_mean_into
@@ -345,3 +346,13 @@ def values_of(vector: Vector, tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         return torch.view_as_real(tensor.detach().resolve_conj()).reshape(-1)
     return tensor.detach().reshape(-1)
+
+
+def checksum_of_parameters(entries: Sequence[Entry], parameters: set[str], tensors: Sequence[Tensor]) -> int:
+    """Return a checksum of those tensors of a model that are parameters; it does not depend on their device."""
+    checksum = 0
+    for vector in WireLayout(entries, range(len(entries)), parameters, 1, _EXACT).stepped:
+        flat = vector.new_flat()
+        gather(vector, tensors, flat)
+        checksum = zlib.crc32(byte_view(flat), checksum)
+    return checksum

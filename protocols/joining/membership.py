@@ -53,7 +53,8 @@ class Membership:
         admitted: Number of restarts of each member that was restarted.
         leader: Rank that has answered this newcomer's request for admission; None for a member from the start.
         attempt: Number of this newcomer's attempt to join; 0 for a member from the start.
-        replicas: Replicas of the ranks. If a rank is lost or leaves, no rank of its replica remains a member.
+        replicas: Replicas of the ranks, all or the first of whose ranks are members. If a rank is lost or leaves, no
+            rank of its replica remains a member.
 
     Attributes:
         leader: Rank of the current leader.
@@ -108,11 +109,11 @@ class Membership:
         self._channel = services.open_channel(
             MembershipMessage, tag=tags.CONTROL, scope=self._scope, name="membership", handler=self._on_message
         )
-        services.on_gone(self._on_gone, among=self.known)
+        needed = {mate for rank in self.known for mate in self._replicas.mates(rank)}
+        services.on_gone(self._on_gone, among=frozenset(needed))
         services.on_returned(self._on_returned)
-        for rank in self._order:
-            if rank in services.gone:
-                self._on_gone(rank)
+        for rank in sorted(needed.intersection(services.gone)):
+            self._on_gone(rank)
         early, self._early = self._early or [], None
         for envelope in early:
             self._on_message(envelope)
@@ -235,9 +236,9 @@ class Membership:
         self._services.engine.loop.call_soon(self._note_gone, rank)
 
     def _note_gone(self, rank: int) -> None:
-        """Handle a member that is lost or has left, and with it all ranks of its replica."""
+        """Handle a rank that is lost or has left, and with it all members of its replica."""
         mates = self.living.intersection(self._replicas.mates(rank))
-        if rank not in mates or self._is_closed:
+        if not mates or self._is_closed:
             return
         if self._services.rank in mates:
             self.is_broken = True

@@ -42,6 +42,10 @@ class JoinablePolicy(SpawnPolicy):
     def _opened_admission(self) -> Admission:
         """Return the admission that :meth:`_open` has made."""
 
+    def _takers(self) -> tuple[int, ...]:
+        """Return the ranks that are members: by default, all ranks that start the policy."""
+        return self._members
+
     @abc.abstractmethod
     def _begin_joined(self) -> None:
         """Take part as a member, after the leader's state was loaded."""
@@ -56,9 +60,10 @@ class JoinablePolicy(SpawnPolicy):
         agreed = await self._agree()
         meeting = self._joint_start.meeting
         lost = lost_members(self._world, self._members, meeting)
-        members = [rank for rank in self._members if rank not in lost]
+        known = self._takers()
+        members = [rank for rank in known if rank not in lost]
         scopes = PolicyScopes(meeting.ranks, agreed)
-        self._open(Membership(self._services, scopes, members, known=self._members, replicas=self._replicas), scopes)
+        self._open(Membership(self._services, scopes, members, known=known, replicas=self._replicas), scopes)
 
     def _new_admission(self, membership: Membership, scopes: PolicyScopes) -> Admission:
         return Admission(self._services, membership, scopes, self._members, self._shared_values())

@@ -27,6 +27,11 @@ def test_two_replicas_train_as_the_oracle_of_plain_torch(transport: str) -> None
             sent = [reports[first + place][kind]["sent_nbytes"] for place in (0, 1)]
             assert sum(sent) == 5 * reports[0]["nbytes"] and min(sent) > 0, "each rank sends its part"
     for rank, found in reports.items():
+        for kind in ("async ddp", "async fully_shard"):
+            assert found[kind]["errors"] == [0.0] * 20, (kind, rank)
+            assert found[kind]["donors"] == [[0, 2]] * 5
+            sent_nbytes = 5 * reports[0]["nbytes"] if rank in (0, 2) else 0
+            assert found[kind]["sent_nbytes"] == sent_nbytes, "the first rank sends all"
         for kind in ("selective ddp", "selective fully_shard"):
             assert found[kind]["donors"] == [[0]] * 5, "the second replica's difference has no gain"
             assert found[kind]["errors"] == [0.0] * 20, (kind, rank)
@@ -34,13 +39,18 @@ def test_two_replicas_train_as_the_oracle_of_plain_torch(transport: str) -> None
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_killed_rank_leaves_the_other_replica_to_continue(transport: str) -> None:
+@pytest.mark.parametrize(("kind", "killed"), [("diloco", 3), ("async", 1)])
+def test_a_killed_rank_leaves_the_other_replica_to_continue(transport: str, kind: str, killed: int) -> None:
+    """Rank 1 follows the leader of asynchronous DiLoCo, whose other replica then continues from its copies."""
+    args = "killed", str(killed), kind
     if transport == "mpi":
-        reports = mpi.run_ranks(4, SCRIPT, "killed", timeout_s=240, survive=True).check().reports
+        reports = mpi.run_ranks(4, SCRIPT, *args, timeout_s=240, survive=True).check().reports
     else:
-        reports = torchrun.run_ranks(4, SCRIPT, "killed", timeout_s=240).check(0, 0, 0, -9).reports
-    assert reports.keys() == {0, 1, 2}
-    for rank in (0, 1):
+        codes = [-9 if rank == killed else 0 for rank in range(4)]
+        reports = torchrun.run_ranks(4, SCRIPT, *args, timeout_s=240).check(*codes).reports
+    assert reports.keys() == {0, 1, 2, 3} - {killed}
+    for rank in {0, 1, 2, 3} - {killed, killed ^ 1}:
         own = reports[rank]["killed"]
-        assert own["errors"] == [0.0] * 20 and own["donors"] == [[0, 2]] * 2 + [[0]] * 3 and not own["lost"]
-    assert reports[2]["killed"]["lost"] and len(reports[2]["killed"]["errors"]) < 20
+        left = [rank // 2 * 2]
+        assert own["errors"] == [0.0] * 20 and own["donors"] == [[0, 2]] * 2 + [left] * 3 and not own["lost"]
+    assert reports[killed ^ 1]["killed"]["lost"] and len(reports[killed ^ 1]["killed"]["errors"]) < 20

@@ -3,7 +3,8 @@
 Each rank reports whether its whole model equals, after each step, the model of an oracle in plain torch. The oracle
 trains each replica with the mean of its ranks' gradients. Every ``EVERY`` steps it makes the outer step from
 whole tensors. Under selective DiLoCo, the second replica trains on negated targets, so that its difference never
-counts. With the argument ``killed``, rank 3 is killed, and the other replica continues alone.
+counts. Asynchronous DiLoCo waits for all replicas, and so equals DiLoCo. With the arguments ``killed RANK POLICY``,
+that rank is killed, and the other replica continues alone.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import asyncdist as ad
 from asyncdist import local_host
-from protocols import DiLoCoPolicy, SelectiveDiLoCoPolicy
+from protocols import AsyncDiLoCoPolicy, DiLoCoPolicy, SelectiveDiLoCoPolicy
 
 SIZE, EVERY, STEPS, KILLED_AT = 2, 4, 20, 10
 OUTER = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5, nesterov=True)
+KINDS: dict[str, Any] = {
+    "diloco": DiLoCoPolicy,
+    "async": functools.partial(AsyncDiLoCoPolicy, quorum=2, late="wait", mirror_every=1),
+}
 Rows = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -94,10 +99,10 @@ def error(model: nn.Module, oracle: Oracle, replica: int) -> float:
     return max(float((mine - theirs).detach().abs().max()) for mine, theirs in pairs)
 
 
-def train(world: ad.World, model: nn.Module, **options: Any) -> dict[str, Any]:
+def train(world: ad.World, model: nn.Module, kind: str) -> dict[str, Any]:
     """Train a wrapped model, and compare it with the oracle."""
     optimizer, oracle = torch.optim.SGD(model.parameters(), lr=0.0625), Oracle(world.size // SIZE)
-    policy = DiLoCoPolicy(model, optimizer, average_every=EVERY, replica_size=SIZE, outer_optimizer=OUTER, **options)
+    policy = KINDS[kind](model, optimizer, average_every=EVERY, replica_size=SIZE, outer_optimizer=OUTER)
     errors, donors = [], []
     with ad.blocking.policy(policy) as averaging:
         for step in range(STEPS):
@@ -131,20 +136,20 @@ def select(world: ad.World, model: nn.Module) -> dict[str, Any]:
     return {"errors": errors, "donors": donors}
 
 
-def survive(world: ad.World, model: nn.Module) -> dict[str, Any]:
-    """Train under DDP, lose rank 3, and return what this rank has seen."""
+def survive(world: ad.World, model: nn.Module, killed: int, kind: str) -> dict[str, Any]:
+    """Train under DDP, lose a rank, and return what this rank has seen."""
     optimizer, oracle = torch.optim.SGD(model.parameters(), lr=0.0625), Oracle(world.size // SIZE)
-    policy = DiLoCoPolicy(model, optimizer, average_every=EVERY, replica_size=SIZE, outer_optimizer=OUTER)
+    policy = KINDS[kind](model, optimizer, average_every=EVERY, replica_size=SIZE, outer_optimizer=OUTER)
     errors, donors = [], []
     try:
         with ad.blocking.policy(policy) as averaging:
             for step in range(STEPS):
-                if world.rank == 3 and step == KILLED_AT:
+                if world.rank == killed and step == KILLED_AT:
                     os.kill(os.getpid(), signal.SIGKILL)
                 train_step(model, optimizer, rows(world.rank, step))
                 info = averaging.step()
                 donors += [info.donors] if info else []
-                oracle.step(step, (0, 1) if step < KILLED_AT else (0,))
+                oracle.step(step, (0, 1) if step < KILLED_AT else (1 - killed // SIZE,))
                 errors.append(error(model, oracle, world.rank // SIZE))
     except (ad.RankLostError, RuntimeError) as lost:  # gloo's error has no class of its own
         return {"errors": errors, "donors": donors, "lost": f"{type(lost).__name__}: {lost}"[:200]}
@@ -161,12 +166,15 @@ with ad.blocking.open_world() as world:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     wrapped = DistributedDataParallel(new_model(), process_group=groups[replica])
     if "killed" in sys.argv:
-        report(world.rank, {"killed": survive(world, wrapped)})
+        report(world.rank, {"killed": survive(world, wrapped, int(sys.argv[-2]), sys.argv[-1])})
         os._exit(0)  # torch's groups wait for the killed rank when they end
-    found = {"ddp": train(world, wrapped)}
-    found["selective ddp"] = select(world, DistributedDataParallel(new_model(), process_group=groups[replica]))
+    found = {"ddp": train(world, wrapped, "diloco")}
+    for kind in ("async ddp", "selective ddp"):
+        copy = DistributedDataParallel(new_model(), process_group=groups[replica])
+        found[kind] = train(world, copy, "async") if kind == "async ddp" else select(world, copy)
     mesh = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])][replica]
-    found["fully_shard"] = train(world, sharded_over(mesh))
+    found["fully_shard"] = train(world, sharded_over(mesh), "diloco")
+    found["async fully_shard"] = train(world, sharded_over(mesh), "async")
     found["selective fully_shard"] = select(world, sharded_over(mesh))
     found["nbytes"] = sum(each.nbytes for each in new_model().parameters())  # type: ignore[assignment]
     report(world.rank, found)

@@ -124,19 +124,25 @@ class Life:
 class Record:
     """The lives of all processes, by rank and incarnation, and the lineage of the anchor's versions.
 
+    Args:
+        size: Number of ranks of a replica. If it is above 1, "rank" below means the number of a replica.
+
     Attributes:
         lineage: For each version from 1, the rank and the sequence number of each contribution.
         left: Contributions of ranks that had left, in versions that were lost with all their holders.
+        leading: The newest leader. An earlier one whose replica has lost a rank may still make versions for itself.
         outers: For each version with which a leader has begun, the version of the outer state.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
         self.lives: dict[tuple[int, int], Life] = defaultdict(Life)
         self.without: set[int] = set()  # ranks whose start was ended by a loss
         self.late: set[int] = set()  # restarted ranks that found no running policy
         self.lineage: list[list[tuple[int, int]]] = []
         self.outers: dict[int, int] = {}
         self.left: set[tuple[int, int]] = set()
+        self.leading: Server | None = None
 
     def truncate(self, version: int, outer: int) -> None:
         """Note that a new leader continues from a version, since all ranks with later versions are lost."""
@@ -150,7 +156,7 @@ class Record:
 
     def note(self, version: int, arrivals: Sequence[Arrival]) -> None:
         assert version == len(self.lineage) + 1, "a leader continues from the newest anchor"
-        self.lineage.append([(each.rank, each.sequence) for each in arrivals])
+        self.lineage.append([(each.rank // self.size, each.sequence) for each in arrivals])
 
 
 @contextmanager
@@ -160,11 +166,13 @@ def noted_steps(record: Record) -> Iterator[None]:
 
     async def making(self: Server, arrivals: Sequence[Arrival]) -> None:
         assert self.anchor is not None
-        record.note(self.anchor.version + 1, arrivals)
+        if record.leading is self:
+            record.note(self.anchor.version + 1, arrivals)
         await make(self, arrivals)
 
     def beginning(self: Server, held: HeldAnchor, outer: tuple[int, torch.Tensor] | None) -> None:
         assert held.version <= len(record.lineage)
+        record.leading = self
         record.truncate(held.version, 0 if outer is None else outer[0])
         begin(self, held, outer)
 

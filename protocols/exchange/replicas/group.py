@@ -19,8 +19,9 @@ from asyncdist import AsyncdistError, ClosedError, DisagreementError, Group, Wor
 from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.groups import free_all
 from asyncdist.protocols.exchange.wire_layout import Vector, WireLayout, gather
-from asyncdist.protocols.starting.differences import explained
-from asyncdist.tensors.flat_state import Fingerprint
+from asyncdist.protocols.joining.replicas import Replicas
+from asyncdist.protocols.starting.differences import LEFT_OUT, explained
+from asyncdist.tensors.flat_state import Fingerprint, FlatState
 from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("protocols.exchange.replicas.group")
@@ -61,6 +62,16 @@ class ReplicaGroup:
         self._group = group
         self._is_torn = False  # whether a step was interrupted, so that the replica's ranks may differ
 
+    @property
+    def group(self) -> Group:
+        """The group of the ranks, in the order of their indices."""
+        return self._group
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the replica."""
+        return self._group.ranks
+
     async def check_sharding(self, mesh_ranks: tuple[int, ...], all_ranks: Sequence[int]) -> None:
         """Raise ValueError if parameters are not sharded over exactly the replica's ranks, in ascending order."""
         await check_sharding(self._world, self._group, mesh_ranks, all_ranks)
@@ -98,6 +109,14 @@ class ReplicaGroup:
         """
         (found,) = await self._meet(lambda: (own,), lambda said: (min(each for (each,) in said),))
         return int(found)
+
+    async def gathered(self, own: Any) -> tuple[Any, ...]:
+        """Return the values of all ranks of the replica: trees of tuples, lists, strings and numbers.
+
+        Raises:
+            ClosedError: Another rank of the replica has left.
+        """
+        return await self._meet(lambda: (own,), lambda said: tuple(each for (each,) in said))
 
     async def mean(self, fn: Callable[[], float]) -> float:
         """Call ``fn`` on all ranks of the replica, and return the mean of the results on all of them.
@@ -180,7 +199,38 @@ def _joint(each: Sequence[Readiness], ranks: Sequence[int]) -> tuple[Any, ...]:
     return all(own.has_mean for own in each), trouble, whole, of_donors, any(own.has_cosine for own in each)
 
 
-async def agree_among_counterparts(
+async def joined_replica(
+    world: World,
+    start: Start[Any],
+    replicas: Replicas,
+    flat: FlatState,
+    ranks: Sequence[int],
+    first_weights: Mapping[str, str],
+    timeout_s: float,
+) -> ReplicaGroup:
+    """Make the group of this rank's replica, and compare the model with those of the other replicas.
+
+    Args:
+        start: Start of the policy, of which this is a part.
+        ranks: All ranks of the policy's group.
+        first_weights: Values that must be equal on all ranks with the same part of the model.
+    """
+    mates, counterparts = replicas.mates(world.rank), replicas.counterparts(world.rank)
+    replica = ReplicaGroup(world, await world.peers.groups.new_group(mates, timeout_s, part_of=start))
+    try:
+        if flat.mesh_ranks:
+            await replica.check_sharding(flat.mesh_ranks, ranks)
+        values = {**first_weights, "model": flat.fingerprint.digest[:16]}
+        if flat.trained_only:
+            values[LEFT_OUT] = flat.left_out_digest()[:16]
+        await _agree_among_counterparts(world, counterparts, values, flat.fingerprint, timeout_s)
+    except BaseException:
+        await replica.free()
+        raise
+    return replica
+
+
+async def _agree_among_counterparts(
     world: World, counterparts: Sequence[int], values: Mapping[str, str], mine: Fingerprint, timeout_s: float
 ) -> None:
     """Compare values that must be equal on the ranks with the same part of the model.

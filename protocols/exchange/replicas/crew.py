@@ -1,0 +1,182 @@
+"""Lets the first rank of a replica take part in asynchronous DiLoCo for all ranks of its replica, the *crew*.
+
+The first rank has the anchor, sends contributions, and receives the answers. The other ranks, its followers, have no
+part in the protocol. So a contribution contains the whole model, and is applied as a whole or not at all, whichever
+rank is lost.
+
+Under DDP all ranks of the crew have the whole model, and the followers only receive the new weights. Under
+`fully_shard` the followers send their shards before each contribution, and receive their new shards. The first rank
+then has copies of all shards in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncdist import Group, World
+from asyncdist.collectives.agreed_start import Start
+from asyncdist.collectives.groups import free_all
+from asyncdist.protocols.exchange.replicas.group import ReplicaGroup, joined_replica
+from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, scatter
+from asyncdist.protocols.joining.replicas import Replicas
+from asyncdist.tensors.codecs import find_codec
+from asyncdist.tensors.flat_state import Entry, FlatState
+
+
+class Crew:
+    """One rank's view of the crew of its replica.
+
+    Args:
+        replica: The ranks of this rank's replica, the first of which contributes.
+        links: Groups over which the first rank sends weights, with the layout of these weights in ``entries``. All
+            ranks of a group get the same weights.
+        is_sharded: Whether each link belongs to one follower, which has the entries of its layout alone.
+        entries: Entries that this rank contributes: on the first rank of a sharded replica, those of all its ranks.
+        parameters: Names of those entries that are parameters.
+        mates: Copies of the followers' shards on the first rank of a sharded replica; otherwise empty.
+
+    Attributes:
+        leads: Whether this rank is the first rank of its replica.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        replica: ReplicaGroup,
+        links: Sequence[tuple[Group, WireLayout]],
+        entries: Sequence[Entry],
+        parameters: set[str],
+        mates: Sequence[Tensor] = (),
+        *,
+        is_sharded: bool,
+    ) -> None:
+        self._world = world
+        self._is_sharded = is_sharded
+        self._links = links
+        self._mates = list(mates)
+        self.replica, self.entries, self.parameters = replica, entries, parameters
+        self.leads = world.rank == replica.ranks[0]
+
+    def tensors(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of all entries, for the model's own tensors."""
+        return [*own, *self._mates]
+
+    async def collect(self, own: Sequence[Tensor]) -> None:
+        """Copy the followers' shards to the first rank, unless all ranks have the whole model."""
+        if self._is_sharded:
+            for group, layout in self._links:
+                await self._send(group, layout, group.ranks[1], own)
+
+    async def deliver(self, own: Sequence[Tensor]) -> None:
+        """Copy the weights of the first rank to the followers' models."""
+        for group, layout in self._links:
+            await self._send(group, layout, group.ranks[0], own)
+
+    async def _send(self, group: Group, layout: WireLayout, root: int, own: Sequence[Tensor]) -> None:
+        tensors = self.tensors(own)
+        for vector in layout.vectors:
+            flat = vector.new_flat()
+            if root == self._world.rank:
+                gather(vector, tensors, flat)
+            await self._world.collectives.broadcast(flat, group, root)
+            if root != self._world.rank:
+                with torch.no_grad():
+                    scatter(vector, flat, tensors)
+
+    async def free(self) -> None:
+        """Free the groups."""
+        if self._is_sharded:
+            await free_all(group for group, _ in self._links)
+        await self.replica.free()
+
+
+async def joined_crew(
+    world: World,
+    start: Start[Any],
+    replicas: Replicas,
+    flat: FlatState,
+    ranks: Sequence[int],
+    first_weights: Mapping[str, str],
+    parameters: set[str],
+    timeout_s: float,
+    *,
+    is_sharded: bool,
+) -> Crew:
+    """Return the crew of this rank's replica. Collective among all ranks of the policy.
+
+    Args:
+        start: Start of the policy, of which this is a part.
+        flat: State of this rank's model, or of its shards.
+        ranks: All ranks of the policy's group.
+        first_weights: Values that must be equal on all ranks with the same part of the model.
+        parameters: Names of the model's parameters.
+        is_sharded: Whether each rank of the replica has a different part of the model.
+    """
+    replica = await joined_replica(world, start, replicas, flat, ranks, first_weights, timeout_s)
+    try:
+        if is_sharded:
+            return await _sharded_crew(world, start, replica, flat.entries, parameters, timeout_s)
+        links = [(replica.group, _layout(flat.entries, range(len(flat.entries)), parameters))]
+        return Crew(world, replica, links, flat.entries, parameters, is_sharded=False)
+    except BaseException:
+        await replica.free()
+        raise
+
+
+async def _sharded_crew(
+    world: World,
+    start: Start[Any],
+    replica: ReplicaGroup,
+    entries: Sequence[Entry],
+    parameters: set[str],
+    timeout_s: float,
+) -> Crew:
+    first, *followers = replica.ranks
+    is_first = world.rank == first
+    pairs = [(first, rank) for rank in followers if is_first or rank == world.rank]
+    groups = await world.peers.groups.new_groups(pairs, timeout_s, part_of=start)
+    try:
+        described = await replica.gathered(_described(entries, parameters))
+    except BaseException:
+        await free_all(groups)
+        raise
+    if not is_first:
+        links = [(groups[0], _layout(entries, range(len(entries)), parameters))]
+        return Crew(world, replica, links, entries, parameters, is_sharded=True)
+    whole, named, bounds = list(entries), set(parameters), []
+    for rank, lines in zip(followers, described[1:], strict=True):
+        bounds.append(range(len(whole), len(whole) + len(lines)))
+        for names, shape, dtype, averaged, is_parameter in lines:
+            own = tuple(f"rank {rank}: {name}" for name in names)
+            whole.append(Entry(own, tuple(shape), getattr(torch, dtype), averaged, 0))
+            named.update(own if is_parameter else ())
+    mates = [_new_shard(each) for each in whole[len(entries) :]]
+    links = [(group, _layout(whole, chosen, named)) for group, chosen in zip(groups, bounds, strict=True)]
+    return Crew(world, replica, links, whole, named, mates, is_sharded=True)
+
+
+def _layout(entries: Sequence[Entry], chosen: Sequence[int], parameters: set[str]) -> WireLayout:
+    return WireLayout(entries, chosen, parameters, 1, find_codec("float32"))
+
+
+@torch.inference_mode(False)
+def _new_shard(entry: Entry) -> Tensor:
+    return torch.zeros(entry.shape, dtype=entry.dtype, device="cpu")
+
+
+def _described(entries: Sequence[Entry], parameters: set[str]) -> tuple[Any, ...]:
+    """Return the entries as values that can be sent."""
+    return tuple(
+        (
+            each.names,
+            each.shape,
+            str(each.dtype).removeprefix("torch."),
+            each.averaged,
+            not parameters.isdisjoint(each.names),
+        )
+        for each in entries
+    )

@@ -1,0 +1,175 @@
+"""Asynchronous DiLoCo between replicas of several ranks, compared with the oracle of as many single ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import asyncdist as ad
+from asyncdist.simulation import Kill, simulate
+from protocols import AsyncDiLoCoPolicy, StepInfo
+from simulation import async_diloco_replica_scenarios as scenarios
+from simulation.async_diloco_replica_scenarios import ReplicaPlan, check_replicas, run
+from simulation.async_diloco_scenarios import Plan
+from simulation.diloco_scenarios import weights_of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(10, 100, 10))])
+def test_seeds(first: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(first, first + 10):
+        try:
+            seen += scenarios.seen_in(seed)[1]
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    assert seen["versions"] > 10 and seen["ranks that lost their replica"] and seen["new leaders"], seen
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(ranks=3, steps=(30,) * 3),
+        Plan(ranks=2, steps=(30,) * 2, quorum=2, late="wait", uses_tokens=True),
+        pytest.param(Plan(ranks=4, steps=(7, 30, 12, 21), dtype=torch.float32), marks=pytest.mark.long),
+    ],
+    ids=["plain", "wait by tokens", "different ends"],
+)
+def test_replicas_equal_the_oracle_of_single_ranks(plan: Plan, size: int) -> None:
+    replicas = ReplicaPlan(plan=plan, size=size)
+    _, seen = run(replicas)
+    assert check_replicas(replicas, seen, 1e-12 if plan.uses_tokens else 0.0) >= 10
+    donors = {donor for infos in seen.infos.values() for info in infos for donor in info.donors}
+    assert donors == set(range(0, replicas.ranks, size)), "the first ranks"
+
+
+@pytest.mark.parametrize("killed", [0, 1, 2, 3])
+def test_a_lost_rank_ends_its_replica_and_no_other(killed: int) -> None:
+    """Rank 1 follows the leader, so that the next replica leads from then on, although rank 0 lives."""
+    plan = Plan(ranks=3, steps=(30,) * 3, mirror_every=1, faults=(Kill(killed, at_s=0.155),))
+    replicas = ReplicaPlan(plan=plan)
+    report, seen = run(replicas)
+    report.check_faults()
+    assert check_replicas(replicas, seen) > 15
+    assert set(seen.ended) == {killed ^ 1} and "RankLostError" in seen.ended[killed ^ 1]
+    has_new_leader = any(0 < version < 15 for version in seen.record.outers)  # the last versions are handed over
+    assert has_new_leader == (killed < 2)
+
+
+class OfPlainShards(AsyncDiLoCoPolicy):
+    """Takes a plain module for one rank's part of a model."""
+
+    def _holds_shards(self) -> bool:
+        return True
+
+
+class Part(nn.Module):
+    """The part of the rank at ``place``. Parts have different sizes, and one part has no weight at all."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3 * place,), 8.0 * place))
+        self.register_buffer("mean", torch.full((2,), 1.0))
+
+
+def train_parts(values: list[float], size: int = 2, **options: Any) -> Any:
+    """Return a main in which each rank moves its part by its value in each step."""
+
+    async def main(world: ad.World) -> tuple[list[StepInfo], Part]:
+        model = Part(world.rank % size)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+        given: dict[str, Any] = {"average_every": 2, "replica_size": size, "late": "wait", **options}
+        infos = []
+        async with OfPlainShards(model, optimizer, **given) as policy:
+            for _ in range(2):
+                with torch.no_grad():
+                    model.weight += values[world.rank]
+                    model.mean += values[world.rank]
+                infos.append(await policy.step())
+        return infos, model
+
+    return main
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_first_rank_contributes_the_shards_of_its_replica(size: int) -> None:
+    options = {"quorum": 2, "outer_optimizer": lambda parameters: torch.optim.SGD(parameters, lr=1.0)}
+    values = [float(rank) for rank in range(2 * size)]
+    results = simulate(train_parts(values, size, **options), ranks=2 * size, seed=1, strict=True).results
+    for rank, (infos, model) in enumerate(results):
+        place = rank % size
+        (info,) = [each for each in infos if each]
+        assert info.donors == (0, size)
+        assert bool(info.nbytes) == (place == 0), "only the first rank receives the anchor"
+        moved = 2 * (values[place] + values[size + place]) / 2
+        assert model.mean.tolist() == [1.0 + moved] * 2
+        assert model.weight.tolist() == [8.0 * place + moved] * (3 * place)
+
+
+def test_a_part_that_is_not_finite_keeps_its_replica_from_giving() -> None:
+    options = {"quorum": 3, "outer_optimizer": lambda parameters: torch.optim.SGD(parameters, lr=1.0)}
+    results = simulate(train_parts([0.0, 1.0, 2.0, 3.0, 4.0, math.nan], **options), ranks=6, seed=1).results
+    for rank, (infos, model) in enumerate(results):
+        (info,) = [each for each in infos if each]
+        assert info.donors == (0, 2)
+        assert bool(info.recovered) == (rank in (4, 5)), "both ranks of the third replica"
+        assert torch.isfinite(model.weight).all()
+    assert results[5][1].weight.tolist() == [8.0 + 2 * (1.0 + 3.0) / 2] * 3
+
+
+async def continued(world: ad.World, folder: Path, end: int) -> list[list[float]]:
+    """Train to step ``end``, from a checkpoint if there is one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    options: dict[str, Any] = {"wire": "int8", "error_feedback": 0.9, "quorum": 2, "late": "wait"}
+    policy = AsyncDiLoCoPolicy(model, optimizer, average_every=4, replica_size=2, **options)
+    with contextlib.suppress(FileNotFoundError):
+        await ad.load_population(folder, model, optimizer, policy=policy)
+    async with policy:
+        while policy.iteration < end:
+            with torch.no_grad():
+                for place, parameter in enumerate(model.parameters()):
+                    parameter += (policy.iteration * 5 + place + world.rank // 2) % 7 / 16
+            await policy.step()
+        await ad.save_population(folder, model, optimizer, policy=policy)
+    return [weights.tolist() for weights in weights_of(model)]
+
+
+def test_a_saved_population_of_replicas_continues_to_the_bit(tmp_path: Path) -> None:
+    whole = ad.run_local(continued, tmp_path / "whole", 20, ranks=4)
+    ad.run_local(continued, tmp_path / "halves", 10, ranks=4)
+    assert ad.run_local(continued, tmp_path / "halves", 20, ranks=4) == whole
+
+
+def test_replicas_whose_ranks_train_apart_are_refused() -> None:
+    async def main(world: ad.World) -> None:
+        model = Part(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        async with AsyncDiLoCoPolicy(model, optimizer, average_every=2, replica_size=2) as policy:
+            for _ in range(4):
+                with torch.no_grad():
+                    model.weight += world.rank
+                await policy.step()
+
+    with pytest.raises(ValueError, match=r"ranks 0, 1 differ.*DistributedDataParallel"):
+        ad.run_local(main, ranks=2)
+
+
+def test_a_quorum_counts_replicas() -> None:
+    async def main(world: ad.World) -> None:
+        model = Part(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        async with AsyncDiLoCoPolicy(model, optimizer, average_every=2, replica_size=2, quorum=3):
+            assert world.size
+
+    with pytest.raises(ValueError, match=r"quorum must be from 1 to the number of replicas \(2\), got 3"):
+        ad.run_local(main, ranks=4)
