@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from scripts.async_diloco import JOBS
-from simulation.diloco_scenarios import Layers, Oracle, Plan, weights_of
+from simulation.diloco_scenarios import Oracle, Plan
+from simulation.training_runs import Layers, weights_of
 from support import mpi, torchrun, warm
 
 TRANSPORTS = [pytest.param("mpi", marks=pytest.mark.mpi), pytest.param("torch", marks=pytest.mark.long)]

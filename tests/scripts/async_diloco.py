@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from scripts.population import sgd
-from simulation.diloco_scenarios import Layers, Plan, drift, weights_of
+from simulation.diloco_scenarios import Plan
+from simulation.training_runs import Layers, drift, weights_of
 from support.mpi import report
 
 import asyncdist as ad

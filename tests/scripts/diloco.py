@@ -12,7 +12,8 @@ import time
 from typing import Any
 
 import torch
-from simulation.diloco_scenarios import Layers, Plan, Record, drift, train, weights_of
+from simulation.diloco_scenarios import Plan, Record, train
+from simulation.training_runs import Layers, drift, weights_of
 from support.mpi import report
 
 import asyncdist as ad

@@ -6,7 +6,6 @@ version, and the step in which a rank has applied a version. It computes all wei
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import random
 from collections import Counter, defaultdict
@@ -24,25 +23,23 @@ from asyncdist.protocols.async_diloco.arrivals import Arrival
 from asyncdist.protocols.async_diloco.holdings import HeldAnchor, Holdings
 from asyncdist.protocols.async_diloco.server import Server
 from asyncdist.protocols.step_info import NOTHING
-from asyncdist.simulation import (
-    Compute,
-    Delay,
-    Exponential,
-    Fault,
-    Kill,
-    Link,
-    Network,
-    Partition,
-    Restart,
-    SimReport,
-    SlowLink,
-    SlowRank,
-    Stall,
-    Uniform,
-    simulate,
-)
+from asyncdist.simulation import Fault, Kill, Restart, SimReport
 from protocols import AsyncDiLoCoPolicy, AsyncDiLoCoStatistics, StepInfo
-from simulation.diloco_scenarios import Arrays, Layers, drift, weights_of
+from simulation.training_runs import (
+    Arrays,
+    Layers,
+    TrainingPlan,
+    advance,
+    draw_compute,
+    draw_disturbances,
+    draw_network,
+    draw_steps,
+    drift,
+    entered,
+    simulate_plan,
+    weights_of,
+    with_faults,
+)
 
 #: Learning rate, momentum and Nesterov of each outer optimizer. Products with the dyadic ones are exact.
 OUTERS: Final[dict[str, tuple[float, float, bool]]] = {
@@ -53,16 +50,13 @@ OUTERS: Final[dict[str, tuple[float, float, bool]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """One run.
+class Plan(TrainingPlan):
+    """One run, in which each rank ends at iteration 18 by default.
 
     Attributes:
-        steps: Iteration at which each rank ends.
         uses_tokens: Whether rank r reports r + 1 tokens per step, as weights.
     """
 
-    ranks: int = 4
-    steps: tuple[int, ...] = ()
     every: int = 3
     outer: str = "dyadic"
     quorum: int = 1
@@ -71,11 +65,6 @@ class Plan:
     late: str = "skip"
     mirror_every: int | None = None
     uses_tokens: bool = False
-    dtype: torch.dtype = torch.float64
-    step_s: float = 0.01
-    network: Network = field(default_factory=Network)
-    compute: Compute = field(default_factory=Compute)
-    faults: tuple[Fault, ...] = ()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -90,10 +79,6 @@ class Plan:
             "mirror_every": self.mirror_every,
             "weights": "tokens" if self.uses_tokens else "equal",
         }
-
-    @property
-    def killed(self) -> set[int]:
-        return {fault.rank for fault in self.faults if isinstance(fault, Kill)}
 
 
 @dataclass
@@ -188,30 +173,18 @@ async def train(world: ad.World, plan: Plan, record: Record) -> None:
     model, rank = Layers(plan.dtype), world.rank
     life = record.lives[rank, world.incarnation]
     policy = AsyncDiLoCoPolicy(model, sgd(model), **plan.options)
-    try:
-        await policy.__aenter__()
-    except ad.RankLostError:
-        assert plan.killed
-        record.without.add(rank)
-        return
-    except (ad.ClosedError, ad.LateError):
-        assert world.incarnation
-        record.late.add(rank)
-        return
-    life.first, life.version = (policy.iteration, weights_of(model)), policy.statistics().version
-    life.first_sequence, life.holdings = policy._holdings.sequence, policy._holdings
-    while policy.iteration < plan.steps[rank]:
-        with torch.no_grad():
-            for place, parameter in enumerate(model.parameters()):
-                parameter.add_(torch.from_numpy(drift(rank, policy.iteration, place, parameter.shape)).to(plan.dtype))
-        await asyncio.sleep(plan.step_s * (1 + 0.2 * rank))
-        info = await policy.step(tokens=rank + 1)
-        life.infos.append(info)
-        life.weights.append(weights_of(model))
-    before = weights_of(model)
-    await policy.__aexit__(None, None, None)
+    async with entered(policy, model, plan, world) as start:
+        if start != "started":
+            (record.without if start == "ended by a loss" else record.late).add(rank)
+            return
+        life.first, life.version = (policy.iteration, weights_of(model)), policy.statistics().version
+        life.first_sequence, life.holdings = policy._holdings.sequence, policy._holdings
+        while policy.iteration < plan.steps[rank]:
+            await advance(plan, model, rank, policy.iteration)
+            info = await policy.step(tokens=rank + 1)
+            life.infos.append(info)
+            life.weights.append(weights_of(model))
     life.statistics = policy.statistics()
-    assert all(map(np.array_equal, before, weights_of(model))), "the weights changed outside step"
 
 
 class Worker:
@@ -369,21 +342,7 @@ def run(plan: Plan, seed: int = 0) -> tuple[SimReport, Record]:
     plan = replace(plan, steps=plan.steps or (18,) * plan.ranks)
     record = Record()
     with noted_steps(record):
-        report = simulate(
-            train,
-            plan,
-            record,
-            ranks=plan.ranks,
-            seed=seed,
-            network=plan.network,
-            compute=plan.compute,
-            faults=plan.faults,
-            strict=not plan.killed,
-            until_s=1e4,
-        )
-    for rank, result in enumerate(report.results):
-        if isinstance(result, BaseException) and rank not in plan.killed:
-            raise AssertionError(f"rank {rank} ended with {result!r}") from result
+        report = simulate_plan(train, plan, plan, record, ranks=plan.ranks, seed=seed)
     counts = Counter(each for donors in record.lineage for each in donors)
     assert not counts or max(counts.values()) == 1, f"applied more than once: {counts.most_common(3)}"
     for (rank, _), life in record.lives.items():
@@ -405,17 +364,10 @@ def draw_plan(seed: int) -> Plan:
     """Return a run with drawn options, network and faults."""
     rng = random.Random(f"async diloco {seed}")
     ranks, steps = rng.randint(2, 5), rng.randint(12, 40)
-    network = rng.choice(
-        (
-            Network(),
-            Network(ranks_per_host=2),
-            Network(link=Link(latency_s=Uniform(1e-4, 5e-3), bandwidth_nbytes_per_s=1e5)),
-            Network(link=Link(latency_s=Exponential(0.02)), loss_detection_s=Uniform(0.0, 0.1)),
-        )
-    )
+    network = draw_network(rng)
     plan = Plan(
         ranks=ranks,
-        steps=tuple(steps if rng.random() < 0.8 else rng.randint(1, steps) for _ in range(ranks)),
+        steps=draw_steps(rng, ranks, steps, staying=0.8),
         every=rng.randint(1, 6),
         outer=rng.choice(tuple(OUTERS)),
         quorum=rng.choice((1, 1, rng.randint(1, ranks), ranks)),
@@ -424,7 +376,7 @@ def draw_plan(seed: int) -> Plan:
         mirror_every=rng.choice((None, 0, 1, 3)),
         uses_tokens=rng.random() < 0.2,
         network=network,
-        compute=Compute(factors={rng.randrange(ranks): rng.choice((0.1, 10.0))} if rng.random() < 0.3 else {}),
+        compute=draw_compute(rng, ranks),
         faults=tuple(_draw_faults(rng, ranks)),
     )
     return _with_grace_in_steps(plan, seed)
@@ -449,20 +401,7 @@ def _draw_faults(rng: random.Random, ranks: int) -> list[Fault]:
         found.append(Kill(rank, **rng.choice(ways)))
         if restarts and rng.random() < 0.8:
             found.append(Restart(rank, at_s=at_s + rng.uniform(0.01, 0.2)))
-    for kind in rng.sample((Stall, SlowRank, SlowLink, Partition, Delay), rng.randint(0, 2)):
-        rank, other = rng.sample(range(ranks), 2)
-        at_s = rng.uniform(0.0, 0.3)
-        if kind is Stall:
-            found.append(Stall(rank, at_s, rng.choice((0.01, 0.1, 1.0))))
-        elif kind is SlowRank:
-            found.append(SlowRank(rank, at_s, rng.choice((10.0, 100.0))))
-        elif kind is SlowLink:
-            found.append(SlowLink(rank, other, at_s, rng.choice((10.0, 100.0))))
-        elif kind is Partition:
-            found.append(Partition((rank,), at_s, at_s + rng.choice((0.01, 0.1))))
-        else:
-            found.append(Delay(rank, other, rng.randint(1, 60), rng.choice((0.02, 0.5))))
-    return found
+    return found + draw_disturbances(rng, ranks, 0.3)
 
 
 def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
@@ -473,9 +412,7 @@ def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
 
 def seen_in(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimReport, Plan, Record]:
     """Run one seed, and return what the test of coverage counts."""
-    plan = draw_plan(seed)
-    if faults is not None:
-        plan = replace(plan, faults=tuple(faults))
+    plan = with_faults(draw_plan(seed), faults)
     report, record = run(plan, seed)
     check(plan, record, 1e-9)
     return report, plan, record

@@ -6,7 +6,6 @@ The ranks of a replica make equal training steps, as under DDP. The oracle knows
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import itertools
@@ -17,26 +16,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from scripts.population import sgd
 
 import asyncdist as ad
-from asyncdist.simulation import Compute, Kill, SimReport, simulate
+from asyncdist.simulation import Compute, Kill, SimReport
 from protocols import DiLoCoPolicy, SelectiveDiLoCoPolicy
 from simulation.diloco_scenarios import (
-    Layers,
     Plan,
     Record,
     check,
-    draw_faults,
     draw_plan,
     draw_selective_plan,
-    drift,
     gain,
     stepped,
-    weights_of,
     within,
 )
+from simulation.training_runs import Layers, advance, draw_faults, simulate_plan, weights_of, with_faults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +72,7 @@ async def train(world: ad.World, replicas: ReplicaPlan, record: Record, ended: d
     try:
         async with policy:
             for step in range(plan.steps[replica]):
-                with torch.no_grad():
-                    for place, parameter in enumerate(model.parameters()):
-                        parameter.add_(torch.from_numpy(drift(replica, step, place, parameter.shape)))
-                await asyncio.sleep(plan.step_s * (1 + 0.2 * replica))
+                await advance(plan, model, replica, step)
                 info = await stepped(policy, replica, scores)
                 record.infos[rank].append(info)
                 record.weights[rank].append(weights_of(model))
@@ -97,24 +89,10 @@ def run(replicas: ReplicaPlan, seed: int = 0) -> tuple[SimReport, Record, dict[i
     plan = dataclasses.replace(plan, steps=plan.steps or (12,) * plan.ranks)
     replicas = dataclasses.replace(replicas, plan=plan)
     record, ended = Record(), dict[int, str]()
-    report = simulate(
-        train,
-        replicas,
-        record,
-        ended,
-        ranks=replicas.ranks,
-        seed=seed,
-        network=plan.network,
-        compute=plan.compute,
-        faults=plan.faults,
-        strict=not plan.killed,
-        until_s=1e4,
-    )
+    report = simulate_plan(train, plan, replicas, record, ended, ranks=replicas.ranks, seed=seed)
     sound = [rank for rank in range(replicas.ranks) if rank // replicas.size not in replicas.lost]
     has_started = all(record.infos[rank] for rank in sound)  # a loss may end the start on some ranks alone
-    for rank, result in enumerate(report.results):
-        if isinstance(result, BaseException):
-            raise AssertionError(f"rank {rank} ended with {result!r}") from result
+    for rank in range(replicas.ranks):
         is_whole = len(record.infos[rank]) == plan.steps[rank // replicas.size]
         assert is_whole or rank // replicas.size in replicas.lost or not has_started, f"rank {rank}: {ended.get(rank)}"
     return report, record, ended
@@ -179,8 +157,7 @@ def scenario(seed: int, faults: Sequence[Any] | None = None) -> SimReport:
 def seen_in(seed: int, faults: Sequence[Any] | None = None) -> tuple[SimReport, Counter[str]]:
     """Run one seed, and return what the test of coverage counts."""
     replicas = draw(seed)
-    if faults is not None:
-        replicas = dataclasses.replace(replicas, plan=dataclasses.replace(replicas.plan, faults=tuple(faults)))
+    replicas = dataclasses.replace(replicas, plan=with_faults(replicas.plan, faults))
     report, record, ended = run(replicas, seed)
     rounds = check_replicas(replicas, record)
     seen = Counter[str]()

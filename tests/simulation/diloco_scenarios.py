@@ -6,45 +6,41 @@ only the donors of each round, since the donors depend on the moment of a loss.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import itertools
 import math
-import os
 import random
-import signal
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import torch
 from scripts.population import sgd
-from torch import nn
 
 import asyncdist as ad
-from asyncdist.simulation import (
-    Compute,
-    Delay,
-    Exponential,
-    Fault,
-    Kill,
-    Link,
-    Network,
-    Partition,
-    SimReport,
-    SlowLink,
-    SlowRank,
-    Stall,
-    Uniform,
-    simulate,
-)
+from asyncdist.simulation import Fault, SimReport
 from protocols import AverageApplied, DiLoCoPolicy, PolicyEvent, SelectiveDiLoCoPolicy, StepInfo
-
-Arrays = list[np.ndarray[Any, Any]]
+from simulation.training_runs import (
+    LAYER_COUNT,
+    Arrays,
+    Layers,
+    TrainingPlan,
+    advance,
+    check_steps,
+    draw_compute,
+    draw_faults,
+    draw_network,
+    draw_steps,
+    drift,
+    entered,
+    layer_of,
+    simulate_plan,
+    weights_of,
+    with_faults,
+)
 
 #: Learning rate, momentum and Nesterov of each outer optimizer; None averages the weights.
 OUTERS: Final[dict[str, tuple[float, float, bool] | None]] = {
@@ -53,48 +49,19 @@ OUTERS: Final[dict[str, tuple[float, float, bool] | None]] = {
     "dyadic": (0.5, 0.5, True),
     "heavy ball": (0.25, 0.5, False),
 }
-LAYER_COUNT: Final = 4
-
-
-class Layers(nn.Module):
-    """Four layers and a head, whose weights are equal on all ranks."""
-
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
-        super().__init__()
-        self.h = nn.ModuleList(nn.Linear(3, 2, dtype=dtype) for _ in range(LAYER_COUNT))
-        self.head = nn.Linear(2, 1, dtype=dtype)
-        with torch.no_grad():
-            for place, parameter in enumerate(self.parameters()):
-                count = torch.arange(parameter.numel(), dtype=dtype).view(parameter.shape)
-                parameter.copy_((count + place) / 8)
-
-
-def layer_of(place: int) -> int:
-    """Return the layer of the ``place``-th parameter; the head belongs to layer 0, and therefore to fragment 0."""
-    return place // 2 if place < 2 * LAYER_COUNT else 0
-
-
-def drift(rank: int, step: int, place: int, shape: Sequence[int]) -> np.ndarray[Any, Any]:
-    """Return one training step of a parameter, a multiple of 1/64."""
-    count = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    return ((count * 5 + rank * 7 + step * 3 + place) % 13 - 6 + rank) / 64.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """One run.
+class Plan(TrainingPlan):
+    """One run, in which each rank makes 12 steps by default.
 
     Attributes:
-        steps: Number of steps of each rank.
         outer: Key of ``OUTERS``.
         uses_tokens: Whether rank r reports r + 1 tokens per step, as weights.
         selects: Whether the policy is SelectiveDiLoCoPolicy, with the gains of :func:`gain`.
         wire: Codec of the differences; int8 and others have error feedback. The oracle knows only float32.
-        dies_at: Step before which a rank kills its process, by rank; for real jobs.
     """
 
-    ranks: int = 4
-    steps: tuple[int, ...] = ()
     every: int = 3
     fragments: int = 1
     overlap_steps: int = 0
@@ -102,14 +69,8 @@ class Plan:
     warmup_steps: int = 0
     outer: str = "default"
     uses_tokens: bool = False
-    dtype: torch.dtype = torch.float64
     wire: str = "float32"
     selects: bool = False
-    dies_at: Mapping[int, int] = field(default_factory=dict)
-    step_s: float = 0.01
-    network: Network = field(default_factory=Network)
-    compute: Compute = field(default_factory=Compute)
-    faults: tuple[Fault, ...] = ()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -130,10 +91,6 @@ class Plan:
             "error_feedback": None if self.wire == "float32" else 0.9,
             **({"outlier_factor": math.inf} if self.selects else {}),
         }
-
-    @property
-    def killed(self) -> set[int]:
-        return {fault.rank for fault in self.faults if isinstance(fault, Kill)} | set(self.dies_at)
 
 
 def gain(rank: int, number: int) -> float:
@@ -178,10 +135,6 @@ class Record:
         return found, parted
 
 
-def weights_of(model: nn.Module) -> Arrays:
-    return [parameter.detach().numpy().copy() for parameter in model.parameters()]
-
-
 async def train(world: ad.World, plan: Plan, record: Record) -> None:
     """Train on one rank, and record each step."""
     model = Layers(plan.dtype)
@@ -190,26 +143,15 @@ async def train(world: ad.World, plan: Plan, record: Record) -> None:
     kind = SelectiveDiLoCoPolicy if plan.selects else DiLoCoPolicy
     policy = kind(model, optimizer, on_event=functools.partial(record.see, rank), **plan.options)
     scores = itertools.chain.from_iterable((1.0, 1.0 + gain(rank, number)) for number in itertools.count(1))
-    async with AsyncExitStack() as stack:
-        try:
-            await stack.enter_async_context(policy)
-        except ad.RankLostError:
-            assert plan.killed
+    async with entered(policy, model, plan, world) as start:
+        if start != "started":
             record.without.add(rank)
             return
         for step in range(plan.steps[rank]):
-            with torch.no_grad():
-                for place, parameter in enumerate(model.parameters()):
-                    parameter.add_(torch.from_numpy(drift(rank, step, place, parameter.shape)))
-            await asyncio.sleep(plan.step_s * (1 + 0.2 * rank))
-            if plan.dies_at.get(rank) == step:
-                os.kill(os.getpid(), signal.SIGKILL)
+            await advance(plan, model, rank, step)
             info = await stepped(policy, rank, scores)
             record.infos[rank].append(info)
             record.weights[rank].append(weights_of(model))
-        before = weights_of(model)
-        await stack.aclose()
-    assert all(map(np.array_equal, before, weights_of(model))), "the weights changed outside step"
 
 
 class Oracle:
@@ -303,23 +245,8 @@ def run(plan: Plan, seed: int = 0) -> tuple[SimReport, Record]:
     """Simulate a plan."""
     plan = dataclasses.replace(plan, steps=plan.steps or (12,) * plan.ranks)
     record = Record()
-    report = simulate(
-        train,
-        plan,
-        record,
-        ranks=plan.ranks,
-        seed=seed,
-        network=plan.network,
-        compute=plan.compute,
-        faults=plan.faults,
-        strict=not plan.killed,
-        until_s=1e4,
-    )
-    for rank, result in enumerate(report.results):
-        if isinstance(result, BaseException) and rank not in plan.killed:
-            raise AssertionError(f"rank {rank} ended with {result!r}") from result
-        is_whole = len(record.infos[rank]) == plan.steps[rank]
-        assert is_whole or rank in plan.killed | record.without, f"rank {rank} made {len(record.infos[rank])} steps"
+    report = simulate_plan(train, plan, plan, record, ranks=plan.ranks, seed=seed)
+    check_steps(plan, record.infos, record.without)
     return report, record
 
 
@@ -368,17 +295,10 @@ def draw_plan(seed: int) -> Plan:
     every = rng.randint(2, 6)
     fragments = rng.choice((1, 1, rng.randint(1, min(LAYER_COUNT, every))))
     steps = rng.randint(8, 16)
-    network = rng.choice(
-        (
-            Network(),
-            Network(ranks_per_host=2),
-            Network(link=Link(latency_s=Uniform(1e-4, 5e-3), bandwidth_nbytes_per_s=1e5)),
-            Network(link=Link(latency_s=Exponential(0.02)), loss_detection_s=Uniform(0.0, 0.1)),
-        )
-    )
+    network = draw_network(rng)
     return Plan(
         ranks=ranks,
-        steps=tuple(steps if rng.random() < 0.9 else rng.randint(1, steps) for _ in range(ranks)),
+        steps=draw_steps(rng, ranks, steps),
         every=every,
         fragments=fragments,
         overlap_steps=rng.choice((0, rng.randrange(every))),
@@ -387,7 +307,7 @@ def draw_plan(seed: int) -> Plan:
         outer=rng.choice(tuple(OUTERS)),
         uses_tokens=rng.random() < 0.2,
         network=network,
-        compute=Compute(factors={rng.randrange(ranks): rng.choice((0.1, 10.0))} if rng.random() < 0.3 else {}),
+        compute=draw_compute(rng, ranks),
         faults=tuple(draw_faults(rng, ranks)),
     )
 
@@ -400,34 +320,6 @@ def draw_selective_plan(seed: int) -> Plan:
     return dataclasses.replace(plan, selects=True, overlap_steps=overlap_steps, outer=outer)
 
 
-def draw_faults(rng: random.Random, ranks: int) -> list[Fault]:
-    """Return kills of some ranks, and up to two other faults."""
-    found: list[Fault] = []
-    for rank in rng.sample(range(ranks), rng.randint(0, ranks - 1)):
-        at: dict[str, Any] = rng.choice(
-            (
-                {"at_s": rng.uniform(0.005, 0.25)},
-                {"at_turn": rng.randint(10, 500)},
-                {"at_message": rng.randint(10, 150)},
-            )
-        )
-        found.append(Kill(rank, **at))
-    for kind in rng.sample((Stall, SlowRank, SlowLink, Partition, Delay), rng.randint(0, 2)):
-        rank, other = rng.sample(range(ranks), 2)
-        at_s = rng.uniform(0.0, 0.15)
-        if kind is Stall:
-            found.append(Stall(rank, at_s, rng.choice((0.01, 0.1, 1.0))))
-        elif kind is SlowRank:
-            found.append(SlowRank(rank, at_s, rng.choice((10.0, 100.0))))
-        elif kind is SlowLink:
-            found.append(SlowLink(rank, other, at_s, rng.choice((10.0, 100.0))))
-        elif kind is Partition:
-            found.append(Partition((rank,), at_s, at_s + rng.choice((0.01, 0.1))))
-        else:
-            found.append(Delay(rank, other, rng.randint(1, 60), rng.choice((0.02, 0.5))))
-    return found
-
-
 def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
     """Run one seed; AssertionError if a weight differs, or a rank is stuck."""
     report, *_ = seen_in(seed, faults)
@@ -438,8 +330,6 @@ def seen_in(
     seed: int, faults: Sequence[Fault] | None = None, draw: Callable[[int], Plan] = draw_plan
 ) -> tuple[SimReport, Plan, Oracle]:
     """Run one seed, and return what the test of coverage counts."""
-    plan = draw(seed)
-    if faults is not None:
-        plan = dataclasses.replace(plan, faults=tuple(faults))
+    plan = with_faults(draw(seed), faults)
     report, record = run(plan, seed)
     return report, plan, check(plan, record, within)

@@ -7,13 +7,10 @@ loss.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import importlib
 import inspect
-import os
 import random
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -24,9 +21,23 @@ from scripts.population import sgd
 
 import asyncdist as ad
 import protocols
-from asyncdist.simulation import Compute, Exponential, Fault, Kill, Link, Network, SimReport, Uniform, simulate
+from asyncdist.simulation import SimReport
 from protocols.simple.policy import SimplePolicy
-from simulation.diloco_scenarios import Layers, Record, draw_faults, drift, weights_of
+from simulation.diloco_scenarios import Record
+from simulation.training_runs import (
+    Layers,
+    TrainingPlan,
+    advance,
+    check_steps,
+    draw_compute,
+    draw_faults,
+    draw_network,
+    draw_steps,
+    drift,
+    entered,
+    simulate_plan,
+    weights_of,
+)
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -56,69 +67,32 @@ def has_partners(policy: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """One run; the fields are those of DiLoCo's plans."""
+class Plan(TrainingPlan):
+    """One run of the policy with this name."""
 
     policy: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    ranks: int = 4
-    steps: tuple[int, ...] = ()
-    dtype: torch.dtype = torch.float64
-    dies_at: Mapping[int, int] = field(default_factory=dict)
-    step_s: float = 0.01
-    network: Network = field(default_factory=Network)
-    compute: Compute = field(default_factory=Compute)
-    faults: tuple[Fault, ...] = ()
-
-    @property
-    def killed(self) -> set[int]:
-        return {fault.rank for fault in self.faults if isinstance(fault, Kill)} | set(self.dies_at)
 
 
 async def train(world: ad.World, plan: Plan, record: Record) -> None:
     """Train on one rank, and record each step."""
     model, rank = Layers(plan.dtype), world.rank
     policy = POLICIES[plan.policy](model, sgd(model), on_event=functools.partial(record.see, rank), **plan.options)
-    try:
-        await policy.__aenter__()
-    except ad.RankLostError:
-        assert plan.killed
-        record.without.add(rank)
-        return
-    for step in range(plan.steps[rank]):
-        with torch.no_grad():
-            for place, parameter in enumerate(model.parameters()):
-                parameter.add_(torch.from_numpy(drift(rank, step, place, parameter.shape)))
-        await asyncio.sleep(plan.step_s * (1 + 0.2 * rank))
-        if plan.dies_at.get(rank) == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        record.infos[rank].append(await policy.step())
-        record.weights[rank].append(weights_of(model))
-    before = weights_of(model)
-    await policy.__aexit__(None, None, None)
-    assert all(map(np.array_equal, before, weights_of(model))), "the weights changed outside step"
+    async with entered(policy, model, plan, world) as start:
+        if start != "started":
+            record.without.add(rank)
+            return
+        for step in range(plan.steps[rank]):
+            await advance(plan, model, rank, step)
+            record.infos[rank].append(await policy.step())
+            record.weights[rank].append(weights_of(model))
 
 
 def run(plan: Plan, seed: int = 0) -> tuple[SimReport, Record]:
     """Simulate a plan, in which each rank that is not killed makes all of its steps."""
     record = Record()
-    report = simulate(
-        train,
-        plan,
-        record,
-        ranks=plan.ranks,
-        seed=seed,
-        network=plan.network,
-        compute=plan.compute,
-        faults=plan.faults,
-        strict=not plan.killed,
-        until_s=1e4,
-    )
-    for rank, result in enumerate(report.results):
-        if isinstance(result, BaseException) and rank not in plan.killed:
-            raise AssertionError(f"rank {rank} ended with {result!r}") from result
-        is_whole = len(record.infos[rank]) == plan.steps[rank]
-        assert is_whole or rank in plan.killed | record.without, f"rank {rank} made {len(record.infos[rank])} steps"
+    report = simulate_plan(train, plan, plan, record, ranks=plan.ranks, seed=seed)
+    check_steps(plan, record.infos, record.without)
     return report, record
 
 
@@ -168,20 +142,13 @@ def draw_plan(policy: str, seed: int) -> Plan:
     """Return a run with drawn options, network and faults."""
     rng = random.Random(f"{policy} {seed}")
     ranks, steps = rng.randint(2, 5), rng.randint(6, 16)
-    network = rng.choice(
-        (
-            Network(),
-            Network(ranks_per_host=2),
-            Network(link=Link(latency_s=Uniform(1e-4, 5e-3), bandwidth_nbytes_per_s=1e5)),
-            Network(link=Link(latency_s=Exponential(0.02)), loss_detection_s=Uniform(0.0, 0.1)),
-        )
-    )
+    network = draw_network(rng)
     return Plan(
         policy=policy,
         options=rng.choice(module_of(policy).OPTIONS),
         ranks=ranks,
-        steps=tuple(steps if rng.random() < 0.9 else rng.randint(1, steps) for _ in range(ranks)),
+        steps=draw_steps(rng, ranks, steps),
         network=network,
-        compute=Compute(factors={rng.randrange(ranks): rng.choice((0.1, 10.0))} if rng.random() < 0.3 else {}),
+        compute=draw_compute(rng, ranks),
         faults=tuple(draw_faults(rng, ranks)),
     )

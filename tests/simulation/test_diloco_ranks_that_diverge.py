@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from scripts.population import Mixed, sgd
 from support.facts import naming
+from torch import nn
 
 import asyncdist as ad
 from protocols import DiLoCoPolicy, StepInfo, TopK
@@ -18,7 +20,7 @@ SIZE, EVERY = 4, 4
 async def train(world: ad.World, bad: int, options: dict[str, Any]) -> list[StepInfo]:
     """Train with AdamW for eight rounds; one rank's weights become NaN in the third step."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(SIZE, SIZE) for _ in range(4)))
+    model = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(10 + world.rank)
     found = []
@@ -69,8 +71,8 @@ def test_the_cosine_is_unknown_if_other_vectors_are_sent(options: dict[str, Any]
 
 
 async def start(world: ad.World) -> None:
-    model = torch.nn.Linear(2, 2)
-    torch.nn.init.constant_(model.weight, float(world.rank))
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, float(world.rank))
     async with DiLoCoPolicy(model, torch.optim.SGD(model.parameters()), average_every=EVERY):
         pass
 
@@ -78,3 +80,81 @@ async def start(world: ad.World) -> None:
 def test_different_first_weights_are_refused_with_a_remedy() -> None:
     with pytest.raises(ad.DisagreementError, match=naming("first weights", "torch.manual_seed(seed)")):
         ad.simulate(start, ranks=2, seed=1).value()
+
+
+@pytest.mark.parametrize("options", [{}, {"outer_optimizer": None}, {"mixing": 0.5}, {"fragments": 2, "mixing": 0.5}])
+def test_a_rank_that_is_not_finite_contributes_nothing(options: dict[str, Any]) -> None:
+    """Its weights, its optimizer's state and its own share are replaced, so that it contributes to later rounds."""
+
+    async def main(world: ad.World) -> tuple[list[StepInfo], bool, bool]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        infos = []
+        async with DiLoCoPolicy(model, optimizer, average_every=4, **options) as policy:
+            for step in range(24):
+                x = torch.full((8, 4), math.nan) if (world.rank, step) == (1, 5) else torch.randn(8, 4)
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+                infos.append(await policy.step())
+                has_nan = not all(tensor.isfinite().all() for tensor in model.state_dict().values())
+                if world.rank != 1:
+                    assert not has_nan
+        return infos, has_nan, bool(optimizer.state)
+
+    results = ad.simulate(main, ranks=3, strict=True).results
+    assert not any(has_nan for _, has_nan, _ in results)
+    infos = [info for info in results[1][0] if info]
+    count = options.get("fragments", 1)
+    assert all(info.donors == (0, 1, 2) for info in infos[:count])
+    assert infos[count].donors == (0, 2) and infos[count].recovered
+    assert infos[-1].donors == (0, 1, 2) and not infos[-1].recovered
+    assert not any(info.recovered for info in results[0][0])
+
+
+def test_a_buffer_that_is_not_finite_is_not_averaged() -> None:
+    """Regression: only parameters were checked, so one rank's NaN statistics reached all ranks."""
+
+    async def main(world: ad.World) -> list[float]:
+        model = Mixed(1.0)
+        async with DiLoCoPolicy(model, sgd(model), average_every=1) as policy:
+            if world.rank == 1:
+                model.norm.running_mean.fill_(math.nan)
+            info = await policy.step()
+            assert info.donors == (0, 2) and bool(info.recovered) == (world.rank == 1)
+        return model.norm.running_mean.tolist()
+
+    assert ad.simulate(main, ranks=3, strict=True).results == ([1.0] * 4,) * 3
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_population_that_is_not_finite_returns_to_its_anchor(ranks: int) -> None:
+    """Regression: a rank alone moved its anchor by uninitialised memory."""
+
+    async def main(world: ad.World) -> tuple[Any, Any]:
+        model = Mixed(1.0)
+        async with DiLoCoPolicy(model, sgd(model), average_every=2) as policy:
+            await policy.step()
+            await policy.step()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(math.inf)
+            first = await policy.step()
+            info = await policy.step()
+        assert not first and info and info.donors == () and info.recovered
+        return {each for parameter in model.parameters() for each in parameter.flatten().tolist()}, info.outer_norm
+
+    assert ad.simulate(main, ranks=ranks, strict=True).results == (({1.0}, None),) * ranks
+
+
+def test_infinities_of_masks_are_not_a_failure() -> None:
+    async def main(world: ad.World) -> tuple[int, ...]:
+        model = Mixed(1.0)
+        model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+        async with DiLoCoPolicy(model, sgd(model), average_every=1) as policy:
+            info = await policy.step()
+        assert model.mask.tolist() == [0.0, -math.inf] and not info.recovered
+        return info.donors
+
+    assert ad.simulate(main, ranks=2, strict=True).results == ((0, 1),) * 2

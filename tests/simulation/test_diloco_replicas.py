@@ -21,7 +21,8 @@ from asyncdist.simulation import Kill, SlowRank, simulate
 from protocols import DiLoCoPolicy, SelectiveDiLoCoPolicy, StepInfo
 from simulation import diloco_replica_scenarios as scenarios
 from simulation.diloco_replica_scenarios import ReplicaPlan, check_replicas, run
-from simulation.diloco_scenarios import Layers, Plan, exactly, weights_of
+from simulation.diloco_scenarios import Plan, exactly
+from simulation.training_runs import Layers, weights_of
 
 
 @pytest.mark.slow
