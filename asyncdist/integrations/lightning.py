@@ -118,7 +118,6 @@ class Averaging(Callback, Generic[PolicyT]):
         self._spent: Any = None
         self._spent_value: float | None = None
         self._last_state: dict[str, Any] = {}
-        self._is_fitting = False
         self._world = join()
         self._folder = f"rank{self._world.rank}"
         rank_zero_only.rank = 0  # type: ignore[attr-defined]  # each rank writes its own files; in a replica, one rank
@@ -206,8 +205,7 @@ class Averaging(Callback, Generic[PolicyT]):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Forget the states of earlier fits; Lightning calls this method before it loads a checkpoint."""
-        self._is_fitting = stage == "fit"
-        if self._is_fitting:
+        if stage == "fit":
             self._last_state = {}
             self._training.forget_state()
 
@@ -328,9 +326,8 @@ class Averaging(Callback, Generic[PolicyT]):
         return self._training.state_dict() or self._last_state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Start the policy of this fit from a checkpoint's state. Ignore the state if the trainer only evaluates."""
-        if self._is_fitting:
-            self._training.load_state_dict(state_dict)
+        """Start the policy of this fit from a checkpoint's state. After an evaluation, :meth:`setup` forgets it."""
+        self._training.load_state_dict(state_dict)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave the policy because the trainer has raised an exception."""

@@ -78,11 +78,12 @@ class Admission:
                 self._states.offer(self._membership.admit(newcomer, self._states.withdraw), data)
                 return
 
-    async def take_state(self, nbytes: int, deadline: float) -> Any:
+    async def take_state(self, nbytes: int, timeout_s: float, deadline: float) -> Any:
         """Wait for this newcomer's admission, and return the leader's state.
 
         Args:
             nbytes: Size of the model, which limits the size of the state.
+            timeout_s: Time limit of the start, in seconds, whose end is ``deadline``.
 
         Raises:
             StartTimeoutError: The leader did not admit this rank before the deadline.
@@ -99,7 +100,8 @@ class Admission:
 
         if not await self._services.engine.until(has_news, WaitId(WaitKind.POLICY_ADMISSION), deadline=deadline):
             raise StartTimeoutError(
-                f"rank {leader} did not admit this rank in time; a leader admits newcomers only inside step()",
+                f"rank {leader} did not admit this rank within {timeout_s:g} s; it admits ranks only inside step(), so "
+                "pass a start_timeout_s above the longest time between two of its steps",
                 missing=(),
             )
         limit = _STATE_NBYTES_MAX + _STATE_MODEL_COUNT_MAX * nbytes

@@ -262,6 +262,7 @@ class Application:
                     "all other ranks of this policy are lost; start all ranks again", rank=self._ranks[0]
                 )
             raise StartTimeoutError(
-                f"this rank was not admitted: no coordinator of its policy answered within {self._timeout_s:g} s",
+                f"this rank was not admitted: no coordinator of its policy answered within {self._timeout_s:g} s; "
+                "check that the other ranks are in this policy, and pass a start_timeout_s above their longest step",
                 missing=(),
             )

@@ -117,7 +117,8 @@ class JoinablePolicy(SpawnPolicy):
         )
         self._open(membership, scopes)
         try:
-            self._restore_whole(await self._opened_admission().take_state(self._flat.nbytes, deadline))
+            admission = self._opened_admission()
+            self._restore_whole(await admission.take_state(self._flat.nbytes, self._start_timeout_s, deadline))
         except RankLostError:
             await self._stop(None)
             return False

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.facts import names
 from support.seeds import seeds
 
 import asyncdist as ad
-from asyncdist.simulation import Fault, Kill, Restart, SlowLink, simulate
+from asyncdist.simulation import Fault, Kill, Partition, Restart, SlowLink, simulate
 from protocols import DiLoCoPolicy
 from protocols.joining.admission import Admission
 
@@ -58,7 +59,7 @@ async def train(
 
 def run(*args: Any, **options: Any) -> None:
     """Simulate :func:`train`, and raise the exception of any rank."""
-    simulate(train, *args, **options).value()
+    simulate(train, *args, **options).value()  # also raises a loss
 
 
 def plan(chance: random.Random, ranks: int) -> list[Fault]:
@@ -203,3 +204,37 @@ def test_a_restarted_rank_joins_a_population_that_was_resumed() -> None:
     results = simulate(main, ranks=3, faults=[Kill(1, at_s=0.1), Restart(1, at_s=0.15)], until_s=100.0).results
     assert [(incarnation, donors) for incarnation, donors, _ in results] == [(0, 3), (1, 3), (0, 3)]
     assert all(map(torch.equal, results[0][2], results[1][2]))
+
+
+async def rests(world: ad.World, leaves_after_s: float) -> str | None:
+    """Train for a few steps, then rest inside the policy; a restarted rank returns the error of its start."""
+    model = torch.nn.Linear(3, 2)
+    torch.nn.init.zeros_(model.weight)
+    torch.nn.init.zeros_(model.bias)
+    policy = DiLoCoPolicy(model, torch.optim.SGD(model.parameters()), average_every=2, start_timeout_s=5.0)
+    if world.incarnation:
+        with pytest.raises(ad.StartTimeoutError) as caught:
+            await policy.__aenter__()
+        return str(caught.value)
+    async with policy:
+        for _ in range(4):
+            await world.sleep(0.01)
+            await policy.step()
+        await world.sleep(leaves_after_s)
+    return None
+
+
+def test_a_leader_that_rests_between_steps_admits_no_rank() -> None:
+    """Regression: the error said "in time", without the seconds and without a remedy."""
+    report = simulate(rests, 30.0, ranks=3, faults=[Kill(2, at_s=1.0), Restart(2, at_s=2.0)], until_s=100.0)
+    assert report.results[2] is not None
+    assert report.results[2].partition(" [")[0] == (
+        "rank 0 did not admit this rank within 5 s; it admits ranks only inside step(), so pass a start_timeout_s "
+        "above the longest time between two of its steps"
+    )
+
+
+def test_a_newcomer_without_an_answer_names_its_timeout() -> None:
+    faults = [Kill(2, at_s=1.0), Restart(2, at_s=2.0), Partition((2,), 1.9, 50.0)]
+    report = simulate(rests, 60.0, ranks=3, faults=faults, until_s=200.0)
+    assert names(report.results[2], "5 s", "start_timeout_s"), report.results
