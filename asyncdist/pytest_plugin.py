@@ -289,14 +289,16 @@ _RECORD: Final = pytest.StashKey[_Record | None]()
 
 
 def _simulate(record: _Record, main: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> SimReport[Any]:
-    """Run ``asyncdist.simulate``, record the result, and return the report."""
+    """Run ``asyncdist.simulate``, record the result, and return the report with all exceptions of ranks."""
     __tracebackhide__ = True
     from asyncdist.simulation.simulate import STOPPED, observer, simulate
 
     watched = _watch(main, record) if inspect.iscoroutinefunction(main) else main  # simulate refuses plain functions
     token = observer.set(record.begin)
     try:
-        record.report = simulate(watched, *args, ranks=record.ranks, seed=record.seed, **settings)
+        record.report = simulate(
+            watched, *args, ranks=record.ranks, seed=record.seed, return_exceptions=True, **settings
+        )
     except STOPPED as error:
         record.report = error.report
         record.waiting = [line.strip() for line in error.message.splitlines()[1:]]
@@ -375,11 +377,15 @@ def simulate(request: pytest.FixtureRequest, sim_seed: int) -> Callable[..., Sim
         *args: Any,
         ranks: int,
         seed: int | None = None,
+        return_exceptions: bool = False,
         **settings: Any,
     ) -> SimReport[Any]:
         __tracebackhide__ = True
         record = item.stash[_RECORD] = _Record(ranks, sim_seed if seed is None else seed, is_seed_chosen=seed is None)
-        return _simulate(record, main, args, settings)
+        report = _simulate(record, main, args, settings)
+        if not return_exceptions:
+            report.check_ranks()
+        return report
 
     return simulate
 

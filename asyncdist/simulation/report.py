@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from asyncdist.errors import is_consequence
+from asyncdist.errors import LateError, RankLostError, is_consequence
 from asyncdist.runtime.world import WorldStatistics
-from asyncdist.simulation.faults import Fault, Interrupt
+from asyncdist.simulation.faults import Fault, Interrupt, Join, Kill, Restart
 from asyncdist.simulation.trace import TraceEvent, unpack
 
 T_co = TypeVar("T_co", covariant=True)
@@ -18,8 +18,9 @@ class SimReport(Generic[T_co]):
     """Reports how a simulation ended.
 
     Attributes:
-        results: Return value of each rank's main, or the exception that ended it. None for a rank that was killed or
-            had not ended when the simulation stopped.
+        results: Return value of each rank's main, or the exception that ended it: with ``return_exceptions`` any
+            exception, otherwise one that the fault plan explains (:meth:`check_ranks`). None for a rank that was killed
+            or had not ended when the simulation stopped.
         seed: Seed of the simulation.
         packed_trace: Last events, in packed form; :attr:`trace` unpacks them.
         trace_digest: Hexadecimal digest of all events and message contents; equal for equal arguments.
@@ -58,15 +59,46 @@ class SimReport(Generic[T_co]):
         If a signal of the fault plan ended a rank, that rank's exception is raised only if there is no other failure.
         A rank that calls ``sys.exit(0)`` is considered to have returned None.
         """
-        failures = {
-            rank: result
-            for rank, result in enumerate(self.results)
-            if isinstance(result, BaseException) and not _is_exit(result)
-        }
+        failures = self._failures()
         if failures:
             planned = set(filter(self.is_exit_by_signal, failures))
             raise failures[min(failures, key=lambda rank: (is_consequence(failures[rank]), rank in planned))]
         return None if _is_exit(self.results[0]) else self.results[0]
+
+    def check_ranks(self) -> None:
+        """Raise the first failure of a rank that the fault plan does not explain, with causes before consequences.
+
+        The plan explains the exit of a rank that received a signal of the plan. If the plan has killed a rank or sent a
+        signal, it also explains a :class:`RankLostError`; if it has restarted a rank or let it join, a
+        :class:`LateError`. :func:`simulate` calls this method, unless ``return_exceptions`` is set.
+        """
+        failure = self.unexplained_failure()
+        if failure is not None:
+            raise failure
+
+    def unexplained_failure(self) -> BaseException | None:
+        """Return the exception that :meth:`check_ranks` raises, with a note that names the rank; None if it passes."""
+        failures = {rank: error for rank, error in self._failures().items() if not self._is_explained(rank, error)}
+        if not failures:
+            return None
+        rank = min(failures, key=lambda rank: is_consequence(failures[rank]))
+        note = f"rank {rank} of {len(self.results)} raised this error (seed {self.seed})"
+        if note not in getattr(failures[rank], "__notes__", ()):
+            failures[rank].add_note(note)
+        return failures[rank]
+
+    def _failures(self) -> dict[int, BaseException]:
+        """Return the exceptions that ended ranks, by rank, without successful exits."""
+        results = enumerate(self.results)
+        return {rank: each for rank, each in results if isinstance(each, BaseException) and not _is_exit(each)}
+
+    def _is_explained(self, rank: int, error: BaseException) -> bool:
+        kinds = {type(fault) for fault, count in zip(self.faults, self.faults_fired, strict=True) if count}
+        if isinstance(error, RankLostError):
+            return not kinds.isdisjoint((Kill, Interrupt))
+        if isinstance(error, LateError):
+            return not kinds.isdisjoint((Restart, Join))
+        return self.is_exit_by_signal(rank)
 
     def interrupted_ranks(self) -> set[int]:
         """Return the ranks that received a signal of the fault plan."""

@@ -39,7 +39,6 @@ from asyncdist.simulation.determinism.entropy import entropy_from
 from asyncdist.simulation.exploration.explore import (
     TAIL_EVENT_COUNT,
     ExploreReport,
-    check_ranks_ended_well,
     explore,
     is_end_by_signal,
     is_good_end,
@@ -111,6 +110,7 @@ class Script:
             faults=faults,
             strict=strict,
             until_s=self.until_s,
+            return_exceptions=True,
             inherited_random=inherited,
             record=self.record,
         )
@@ -176,7 +176,7 @@ class _Host:
         except KeyboardInterrupt as interrupt:
             self.interrupt = interrupt
             raise
-        check_ranks_ended_well(self.report)
+        self.report.check_ranks()
         value = self.report.results[0]
         if isinstance(value, BaseException):
             raise value

@@ -79,6 +79,7 @@ def simulate(
     strict: bool = False,
     until_s: float | None = None,
     after_event: Callable[[], object] | None = None,
+    return_exceptions: bool = False,
     inherited_random: Collection[str] = (),
     record: str | os.PathLike[str] | None = None,
     record_limit_nbytes: int = LIMIT_NBYTES,
@@ -102,10 +103,14 @@ def simulate(
         until_s: Virtual time, in seconds, by which all ranks must have ended; None for no limit.
         after_event: Function called after every event, to check invariants. ``simulate`` raises its exception. If it
             returns a true value, the simulation stops, even if ranks are still running.
+        return_exceptions: Whether exceptions that end ranks are only returned in ``results``. By default, ``simulate``
+            raises the first exception that the fault plan does not explain (:meth:`SimReport.check_ranks`).
         inherited_random: Names of generators: ``"random"``, ``"numpy"`` or ``"torch"``. Each rank begins with the
             caller's states of these generators. The states of the others are derived from the seed and the rank.
 
     Raises:
+        BaseException: The first exception that ended a rank and that the fault plan does not explain, with a note that
+            names the rank. Causes are raised before consequences.
         DeadlockError: No event was left, and some main had not returned. The message lists what each task waits for.
         TimeLimitError: ``until_s`` was reached before all ranks had ended. The message lists what each task waits for.
         KeyboardInterrupt: SIGINT was received between two events. The message lists what each task waits for.
@@ -131,7 +136,10 @@ def simulate(
     run = functools.partial(_Simulation.run, options=options, until_s=until_s, after_event=after_event)
     # These contexts must exit only after the simulation's objects are freed.
     with one_at_a_time(), collecting_at_fixed_points(arguments.size):
-        return _run_alone(arguments, inherited_random, lambda simulation: run(simulation, main, args))
+        report = _run_alone(arguments, inherited_random, lambda simulation: run(simulation, main, args))
+    if not return_exceptions:
+        report.check_ranks()
+    return report
 
 
 def _run_alone(
@@ -293,14 +301,14 @@ class _Simulation:
                 what = "nothing is left to happen"
                 deadlock = DeadlockError(self._whereabouts(what, "and these wait"), seed=self._seed)
                 deadlock.report = self._report()
-                raise deadlock
+                raise deadlock from deadlock.report.unexplained_failure()
             if self._is_interrupted:
                 raise KeyboardInterrupt(self._whereabouts(f"interrupted (seed {self._seed})", "where these are"))
             if not self._scheduler.stopped:
                 what = f"until_s={until_s:g} is reached"
                 limit = TimeLimitError(self._whereabouts(what, "and these have not ended"), seed=self._seed)
                 limit.report = self._report()
-                raise limit
+                raise limit from limit.report.unexplained_failure()
             return self._report()
         finally:
             try:

@@ -42,7 +42,7 @@ def test_calls_that_differ_are_both_named_with_their_lines(one: str, other: str,
         await ad.all_gather(torch.tensor([world.rank]))
         await CALLS[other if world.rank == 1 else one]()
 
-    report = ad.simulate(main, ranks=3, seed=seed)
+    report = ad.simulate(main, ranks=3, seed=seed, return_exceptions=True)
     error = next(result for result in report.results if isinstance(result, ad.DisagreementError))
     said = str(error)
     assert 1 in error.ranks
@@ -68,7 +68,7 @@ async def main(world):
         path.write_text(source)
         namespace: dict[str, Any] = {"__name__": "package.program"}
         exec(compile(source, path, "exec"), namespace)
-        reports.append(ad.simulate(namespace["main"], ranks=2))
+        reports.append(ad.simulate(namespace["main"], ranks=2, return_exceptions=True))
     one, other = reports
     assert all("(barrier at package/program.py:6)" in str(error) for error in one.results)
     assert (one.byte_count, one.trace_digest) == (other.byte_count, other.trace_digest)

@@ -148,7 +148,9 @@ def run_hostile(seed: int) -> Seen:
         with mock.patch.object(Services, "open_channel", opened), mock.patch.object(wire, "scope_of", noted):
             try:
                 compute = Compute(step_s=Uniform(0.001, 0.01))
-                results = simulate(program, ranks=size, seed=seed, compute=compute, until_s=LIMIT_S).results
+                results = simulate(
+                    program, ranks=size, seed=seed, compute=compute, until_s=LIMIT_S, return_exceptions=True
+                ).results
             except (DeadlockError, TimeLimitError):
                 results = ()
                 seen.ends["waits"] += 1

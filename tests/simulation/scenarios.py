@@ -278,6 +278,7 @@ def examine(seed: int, faults: Sequence[Fault] | None = None) -> Examined:
             strict=not any(isinstance(fault, Corrupt) for fault in plan.faults),
             until_s=VIRTUAL_TIME_MAX_S,
             after_event=watch.after_event,
+            return_exceptions=True,
         )
     if watch.violation is not None:
         raise watch.violation

@@ -28,7 +28,6 @@ from asyncdist.simulation import (
     Uniform,
     simulate,
 )
-from asyncdist.simulation.exploration.explore import check_ranks_ended_well
 from protocols import AsyncSelectiveAveragingPolicy, ReplayBuffer, serve_replay_buffer
 
 # -- death ----------------------------------------------------------------------------------------------------------
@@ -156,7 +155,8 @@ def test_an_unreceived_stream_tells_how_its_receiver_ended(returns: bool) -> Non
         else:
             await world.send_stream(torch.zeros(1 << 20), 1)
 
-    report = simulate(main, ranks=2, network=STEADY, faults=[] if returns else [Kill(rank=1, at_s=2.0)])
+    faults = [] if returns else [Kill(rank=1, at_s=2.0)]
+    report = simulate(main, ranks=2, network=STEADY, faults=faults, return_exceptions=True)
     assert isinstance(report.results[0], ad.RankLostError) and report.results[0].rank == 1
     assert report.results[0].args[0] == f"rank 1 {'left' if returns else 'was lost'} before it received the tensor"
 
@@ -439,7 +439,7 @@ def test_a_signal_cancels_main_and_ends_the_job(name: Any, ends: type[BaseExcept
     assert type(report.results[1]) is ends
     assert name != "SIGTERM" or report.results[1].code == 143
     assert report.virtual_time_s < 2.0
-    check_ranks_ended_well(report)  # it is what the plan asks for, and no find of explore's
+    report.check_ranks()  # the plan explains it
     with pytest.raises(ends):
         report.value()
 

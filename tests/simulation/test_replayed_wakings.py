@@ -197,7 +197,7 @@ def test_tasks_of_a_failed_rank_continue_as_long_as_recorded(tmp_path: Path, sha
             raise ValueError(f"as planned, beside {task.get_name()}")
         await world.channel(Word, tag=40).receive()
 
-    simulate(main, ranks=2, seed=1, record=tmp_path)
+    simulate(main, ranks=2, seed=1, record=tmp_path, return_exceptions=True)
     assert ticks == [1]
 
     def change(header: dict[str, Any]) -> None:

@@ -178,7 +178,7 @@ def test_one_who_fails_fails_again(tmp_path: Path) -> None:
         await asyncio.sleep(0)
         return result
 
-    simulate(fails, ranks=3, seed=2, record=tmp_path)
+    simulate(fails, ranks=3, seed=2, record=tmp_path, return_exceptions=True)
     replayed = replay(fails, recording=read_recording(tmp_path))
     assert str(replayed.report.results[1]) == "as planned"
     with pytest.raises(DivergenceError, match=r"rank 1, .*\[ValueError: as planned\]"):
@@ -326,7 +326,8 @@ def test_a_changed_script_is_named_and_may_behave_differently(tmp_path: Path, ca
     namespace: dict[str, object] = {"__name__": "elsewhere"}
     source = script.read_text().replace("ad.run(main)", "")
     exec(compile(source, str(script), "exec"), namespace)
-    simulate(namespace["main"], ranks=2, seed=0, record=tmp_path / "run")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="broken"):
+        simulate(namespace["main"], ranks=2, seed=0, record=tmp_path / "run")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="broken"):
         replay_script(tmp_path / "run", script)
     assert "is not the recorded script, or has changed since the recording" in caplog.text

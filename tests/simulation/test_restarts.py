@@ -387,7 +387,8 @@ def test_a_newcomer_that_fails_before_admission_is_lost_again() -> None:
         return await train(world, shared, 100, {})
 
     faults = [Kill(2, at_s=0.01), Restart(2, at_s=0.011)]
-    report = simulate(main, Shared(), ranks=4, faults=faults, network=Network(loss_detection_s=1e-4), strict=True)
+    network = Network(loss_detection_s=1e-4)
+    report = simulate(main, Shared(), ranks=4, faults=faults, network=network, strict=True, return_exceptions=True)
     failed = report.results[2]
     assert isinstance(failed, RuntimeError)
     assert [result for result in report.results if result is not failed] == [0, 0, 0]

@@ -88,7 +88,7 @@ async def pass_on(world: ad.World, count: int) -> None:
 
 def _ours_per_s(count: int, seed: int) -> float:
     began_at = time.process_time()
-    ad.simulate(pass_on, count, ranks=_RANK_COUNT, seed=seed).value()
+    ad.simulate(pass_on, count, ranks=_RANK_COUNT, seed=seed)
     return _RANK_COUNT * count / (time.process_time() - began_at)
 
 
@@ -197,7 +197,6 @@ def _seeds(settings: Settings, options: dict[str, Any]) -> Results:
         report = ad.simulate(
             _step_until_decided, decided, settings.round_count, options, ranks=_RANK_COUNT, seed=seed, strict=True
         )
-        report.value()
         seconds.append(time.process_time() - began_at)
         rounds.append(decided[0])
         steps.append(sum(report.results))

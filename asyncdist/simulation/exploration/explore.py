@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from asyncdist import local_host, validation
-from asyncdist.errors import RankLostError
+from asyncdist.errors import LateError, RankLostError
 from asyncdist.runtime.failing.tracebacks import format_error
 from asyncdist.runtime.hosting import RankResult
 from asyncdist.simulation.exploration.process_pool import Inline, Pool, open_runner, pack, unpack
@@ -167,8 +167,8 @@ def explore(
 ) -> ExploreReport:
     """Run ``scenario(seed)`` for each seed until one fails, then shrink its fault plan.
 
-    A seed fails if the scenario raises, or returns a report in which a rank ended with an exception. Three exceptions
-    are allowed: RankLostError (peers of a killed rank), ``sys.exit(0)``, and the exception of an :class:`Interrupt`.
+    A seed fails if the scenario raises, or returns a report in which a rank ended with an exception that the fault plan
+    does not explain (:meth:`SimReport.check_ranks`).
 
     Args:
         scenario: Scenario to run (:class:`Scenario`): a function at the top level of a module, or a picklable object.
@@ -242,7 +242,9 @@ def _attempt(scenario: Callable[..., Any], seed: int, faults: Sequence[Fault] | 
     token = observer.set(lambda *simulation: seen.__setitem__(slice(None), [simulation]))
     try:
         report = scenario(seed) if faults is None else scenario(seed, faults=tuple(faults))
-        check_ranks_ended_well(report)
+        if not isinstance(report, SimReport):
+            raise TypeError(f"the scenario must return the SimReport of its simulation, got {report!r:.80}")
+        report.check_ranks()
     except BaseException as error:  # includes SystemExit and pytest.fail
         plan, trace, outcomes = seen[-1] if seen else ((), None, {})
         if isinstance(error, KeyboardInterrupt) and all(error is not outcome.error for outcome in outcomes.values()):
@@ -261,16 +263,6 @@ def _attempt(scenario: Callable[..., Any], seed: int, faults: Sequence[Fault] | 
     return _Passed(report.trace_digest, +fired, events)
 
 
-def check_ranks_ended_well(report: SimReport[Any]) -> None:
-    """Raise the exception that ended a rank, except for the exceptions that :func:`explore` allows."""
-    if not isinstance(report, SimReport):
-        raise TypeError(f"the scenario must return the SimReport of its simulation, got {report!r:.80}")
-    for rank, result in enumerate(report.results):
-        if isinstance(result, BaseException) and not is_good_end(result) and not report.is_exit_by_signal(rank):
-            result.add_note(f"This exception ended rank {rank}.")
-            raise result
-
-
 def is_end_by_signal(report: SimReport[Any], rank: int) -> bool:
     """Return whether a signal of the fault plan ended ``rank``, directly or through the loss of the signalled rank.
 
@@ -284,7 +276,7 @@ def is_end_by_signal(report: SimReport[Any], rank: int) -> bool:
 
 def is_good_end(error: BaseException) -> bool:
     """Return whether a rank may end with this exception without making its seed fail."""
-    return isinstance(error, RankLostError) or (isinstance(error, SystemExit) and not error.code)
+    return isinstance(error, RankLostError | LateError) or (isinstance(error, SystemExit) and not error.code)
 
 
 def signature_of(error: BaseException) -> str:

@@ -35,7 +35,7 @@ def repeat_line(scenario: Any, seed: int, faults: Sequence[Fault] | None = None,
         plan = f", faults=[{', '.join(map(expression_of, faults))}]"
         kinds = sorted({type(fault).__name__ for fault in faults})
         imports = [*([f"from asyncdist.simulation import {', '.join(kinds)}"] if kinds else []), *imports]
-    statement = "; ".join([*imports, f"{name}({seed}{plan}).value()"])
+    statement = "; ".join([*imports, f"{name}({seed}{plan}).check_ranks()"])
     paths = _import_paths()
     prefix = f"PYTHONPATH={shlex.quote(os.pathsep.join(paths))} " if paths else ""
     hashes = f"{environment.HASH_SEED_VARIABLE}={hash_seed} " if hash_seed is not None else ""

@@ -89,6 +89,7 @@ def _run(
             network=Network(eager_nbytes=1 << 40),
             compute=Compute(step_s=0.0),
             after_event=job.is_over,
+            return_exceptions=True,
         )
     except STOPPED as error:
         logger.debug("the replay made no progress: %s", error)
