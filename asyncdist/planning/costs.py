@@ -8,7 +8,8 @@ A sharded mean is computed in two phases. First each rank sends every other rank
 the mean of its own slice to all others. A rank sends, and receives, 2 S (k - 1) / k bytes, where S is the encoded size
 of the values and k the number of ranks. The mean is encoded with the same codec as the values, except with top-k: the
 mean has the values of all ranks, so it has k times their bytes, at most those of float32. In DiLoCo, three messages
-precede the first phase: a report to the leader, the leader's decision, and the requests for the slices. While the ranks
+precede the first phase: a report to the leader, the leader's decision, and the requests for the slices. A slice is sent
+in chunks, and at the end of a phase a rank still receives the last chunk of each other rank. While the ranks
 train, each message also waits for the end of a step, because a rank moves data only inside its steps' awaits.
 """
 
@@ -31,8 +32,12 @@ _BACKWARD_SHARE: Final = 2 / 3
 _CONTROL_COUNT: Final = 3
 #: Messages of a DiLoCo exchange that follow each other: control messages, slices and means.
 _MESSAGE_COUNT: Final = _CONTROL_COUNT + 2
+#: Sizes of the chunks of a slice, as the exchange chooses them.
+_CHUNK_COUNT: Final = 32
+_CHUNK_NBYTES_MIN: Final = 128 << 10
+_CHUNK_NBYTES_MAX: Final = 4 << 20
 #: Time of the transfers of training ranks relative to links that are never idle, measured in the simulator.
-_TRAINING_FACTOR: Final = 1.25
+_TRAINING_FACTOR: Final = 1.2
 #: Default of the option ``replacement_ratio`` of selective averaging.
 _REPLACEMENT_RATIO: Final = 0.2
 
@@ -285,8 +290,19 @@ def overlapped_s(job: Job, method: DiLoCo) -> float:
 
 def _fragment_s(job: Job, method: DiLoCo) -> float:
     """Return the seconds from a fragment's capture until all ranks have its mean, if the ranks wait for it."""
-    moved = _moved_nbytes(job, method)
-    return _CONTROL_COUNT * job.link.latency_s + 2 * job.link.seconds(moved / 2 / method.fragments)
+    count = job.param_count / job.rank_count / method.fragments  # values of a slice
+    seconds = _CONTROL_COUNT * job.link.latency_s
+    for per_value in (method.codec.nbytes_per_value, method.codec.mean_nbytes_per_value(job.rank_count)):
+        nbytes = count * per_value
+        # A link is idle while the last chunks of the other ranks' slices are still received.
+        seconds += job.link.seconds((job.rank_count - 1) * (nbytes + chunk_nbytes(nbytes)))
+    return seconds
+
+
+def chunk_nbytes(slice_nbytes: float) -> float:
+    """Return the size in bytes of the chunks in which the exchange sends a slice, if the ranks wait for it."""
+    size = min(max(slice_nbytes / _CHUNK_COUNT, _CHUNK_NBYTES_MIN), _CHUNK_NBYTES_MAX)
+    return min(size, slice_nbytes)
 
 
 def _moved_nbytes(job: Job, method: DiLoCo) -> float:

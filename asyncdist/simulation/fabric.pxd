@@ -31,6 +31,7 @@ cdef class _Path:
     cdef bint is_shared
     cdef double free_at
     cdef dict last_arrival
+    cdef dict last_entry
 
 
 cdef class Fabric:

@@ -85,14 +85,15 @@ class Receive:
 class _Path:
     """State of the simulated link from one rank to another. ``is_shared`` is true between different hosts."""
 
-    __slots__ = ("bandwidth", "draw_latency_s", "free_at", "is_shared", "last_arrival")
+    __slots__ = ("bandwidth", "draw_latency_s", "free_at", "is_shared", "last_arrival", "last_entry")
 
     def __init__(self, link: Link, rng: random.Random, *, is_shared: bool) -> None:
         self.is_shared = is_shared
         self.draw_latency_s = link.latency_sampler(rng)
         self.bandwidth = link.bandwidth_nbytes_per_s
         self.free_at = 0.0
-        self.last_arrival: dict[int, float] = {}
+        self.last_arrival: dict[int, float] = {}  # by tag
+        self.last_entry: dict[int, float] = {}  # by tag: the last time at which a message has entered the host
 
 
 class Fabric:
@@ -183,7 +184,7 @@ class Fabric:
         self._trace.add(scheduler.time(), "send", source, dest, tag, nbytes)
         self._trace.add_content(message.data)
         if self._has_interfaces and self._path(source, dest).is_shared:
-            scheduler.at(arrival, self._enter, (self._take_in, dest, nbytes if message.eager else 64, (message,)))
+            scheduler.at(arrival, self._enter, (message,))
         else:
             scheduler.at(arrival, self._take_in, (message,))
         return message
@@ -200,7 +201,8 @@ class Fabric:
     def _sent_at(self, path: _Path, source: int, nbytes: int, transfer: float) -> float:
         """Queue bytes behind earlier bytes on the link, and return the time at which the last byte leaves.
 
-        Between hosts, return the time at which the first byte leaves, because :meth:`_enter` adds the transfer time.
+        Between hosts, return the time at which the first byte leaves, because the receiving interface adds the time of
+        the transfer.
         """
         now = self._scheduler.time()
         begins_at = path.free_at if path.free_at > now else now
@@ -209,10 +211,21 @@ class Fabric:
         path.free_at = begins_at + transfer
         return begins_at if path.is_shared else path.free_at
 
-    def _enter(self, take_in: Callable[..., object], dest: int, nbytes: int, arguments: tuple[object, ...]) -> None:
-        """Deliver bytes from another host after the receiving interface has carried all earlier bytes."""
-        done_at = self._interfaces.enter(dest, self._scheduler.time(), nbytes)
-        self._scheduler.at(done_at, take_in, arguments)
+    def _enter(self, message: Message) -> None:
+        """Deliver a message from another host when the receiving interface has carried it."""
+        path = self._paths[message.source][message.dest]
+        nbytes = message.nbytes if message.eager else 64
+        done_at = self._interfaces.enter(message.dest, self._scheduler.time(), nbytes)
+        last = path.last_entry.get(message.tag, -1.0)
+        if done_at <= last:  # a small message must not overtake a large one that the interface carries
+            done_at = math.nextafter(last, math.inf)
+        path.last_entry[message.tag] = done_at
+        self._scheduler.at(done_at, self._take_in, (message,))
+
+    def _enter_whole(self, receive: Receive, message: Message) -> None:
+        """Deliver the data of a large message from another host when the receiving interface has carried it."""
+        done_at = self._interfaces.enter(message.dest, self._scheduler.time(), message.nbytes)
+        self._scheduler.at(done_at, self._take_whole, (receive, message))
 
     def _arrival(self, message: Message, delay: float) -> float:
         message.left_at = now = self._scheduler.time()
@@ -331,8 +344,7 @@ class Fabric:
         if self._has_link_faults:
             complete_at = self._faults.after_partitions(pair, now, complete_at)
         if path.is_shared:
-            arguments = (self._take_whole, message.dest, message.nbytes, (receive, message))
-            self._scheduler.at(complete_at, self._enter, arguments)
+            self._scheduler.at(complete_at, self._enter_whole, (receive, message))
         else:
             self._scheduler.at(complete_at, self._take_whole, (receive, message))
 

@@ -11,10 +11,12 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from asyncdist import validation
 from asyncdist.simulation.distributions import Duration, LogNormal, Uniform, check_duration, check_number, sampler
+
+_PACKET_NBYTES: Final = 1500  # Ethernet's largest payload
 
 
 def check_ranks(what: str, ranks: Sequence[int], size: int) -> None:
@@ -120,26 +122,44 @@ class Interfaces:
     """Shares the bandwidth of each host's network interface among the messages of the host's ranks.
 
     Messages leave a host in the order of their sends, and enter a host in the order of their arrival. Sending does not
-    slow down receiving.
+    slow down receiving. A message of at most one packet waits only for such messages, because kernels serve sparse
+    flows first (fair queueing: Hoeiland-Joergensen et al., RFC 8290).
     """
 
     def __init__(self, network: Network, size: int) -> None:
         self.bandwidth = network.host_bandwidth_nbytes_per_s or math.inf
         self._host_of = [network.host_of(rank) for rank in range(size)]
-        self._out_free_at = [0.0] * (self._host_of[-1] + 1)
-        self._in_free_at = [0.0] * (self._host_of[-1] + 1)
+        count = self._host_of[-1] + 1
+        self._out, self._in = [_Interface() for _ in range(count)], [_Interface() for _ in range(count)]
 
     def leave(self, rank: int, ready_at: float, nbytes: int) -> float:
         """Return the time, ``ready_at`` or later, when the first of ``nbytes`` bytes leaves the host of ``rank``."""
-        host = self._host_of[rank]
-        begins_at = max(ready_at, self._out_free_at[host])
-        self._out_free_at[host] = begins_at + nbytes / self.bandwidth
-        return begins_at
+        return self._out[self._host_of[rank]].carry(ready_at, nbytes, self.bandwidth)[0]
 
     def enter(self, rank: int, now: float, nbytes: int) -> float:
         """Return the time at which ``nbytes`` bytes, arriving from ``now`` on, have entered the host of ``rank``."""
-        host = self._host_of[rank]
-        begins_at = max(now, self._in_free_at[host])
-        done_at = max(begins_at + nbytes / self.bandwidth, math.nextafter(self._in_free_at[host], math.inf))
-        self._in_free_at[host] = done_at
-        return done_at
+        return self._in[self._host_of[rank]].carry(now, nbytes, self.bandwidth)[1]
+
+
+@dataclass(slots=True)
+class _Interface:
+    """One direction of a host's interface: the times at which it has carried all messages, and all small messages."""
+
+    free_at: float = 0.0
+    free_of_small_at: float = 0.0
+
+    def carry(self, ready_at: float, nbytes: int, bandwidth: float) -> tuple[float, float]:
+        """Return the times at which the first byte and the last byte of a message are carried."""
+        is_small, transfer_s = nbytes <= _PACKET_NBYTES, nbytes / bandwidth
+        begins_at = max(ready_at, self.free_of_small_at if is_small else self.free_at)
+        if is_small:
+            self.free_of_small_at = _after(begins_at + transfer_s, self.free_of_small_at)
+            self.free_at = max(self.free_at, ready_at) + transfer_s
+            return begins_at, self.free_of_small_at
+        self.free_at = _after(begins_at + transfer_s, self.free_at)
+        return begins_at, self.free_at
+
+
+def _after(done_at: float, last: float) -> float:
+    """Return ``done_at``, or the next float after ``last`` if the transfer is too short to be seen."""
+    return max(done_at, math.nextafter(last, math.inf))

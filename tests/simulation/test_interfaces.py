@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -72,6 +73,36 @@ def test_without_an_interface_each_link_has_its_own_bandwidth() -> None:
     assert simulate(fan_in, ranks=6, network=plain, strict=True).virtual_time_s < 1.1
     wide = network(ranks_per_host=1, cross_link=link, host_bandwidth_nbytes_per_s=100 * BANDWIDTH)
     assert simulate(fan_in, ranks=6, network=wide, strict=True).virtual_time_s < 1.1, "nor is it more than a link's"
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A message of some size."""
+
+    data: bytes
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_small_messages_overtake_bytes_of_other_pairs_only(seed: int) -> None:
+    """A rank's own messages stay in order, and a short message of another rank does not wait for long ones."""
+
+    async def main(world: ad.World) -> list[tuple[int, int, float]]:
+        channel = world.channel(Blob, tag=5)
+        if world.rank == 1:
+            for size in (40_000, 10, 40_000, 10):
+                channel.send_nowait(Blob(bytes(size)), 0)
+        elif world.rank == 2:
+            await asyncio.sleep(0.01)
+            channel.send_nowait(Blob(bytes(20)), 0)
+        if world.rank:
+            return []
+        found = [(await channel.receive(), world.time()) for _ in range(5)]
+        return [(each.source, len(each.message.data), at) for each, at in found]
+
+    eager = network(ranks_per_host=1, cross_link=Link(), eager_nbytes=1 << 20, host_bandwidth_nbytes_per_s=1e6)
+    found = simulate(main, ranks=3, seed=seed, network=eager, strict=True).results[0]
+    assert [size for source, size, _ in found if source == 1] == [40_000, 10, 40_000, 10]
+    assert next(at for source, _, at in found if source == 2) < 0.02, "80 KB take 0.08 s"
 
 
 @pytest.mark.parametrize("seed", range(5))

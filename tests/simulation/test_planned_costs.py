@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import asyncdist as ad
+from asyncdist.planning import costs
 from asyncdist.planning.choice import Wishes, streaming
 from asyncdist.planning.costs import (
     FLOAT32,
@@ -117,11 +118,17 @@ def test_a_selective_round_takes_the_seconds_of_the_model(ranks: int) -> None:
 
     report = simulate(main, every, ranks=ranks, seed=0, network=network(job), strict=True)
     trained_s, seconds, staleness_steps, sent, received = map(max, zip(*report.results, strict=True))
-    assert seconds == pytest.approx(cost.transfer_s, rel=0.1)
+    assert seconds == pytest.approx(cost.transfer_s, rel=0.11)
     assert staleness_steps == pytest.approx(cost.staleness_steps, rel=0.1)
     assert (sent, received) == pytest.approx((cost.sent_nbytes, cost.received_nbytes), rel=0.01)
     alone = simulate(main, 10**6, ranks=ranks, seed=0, network=network(job), strict=True)
     assert trained_s == pytest.approx(max(result[0] for result in alone.results), rel=0.01), "no rank waits"
+
+
+@pytest.mark.parametrize("nbytes", [1000, 5 << 20, 100 << 20, 1 << 30])
+def test_the_model_has_the_chunks_of_the_exchange(nbytes: int) -> None:
+    chunk_nbytes = messages.part_chunk_nbytes(nbytes)
+    assert costs.chunk_nbytes(nbytes) == pytest.approx(min(chunk_nbytes, nbytes), rel=0.01)
 
 
 # -- DiLoCo ---------------------------------------------------------------------------------------------------------
@@ -133,6 +140,8 @@ def scaled_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "PART_CHUNK_NBYTES_MIN", messages.PART_CHUNK_NBYTES_MIN // SCALE)
     monkeypatch.setattr(messages, "CHUNK_NBYTES", messages.CHUNK_NBYTES // SCALE)
     monkeypatch.setattr(messages, "_CHUNK_UNIT", 256)
+    monkeypatch.setattr(costs, "_CHUNK_NBYTES_MIN", costs._CHUNK_NBYTES_MIN // SCALE)
+    monkeypatch.setattr(costs, "_CHUNK_NBYTES_MAX", costs._CHUNK_NBYTES_MAX // SCALE)
 
 
 def scaled_job(params: int, ranks: int, mbits: float, *, step_s: float, latency_s: float = 1e-3) -> Job:
@@ -188,21 +197,16 @@ def measured(job: Job, method: DiLoCo, *, rounds: int = 1) -> Measured:
 @pytest.mark.usefixtures("scaled_chunks")
 @pytest.mark.parametrize("codec", [FLOAT32, INT8], ids=lambda each: each.name)
 @pytest.mark.parametrize(("mbits", "latency_s"), [(50, 1e-3), (1000, 5e-5)])
-@pytest.mark.parametrize(("ranks", "slower"), [(2, 0.05), (4, 0.15), (8, 0.22)])
-def test_a_round_of_diloco_takes_the_modelled_seconds(
-    ranks: int, slower: float, mbits: float, latency_s: float, codec: Codec
-) -> None:
-    """Rounds of two ranks take the modelled seconds. With more ranks, slices for one rank delay each other.
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_round_of_diloco_takes_the_modelled_seconds(ranks: int, mbits: float, latency_s: float, codec: Codec) -> None:
+    """Regression: a rank that had its mean trained for a step while others still received its slices.
 
-    The simulated interface sends messages in order, and the model has no such delays.
-
-    Regression: a rank that had its mean trained for a step while others still received its slices, and a round of
-    eight ranks took up to 1.65 times the modelled seconds.
+    A round of eight ranks took up to 1.65 times the modelled seconds.
     """
     job = scaled_job(2_000_000 * ranks, ranks, mbits, step_s=0.5, latency_s=latency_s)
     method = DiLoCo(every=2, codec=codec)
     cost, found = round_cost(job, method), measured(job, method)
-    assert 0.99 < found.waited_s / cost.wait_s < 1 + slower
+    assert found.waited_s == pytest.approx(cost.wait_s, rel=0.1)
     for nbytes in (*found.sent, *found.received):
         assert nbytes == pytest.approx(cost.sent_nbytes, rel=0.02)
 
@@ -232,8 +236,8 @@ def test_the_planned_overlap_hides_the_exchange(ranks: int, mbits: float, step_s
 @pytest.mark.long
 @pytest.mark.usefixtures("scaled_chunks")
 def test_int8_and_overlap_keep_ranks_busy_at_50_mbits() -> None:
-    """DiLoCo with H = 128 has a published utilisation of 0.1155, which the model gives with steps of 29.4 ms."""
-    job = scaled_job(30_000_000, 4, 50, step_s=0.0294)
+    """DiLoCo with H = 128 has a published utilisation of 0.1155, which the model gives with steps of 30.3 ms."""
+    job = scaled_job(30_000_000, 4, 50, step_s=0.0303)
     method = DiLoCo(every=128, codec=INT8, fragments=4, overlap_steps=127)
     trained_s = method.every * job.step_s
     assert trained_s / (trained_s + measured(job, method, rounds=2).waited_s) >= 0.45
