@@ -21,6 +21,8 @@ from asyncdist.protocols.async_diloco.options import AsyncDiLoCoOptions
 from asyncdist.protocols.diloco.outer_step import OuterStep
 from asyncdist.protocols.exchange.fragment import mean_cosine
 from asyncdist.protocols.exchange.ledger import Verdict
+from asyncdist.protocols.exchange.radial import radial_mean_into
+from asyncdist.protocols.exchange.wire_layout import average_into
 
 _YIELD_NBYTES: Final = 4 << 20  # bytes of a mean that are computed before other tasks run
 
@@ -68,7 +70,7 @@ class Anchor:
         self._correct = options.correct
         # Error feedback, topk and corrections change the differences that are sent or applied, so norms are unknown.
         is_difference = options.error_feedback is None and layouts.wire.codec.name != "topk"
-        self._knows_norms = is_difference and options.correct is None
+        self._knows_norms = is_difference and options.correct is None and options.merge == "mean"
         self.version = version
         self._values = [value.clone() for value in block[1]]
         self._outer = OuterStep(options.outer_optimizer, layouts.stepped(self._values))
@@ -98,7 +100,8 @@ class Anchor:
         for each in exact.slices:
             into, own = exact.part(mean, each), [exact.part(values, each) for values in given]
             for number, (first, end, *_) in enumerate(exact.pieces(each)):
-                exact.average(each, number, [part[first:end] for part in own], weights, into[first:end])
+                combine = radial_mean_into if number in each.whole else average_into
+                exact.average(each, number, [part[first:end] for part in own], weights, into[first:end], combine)
                 unread_nbytes += end - first
                 if unread_nbytes >= _YIELD_NBYTES:
                     unread_nbytes = 0

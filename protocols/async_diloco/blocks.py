@@ -7,7 +7,7 @@ sends its anchor as a block, which becomes the worker's anchor when the worker a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import torch
@@ -26,13 +26,21 @@ class Layouts:
 
     Attributes:
         wire: Layout of contributions.
-        exact: Layout of anchors. It has the same vectors in the same order, without a codec.
+        exact: Layout of anchors, in which tensors may be whole. It has the same vectors in the same order, without a
+            codec.
     """
 
-    def __init__(self, entries: Sequence[Entry], parameters: set[str], owner_count: int, codec: Codec) -> None:
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        parameters: set[str],
+        owner_count: int,
+        codec: Codec,
+        divisible: Set[str] | None = None,
+    ) -> None:
         chosen = range(len(entries))
         self.wire = WireLayout(entries, chosen, parameters, owner_count, codec)
-        self.exact = WireLayout(entries, chosen, parameters, owner_count, find_codec("float32"))
+        self.exact = WireLayout(entries, chosen, parameters, owner_count, find_codec("float32"), divisible)
 
     def new_block(self) -> Block:
         """Allocate memory for an anchor."""

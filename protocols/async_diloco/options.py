@@ -13,7 +13,7 @@ from asyncdist import validation
 from asyncdist.protocols.async_diloco.arrivals import ArrivalWeighting
 from asyncdist.protocols.async_diloco.corrections import Correction
 from asyncdist.protocols.declared import Options, function, like, number, one_of, option, or_none, whole
-from asyncdist.protocols.diloco.options import DiLoCoOptions, Late, described
+from asyncdist.protocols.diloco.options import DiLoCoOptions, Late, Merge, described, truth
 from asyncdist.protocols.diloco.outer_step import OuterFactory, check_factory
 from asyncdist.protocols.diloco.policy import ELSEWHERE as OF_DILOCO
 from asyncdist.protocols.options import AveragingOptions, MemberOptions, OptimizerState
@@ -61,6 +61,7 @@ class AsyncDiLoCoOptionNames(MemberOptions, total=False):
     grace_steps: float
     late: Late
     weights: ArrivalWeighting
+    merge: Merge
     wire: str | Codec
     error_feedback: float | None
     optimizer_state: OptimizerState
@@ -68,12 +69,6 @@ class AsyncDiLoCoOptionNames(MemberOptions, total=False):
     replica_size: int
     on_event: Callable[[PolicyEvent], None] | None
     drain_timeout_s: float
-
-
-def _truth(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        validation.refuse(name, value, "True or False", TypeError)
-    return value
 
 
 def _factory(name: str, value: Any) -> Any:
@@ -106,13 +101,14 @@ class AsyncDiLoCoOptions(Options):
         default="equal",
         is_agreed=True,
     )
+    merge: Merge = like(DiLoCoOptions, "merge")
     wire: Codec = like(DiLoCoOptions, "wire")
     error_feedback: float | None = like(DiLoCoOptions, "error_feedback")
     optimizer_state: OptimizerState = like(AveragingOptions, "optimizer_state")
     dynamic_steps: bool = option(
         "Whether slower ranks make fewer steps per contribution, in proportion to their speed, and at least one. The "
         "fastest rank makes `average_every` steps. The numbers of steps then depend on the measured times.",
-        _truth,
+        truth,
         default=False,
         group=_STRAGGLERS,
         is_agreed=True,

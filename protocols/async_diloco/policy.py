@@ -40,7 +40,8 @@ from asyncdist.protocols.async_diloco.server import ServerOptions
 from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics, statistics_of
 from asyncdist.protocols.async_diloco.timing.pace import Stopwatch
 from asyncdist.protocols.declared import among, with_options
-from asyncdist.protocols.diloco.options import counted_tokens
+from asyncdist.protocols.diloco.options import check_has_whole_tensors, counted_tokens
+from asyncdist.protocols.exchange.radial import embeddings_of
 from asyncdist.protocols.exchange.replicas.crew import Crew, joined_crew
 from asyncdist.protocols.exchange.replicas.group import Readiness
 from asyncdist.protocols.exchange.wire_layout import checksum_of_parameters
@@ -118,6 +119,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
             **among(options, MemberOptions),
         )
         own.check_grace(self.average_every)
+        check_has_whole_tensors(own.merge, holds_shards=self._holds_shards())
         if own.wire.name == "topk" and own.error_feedback is None:
             warnings.warn(LOSES_VALUES, UserWarning, stacklevel=3)
         self._layout_buffers = self._flat.new_buffers(device="meta")
@@ -197,7 +199,8 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
     def _lay_out(self, entries: Sequence[Entry], parameters: set[str]) -> None:
         """Begin with the model's weights, or with a saved state."""
         own = self._own_options
-        self._layouts = Layouts(entries, parameters, len(self._takers()), own.wire)
+        divisible = embeddings_of(self.model) if own.merge == "radial" else None
+        self._layouts = Layouts(entries, parameters, len(self._takers()), own.wire, divisible)
         self._captures = Captures(self._layouts, own.error_feedback)
         self._holdings = Holdings(HeldAnchor(0, (), self._layouts.block_of(self._tensors())))
         self._take_saved()

@@ -15,7 +15,8 @@ from torch import Tensor
 from asyncdist.protocols.diloco.outer_step import OuterFactory, OuterStep
 from asyncdist.protocols.exchange.fragment import Fragment, Mean, mean_cosine
 from asyncdist.protocols.exchange.ledger import Verdict
-from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, scatter, subtract
+from asyncdist.protocols.exchange.radial import radial_mean_into
+from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, gather, scatter, subtract
 from asyncdist.tensors.codecs import ErrorFeedback
 
 
@@ -84,6 +85,15 @@ class FragmentState(Fragment):
                     vector.codec.encode(flats[place], encoded[place])
         return norm
 
+    def combine(
+        self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
+    ) -> None:
+        """Write the combination of all donors' encoded slices: of whole tensors, the radial-directional mean."""
+        if number in each.whole:
+            self.layout.average(each, number, parts, weights, into, radial_mean_into)
+        else:
+            self.layout.average(each, number, parts, weights, into)
+
     @torch.no_grad()
     def merge(self, verdict: Verdict, encoded: Sequence[Tensor]) -> None:
         """Take the encoded mean of all donors, which is kept until it is applied, and move the anchor."""
@@ -96,12 +106,22 @@ class FragmentState(Fragment):
                 stepped = [place for place, vector in enumerate(vectors) if vector.role == "stepped"]
                 differences = [self._values.pop(place) for place in stepped]
                 norm = math.hypot(*(torch.linalg.vector_norm(flat).item() for flat in differences))
-                # The donors' norms are those of the differences. With these options, other vectors are sent.
-                is_other = bool(self._residuals) or self.layout.codec.name == "topk"
+                # The norms are those of the differences and of their mean. With these options, other vectors are sent
+                # or the mean is another one.
+                is_other = bool(self._residuals) or self.layout.codec.name == "topk" or not self.layout.is_cut
                 cosine = None if is_other else mean_cosine(verdict, norm)
-                self._outer.step(differences)
+                self._take(differences)
         self.version += 1
         self.mean = Mean(verdict, norm, cosine)
+
+    def _take(self, differences: Sequence[Tensor]) -> None:
+        """Take the mean differences, one for each anchor: move the anchors."""
+        self._move(differences)
+
+    def _move(self, gradients: Sequence[Tensor]) -> None:
+        """Make a step of the outer optimizer."""
+        assert self._outer is not None, "states have no anchor"
+        self._outer.step(gradients)
 
     @torch.no_grad()
     def apply(self, tensors: Sequence[Tensor], *, is_late: bool, is_whole: bool) -> None:

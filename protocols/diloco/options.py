@@ -21,6 +21,8 @@ from asyncdist.tensors.codecs import Codec, find_codec
 
 #: How the ranks' contributions are weighted: equally, or by the tokens passed to `step`.
 Weighting: TypeAlias = Literal["equal", "tokens"]
+#: How the ranks' differences are combined: by their mean, or per tensor by their mean norm and direction.
+Merge: TypeAlias = Literal["mean", "radial"]
 #: Whether a step waits for a mean that has not arrived when it is due.
 Late: TypeAlias = Literal["wait", "skip"]
 #: Outer optimizer of the DiLoCo paper.
@@ -39,8 +41,10 @@ class DiLoCoOptionNames(ExchangeOptionNames, total=False):
     wire: str | Codec
     error_feedback: float | None
     weights: Weighting
+    merge: Merge
     warmup_steps: int
     late: Late
+    eager: bool
     replica_size: int
 
 
@@ -54,6 +58,13 @@ def _outer_factory(name: str, value: Any) -> Any:
 def _codec(name: str, value: Any) -> Codec:
     del name
     return find_codec(value)
+
+
+def truth(name: str, value: Any) -> bool:
+    """Return a value that is True or False."""
+    if not isinstance(value, bool):
+        validation.refuse(name, value, "True or False", TypeError)
+    return value
 
 
 def _pattern(name: str, value: Any) -> FragmentPattern:
@@ -86,6 +97,13 @@ class DiLoCoOptions(ExchangeOptions):
         "previous contribution.",
         one_of(Weighting),
         default="equal",
+        is_agreed=True,
+    )
+    merge: Merge = option(
+        'Combination of the differences: `"mean"`, or `"radial"` for the mean of their norms times their mean '
+        "direction, tensor by tensor (Decoupled DiLoCo). Embeddings always take the mean.",
+        one_of(Merge),
+        default="mean",
         is_agreed=True,
     )
     warmup_steps: int = option(
@@ -149,7 +167,15 @@ class DiLoCoOptions(ExchangeOptions):
         group="stragglers and rounds",
         is_agreed=True,
     )
-
+    eager: bool = option(
+        "Whether no rank waits for the average of the same round: each rank moves its anchor by its own share of the "
+        "round and by the other ranks' shares of the previous round (eager outer steps). The ranks' anchors then "
+        "differ. They are averaged at the end and in checkpoints.",
+        truth,
+        default=False,
+        group="stragglers and rounds",
+        is_agreed=True,
+    )
     replica_size: int = option(
         "Number of consecutive ranks that train one replica of the model together, under DDP or `fully_shard`. The "
         "replicas average with each other; a replica counts as one contributor. 1 means that each rank has its own "
@@ -175,6 +201,37 @@ class DiLoCoOptions(ExchangeOptions):
                 "error_feedback", self.error_feedback, "None without an outer optimizer, which sends no differences"
             )
 
+        if self.merge == "radial" and self.outer_optimizer is None:
+            allowed = "'mean' without an outer optimizer, since whole weights are averaged"
+            validation.refuse("merge", self.merge, allowed)
+        if self.eager:
+            self._check_beside_eager()
+
+    def _check_beside_eager(self) -> None:
+        """Raise ValueError if another option contradicts ``eager=True``."""
+        if self.outer_optimizer is None:
+            raise ValueError(
+                "outer_optimizer must be a factory with eager=True, got None: an eager step is a step of the outer "
+                "optimizer. To average the weights, pass functools.partial(torch.optim.SGD, lr=1.0)"
+            )
+        for name, value, allowed in (
+            ("overlap_steps", 0, "0 with eager=True, since a mean travels until its fragment is due again"),
+            ("warmup_steps", 0, "0 with eager=True, since in a warm-up each step waits for its own mean"),
+            (
+                "late",
+                "wait",
+                "'wait' with eager=True, since ranks must average their anchors after equally many rounds",
+            ),
+            (
+                "weights",
+                "equal",
+                "'equal' with eager=True, since a rank does not know the others' tokens when it steps",
+            ),
+        ):
+            given = getattr(self, name)
+            if given != value:
+                validation.refuse(name, given, allowed)
+
     def agreed(self) -> dict[str, Any]:
         """Return the options that must be equal on all members, by name, as JSON values."""
         outer = "None" if self.outer_optimizer is None else described(self.outer_optimizer)
@@ -184,6 +241,13 @@ class DiLoCoOptions(ExchangeOptions):
             "wire": repr(self.wire),
             "outer_optimizer": outer,
         }
+
+
+def check_has_whole_tensors(merge: Merge, *, holds_shards: bool) -> None:
+    """Raise ValueError if differences are merged tensor by tensor, but each rank has only shards of tensors."""
+    if merge == "radial" and holds_shards:
+        allowed = "'mean' if replicas are sharded, since no rank has whole tensors; replicas under DDP have them"
+        validation.refuse("merge", merge, allowed)
 
 
 def counted_tokens(tokens: float | None, metric: object, weights: str) -> float:

@@ -18,25 +18,34 @@ the others (:mod:`protocols.exchange.ledger`). The anchor and the outer optimize
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Final, Unpack
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, Unpack
 
 import torch
 from torch import nn
 
 from asyncdist import validation
 from asyncdist.protocols.declared import among, with_options
+from asyncdist.protocols.diloco.eager import AnchorMean, EagerFragment, interleaved
 from asyncdist.protocols.diloco.fragment_state import FragmentState
 from asyncdist.protocols.diloco.fragments import fragments_of
-from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions, counted_tokens
+from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions, check_has_whole_tensors, counted_tokens
+from asyncdist.protocols.exchange.flights import Flight
+from asyncdist.protocols.exchange.fragment import Mean
+from asyncdist.protocols.exchange.ledger import Verdict
 from asyncdist.protocols.exchange.policy import ExchangePolicy
+from asyncdist.protocols.exchange.radial import embeddings_of
+from asyncdist.protocols.exchange.rounds import Exchanged
 from asyncdist.protocols.exchange.schedule import Schedule
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.misuse import line_of_caller
 from asyncdist.protocols.options import CommonOptions, MemberOptions
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.step_info import StepInfo
+from asyncdist.protocols.wrappers import reshard
 
 #: Options of other libraries, with the names of this policy's options.
 ELSEWHERE: Final = {
@@ -72,6 +81,15 @@ ELSEWHERE: Final = {
     "momentum": "outer_optimizer=functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9) sets the outer momentum, and "
     "mixing the share of the rank's own weights",
 }
+
+
+class Landed(NamedTuple):
+    """A flight whose mean has arrived, and the seconds for which a step waited for it."""
+
+    flight: Flight
+    waited_s: float
+
+
 _LOSES_VALUES: Final = (
     "wire='topk' without error_feedback loses the values that it does not send; pass error_feedback=0.95 or 1.0"
 )
@@ -114,7 +132,8 @@ class DiLoCoPolicy(ExchangePolicy):
         **options: Unpack[DiLoCoOptionNames],
     ) -> None:
         own = self._own_options = DiLoCoOptions.of(options)
-        schedule = Schedule(average_every, own.fragments, own.overlap_steps, own.warmup_steps)
+        overlap_steps = average_every if own.eager else own.overlap_steps  # an eager mean travels for a whole round
+        schedule = Schedule(average_every, own.fragments, overlap_steps, own.warmup_steps)
         super().__init__(
             model,
             optimizer,
@@ -125,10 +144,16 @@ class DiLoCoPolicy(ExchangePolicy):
             **among(options, MemberOptions),
         )
         own.check_beside(self.average_every)
+        check_has_whole_tensors(own.merge, holds_shards=self._holds_shards())
         if own.wire.name == "topk" and own.error_feedback is None:
             warnings.warn(_LOSES_VALUES, UserWarning, stacklevel=3)
         self._chosen = fragments_of(self._whole_entries(), own.fragments, own.fragment_pattern)
         self._tokens = [0.0] * own.fragments  # since each fragment's previous contribution
+        self._landed: dict[int, Landed] = {}  # by fragment: the mean that the next eager step contains
+        self._anchor_means: list[AnchorMean] = []  # by fragment; empty unless steps are eager
+        self._settled_at = 0  # the round after which the anchors were averaged last
+        if own.eager:
+            self._numbers_per_round = 1 + own.fragments
 
     def step(
         self,
@@ -162,16 +187,24 @@ class DiLoCoPolicy(ExchangePolicy):
 
     def _make_fragments(self) -> Sequence[FragmentState]:
         own, tensors = self._own_options, self._tensors()
+        divisible = embeddings_of(self.model) if own.merge == "radial" else None
+        layouts = [self._layout(chosen, own.wire, divisible) for chosen in self._chosen]
+        if own.eager:
+            assert own.outer_optimizer is not None, "an eager step is a step of the outer optimizer"
+            factory, decay, mixing = own.outer_optimizer, own.error_feedback, own.mixing
+            eager = [EagerFragment(layout, factory, decay, tensors, mixing=mixing) for layout in layouts]
+            self._anchor_means = [AnchorMean(each) for each in eager]
+            return eager
         return [
             FragmentState(
-                self._layout(chosen, own.wire),
+                layout,
                 own.outer_optimizer,
                 own.error_feedback,
                 tensors,
                 mixing=own.mixing,
                 keeps_captured=own.late == "skip",
             )
-            for chosen in self._chosen
+            for layout in layouts
         ]
 
     def _acts_alone(self) -> bool:
@@ -182,15 +215,97 @@ class DiLoCoPolicy(ExchangePolicy):
         return tokens if self._own_options.weights == "tokens" else 1.0
 
     def _own_state(self) -> dict[str, Any]:
-        return {**super()._own_state(), "tokens": list(self._tokens)}
+        own = {**super()._own_state(), "tokens": list(self._tokens)}
+        return {**own, "settled_at": self._settled_at} if self._own_options.eager else own
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         super()._load_own_state(state)
         self._tokens = list(state["tokens"])
+        self._settled_at = state.get("settled_at", 0)
 
     def _forget_own(self) -> None:
         super()._forget_own()
         self._tokens = [0.0] * len(self._tokens)
+
+    # -- eager outer steps --------------------------------------------------------------------------------------------
+
+    def _exchanged(self) -> Sequence[Exchanged]:
+        return interleaved(self._fragments, self._anchor_means) if self._own_options.eager else self._fragments
+
+    async def _apply_due(self, step: int) -> list[StepInfo]:
+        """Wait for the means that are due; an eager step contains them only when the fragment is captured again."""
+        if not self._own_options.eager:
+            return await super()._apply_due(step)
+        for fragment, flight in self._flights.due(step):
+            began_at = self._world.time()
+            await self._merged(flight.number)
+            self._landed[fragment] = Landed(flight, self._world.time() - began_at)
+            self._flights.end(fragment)
+        return []
+
+    async def _begin_round(self, step: int) -> list[StepInfo]:
+        if not self._own_options.eager:
+            return await super()._begin_round(step)
+        began_at, fragment = self._world.time(), self._flights.next()[0]
+        own = self._fragments[fragment]
+        mean = own.mean  # of the previous round
+        await self._capture(step)
+        landed = self._landed.pop(fragment, None)
+        flight = Flight(0, step, step) if landed is None else landed.flight
+        ready = await self._readiness(fragment, flight.number)
+        await self._write(fragment, ready, is_late=False, is_left_out=False)
+        if mean is None or landed is None:  # the first step contains this rank's share alone
+            ready = ready._replace(norm=None, has_cosine=False)
+            count = 0 if fragment in self._unsound_captures else 1
+            mean = Mean(Verdict(1, (self._world.rank,) * count, (1.0,) * count, (0.0,) * count))
+        info = self._info_of(fragment, flight, mean, ready)
+        seconds, waited_s = self._world.time() - began_at, 0.0
+        if landed is not None:
+            waited_s = landed.waited_s
+        info = replace(info, seconds=seconds + waited_s, waited_s=waited_s, staleness_versions=int(landed is not None))
+        if landed is None:
+            info = replace(info, left_out=(), nbytes=0)
+        self._announce(info, mean.verdict)
+        return [info]
+
+    async def settle(self) -> None:
+        """Wait for the means in flight; with ``eager``, also average the ranks' anchors.
+
+        All ranks call this method after equally many steps; :func:`asyncdist.save_population` does. With ``eager``, the
+        ranks' parameters are shifted by the change of their anchors. Otherwise the weights do not change.
+        """
+        await super().settle()
+        await self._average_anchors()
+
+    async def _conclude(self) -> None:
+        await self._average_anchors()
+
+    async def _average_anchors(self) -> None:
+        """Replace the anchors by their mean over the ranks that do the same after the same round."""
+        exchange, last = self._exchange, self._flights.last_number()
+        if exchange is None or not self._anchor_means or self._settled_at == last:
+            return
+        if self._flat.mesh_ranks:
+            reshard(self.model)
+        tensors, first = self._tensors(), self._number_in_exchange(last) + 1
+        place_count = len(self._fragments) * self._numbers_per_round
+        is_sound = self._unsound() is None
+        for number, each in enumerate(self._anchor_means, first):
+            if each.number != number:  # otherwise an earlier call was cancelled
+                version, place = divmod(number - 1, place_count)
+                each.begin(number, version)
+                encoded = exchange.new_encoded(place)
+                norm = each.capture(tensors, encoded)
+                exchange.contribute(number, encoded, 1.0, norm if is_sound else math.nan)
+        for number, _ in enumerate(self._anchor_means, first):
+            await exchange.merged(number)
+        with self._weights.following():
+            for each in self._anchor_means:
+                each.apply(tensors)
+        for number, _ in enumerate(self._anchor_means, first):
+            exchange.note_applied((number - 1) % place_count)
+        self._settled_at = last
+        await self._share(range(len(self._fragments)), tensors)
 
     # -- beginning again with a new model ---------------------------------------------------------------------------
 

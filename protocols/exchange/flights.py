@@ -61,6 +61,11 @@ class Flights:
         fragment = self._owed[0]
         return fragment, self._captured[fragment] * len(self._captured) + fragment + 1
 
+    def last_number(self) -> int:
+        """Return the number of the last round for which a contribution was captured; 0 before the first."""
+        count = len(self._captured)
+        return max((each - 1) * count + place + 1 if each else 0 for place, each in enumerate(self._captured))
+
     def begin(self, step: int) -> tuple[int, int]:
         """Put the next owed fragment in flight, and return it with the number of its round."""
         fragment, number = self.next()

@@ -41,6 +41,8 @@ class Fragment:
         mean: The last merged mean; None before the first.
     """
 
+    is_frequent = True
+
     def __init__(self, layout: WireLayout) -> None:
         self.layout = layout
         self.version = 0
@@ -72,6 +74,13 @@ class Fragment:
             if vector.codec is not None:
                 vector.codec.encode(flat, into)
         return norm
+
+    def advance(self, donor_count: int) -> None:
+        """Move the anchor before the mean is known, if the fragment does so; called after each capture.
+
+        Args:
+            donor_count: Number of ranks that contribute to the round; 0 if this rank's contribution is not used.
+        """
 
     def combine(
         self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor

@@ -2,9 +2,10 @@
 
 A round passes through these states on the leader:
 
-1. Members report their captured contributions. When the contributions of all members have been reported, the leader
-   decides the round: its verdict names the donors, their weights, and thereby the owners of the slices. The donors and
-   weights are the result of a function of the reports alone, which the policy chooses.
+1. Members report their captured contributions, in the order of the rounds. When all members have contributed to this
+   round or to a later one, the leader decides the round: its verdict names the donors, their weights, and thereby the
+   owners of the slices. The donors and weights are the result of a function of the reports alone, which the policy
+   chooses.
 2. Members report that they have the mean. When all have it, the round is retired.
 
 If a rank is lost that a decided round needs, or if this rank becomes the leader, the leader takes a *census*: all
@@ -282,17 +283,25 @@ class Ledger:
         return self._rounds.setdefault(number, _Round())
 
     def _decisions(self) -> list[Instruction]:
-        """Decide all rounds to which every member has contributed, or every partner of a member."""
+        """Decide all rounds to which every member has contributed, or every partner of a member.
+
+        If all ranks that have contributed to a round are lost, and no member will contribute, it has no donors.
+        """
         if self._awaited is not None or not self.members:
             return []
         made: list[Instruction] = []
         for number, each in sorted(self._rounds.items()):
             if not self._is_shared(number):
                 made += self._taken(number, each)
-            elif each.verdict is None and each.captured and self.members - each.excused <= each.captured.keys():
+            elif each.verdict is None and self._awaited_in(number, each) <= each.captured.keys():
                 each.verdict = self._verdict(each)
                 made.append(Decide(number, each.verdict, tuple(sorted(self.members - each.merged))))
         return made
+
+    def _awaited_in(self, number: int, each: _Round) -> set[int]:
+        """Return the members that contribute to a round: not those that have contributed to a later one only."""
+        passed = {rank for later, other in self._rounds.items() if later > number for rank in other.captured}
+        return self.members - each.excused - passed
 
     def _is_shared(self, number: int) -> bool:
         """Return whether all members share one mean in a round."""
@@ -315,7 +324,7 @@ class Ledger:
         """Return the next verdict on a round, from the reports of all members or of a taker's partners."""
         each.attempt += 1
         ranks = each.captured.keys() if partners is None else each.captured.keys() & set(partners)
-        chosen = self._weigh({rank: each.captured[rank] for rank in sorted(ranks)})
+        chosen = self._weigh({rank: each.captured[rank] for rank in sorted(ranks)}) if ranks else {}
         donors = tuple(sorted(chosen))
         norms = tuple(each.captured[rank].norm for rank in donors)
         return Verdict(each.attempt, donors, tuple(chosen[rank] for rank in donors), norms, taker=taker)

@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, ClassVar, Final, Unpack
 
@@ -28,12 +28,12 @@ from asyncdist import BusyError, validation
 from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.protocols.exchange.exchange import Exchange
 from asyncdist.protocols.exchange.flights import Flight, Flights
-from asyncdist.protocols.exchange.fragment import Fragment, mean_cosine
+from asyncdist.protocols.exchange.fragment import Fragment, Mean, mean_cosine
 from asyncdist.protocols.exchange.ledger import Report, Verdict, reported_weights
 from asyncdist.protocols.exchange.options import ExchangeOptions
 from asyncdist.protocols.exchange.replicas.division import parts_of
 from asyncdist.protocols.exchange.replicas.group import Readiness, ReplicaGroup, joined_replica
-from asyncdist.protocols.exchange.rounds import has_merged
+from asyncdist.protocols.exchange.rounds import Exchanged, has_merged
 from asyncdist.protocols.exchange.schedule import Schedule
 from asyncdist.protocols.exchange.statistics import ExchangeStatistics, statistics_of
 from asyncdist.protocols.exchange.wire_layout import Vector, WireLayout, gather, scatter
@@ -102,6 +102,7 @@ class ExchangePolicy(JoinablePolicy):
         self._flights = Flights(schedule, skips_late=skips_late)
         self._fragment_count = schedule.fragment_count
         self._is_overlapped = schedule.overlap_steps > 0
+        self._numbers_per_round = 1  # numbers of the exchange's rounds; further ones are for :meth:`_exchanged`
         self._layout_buffers = self._flat.new_buffers(device="meta")
         self._fragments: list[Fragment] = []
         self._replica_size = replica_size
@@ -126,20 +127,31 @@ class ExchangePolicy(JoinablePolicy):
     def _make_fragments(self) -> Sequence[Fragment]:
         """Return new fragments, which contain each entry of the model at most once; called by :meth:`_prepare`."""
 
-    def _layout(self, chosen: Sequence[int], codec: Codec) -> WireLayout:
+    def _exchanged(self) -> Sequence[Exchanged]:
+        """Return the contents of the exchange's rounds, in turn: by default the fragments.
+
+        A subclass may add ``self._numbers_per_round - 1`` others after each fragment, whose rounds may be left out.
+        """
+        return self._fragments
+
+    async def _conclude(self) -> None:
+        """Complete the policy with the other members, when it closes without an error."""
+
+    def _layout(self, chosen: Sequence[int], codec: Codec, divisible: Set[str] | None = None) -> WireLayout:
         """Return the layout of the next fragment's part that this rank exchanges; called once for each fragment.
 
         Args:
             chosen: Indices of the fragment's entries.
             codec: Codec of the stepped vector.
+            divisible: Names of the parameters that may be cut into pieces; None if all may be.
         """
         entries, size, rank = self._flat.entries, self._replicas.size, self._world.rank
         parameters = self._known_infinities.without(dict(self.model.named_parameters(remove_duplicate=False)))
         donor_count = len(self._members) // size
         if size == 1 or self._holds_shards():
-            return WireLayout(entries, chosen, parameters, donor_count, codec)
+            return WireLayout(entries, chosen, parameters, donor_count, codec, divisible)
         parts = parts_of(entries, chosen, parameters, size)
-        layouts = [WireLayout(entries, part, parameters, donor_count, codec) for part in parts]
+        layouts = [WireLayout(entries, part, parameters, donor_count, codec, divisible) for part in parts]
         self._part_layouts.append(layouts)
         return layouts[self._replicas.index(rank)]
 
@@ -254,7 +266,7 @@ class ExchangePolicy(JoinablePolicy):
             self._services,
             scopes,
             membership,
-            self._fragments,
+            self._exchanged(),
             is_overlapped=is_overlapped,
             weigh=self.weigh,
             partners=self.partners,
@@ -272,6 +284,7 @@ class ExchangePolicy(JoinablePolicy):
         try:
             try:
                 if is_orderly:
+                    await self._conclude()
                     await exchange.settled(self._world.time() + self._shared.drain_timeout_s)
             finally:  # notifies the other ranks even if this task is cancelled
                 exchange.leave()
@@ -289,7 +302,8 @@ class ExchangePolicy(JoinablePolicy):
 
     def _begin_joined(self) -> None:
         flights = self._flights.in_flight.values()
-        self._opened()[0].begin_joined([each.number for each in flights if not self._has(each.number)])
+        missing = [self._number_in_exchange(each.number) for each in flights if not self._has(each.number)]
+        self._opened()[0].begin_joined(missing)
 
     def _take_whole(self) -> None:
         self._take_saved()
@@ -378,7 +392,7 @@ class ExchangePolicy(JoinablePolicy):
                 self._read_new_metric(local_metric)
             while flights.can_begin():
                 while flights.can_begin():
-                    await self._capture(step)
+                    applied += await self._begin_round(step)
                 applied += await self._apply_due(step)
         if self._admission is not None and self._admission.is_asked:
             await self._admit()
@@ -391,10 +405,19 @@ class ExchangePolicy(JoinablePolicy):
     async def _merged(self, number: int) -> None:
         """Wait until this rank has the mean of a round."""
         if self._exchange is not None:
-            await self._exchange.merged(number)
+            await self._exchange.merged(self._number_in_exchange(number))
+
+    def _number_in_exchange(self, number: int) -> int:
+        """Return the number by which the exchange knows a fragment's round."""
+        return (number - 1) * self._numbers_per_round + 1
 
     def _tensors(self) -> Sequence[Tensor]:
         return self._flat.tensors(self._layout_buffers)
+
+    async def _begin_round(self, step: int) -> list[StepInfo]:
+        """Begin the next round, and return the averages that this applies."""
+        await self._capture(step)
+        return []
 
     async def _capture(self, step: int) -> None:
         """Capture this member's contribution to the next round."""
@@ -403,25 +426,37 @@ class ExchangePolicy(JoinablePolicy):
         is_past = self._has(number)  # this rank was admitted while the others captured the round
         scores = () if is_past else await self._take_scores(fragment, tensors)
         self._flights.begin(step)
+        own, exchange = self._fragments[fragment], self._exchange
         if is_past:
+            own.advance(0)
             return
-        own, weight, exchange = self._fragments[fragment], self._take_weight(fragment), self._exchange
-        encoded = own.layout.new_encoded() if exchange is None else exchange.new_encoded(fragment)
+        weight = self._take_weight(fragment)
+        encoded = own.layout.new_encoded() if exchange is None else exchange.new_encoded(self._place(fragment))
         # A non-finite parameter of the fragment makes the norm non-finite, so only the other entries are checked.
         unsound = self._known_infinities.unsound_entry_of_model(own.layout.stepped_entries)
         norm = math.nan if unsound is not None else own.capture(tensors, encoded)
         (self._unsound_captures.discard if math.isfinite(norm) else self._unsound_captures.add)(fragment)
+        own.advance(len(self._first_ranks()) if math.isfinite(norm) else 0)
         facts = number, fragment, step, own.version, weight, norm, own.layout.nbytes, own.layout.unencoded_nbytes
         if exchange is None:
             chosen = self.weigh({self._world.rank: Report(weight, norm, scores)})
             verdict = Verdict(1, tuple(chosen), tuple(chosen.values()), (norm,) * len(chosen))
             own.merge(verdict, encoded if chosen else ())
         else:
-            exchange.contribute(number, encoded, weight, norm, scores)
+            exchange.contribute(self._number_in_exchange(number), encoded, weight, norm, scores)
         event = Contributed(*facts)
         self._journal.note_contributed(event)
         if self._shared.on_event is not None:
             self._shared.on_event(event)
+
+    def _place(self, fragment: int) -> int:
+        """Return the place of a fragment in :meth:`_exchanged`."""
+        return fragment * self._numbers_per_round
+
+    def _first_ranks(self) -> set[int]:
+        """Return the living members, or the first rank of each replica."""
+        members = (self._world.rank,) if self._exchange is None else self._exchange.members()
+        return {self._replicas.mates(rank)[0] for rank in members}
 
     async def _apply_due(self, step: int) -> list[StepInfo]:
         """Apply all means that are due in this step; wait for those that have not arrived, unless they are skipped."""
@@ -458,12 +493,23 @@ class ExchangePolicy(JoinablePolicy):
 
     async def _apply(self, fragment: int, flight: Flight, began_at: float, ready: Readiness) -> StepInfo:
         """Write a fragment's merged mean into the model, with the other ranks of the replica."""
+        mean = self._fragments[fragment].mean
+        assert mean is not None, f"round {flight.number} has no mean"
+        waited_s = self._world.time() - began_at
+        is_late = self._flights.skips_late and flight.applied_at < self.iteration
+        await self._write(fragment, ready, is_late=is_late, is_left_out=self._takes_whole(mean.verdict))
+        self._flights.end(fragment)
+        if self._exchange is not None:
+            self._exchange.note_applied(self._place(fragment))
+        info = self._info_of(fragment, flight, mean, ready)
+        info = replace(info, seconds=self._world.time() - began_at, waited_s=waited_s)
+        self._announce(info, mean.verdict)
+        return info
+
+    async def _write(self, fragment: int, ready: Readiness, *, is_late: bool, is_left_out: bool) -> None:
+        """Write a fragment's new values into the model, and reset the optimizer if that is needed."""
         own, trouble, tensors = self._fragments[fragment], ready.trouble, self._tensors()
         self._is_compared = True
-        assert own.mean is not None, f"round {flight.number} has no mean"
-        waited_s = self._world.time() - began_at
-        is_left_out = self._takes_whole(own.mean.verdict)
-        is_late = self._flights.skips_late and flight.applied_at < self.iteration
         is_whole = bool(trouble) or is_left_out or fragment in self._unsound_captures
         with self._weights.following():
             own.apply(tensors, is_late=is_late, is_whole=is_whole)
@@ -475,40 +521,34 @@ class ExchangePolicy(JoinablePolicy):
             reset_optimizer_state(self.optimizer)
         if is_left_out:  # the encoding error of a bad contribution would spoil the next one
             own.forget_own()
-        self._flights.end(fragment)
-        if self._exchange is not None:
-            self._exchange.note_applied(fragment)
-        verdict = own.mean.verdict
-        cosine = own.mean.cosine
+
+    def _info_of(self, fragment: int, flight: Flight, mean: Mean, ready: Readiness) -> StepInfo:
+        """Return the result of a step that applies a mean, without its durations."""
+        own, verdict, cosine = self._fragments[fragment], mean.verdict, mean.cosine
         if self._replica is not None:
-            whole = dataclasses.replace(verdict, norms=ready.norms)
-            cosine = mean_cosine(whole, ready.norm) if ready.has_cosine and ready.norm is not None else None
+            cosine = None
+            if ready.has_cosine and ready.norm is not None:
+                cosine = mean_cosine(dataclasses.replace(verdict, norms=ready.norms), ready.norm)
         total = sum(verdict.weights)
-        members = (self._world.rank,) if self._exchange is None else self._exchange.members()
         donors = tuple(self._replicas.mates(donor)[0] for donor in verdict.donors)  # the first ranks of replicas
-        firsts = {self._replicas.mates(rank)[0] for rank in members}
-        info = StepInfo(
+        return StepInfo(
             averaged_this_iteration=True,
             round=flight.number,
             donors=donors,
             weights=tuple(weight / total for weight in verdict.weights),
             staleness_steps=self.iteration - flight.captured_at,
-            seconds=self._world.time() - began_at,
             nbytes=own.layout.mean_nbytes,
-            recovered=trouble,
+            recovered=ready.trouble,
             fragment=fragment,
             wire_nbytes=own.layout.nbytes,
             outer_norm=ready.norm,
             cosine=cosine,
             unencoded_nbytes=own.layout.unencoded_nbytes,
-            waited_s=waited_s,
             fragment_count=self._fragment_count,
             version=own.version,
             staleness_versions=0,  # a fragment is captured again only after its mean was applied
-            left_out=() if verdict.taker >= 0 else tuple(sorted(firsts - set(donors))),
+            left_out=() if verdict.taker >= 0 else tuple(sorted(self._first_ranks() - set(donors))),
         )
-        self._announce(info, verdict)
-        return info
 
     async def _share(self, fragments: Sequence[int], tensors: Sequence[Tensor]) -> None:
         """Write the parts that the other ranks of the replica have applied into the model, under DDP."""

@@ -41,10 +41,12 @@ class Exchanged(Protocol):
         layout: Vectors and slices of the fragment.
         version: Number of merged rounds.
         holds_mean: Whether the memory of the last mean is needed until the mean is applied.
+        is_frequent: Whether the memory of a round is kept for further rounds.
     """
 
     layout: WireLayout
     version: int
+    is_frequent: bool
 
     @property
     def holds_mean(self) -> bool:
@@ -143,7 +145,7 @@ class RoundTransfers:
         self._fragments = fragments
         # Blocks of memory that are large enough for the encoded contributions, and the means, of each fragment.
         self._block_nbytes = tuple(
-            max(1, *(fragment.layout.memory_nbytes(of_mean=of_mean) for fragment in fragments))
+            max([1, *(each.layout.memory_nbytes(of_mean=of_mean) for each in fragments if each.is_frequent)])
             for of_mean in (False, True)
         )
         self._free: dict[int, list[Tensor]] = {nbytes: [] for nbytes in self._block_nbytes}  # by size
@@ -153,11 +155,13 @@ class RoundTransfers:
 
     def new_encoded(self, fragment: int, *, of_mean: bool = False) -> list[Tensor]:
         """Return memory for the encoded vectors of a contribution or a mean, with undefined contents."""
-        nbytes = self._block_nbytes[of_mean]
-        free = self._free[nbytes]
+        given, nbytes = self._fragments[fragment], self._block_nbytes[of_mean]
+        if not given.is_frequent:
+            nbytes = max(1, given.layout.memory_nbytes(of_mean=of_mean))
+        free = self._free.get(nbytes)
         block = free.pop() if free else new_memory(nbytes)
         self._lent[_address(block)] = block
-        return self._fragments[fragment].layout.encoded_in(block, of_mean=of_mean)
+        return given.layout.encoded_in(block, of_mean=of_mean)
 
     def note_applied(self, fragment: int) -> None:
         """Reuse the memory of a fragment's last mean, whose values are no longer needed."""
@@ -167,7 +171,8 @@ class RoundTransfers:
     def _give_back(self, encoded: Sequence[Tensor]) -> None:
         if encoded:
             block = self._lent.pop(_address(encoded[0]))
-            self._free[block.nbytes].append(block)
+            if block.nbytes in self._free:
+                self._free[block.nbytes].append(block)
 
     def offer_contribution(self, own: MemberRound) -> None:
         """Offer this member's contribution to the owners."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -30,6 +30,8 @@ from asyncdist.tensors.codecs import Codec, codec_of_means, find_codec
 from asyncdist.tensors.flat_state import Entry, accumulate_dtype
 from asyncdist.tensors.means import mean_into, weighted_mean_into
 
+#: Function that writes the mean of flat tensors, with their weights, into its first argument.
+MeanInto: TypeAlias = Callable[[Tensor, Sequence[Tensor], Sequence[float]], None]
 Role: TypeAlias = Literal["stepped", "averaged", "copied"]
 
 #: Copied entries, and vectors in a block of memory, begin at multiples of this number of bytes, so that they can be
@@ -101,6 +103,11 @@ class Vector:
         """Codec of the contributions; None if they are sent unchanged."""
         return self.sent.codec
 
+    @property
+    def has_gaps(self) -> bool:
+        """True if there are elements between the entries, so that each entry begins at a block of the codec."""
+        return sum(end - first for _, first, end in self.places) < self.count
+
     @torch.inference_mode(False)  # the tensor outlives the caller's inference mode
     def new_flat(self) -> Tensor:
         """Allocate a zero-filled vector."""
@@ -108,8 +115,15 @@ class Vector:
 
     @torch.inference_mode(False)
     def values_of(self, encoded: Tensor) -> Tensor:
-        """Return memory for a contribution's values: ``encoded`` if it is not encoded, otherwise a new tensor."""
-        return encoded if self.sent.codec is None else torch.empty(self.count, dtype=self.dtype, device="cpu")
+        """Return memory for a contribution's values: ``encoded`` if it is not encoded, otherwise a new tensor.
+
+        The values in gaps are 0.
+        """
+        if self.sent.codec is None:
+            return encoded
+        if self.has_gaps:
+            return self.new_flat()
+        return torch.empty(self.count, dtype=self.dtype, device="cpu")
 
     @torch.inference_mode(False)
     def decoded(self, encoded: Tensor, *, of_mean: bool = False) -> Tensor:
@@ -139,6 +153,8 @@ class Slice:
         number: Number of the slice among all slices of the fragment.
         owner: Number of the owner: slices with equal numbers have the same owner.
         first, last: First element and end of the slice in the vector.
+        cuts: Elements at which the slice is divided into pieces, if some pieces are whole tensors; otherwise empty.
+        whole: Numbers of the pieces that are whole tensors.
     """
 
     number: int
@@ -146,6 +162,16 @@ class Slice:
     owner: int
     first: int
     last: int
+    cuts: tuple[int, ...] = ()
+    whole: frozenset[int] = frozenset()
+
+
+def average_into(into: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> None:
+    """Write the weighted mean of flat tensors, added up in their order, into ``into``."""
+    if len(parts) > 1 and all(weight == 1.0 for weight in weights):
+        mean_into(into, parts)
+    else:
+        weighted_mean_into(into, parts, weights)
 
 
 class WireLayout:
@@ -158,9 +184,12 @@ class WireLayout:
             differences of infinities are NaN. All other floating entries have the role ``"averaged"``.
         owner_count: Number of ranks among which each vector is divided.
         codec: Codec of the stepped float32 vector.
+        divisible: Names of the parameters that may be cut into pieces; None if all may be. Each other parameter is one
+            piece, so that it is combined as a whole.
 
     Attributes:
         slices: All slices that are not empty.
+        is_cut: Whether all vectors may be cut anywhere; otherwise some tensors are whole.
         stepped_entries: Indices of the entries that the stepped vectors contain.
         nbytes: Total size in bytes of all encoded vectors of a contribution.
         mean_nbytes: Total size in bytes of all encoded vectors of a mean.
@@ -168,8 +197,16 @@ class WireLayout:
     """
 
     def __init__(
-        self, entries: Sequence[Entry], chosen: Sequence[int], parameters: set[str], owner_count: int, codec: Codec
+        self,
+        entries: Sequence[Entry],
+        chosen: Sequence[int],
+        parameters: set[str],
+        owner_count: int,
+        codec: Codec,
+        divisible: Set[str] | None = None,
     ) -> None:
+        self._source = entries, tuple(chosen), parameters
+        self._divisible = None if divisible is None else _indices(entries, divisible)
         self._owner_count = owner_count
         self.codec = codec
         grouped: dict[tuple[Role, torch.dtype], list[tuple[int, int]]] = {}
@@ -185,6 +222,7 @@ class WireLayout:
             role: Role = "stepped" if not parameters.isdisjoint(entry.names) else "averaged"
             grouped.setdefault((role, wide), []).append((index, count))
         self.vectors = tuple(self._vector(*key, grouped[key]) for key in sorted(grouped, key=str, reverse=True))
+        self.is_cut = divisible is None
         self.stepped = tuple(vector for vector in self.vectors if vector.role == "stepped")
         self.stepped_entries = frozenset(index for vector in self.stepped for index, *_ in vector.places)
         self.slices = tuple(self._slices())
@@ -192,20 +230,27 @@ class WireLayout:
         self.mean_nbytes = sum(vector.mean.nbytes(0, vector.count) for vector in self.vectors)
         self.unencoded_nbytes = sum(vector.count * vector.dtype.itemsize for vector in self.vectors)
 
+    def exact(self) -> WireLayout:
+        """Return a layout of the same entries without a codec."""
+        return self if self.codec is _EXACT else WireLayout(*self._source, self._owner_count, _EXACT)
+
     def _vector(self, role: Role, dtype: torch.dtype, counts: Sequence[tuple[int, int]]) -> Vector:
+        is_coded = role == "stepped" and dtype == torch.float32 and self.codec is not _EXACT
+        block = self.codec.block if is_coded else 1
+        is_whole = role == "stepped" and self._divisible is not None
+        # A copied entry begins where it can be viewed with its own dtype, and a whole tensor where a slice may begin.
+        alignment = _ALIGNMENT_NBYTES if role == "copied" else block if is_whole else 1
         places, end = [], 0
         for index, count in counts:
             places.append((index, end, end + count))
-            end += count
-            if role == "copied":  # each entry begins where it can be viewed with its own dtype
-                end = _aligned(end)
-        is_coded = role == "stepped" and dtype == torch.float32 and self.codec is not _EXACT
-        block = self.codec.block if is_coded else 1
+            end = _aligned(end + count, alignment)
         codec = self.codec if is_coded else None
         of_mean = None if codec is None else codec_of_means(codec, self._owner_count, end)
         of_mean = None if of_mean is _EXACT else of_mean
         total = self._owner_count if role != "copied" else 1  # the first donor's values count, so they are not divided
         bounds = (*(end * number // total // block * block for number in range(total)), end)
+        if is_whole:
+            bounds = _moved(bounds, self._cuts(places, end, block)[0])
         return Vector(role, dtype, tuple(places), bounds, Encoding(dtype, codec), Encoding(dtype, of_mean))
 
     def _slices(self) -> Iterator[Slice]:
@@ -213,8 +258,30 @@ class WireLayout:
         for place, vector in enumerate(self.vectors):
             for owner, (first, last) in enumerate(pairwise(vector.bounds)):
                 if first < last:
-                    yield Slice(number, place, owner, first, last)
+                    yield Slice(number, place, owner, first, last, *self._pieces_of(vector, first, last))
                     number += 1
+
+    def _pieces_of(self, vector: Vector, first: int, last: int) -> tuple[tuple[int, ...], frozenset[int]]:
+        """Return the cuts of a slice, and the pieces that are whole tensors, if there may be any."""
+        if vector.role != "stepped" or self._divisible is None:
+            return (), frozenset()
+        cuts, whole = self._cuts(vector.places, vector.count, 1 if vector.codec is None else vector.codec.block)
+        inside = tuple(cut for cut in cuts if first <= cut <= last)
+        return inside, frozenset(number for number, cut in enumerate(inside[:-1]) if cut in whole)
+
+    def _cuts(self, places: Sequence[tuple[int, int, int]], end: int, block: int) -> tuple[list[int], set[int]]:
+        """Return the elements at which a vector with whole tensors may be cut, and the first elements of these."""
+        assert self._divisible is not None, "only a layout with whole tensors has cuts"
+        cuts, whole = list[int](), set[int]()
+        step = max(1, _PIECE_COUNT // block) * block
+        ends = [first for _, first, _ in places[1:]] + [end]
+        for (index, first, _), following in zip(places, ends, strict=True):
+            if first == following:
+                continue
+            cuts += range(first, following, step) if index in self._divisible else [first]
+            if index not in self._divisible:
+                whole.add(first)
+        return [*cuts, end], whole
 
     def memory_nbytes(self, *, of_mean: bool = False) -> int:
         """Return the size in bytes of the memory for all encoded vectors, with gaps between them."""
@@ -248,15 +315,20 @@ class WireLayout:
         vector, start = self.vectors[each.vector], each.first
         if vector.role == "copied":
             return [Piece(0, each.last - start, 0, each.last - start)]
-        step = _piece_count(vector)
         sent, mean = vector.sent, vector.mean
         return [
             Piece(sent.nbytes(start, a), sent.nbytes(start, b), mean.nbytes(start, a), mean.nbytes(start, b))
-            for a, b in pairwise([*range(start, each.last, step), each.last])
+            for a, b in pairwise(each.cuts or [*range(start, each.last, _piece_count(vector)), each.last])
         ]
 
     def average(
-        self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
+        self,
+        each: Slice,
+        number: int,
+        parts: Sequence[Tensor],
+        weights: Sequence[float],
+        into: Tensor,
+        combine: MeanInto = average_into,
     ) -> None:
         """Write the encoded weighted mean of one piece of a slice, added up in the order of the donors.
 
@@ -265,23 +337,26 @@ class WireLayout:
             parts: The piece of each donor, uint8.
             weights: Weight of each donor, above 0.
             into: The piece of the mean, uint8.
+            combine: Function that writes the mean of flat tensors with their weights into its first argument.
         """
         vector = self.vectors[each.vector]
         if vector.role == "copied":
             into.copy_(parts[0])
             return
         if vector.codec is None:
-            _average([part.view(vector.dtype) for part in parts], weights, into.view(vector.dtype))
+            combine(into.view(vector.dtype), [part.view(vector.dtype) for part in parts], weights)
             return
         step = _piece_count(vector)
         count = min(step, each.last - each.first - number * step)
+        if each.cuts:
+            count = each.cuts[number + 1] - each.cuts[number]
         values = torch.empty(len(parts) + 1, count, dtype=vector.dtype, device="cpu")
         for part, row in zip(parts, values, strict=False):
             vector.sent.decode(part, row)
         if vector.mean.codec is None:
-            _average(list(values[:-1]), weights, into.view(vector.dtype))
+            combine(into.view(vector.dtype), list(values[:-1]), weights)
         else:
-            _average(list(values[:-1]), weights, values[-1])
+            combine(values[-1], list(values[:-1]), weights)
             vector.mean.codec.encode(values[-1], into)
 
 
@@ -295,21 +370,24 @@ def _piece_count(vector: Vector) -> int:
     return max(1, _PIECE_COUNT // block) * block
 
 
-def _average(parts: Sequence[Tensor], weights: Sequence[float], into: Tensor) -> None:
-    if len(parts) > 1 and all(weight == 1.0 for weight in weights):
-        mean_into(into, parts)
-    else:
-        weighted_mean_into(into, parts, weights)
-
-
 @torch.inference_mode(False)  # the tensor outlives the caller's inference mode
 def new_memory(nbytes: int) -> Tensor:
     """Allocate uninitialised memory as a uint8 tensor."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+def _aligned(size: int, alignment: int = _ALIGNMENT_NBYTES) -> int:
+    return -(-size // alignment) * alignment
+
+
+def _indices(entries: Sequence[Entry], names: Set[str]) -> frozenset[int]:
+    return frozenset(index for index, entry in enumerate(entries) if not names.isdisjoint(entry.names))
+
+
+def _moved(bounds: Sequence[int], cuts: Sequence[int]) -> tuple[int, ...]:
+    """Return the bounds of slices, each moved to the nearest element at which the vector may be cut."""
+    inner = [min(cuts, key=lambda cut: (abs(cut - bound), cut)) for bound in bounds[1:-1]]
+    return (0, *inner, bounds[-1]) if len(bounds) > 1 else tuple(bounds)
 
 
 def gather(vector: Vector, tensors: Sequence[Tensor], flat: Tensor) -> None:

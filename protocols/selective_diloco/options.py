@@ -45,6 +45,10 @@ def check_beside(own: DiLoCoOptions, average_every: int) -> None:
             "outer_optimizer must be a factory, got None: a gain is measured from the anchor, which only an outer "
             "optimizer has. To average the weights, pass functools.partial(torch.optim.SGD, lr=1.0)"
         )
+    if own.eager:
+        validation.refuse(
+            "eager", own.eager, "False, since eager ranks have no common anchor whose metric they could judge"
+        )
     longest = average_every // own.fragments
     if own.overlap_steps > longest:
         allowed = (

@@ -110,6 +110,23 @@ def test_a_census_chooses_by_the_same_function_of_what_is_left() -> None:
     assert made == [Decide(1, Verdict(2, (1,), (0.25,), (1.0,)), (1, 2))], "a new leader decides in the same way"
 
 
+def test_a_member_may_pass_over_a_round() -> None:
+    """Its contribution to a later round shows that it will not contribute, and it receives the mean of the others."""
+    ledger = Ledger([0, 1, 2])
+    assert captured(ledger, 2, 0, 2) == []
+    assert captured(ledger, 3, 1) == [Decide(2, verdict(1, 0, 2), (0, 1, 2))]
+    assert captured(ledger, 3, 0, 2) == [Decide(3, verdict(1, 0, 1, 2), (0, 1, 2))]
+
+
+def test_a_round_whose_contributors_are_lost_has_no_donors() -> None:
+    """Regression: the round stayed undecided, so that no later round was retired."""
+    ledger = Ledger([0, 1, 2])
+    captured(ledger, 2, 0)
+    assert ledger.on_gone(0) == []
+    assert captured(ledger, 3, 1) == []
+    assert captured(ledger, 3, 2) == [Decide(2, verdict(1), (1, 2)), Decide(3, verdict(1, 1, 2), (1, 2))]
+
+
 def test_rounds_are_retired_in_order() -> None:
     ledger = Ledger([0, 1])
     captured(ledger, 1, 0, 1)
@@ -249,13 +266,13 @@ def test_a_verdict_whose_fields_do_not_fit_is_refused(fields: Any) -> None:
 
 def test_a_newcomer_contributes_to_rounds_its_leader_has_not() -> None:
     """Regression: it was excused from them, so it could receive their mean before it had applied the previous one."""
-    ledger = Ledger([0, 1])
-    captured(ledger, 1, 0)
+    ledger = Ledger([0, 1, 3])
+    captured(ledger, 1, 0, 1)
     captured(ledger, 2, 1)
     assert ledger.on_admitted(2, by=0) == []
-    assert captured(ledger, 1, 1) == [Decide(1, verdict(1, 0, 1), (0, 1, 2))], "rank 2 has the state after round 1"
-    assert captured(ledger, 2, 0) == []
-    assert captured(ledger, 2, 2) == [Decide(2, verdict(1, 0, 1, 2), (0, 1, 2))]
+    assert captured(ledger, 1, 3) == [Decide(1, verdict(1, 0, 1, 3), (0, 1, 2, 3))], "rank 2 has the state after it"
+    assert captured(ledger, 2, 0, 3) == []
+    assert captured(ledger, 2, 2) == [Decide(2, verdict(1, 0, 1, 2, 3), (0, 1, 2, 3))]
 
 
 def test_a_newcomer_receives_the_means_of_decided_rounds() -> None:

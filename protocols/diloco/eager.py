@@ -1,0 +1,172 @@
+"""Eager outer steps: an anchor moves by the rank's own new difference, and by the mean of the previous round.
+
+With k ranks, rank i's anchor makes the outer step of round t with the input (Kale et al., 2502.12996)
+
+    D_i(t) / k + [D(t - 1) - D_i(t - 1) / k]
+
+so that no rank waits for D(t), which travels until round t + 1. A rank's own share of a mean is applied one round
+earlier than the other ranks' shares, and each share is applied once. Therefore the anchors differ between the ranks.
+:class:`AnchorMean` makes them equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncdist.protocols.diloco.fragment_state import FragmentState
+from asyncdist.protocols.diloco.outer_step import OuterFactory
+from asyncdist.protocols.exchange.fragment import Fragment
+from asyncdist.protocols.exchange.ledger import Verdict
+from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, scatter, subtract, values_of, write
+
+
+class EagerFragment(FragmentState):
+    """State of one fragment with eager outer steps.
+
+    The *rest* is the part of the previous round that the anchor does not contain yet, D(t - 1) - D_i(t - 1) / k. Until
+    the mean arrives, it is -D_i(t - 1) / k. It belongs to the anchor: a newcomer takes both from the leader.
+
+    Args:
+        factory, decay, tensors, mixing: As for :class:`FragmentState`.
+    """
+
+    def __init__(
+        self,
+        layout: WireLayout,
+        factory: OuterFactory,
+        decay: float | None,
+        tensors: Sequence[Tensor],
+        *,
+        mixing: float = 0.0,
+    ) -> None:
+        super().__init__(layout, factory, decay, tensors, mixing=mixing)
+        self._rest = [vector.new_flat() for vector in layout.stepped]
+        self._own: list[Tensor] = []  # this rank's difference, from its capture to the outer step
+
+    @property
+    def holds_mean(self) -> bool:
+        """False, since all values of a mean that are needed later are copied."""
+        return False
+
+    @torch.no_grad()
+    def capture(self, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
+        """Write this member's contribution into ``encoded``, and keep the difference for :meth:`advance`."""
+        self._own = [vector.new_flat() for vector in self.layout.stepped]
+        for vector, anchor, own in zip(self.layout.stepped, self.anchors, self._own, strict=True):
+            subtract(vector, anchor, tensors, own)
+        return super().capture(tensors, encoded)
+
+    @torch.no_grad()
+    def advance(self, donor_count: int) -> None:
+        """Make the outer step of a round, with this rank's share of its new difference and the rest of the last mean.
+
+        A rank whose contribution is not used makes the step with the rest alone; if that is zero, it makes no step.
+        """
+        if donor_count:
+            for rest, own in zip(self._rest, self._own, strict=True):
+                rest.add_(own.div_(donor_count))
+        if donor_count or any(rest.any() for rest in self._rest):
+            self._move(self._rest)
+        for place, rest in enumerate(self._rest):
+            if donor_count:
+                torch.neg(self._own[place], out=rest)
+            else:
+                rest.zero_()
+        self._own = []
+
+    def _take(self, differences: Sequence[Tensor]) -> None:
+        for rest, difference in zip(self._rest, differences, strict=True):
+            rest.add_(difference)
+
+    @torch.no_grad()
+    def merge(self, verdict: Verdict, encoded: Sequence[Tensor]) -> None:
+        """Add the encoded mean of all donors to the rest, and keep the values of the buffers until they are applied."""
+        super().merge(verdict, encoded)
+        self._values = {place: values.clone() for place, values in self._values.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of :meth:`FragmentState.state_dict` and the rest, with cloned tensors."""
+        return {**super().state_dict(), "rest": [rest.clone() for rest in self._rest]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state of a fragment with the same layout and options."""
+        if "rest" not in state:
+            raise ValueError("the state must be of a policy with eager=True, like this one, but it has no 'rest'")
+        super().load_state_dict(state)
+        for rest, saved in zip(self._rest, state["rest"], strict=True):
+            rest.copy_(saved)
+
+
+class AnchorMean(Fragment):
+    """Replaces the anchors of one fragment by their mean over the ranks, in a round of its own.
+
+    A rank keeps its progress since its anchor moved: its parameters are shifted by the change of the anchor. Floating
+    buffers take their mean. The outer optimizer's state and the rest are unchanged.
+
+    Attributes:
+        number: The last round of the exchange to which this rank has contributed its anchor; 0 before the first.
+    """
+
+    is_frequent = False
+
+    def __init__(self, fragment: EagerFragment) -> None:
+        super().__init__(fragment.layout.exact())
+        self._fragment = fragment
+        self.number = 0
+
+    def begin(self, number: int, version: int) -> None:
+        """Expect the mean of round ``number`` of the exchange, before which ``version`` rounds count as merged."""
+        self.number, self.version = number, version
+
+    @torch.no_grad()
+    def capture(self, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
+        """Write this member's anchor and buffers into ``encoded``, and return the L2 norm of the anchor."""
+        anchors = iter(zip(self._fragment.layout.stepped, self._fragment.anchors, strict=True))
+        norm = 0.0
+        for vector, flat in zip(self.layout.vectors, encoded, strict=True):
+            if vector.role != "stepped":
+                gather(vector, tensors, flat)
+                continue
+            source, anchor = next(anchors)
+            for (_, first, end), (_, begin, stop) in zip(vector.places, source.places, strict=True):
+                flat[first:end].copy_(anchor[begin:stop])
+            norm = math.hypot(norm, torch.linalg.vector_norm(flat).item())
+        return norm
+
+    @torch.no_grad()
+    def merge(self, verdict: Verdict, encoded: Sequence[Tensor]) -> None:
+        """Take the mean of all donors' anchors; a rank that continues without contributing ignores it."""
+        super().merge(verdict, encoded)
+        if not self.number:
+            self._values = {}
+
+    @torch.no_grad()
+    def apply(self, tensors: Sequence[Tensor], *, is_late: bool = False, is_whole: bool = False) -> None:
+        """Make the mean the anchor, and shift the model's parameters by the change; change nothing without donors."""
+        del is_late, is_whole
+        anchors = iter(zip(self._fragment.layout.stepped, self._fragment.anchors, strict=True))
+        for place, values in self._values.items():
+            vector = self.layout.vectors[place]
+            if vector.role != "stepped":
+                scatter(vector, values, tensors)
+                continue
+            source, anchor = next(anchors)
+            for (index, first, end), (_, begin, stop) in zip(vector.places, source.places, strict=True):
+                own, new = anchor[begin:stop], values[first:end]
+                current = values_of(vector, tensors[index])
+                # Rounded like the model's values, so that without progress they become the rounded mean on all ranks.
+                progress = current.to(own) - own.to(current).to(own)
+                write(vector, new + progress, tensors[index])
+                own.copy_(new)
+        self._values = {}
+        self.number = 0
+
+
+def interleaved(fragments: Sequence[Fragment], means: Sequence[AnchorMean]) -> list[Fragment]:
+    """Return the contents of an exchange's rounds: after each fragment, the means of all anchors."""
+    return [each for fragment in fragments for each in (fragment, *means)]

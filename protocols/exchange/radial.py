@@ -1,0 +1,58 @@
+"""Computes the radial-directional mean of tensors: the mean of their norms times the direction of their mean direction.
+
+For tensors v_i with weights w_i, and phi(x) = x / |x| with phi(0) = 0 (Decoupled DiLoCo, 2604.21428):
+
+    sum(w_i |v_i|) / sum(w_i) * phi(sum(w_i phi(v_i)) / sum(w_i))
+
+A plain mean of k orthogonal tensors is shorter than each of them by a factor of sqrt(k); this mean has the mean of
+their norms. If the directions cancel each other, the result is the plain mean. Embeddings take the plain mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from asyncdist.tensors.means import weighted_mean_into
+
+#: Length of the mean direction, from 0 to 1, up to which directions count as cancelled. It is above the rounding errors
+#: of float32, which would otherwise become a direction.
+CANCELLED: Final = 1e-5
+
+
+@torch.no_grad()
+def radial_mean_into(into: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> None:
+    """Write the radial-directional mean of one tensor into ``into``; the mean of a single part is this part.
+
+    Args:
+        into: Flat float32 or float64 tensor.
+        parts: Flat tensors with the dtype and shape of ``into``.
+        weights: Weight of each part, above 0.
+    """
+    if len(parts) == 1:
+        into.copy_(parts[0])
+        return
+    largest = max(weights)  # only the ratios count, and products of large weights and norms would overflow
+    shares = [weight / largest for weight in weights]
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64).item() for part in parts]
+    total = math.fsum(shares)
+    into.zero_()
+    for part, share, norm in zip(parts, shares, norms, strict=True):
+        if norm > 0:
+            into.add_(part * (1.0 / norm), alpha=share)
+    length = torch.linalg.vector_norm(into, dtype=torch.float64).item()
+    if not length > CANCELLED * total:
+        weighted_mean_into(into, parts, weights)
+        return
+    mean_norm = math.fsum(share * norm for share, norm in zip(shares, norms, strict=True)) / total
+    into.mul_(mean_norm / length)
+
+
+def embeddings_of(model: nn.Module) -> set[str]:
+    """Return all names of the weights of the model's embeddings, also of weights that are tied to them."""
+    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
+    return {name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in tables}
