@@ -37,11 +37,15 @@ def check_not_wrapped(model: nn.Module, *, keeps_replicas: bool = False) -> None
     if found is None:
         return
     if keeps_replicas:
-        raise ValueError(
-            f"the model of a replica must not be wrapped in {found}: wrap it in DistributedDataParallel, or shard it "
-            "with fully_shard"
-        )
+        raise ValueError(_refusal(found))
     raise ValueError(f"model must not be wrapped in {found}, {_WHY}")
+
+
+def _refusal(found: str) -> str:
+    return (
+        f"the model of a replica must not be wrapped in {found}: wrap it in DistributedDataParallel, or shard it with "
+        "fully_shard"
+    )
 
 
 def reshard(model: nn.Module) -> None:
@@ -70,12 +74,16 @@ def check_not_inside(model: nn.Module) -> None:
 def check_replica_group(model: nn.Module, ranks: Sequence[int], world: World) -> None:
     """Raise ValueError if DDP around the model synchronises ranks other than ``ranks``, those of this rank's replica.
 
+    Other wrappers around the model, such as a trainer's FullyShardedDataParallel, are refused.
+
     If torch.distributed numbers ranks differently from the world, as in a job with one process group per replica, only
     the number of ranks is compared.
     """
     for wrapper in _wrappers_around(model):
         if isinstance(wrapper, nn.parallel.DistributedDataParallel):
             _check_group(getattr(wrapper, "process_group", None), list(ranks), world)
+        elif not _is_divided(type(wrapper)):
+            raise ValueError(_refusal(_wrapper_name(type(wrapper))))
 
 
 def _check_group(group: Any, ranks: list[int], world: World) -> None:

@@ -129,15 +129,12 @@ def averaging(kind: type[PolicyT], options: Mapping[str, Any], *, monitor: str |
     if not (isinstance(given_kind, type) and issubclass(given_kind, SpawnPolicy)):
         validation.refuse("policy", kind, "the class of a policy, such as protocols.DiLoCoPolicy", TypeError)
     if kind.keeps_replicas:
-        validation.refuse("policy", kind, "a policy of one rank per replica; use SelectiveAveraging(replica_size=...)")
+        allowed = "another policy, since SelectiveAveraging(replica_size=...) uses this one"
+        validation.refuse("policy", kind, allowed)
     if monitor is not None and not kind.takes_metric:
         validation.refuse("monitor", monitor, f"None, because {kind.__name__} uses no metric")
     validation.check_option_names(kind, options)
-    if options.get("replica_size", 1) != 1:
-        allowed = (
-            f"1 for {kind.__name__} in a trainer; in a loop of your own, asyncdist.integrations.pytorch has replicas"
-        )
-        validation.refuse("replica_size", options["replica_size"], allowed)
+    validation.count("replica_size", options.get("replica_size", 1))
     given = {"metric_mode": "min", **options} if kind.takes_metric else dict(options)
     warning = "" if monitor is None else _warning_of_monitor(monitor, given["metric_mode"])
     return Training(lambda model, optimizer: kind(model, optimizer, **given), warning)

@@ -39,7 +39,7 @@ from asyncdist.integrations.joining import (
 )
 from asyncdist.integrations.metrics import RunningLoss
 from asyncdist.integrations.random_numbers import draw, shuffle_apart
-from asyncdist.integrations.replicas import show_replica
+from asyncdist.integrations.replicas import Replica, show_replica, state_of_rank, states_of_replica
 from asyncdist.protocols import StepInfo
 from asyncdist.protocols.metrics import NOT_MEASURED
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
@@ -77,6 +77,7 @@ class Averaging(Callback, Generic[PolicyT]):
             judged by the mean training loss since their last report.
         optimizer_index: Index of the optimizer to use, if the module has several.
         options: Options of the policy. With ``weights="tokens"`` the tokens of a step are the examples of its batches.
+            With ``replica_size``, as for :class:`SelectiveAveraging`.
 
     Attributes:
         last_info: Events of the policy's last step.
@@ -94,10 +95,12 @@ class Averaging(Callback, Generic[PolicyT]):
         optimizer_index: int | None = None,
         **options: Any,
     ) -> None:
-        self._set_up(averaging(policy, options, monitor=monitor), monitor, optimizer_index, 1)
+        training = averaging(policy, options, monitor=monitor)
+        size = options.get("replica_size", 1)
+        self._set_up(training, monitor, optimizer_index, size)
         self._count_name = "averages"
         self._counts_examples = options.get("weights") == "tokens"
-        self._policy_name = policy.__name__
+        self._policy_name = policy.__name__ if size == 1 else f"{policy.__name__}, replicas of {size}"
 
     def _set_up(
         self, training: Training[PolicyT], monitor: str | None, optimizer_index: int | None, replica_size: int
@@ -122,8 +125,10 @@ class Averaging(Callback, Generic[PolicyT]):
         self._folder = f"rank{self._world.rank}"
         rank_zero_only.rank = 0  # type: ignore[attr-defined]  # each rank writes its own files; in a replica, one rank
         self._number = self._world.rank
+        self._replica: Replica | None = None
         if replica_size > 1:
-            self._number = show_replica(self._world, self._replica_size).number
+            self._replica = show_replica(self._world, replica_size)
+            self._number = self._replica.number
             self._folder = f"replica{self._number}"
         _hide_ranks_of_mpi()
         _write_below_from_the_beginning()
@@ -191,7 +196,7 @@ class Averaging(Callback, Generic[PolicyT]):
         return (
             f"devices must be 1 for each rank, got {count}: pass devices=1 to the Trainer and start more ranks. To "
             f"make the devices one replica, pass strategy='ddp' to the Trainer and replica_size={count} to "
-            "SelectiveAveraging"
+            f"{type(self).__name__}"
         )
 
     __copy__ = __deepcopy__ = refuse_copy
@@ -200,7 +205,7 @@ class Averaging(Callback, Generic[PolicyT]):
         raise ValueError(
             f"{type(self).__name__} cannot be sent to another process, as this Trainer's strategy requires: pass "
             "devices=1 and start more ranks, or pass strategy='ddp' to the Trainer and replica_size= to "
-            "SelectiveAveraging"
+            f"{type(self).__name__}"
         )
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -313,7 +318,7 @@ class Averaging(Callback, Generic[PolicyT]):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave the policy. The other ranks continue."""
         self._warn_of_no_metric(trainer)
-        self._last_state = self._training.state_dict()
+        self._last_state = self._open_state()
         self._training.end()
 
     @property
@@ -323,11 +328,21 @@ class Averaging(Callback, Generic[PolicyT]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the policy's state for a checkpoint, also after the fit; empty if nothing was trained."""
-        return self._training.state_dict() or self._last_state
+        return self._open_state() or self._last_state
+
+    def _open_state(self) -> dict[str, Any]:
+        """Return the state of the open policy; in a replica, the states of its ranks, on its first rank."""
+        state = self._training.state_dict()
+        if self._replica is None or self._replica.size == 1 or not state:
+            return state
+        return states_of_replica(self._world, self._replica, state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Start the policy of this fit from a checkpoint's state. After an evaluation, :meth:`setup` forgets it."""
-        self._training.load_state_dict(state_dict)
+        if self._replica is not None and self._replica.size > 1:
+            self._training.load_state_dict(state_of_rank(self._replica, state_dict))
+        else:
+            self._training.load_state_dict(state_dict)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave the policy because the trainer has raised an exception."""

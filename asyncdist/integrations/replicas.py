@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import distributed as dist
@@ -10,9 +12,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from asyncdist import LocalProtocolError, environment, local_host, validation
 from asyncdist.blocking.callers import SwitchingCaller
-from asyncdist.blocking.helpers import all_gather
+from asyncdist.blocking.helpers import all_gather, gather
 from asyncdist.blocking.world import World
 from asyncdist.integrations.joining import choose_gpus
+from asyncdist.protocols.joining.state_transfer import packed, unpacked
+
+#: Key of the states of a replica's ranks in a checkpoint.
+_STATES: Final = "states of a replica's ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,42 @@ def replica_of(world: World, size: int) -> Replica:
     if world.size % size:
         validation.refuse("replica_size", size, f"a divisor of the number of ranks ({world.size})")
     return Replica(world.rank // size, world.rank % size, size)
+
+
+def states_of_replica(world: World, replica: Replica, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the policy's states of all ranks of this rank's replica, for the checkpoint that its first rank writes.
+
+    Collective among the ranks of the replica. On the other ranks, the result is empty.
+    """
+    first = world.rank - replica.place
+    group = world.new_group(range(first, first + replica.size))
+    try:
+        data = packed(state)
+        sizes = [int(each) for each in all_gather(torch.tensor(data.numel(), device="cpu"), group=group)]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+        padded[: data.numel()] = data
+        found = gather(padded, first, group=group)
+    finally:
+        world.call(group.free)
+    if found is None:
+        return {}
+    return {_STATES: [each[:size].clone() for each, size in zip(found, sizes, strict=True)]}
+
+
+def state_of_rank(replica: Replica, states: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return this rank's state from a result of :func:`states_of_replica`.
+
+    Raises:
+        ValueError: The replica that saved the states had another number of ranks.
+    """
+    found = states.get(_STATES, [])
+    if len(found) != replica.size:
+        raise ValueError(
+            f"the checkpoint must have the policy's states of {replica.size} ranks, like this replica, got "
+            f"{len(found)}; use the replica_size of the run that saved it"
+        )
+    state: Mapping[str, Any] = unpacked(found[replica.place])
+    return state
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,8 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         monitor: Name of the evaluation metric by which ranks are judged, if the policy judges them. By default, ranks
             are judged by the mean training loss since their last report, as the trainer logs it.
         options: Options of the policy. With ``weights="tokens"`` the tokens of a step are those that have a label, if
-            the trainer counts them for its loss; otherwise they are the examples of its batches.
+            the trainer counts them for its loss; otherwise they are the examples of its batches. With ``replica_size``,
+            as for :class:`SelectiveAveraging`.
 
     Attributes:
         last_info: Events of the policy's last step.
@@ -86,7 +87,8 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
     """
 
     def __init__(self, policy: type[PolicyT], *, monitor: str | None = None, **options: Any) -> None:
-        self._set_up(averaging(policy, options, monitor=monitor), monitor, 1)
+        training = averaging(policy, options, monitor=monitor)
+        self._set_up(training, monitor, options.get("replica_size", 1))
         self._count_name = "averages"
         self._counts_tokens = options.get("weights") == "tokens"
 
@@ -197,18 +199,24 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
 
         def save_both(output_dir: str) -> None:
             save(output_dir)
-            state = self._training.state_dict()
-            if state and self._place == 0:
-                torch.save(state, os.path.join(output_dir, _STATE_FILE))
+            if state := self._training.state_dict():
+                os.makedirs(output_dir, exist_ok=True)  # made by the first rank of a replica, perhaps later
+                torch.save(state, os.path.join(output_dir, self._state_file))
 
         return save_both
+
+    @property
+    def _state_file(self) -> str:
+        """Name of the file in a checkpoint with this rank's state; the ranks of a replica share the folder."""
+        stem = _STATE_FILE.removesuffix(".pt")
+        return _STATE_FILE if self._place == 0 else f"{stem}_{self._place}.pt"
 
     def _loading_state(self, load: Callable[[str | None], None]) -> Callable[[str | None], None]:
         """Wrap ``load`` to start the policy from the state in the checkpoint, if there is one."""
 
         def load_both(checkpoint: str | None) -> None:
             load(checkpoint)
-            if checkpoint is not None and os.path.exists(path := os.path.join(checkpoint, _STATE_FILE)):
+            if checkpoint is not None and os.path.exists(path := os.path.join(checkpoint, self._state_file)):
                 self._training.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
 
         return load_both
@@ -370,8 +378,7 @@ def _show_replica_once(world: World, size: int) -> Replica:
     replica, read = replica_of(world, size), PartialState()
     if (read.process_index, read.num_processes) != (replica.place, replica.size):
         raise ValueError(
-            "SelectiveAveraging with replica_size= must be made before TrainingArguments, which already counted other "
-            "ranks"
+            "the callback with replica_size= must be made before TrainingArguments, which already counted other ranks"
         )
     return replica
 

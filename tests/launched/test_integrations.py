@@ -490,6 +490,9 @@ def test_two_replicas_of_two_ranks_in_a_trainer_under_ddp(library: str, run: Any
         assert reports[rank]["sizes"] == [2, 2], "the library sees the replica, and no more"
         assert set(reports[rank]["folders"]) <= {"replica0", "replica1"}
         assert rank % 2 or f"replica{rank // 2}" in reports[rank]["folders"], "its first rank has written"
+        # The replicas' changes are 2 * 0.5 and 2 * 2.5, and the momentum is 3 after the first round.
+        assert reports[rank]["sharded False"] == [-3.0 - 4.5] * 4, "the checkpoint has the states of all ranks"
+        assert library != "lightning" or reports[rank]["sharded True"] == [-7.5] * 4
 
 
 FIT = """

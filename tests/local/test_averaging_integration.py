@@ -201,6 +201,8 @@ def test_a_new_model_after_lost_memory_begins_at_the_anchor() -> None:
         (AverageAllPolicy, {"replacement_ratio": 1}, TypeError, "AverageAllPolicy has no option 'replacement_ratio'"),
         (DiLoCoPolicy, {"monitor": "val_loss"}, ValueError, "monitor must be None, .* DiLoCoPolicy .* got 'val_loss'"),
         (ReplicaAveragingPolicy, {}, ValueError, "policy must be .*replica_size"),
+        (AverageAllPolicy, {"replica_size": 2}, TypeError, "AverageAllPolicy has no option 'replica_size'"),
+        (DiLoCoPolicy, {"replica_size": 0}, ValueError, "replica_size must be .*1.* got 0"),
         (nn.Linear, {}, TypeError, "policy must be the class of a policy"),
     ],
 )

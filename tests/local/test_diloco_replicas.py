@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.facts import naming
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import asyncdist as ad
 from protocols import DiLoCoPolicy
@@ -61,6 +62,25 @@ def test_ranks_with_different_replica_sizes_do_not_start() -> None:
 def test_a_model_under_ddp_needs_a_replica_size() -> None:
     with pytest.raises(ValueError, match=naming("DistributedDataParallel", "replica_size")):
         policy(Wrapped(nn.Linear(2, 2), [0, 1]))
+
+
+def test_a_trainers_fsdp_around_the_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: only FSDP inside the model was noticed, and not that of a trainer, around the model."""
+
+    class Sharded(FullyShardedDataParallel):
+        def __init__(self, module: nn.Module) -> None:
+            nn.Module.__init__(self)
+            self.module = module
+
+    async def main(world: ad.World) -> None:
+        model = nn.Linear(2, 2)
+        wrapper = Sharded(model)
+        async with policy(model, replica_size=2):
+            assert wrapper
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(ValueError, match=r"must not be wrapped in FullyShardedDataParallel: .*fully_shard"):
+        ad.run_local(main, ranks=2)
 
 
 def test_ddp_over_ranks_outside_the_replica_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
