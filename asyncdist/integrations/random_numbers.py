@@ -23,7 +23,17 @@ import torch
 from torch.utils.data import Sampler
 
 #: Packages whose samplers are changed. Other samplers may already divide rows among ranks.
-_LIBRARIES: Final = {"torch", "accelerate", "transformers", "lightning", "pytorch_lightning", "lightning_fabric"}
+_LIBRARIES: Final = {
+    "accelerate",
+    "lightning",
+    "lightning_fabric",
+    "pytorch_lightning",
+    "sentence_transformers",
+    "torch",
+    "torchdata",
+    "transformers",
+    "trl",
+}
 #: Attributes through which loaders and samplers refer to other samplers.
 _HOLDING: Final = ("batch_sampler", "sampler", "_sampler")
 #: Attributes with the seed from which a sampler makes a generator in each epoch.
@@ -86,6 +96,7 @@ def _samplers_of(loader: Any, size: int) -> Iterator[Any]:
     while waiting:
         holder = waiting.pop()
         inside = [getattr(holder, name, None) for name in _HOLDING]
+        inside += getattr(holder, "batch_samplers", ())  # one of each dataset, in sentence_transformers
         if isinstance(holder, Sampler):  # Lightning wraps a sampler twice, first as a dataset
             inside.append(getattr(getattr(holder, "dataset", None), "_sampler", None))
         for sampler in inside:

@@ -87,6 +87,32 @@ def test_a_sampler_inside_a_batch_sampler_is_found() -> None:
     assert rows(0) != rows(1)
 
 
+def of_package(package: str, base: type[Sampler[Any]]) -> Any:
+    """A subclass of a sampler that belongs to a package, which need not be installed."""
+    return type("PackagedSampler", (base,), {"__module__": f"{package}.samplers"})
+
+
+@pytest.mark.parametrize("package", ["torchdata", "trl", "sentence_transformers"])
+def test_the_samplers_of_other_libraries_shuffle_apart(package: str) -> None:
+    """Regression: all ranks read the same rows in the same order, with StatefulDataLoader and in GRPO."""
+    kind = of_package(package, RandomSampler)
+    orders = [order(kind(ROWS, generator=seeded()), number) for number in range(4)]
+    assert len({tuple(each) for each in orders}) == 4
+
+
+def test_samplers_of_several_data_sets_are_found() -> None:
+    """Regression: sentence_transformers has a batch sampler for each data set, which seeds itself in each epoch."""
+
+    def seed_of(number: int) -> int:
+        both = of_package("sentence_transformers", BatchSampler)(RandomSampler(ROWS), 2, drop_last=False)
+        both.batch_samplers = [of_package("sentence_transformers", BatchSampler)(RandomSampler(ROWS), 2, False)]
+        both.batch_samplers[0].seed = 0
+        shuffle_apart(DataLoader(ROWS, batch_sampler=both), number)  # type: ignore[arg-type]
+        return int(both.batch_samplers[0].seed)
+
+    assert len({0, seed_of(0), seed_of(1)}) == 3
+
+
 def test_a_sampler_without_a_seed_gets_one_on_request() -> None:
     assert RandomSampler(ROWS).generator is None
     assert order(RandomSampler(ROWS), 0, seed=5) == order(RandomSampler(ROWS), 0, seed=5)
