@@ -16,7 +16,7 @@ from asyncdist.blocking.callers import Caller, current_caller, find_caller, is_i
 from asyncdist.blocking.policies import Policy
 from asyncdist.blocking.process_world import process_world
 from asyncdist.blocking.world import World
-from asyncdist.errors import ClosedError, DisagreementError, LocalProtocolError, StartTimeoutError
+from asyncdist.errors import BusyError, ClosedError, DisagreementError, LocalProtocolError, StartTimeoutError
 from asyncdist.integrations.random_numbers import draw_apart
 from asyncdist.protocols import (
     AsyncSelectiveAveragingPolicy,
@@ -328,6 +328,17 @@ class Training(Generic[PolicyT]):
         """Return the state of the open policy, after the rounds in flight have arrived; empty if it is not open."""
         self.settle()
         return {} if self.policy is None else self.policy.awaited.state_dict()
+
+    def state_without_waiting(self) -> dict[str, Any]:
+        """Return the state of the open policy; empty if it is not open, or a round in flight would have to be awaited.
+
+        After an exception the other ranks may have ended, so that the round would never be complete.
+        """
+        try:
+            return {} if self.policy is None else self.policy.awaited.state_dict()
+        except BusyError as error:
+            logger.warning("averaging: a checkpoint that is saved now does not contain the policy's state: %s", error)
+            return {}
 
     def settle(self) -> None:
         """Wait for the rounds in flight, if the open policy has a method ``settle``, so that its state can be saved."""

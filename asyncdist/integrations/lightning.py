@@ -345,7 +345,8 @@ class Averaging(Callback, Generic[PolicyT]):
             self._training.load_state_dict(state_dict)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leave the policy because the trainer has raised an exception."""
+        """Leave the policy because the trainer has raised an exception. Checkpoint callbacks save after this method."""
+        self._last_state = self._training.state_without_waiting() or self._last_state
         self._training.end(exception)
 
 

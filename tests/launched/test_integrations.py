@@ -361,7 +361,8 @@ LIGHTNING_FOLDERS = """
     else:
         raise AssertionError("a policy is of one training")
     mine = [str(path) for path in Path().rglob("*") if path.is_file() and folder in path.parts]
-    report(int(folder[-1]), [module.batches, sorted(mine)])
+    failed = torch.load(f"failed/{folder}/on_exception.ckpt", weights_only=True)["callbacks"]
+    report(int(folder[-1]), [module.batches, sorted(mine), failed["SelectiveAveraging()"]["iteration"]])
 """
 
 
@@ -376,8 +377,9 @@ def test_lightning_goes_on_from_the_last_checkpoint_of_each_rank(library: str, t
     folder.mkdir()
     reports = torchrun.run_ranks(2, program, library, folder, timeout_s=240, env=warm_environment()).check().reports
     for rank in range(2):
-        batches, files = reports[rank]
+        batches, files, iteration = reports[rank]
         assert batches == 6 * 4, "no epoch was trained twice"
+        assert iteration == 6 * 4, "a checkpoint of an exception contains the policy's state"
         assert {f"saved/rank{rank}/last.ckpt", f"failed/rank{rank}/on_exception.ckpt"} <= set(files), files
         assert f"profiles/rank{rank}/fit-profile.txt" in files, files
     assert not [path for path in folder.rglob("*.*") if path.is_file() and not path.parent.name.startswith("rank")]
