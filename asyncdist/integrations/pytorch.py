@@ -167,7 +167,7 @@ def new_replica_group(replica_size: int, backend: str | None = None) -> torch.di
 
     Collective among all ranks, even under MPI. If torch.distributed is already initialized with all ranks, the group is
     added to it. Otherwise, torch.distributed is initialized with only the replica's ranks; end it with
-    ``torch.distributed.destroy_process_group()``.
+    ``torch.distributed.destroy_process_group()``. Later calls return further groups of the same ranks.
 
     Args:
         replica_size: Number of consecutive ranks that form a replica.

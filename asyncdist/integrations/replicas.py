@@ -59,8 +59,11 @@ def show_replica(world: World, size: int) -> Replica:
 def new_process_group(world: World, size: int, backend: str | None) -> dist.ProcessGroup:
     """Return a torch.distributed process group with the ranks of this rank's replica. Collective among all ranks.
 
+    An earlier call may have started torch.distributed with the ranks of the replica only. The new group then has all of
+    its ranks.
+
     Raises TypeError or ValueError if ``size`` does not divide the number of ranks, and LocalProtocolError if
-    torch.distributed has different ranks than the world, or ranks share a process.
+    torch.distributed has different ranks than the world and the replica, or ranks share a process.
     """
     replica = replica_of(world, size)
     if world.size > 1 and isinstance(world._caller, SwitchingCaller):
@@ -70,17 +73,7 @@ def new_process_group(world: World, size: int, backend: str | None) -> dist.Proc
             rank=world.rank,
         )
     if dist.is_initialized():
-        if (dist.get_rank(), dist.get_world_size()) != (world.rank, world.size):
-            raise LocalProtocolError(
-                "torch.distributed must be started with the same ranks as the world, but this process is rank "
-                f"{dist.get_rank()} of {dist.get_world_size()} there and rank {world.rank} of {world.size} here; start "
-                "it with all ranks in the same order, or do not start it",
-                rank=world.rank,
-            )
-        starts = range(0, world.size, replica.size)
-        groups = [dist.new_group(list(range(start, start + replica.size)), backend=backend) for start in starts]
-        own: dist.ProcessGroup = groups[replica.number]
-        return own
+        return _added_group(world, replica, backend)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if replica.place == 0 else None
     first, *others = _gather_places(world, replica, store.port if store is not None else 0)
     if store is None:
@@ -90,6 +83,26 @@ def new_process_group(world: World, size: int, backend: str | None) -> dist.Proc
     group = dist.group.WORLD
     assert group is not None, "torch.distributed is started"
     return group
+
+
+def _added_group(world: World, replica: Replica, backend: str | None) -> dist.ProcessGroup:
+    """Return a group of the replica's ranks, if torch.distributed has been started with all ranks or with these."""
+    place, size = dist.get_rank(), dist.get_world_size()
+    own: dist.ProcessGroup
+    if (place, size) == (world.rank, world.size):
+        starts = range(0, world.size, replica.size)
+        groups = [dist.new_group(list(range(start, start + replica.size)), backend=backend) for start in starts]
+        own = groups[replica.number]
+    elif (place, size) == (replica.place, replica.size):
+        own = dist.new_group(backend=backend)
+    else:
+        raise LocalProtocolError(
+            "torch.distributed must be started with the same ranks as the world, but this process is rank "
+            f"{place} of {size} there and rank {world.rank} of {world.size} here; start it with all ranks in the same "
+            "order, or do not start it",
+            rank=world.rank,
+        )
+    return own
 
 
 def replica_of(world: World, size: int) -> Replica:
