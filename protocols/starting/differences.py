@@ -78,8 +78,9 @@ async def explained(
     if difference == FIRST_WEIGHTS:
         return DisagreementError(
             f"{error.message}; with an outer optimizer all ranks must begin with equal weights: call "
-            "torch.manual_seed(seed) with the same seed on all ranks before the model is created, or load the same "
-            "weights or checkpoint on all ranks",
+            "torch.manual_seed(seed) with the same seed on all ranks before the model is created, load the same "
+            "weights or checkpoint on all ranks, or call asyncdist.average_models(model) "
+            "(asyncdist.blocking.average_models without coroutines) if the model has been trained before",
             **error.facts,
         )
     if difference != "model":
