@@ -47,11 +47,13 @@ class _FileEntry(msgspec.Struct, frozen=True):
 
 
 class _RankEntry(_FileEntry, frozen=True):
-    """Manifest entry of a rank: its file, its metric, and its separate weights file, if any."""
+    """Manifest entry of a rank: its file, metric and number, and its separate weights file, if any."""
 
     metric: float | None
     metric_mode: Literal["min", "max"]
     safetensors: _FileEntry | None = None
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] | None = None
+    replica_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
 
 
 _RankEntries: TypeAlias = Annotated[list[_RankEntry], msgspec.Meta(min_length=1, max_length=1 << 16)]
@@ -243,24 +245,45 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def saved_rank(entry: Mapping[str, Any], index: int) -> int:
+    """Return the rank that saved the file at position ``index``; entries without it are of a group of all ranks."""
+    rank = entry.get("rank")
+    return index if rank is None else int(rank)
+
+
 def plan(files: Sequence[Mapping[str, Any]], size: int) -> list[int]:
-    """Return, for each of ``size`` ranks, the saved rank whose file it loads: the best ranks, repeated if too few."""
+    """Return, for each of ``size`` ranks, the saved rank whose file it loads.
+
+    These are the best ranks, repeated if there are too few. If the saved ranks were replicas of several ranks, whole
+    replicas are chosen, by the means of their ranks' metrics.
+    """
+    count: int = files[0].get("replica_size", 1)
     if size == len(files):
         return list(range(size))
+    if len(files) % count or size % count:
+        count = 1  # the policy refuses this number of ranks, or is another one
+    units = [files[first : first + count] for first in range(0, len(files), count)]
+    return [unit * count + place for unit in _chosen(units, size // count) for place in range(count)]
+
+
+def _chosen(units: Sequence[Sequence[Mapping[str, Any]]], size: int) -> list[int]:
+    """Return, for each of ``size`` replicas, the saved replica that it loads; a replica is its ranks' entries."""
 
     def quality(source: int) -> tuple[bool, float]:
-        value = files[source]["metric"]
-        if value is None or not -math.inf < value < math.inf:
+        values = [each["metric"] for each in units[source]]
+        if any(value is None or not -math.inf < value < math.inf for value in values):
             return False, 0.0
-        return True, -value if files[source]["metric_mode"] == "min" else value
+        value = math.fsum(values) / len(values)
+        return True, -value if units[source][0]["metric_mode"] == "min" else value
 
-    best_first = sorted(range(len(files)), key=quality, reverse=True)
-    if size < len(files):
+    best_first = sorted(range(len(units)), key=quality, reverse=True)
+    if size < len(units):
         if not any(quality(source)[0] for source in best_first):
+            count = len(units[0])
             warnings.warn(
-                f"the checkpoint has no metrics by which to choose ranks, so the first {size} of its {len(files)} "
-                "ranks continue",
-                stacklevel=3,
+                f"the checkpoint has no metrics by which to choose ranks, so the first {size * count} of its "
+                f"{len(units) * count} ranks continue",
+                stacklevel=4,
             )
         return sorted(best_first[:size])
-    return [*range(len(files)), *(best_first[i % len(files)] for i in range(size - len(files)))]
+    return [*range(len(units)), *(best_first[i % len(units)] for i in range(size - len(units)))]

@@ -113,12 +113,20 @@ def _check_loadable(name: str, part: Any) -> None:
 def _metric_entry(metric: float | None, policy: Any) -> dict[str, Any]:
     state = policy if isinstance(policy, Mapping) else {}
     value = state.get("metric") if metric is None else float(metric)
-    return {"metric": value, "metric_mode": state.get("metric_mode") or "max"}
+    mode, size = state.get("metric_mode") or "max", state.get("replica_size", 1)
+    return {"metric": value, "metric_mode": mode, "replica_size": size}
 
 
-def policy_state(state: dict[str, Any], *, is_copy: bool) -> dict[str, Any]:
-    """Return the state for a policy. A copy gets no random state, so that it does not repeat the original's numbers."""
-    return {**state, "draws": None} if is_copy and "draws" in state else state
+def policy_state(state: dict[str, Any], sources: Mapping[int, int], *, is_copy: bool) -> dict[str, Any]:
+    """Return the state for a policy. A copy gets no random state, so that it does not repeat the original's numbers.
+
+    Args:
+        sources: By rank, the saved rank as which it continues, for policies whose state has numbers of ranks.
+    """
+    changed: dict[str, Any] = {"sources": tuple(sources.items())}
+    if is_copy:
+        changed["draws"] = None
+    return {**state, **{name: value for name, value in changed.items() if name in state}}
 
 
 def _random_states() -> dict[str, Any]:

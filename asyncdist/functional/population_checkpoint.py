@@ -252,7 +252,7 @@ class _Save:
             with self.joint.held():
                 written = await self._world.do_file_work(write, model=self._model)
         self.joint.check()
-        return {**written, **entry}
+        return {**written, **entry, "rank": self._world.rank}
 
     async def _finish(self, folder: Path, entries: Sequence[Mapping[str, Any]]) -> None:
         self.joint.check()
@@ -277,6 +277,7 @@ async def load_population(
     Collective among the ranks of ``group``. Everything is read and compared before anything is changed: if one rank
     raises, all do, and no model has changed. With as many ranks as were saved, each gets its own state and continues
     bitwise identically. With fewer ranks, the saved ranks with the best metrics are chosen, and assigned in rank order.
+    If the policy has replicas of several ranks, whole replicas are chosen, by the means of their ranks' metrics.
     With more ranks, some get copies and keep their own random states; a warning is logged.
 
     Args:
@@ -328,6 +329,7 @@ async def _load(
     folder, facts = Path(chosen[0]), json.loads(chosen[1])
     source, entry = facts["plan"][group.index], facts["files"][group.index]
     is_copy = source in facts["plan"][: group.index]
+    sources = dict(zip(group.ranks, map(checkpoint_files.saved_rank, facts["files"], facts["plan"]), strict=True))
     loaded: dict[str, Any] = {}
 
     async def read() -> None:
@@ -346,7 +348,7 @@ async def _load(
         loading.check()
         loading.hold()  # from now on, the work must be completed on all ranks
         if policy is not None:
-            policy.load_state_dict(checkpoint_state.policy_state(loaded["policy"], is_copy=is_copy))
+            policy.load_state_dict(checkpoint_state.policy_state(loaded["policy"], sources, is_copy=is_copy))
 
     def apply() -> None:
         model.load_state_dict(loaded["model"])

@@ -5,14 +5,44 @@ A block, once complete, is never changed. It can therefore be offered to other r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts, copy_all
 from asyncdist.protocols.async_diloco.messages import Applications, Applied, Arrived, Standing
+
+
+def renumbered(applied: Applications, sources: Mapping[int, int]) -> Applications:
+    """Return the contributions that a saved anchor contains, by present rank.
+
+    Args:
+        sources: By present rank, the rank of the saved run as which it continues.
+    """
+    saved = dict(applied)
+    return tuple((rank, saved[source]) for rank, source in sorted(sources.items()) if source in saved)
+
+
+def sources_of(state: Mapping[str, Any], rank: int, ranks: Sequence[int]) -> dict[int, int]:
+    """Return, for each of ``ranks``, the rank of the saved run as which it continues.
+
+    Args:
+        state: Saved state of the policy on this rank.
+        rank: This rank.
+
+    Raises:
+        ValueError: The state is of another rank, and was not loaded by ``load_population``.
+    """
+    sources = state["sources"]
+    if sources is None and state["rank"] != rank:
+        raise ValueError(
+            f"a state of AsyncDiLoCoPolicy must be loaded by the rank that saved it, {state['rank']}, or by "
+            f"load_population(), got it on rank {rank}; the anchor counts the contributions of each rank"
+        )
+    return {**{each: each for each in ranks}, **dict(sources or ())}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +64,10 @@ class Outstanding:
         copy_all([state["encoded"]], [block[0]])
         return cls(state["sequence"], block, Arrived(*state["report"]))
 
+    def left_out(self) -> Outstanding:
+        """Return a contribution that is answered and not applied, since another rank continues with the same one."""
+        return replace(self, report=replace(self.report, norm=math.nan))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
@@ -47,9 +81,11 @@ class Answer:
         return {"values": [value.clone() for value in self.block[1]], "report": astuple(self.report)}
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], layouts: Layouts) -> Answer:
-        """Return the answer that a result of :meth:`state` describes."""
-        return cls(Applied(*state["report"]), layouts.loaded_anchor(state["values"]))
+    def of(cls, state: Mapping[str, Any], layouts: Layouts, sources: Mapping[int, int]) -> Answer:
+        """Return the answer that a result of :meth:`state` describes; for ``sources`` see :func:`renumbered`."""
+        report = Applied(*state["report"])
+        report = replace(report, applied=renumbered(report.applied, sources))
+        return cls(report, layouts.loaded_anchor(state["values"]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,9 +102,10 @@ class HeldAnchor:
         return {"version": self.version, "applied": self.applied, "values": values}
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], layouts: Layouts) -> HeldAnchor:
-        """Return the anchor that a result of :meth:`state` describes."""
+    def of(cls, state: Mapping[str, Any], layouts: Layouts, sources: Mapping[int, int] | None = None) -> HeldAnchor:
+        """Return the anchor that a result of :meth:`state` describes; for ``sources`` see :func:`renumbered`."""
         applied = tuple((rank, sequence) for rank, sequence in state["applied"])
+        applied = applied if sources is None else renumbered(applied, sources)
         return cls(state["version"], applied, layouts.loaded_anchor(state["values"]))
 
 
@@ -109,16 +146,20 @@ class Holdings:
             found.append(HeldAnchor(self.answer.report.version, self.answer.report.applied, self.answer.block))
         return found
 
-    def load(self, state: Mapping[str, Any], layouts: Layouts) -> None:
-        """Load the anchors and contributions of a saved policy."""
-        self.base, self.sequence = HeldAnchor.of(state["base"], layouts), state["sequence"]
+    def load(self, state: Mapping[str, Any], layouts: Layouts, sources: Mapping[int, int], rank: int) -> None:
+        """Load the anchors and contributions of a saved policy on ``rank``; for ``sources`` see :func:`renumbered`."""
+        self.base, self.sequence = HeldAnchor.of(state["base"], layouts, sources), state["sequence"]
         if state["served"] is not None:
-            self.inherited = HeldAnchor.of(state["served"], layouts)
+            self.inherited = HeldAnchor.of(state["served"], layouts, sources)
             self.outer = self.inherited.version, state["served"]["outer"].clone()
+        elif state["outer"] is not None:
+            self.outer = state["outer"][0], state["outer"][1].clone()
         if state["answer"] is not None:
-            self.answer = Answer.of(state["answer"], layouts)
+            self.answer = Answer.of(state["answer"], layouts, sources)
         if state["outstanding"] is not None:
             self.outstanding = Outstanding.of(state["outstanding"], layouts)
+            if any(sources[each] == sources[rank] for each in sources if each < rank):
+                self.outstanding = self.outstanding.left_out()
 
     def standing(self) -> Standing:
         """Return this member's report to a new leader."""

@@ -29,14 +29,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from asyncdist import validation
 from asyncdist.collectives.agreement.messages import Agreed
-from asyncdist.protocols.async_diloco.anchor import Anchor, Contribution
+from asyncdist.protocols.async_diloco.anchor import Anchor
 from asyncdist.protocols.async_diloco.arrivals import weight_of
 from asyncdist.protocols.async_diloco.blocks import Block, Captures, Layouts
-from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdings
+from asyncdist.protocols.async_diloco.holdings import HeldAnchor, Holdings, Outstanding, sources_of
 from asyncdist.protocols.async_diloco.member import AsyncMember
 from asyncdist.protocols.async_diloco.messages import Applied, Arrived
 from asyncdist.protocols.async_diloco.options import ELSEWHERE, LOSES_VALUES, AsyncDiLoCoOptionNames, AsyncDiLoCoOptions
-from asyncdist.protocols.async_diloco.server import ServerOptions
+from asyncdist.protocols.async_diloco.server import ServerOptions, answered_alone
 from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics, statistics_of
 from asyncdist.protocols.async_diloco.timing.pace import Stopwatch
 from asyncdist.protocols.declared import among, with_options
@@ -63,7 +63,10 @@ from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
 #: Name in error messages for whether a rank begins with a saved state.
 _RESUMED: Final = "begins with a saved state"
-_OWN_STATE: Final = ("captures", "base", "answer", "outstanding", "served", "sequence", "counts", "reported")
+_OWN_STATE: Final = (
+    *("captures", "base", "answer", "outstanding", "served", "outer", "sequence", "counts", "reported"),
+    *("rank", "sources", "replica_size", "replica_index"),
+)
 
 
 @with_options(AsyncDiLoCoOptionNames, CommonOptions, AsyncDiLoCoOptions)
@@ -372,8 +375,10 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
             return dict.fromkeys(_OWN_STATE)
         counts = self._steps, self._steps_wanted, self._tokens, self._captured_at, self._is_waiting
         reported = None if self._reported is None else astuple(self._reported)
+        # load_population enters which rank of the saved run each rank continues as.
+        place = {"rank": self._world.rank, "sources": None, **self._replicas.place_of(self._world.rank)}
         if not self._is_first:
-            return {**dict.fromkeys(_OWN_STATE), "counts": counts, "reported": reported}
+            return {**dict.fromkeys(_OWN_STATE), "counts": counts, "reported": reported, **place}
         own, server = self._holdings, None if self._member is None else self._member.server
         served = None
         if server is not None and server.has_begun:
@@ -387,9 +392,11 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
             "answer": None if own.answer is None else own.answer.state(),
             "outstanding": None if own.outstanding is None else own.outstanding.state(),
             "served": served,
+            "outer": None if served is not None or own.outer is None else (own.outer[0], own.outer[1].clone()),
             "sequence": own.sequence,
             "counts": counts,
             "reported": reported,
+            **place,
         }
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
@@ -401,10 +408,12 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         state = self._saved
         if state is None:
             return
-        self._was_loaded = True
+        self._was_loaded, rank = True, self._world.rank
+        self._replicas.check_saved(rank, state)
+        sources = sources_of(state, rank, self._members)
         if state["base"] is not None:
             self._captures.load_state_dict(state["captures"])
-            self._holdings.load(state, self._layouts)
+            self._holdings.load(state, self._layouts, sources, rank)
         self._steps, self._steps_wanted, self._tokens, self._captured_at, self._is_waiting = state["counts"]
         if state["reported"] is not None:
             self._reported = Arrived(*state["reported"])
@@ -437,6 +446,8 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
 
     async def _contribute(self) -> StepInfo:
         """Apply the answer to the last contribution if it has arrived, and capture the next one if it is due."""
+        if self.is_alone and self._holdings.outstanding is not None:  # of a saved run with several ranks
+            await self._apply_alone(self._holdings.outstanding)
         info = await self._take_answer()
         if self._steps >= self._steps_wanted and not self._is_waiting:
             await self._capture()
@@ -471,7 +482,8 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         if self._member is not None:
             self._member.contribute(block, report)
         else:
-            await self._apply_alone(block[1], report)
+            self._holdings.sequence += 1
+            await self._apply_alone(Outstanding(self._holdings.sequence, block, report))
 
     async def _collect(self, crew: Crew, unsound: str) -> str:
         """Prepare the contribution of a replica together, and return an entry that is not finite, or ""."""
@@ -494,17 +506,13 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         speed = 0.0 if self._stopwatch is None else self._stopwatch.take()
         return block, Arrived(own.base.version, self._steps, self._tokens, norm, speed)
 
-    async def _apply_alone(self, encoded: Sequence[Tensor], report: Arrived) -> None:
+    async def _apply_alone(self, contribution: Outstanding) -> None:
         """Make the next version of the anchor from this rank's contribution alone."""
-        anchor, own, rank = self._alone, self._holdings, self._world.rank
+        anchor, own = self._alone, self._holdings
         assert anchor is not None, "the rank is not alone"
-        own.sequence += 1
-        weight = weight_of(report.tokens, report.steps, self._own_options.weights)
-        outcome = await anchor.step([Contribution(rank, weight, report.norm, 0, encoded)], 1)
-        block = anchor.copy_into(self._layouts.new_block())
-        own.take_answer(
-            Answer(Applied(anchor.version, (), *outcome[:2], 0, *outcome[2:], self.average_every, 0, 0.0), block)
-        )
+        own.outstanding = contribution  # until it is answered, even if this call is cancelled
+        facts = self._world.rank, self._own_options.weights, self.average_every
+        own.take_answer(await answered_alone(anchor, self._layouts, own.newest, contribution, *facts))
 
     async def _take_answer(self) -> StepInfo:
         """Apply the anchor with this rank's contribution if it has arrived; with ``late="wait"``, wait for it."""

@@ -20,9 +20,17 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
 from asyncdist.protocols.async_diloco.anchor import Anchor, Contribution, Outcome
-from asyncdist.protocols.async_diloco.arrivals import Arrival, Arrivals, Handling, Quorum, choose, weight_of
+from asyncdist.protocols.async_diloco.arrivals import (
+    Arrival,
+    Arrivals,
+    ArrivalWeighting,
+    Handling,
+    Quorum,
+    choose,
+    weight_of,
+)
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts
-from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdings
+from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdings, Outstanding
 from asyncdist.protocols.async_diloco.messages import Applied, Arrived, AsyncMessage, Given, Standing, Taken, Wanted
 from asyncdist.protocols.async_diloco.offers import SECOND, Offers
 from asyncdist.protocols.async_diloco.options import AsyncDiLoCoOptions
@@ -190,7 +198,7 @@ class Server:
             self.lost_outer_state_count += 1
             found = "no copy of the outer optimizer's state" if outer is None else f"a copy of version {outer[0]}"
             logger.warning(
-                "the leader was lost, and rank %d continues from version %d of the anchor, but there is %s; the outer "
+                "rank %d continues from version %d of the anchor without the last leader, but there is %s; the outer "
                 "momentum of later versions is lost",
                 self._services.rank,
                 held.version,
@@ -439,3 +447,33 @@ class Server:
             self._channel.send_nowait(message, dest, round=number)
         except RankLostError as error:  # the loss is handled when the world reports it
             logger.debug("a %s was not sent: %s", type(message).__name__, error)
+
+
+async def answered_alone(
+    anchor: Anchor,
+    layouts: Layouts,
+    newest: HeldAnchor,
+    contribution: Outstanding,
+    rank: int,
+    weighting: ArrivalWeighting,
+    steps: int,
+) -> Answer:
+    """Return the answer to the contribution of a rank that is alone.
+
+    The contribution makes the next version of the anchor. A saved contribution may be part of the anchor already.
+
+    Args:
+        newest: Copy of the anchor, with the contributions that it contains.
+        steps: Number of training steps until the next contribution.
+    """
+    report, outcome = contribution.report, Outcome((), (), math.nan, math.nan)
+    staleness = max(0, anchor.version - report.base_version)
+    if contribution.sequence > dict(newest.applied).get(rank, 0):
+        weight = weight_of(report.tokens, report.steps, weighting)
+        given = Contribution(rank, weight, report.norm, staleness, contribution.block[1])
+        outcome = await anchor.step([given], 1)
+    block, applied = anchor.copy_into(layouts.new_block()), ((rank, contribution.sequence),)
+    return Answer(
+        Applied(anchor.version, applied, *outcome[:2], staleness, *outcome[2:], steps, 0, 0.0),
+        block,
+    )

@@ -40,7 +40,7 @@ from asyncdist.protocols.exchange.wire_layout import Vector, WireLayout, gather,
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.policy import JoinablePolicy
-from asyncdist.protocols.joining.replicas import Replicas
+from asyncdist.protocols.joining.replicas import SINGLE, Replicas
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.options import MemberOptions
@@ -57,6 +57,8 @@ logger = logging.getLogger("protocols.exchange.policy")
 
 #: Name in error messages for the number of completed rounds of each fragment.
 _ROUNDS: Final = "rounds completed"
+
+_OWN_STATE: Final = ("fragments", "captured", "owed", "in_flight", "replica_size", "replica_index")
 
 
 class ExchangePolicy(JoinablePolicy):
@@ -335,7 +337,7 @@ class ExchangePolicy(JoinablePolicy):
 
     def _own_state(self) -> dict[str, Any]:
         if self._stage == "new" and self._saved is not None:
-            return {name: self._saved[name] for name in ("fragments", "captured", "owed", "in_flight")}
+            return {name: self._saved[name] for name in _OWN_STATE}
         flights = self._flights.in_flight
         for flight in flights.values():
             if not self._has(flight.number) and not self._is_admitting:
@@ -347,6 +349,7 @@ class ExchangePolicy(JoinablePolicy):
                 (fragment, *flight, self._fragments[fragment].pending() if self._has(flight.number) else None)
                 for fragment, flight in flights.items()
             ],
+            **(SINGLE.place_of(0) if self._stage == "new" else self._replicas.place_of(self._world.rank)),
         }
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
@@ -359,6 +362,8 @@ class ExchangePolicy(JoinablePolicy):
     def _take_saved(self) -> None:
         """Load the state that :meth:`load_state_dict` or another rank has given, if any."""
         if self._saved is not None:
+            if self._saved["fragments"]:
+                self._replicas.check_saved(self._world.rank, self._saved)
             self._flights.in_flight.clear()  # a newcomer may have loaded a state of its own before
             for own_fragment, state in zip(self._fragments, self._saved["fragments"], strict=False):
                 own_fragment.load_state_dict(state)

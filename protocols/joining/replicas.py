@@ -6,8 +6,9 @@ members, but a replica takes part as a whole: if one of its ranks is lost or lea
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,22 @@ class Replicas:
     def counterparts(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that have the same part of the model as ``rank``, which is one of them."""
         return self.ranks if self.size == 1 else self.ranks[self.index(rank) :: self.size]
+
+    def place_of(self, rank: int) -> dict[str, int]:
+        """Return the entries of a state that tell which part of the model ``rank`` has."""
+        return {"replica_size": self.size, "replica_index": self.index(rank)}
+
+    def check_saved(self, rank: int, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless a state was saved by a rank with the same part of the model as ``rank``."""
+        own, saved = self.place_of(rank), {name: state[name] for name in ("replica_size", "replica_index")}
+        if own != saved:
+            ours, theirs = (
+                f"rank {each['replica_index']} of a replica with {each['replica_size']} ranks" for each in (own, saved)
+            )
+            raise ValueError(
+                f"the state must be of {ours}, got that of {theirs}. Use the replica_size of the run that saved it; "
+                "load each rank's own state, or call load_population with policy="
+            )
 
 
 #: Default: every replica has one rank.

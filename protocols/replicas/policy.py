@@ -180,7 +180,7 @@ class ReplicaAveragingPolicy(Ported):
         self._inner.optimizer = optimizer
 
     def _own_state(self) -> dict[str, Any]:
-        return {"leader_iteration": self._inner.iteration}
+        return {"leader_iteration": self._inner.iteration, "replica_size": self.replica_size}
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         self._inner.iteration = validation.count("leader_iteration", state["leader_iteration"], least=0)
