@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripts.diloco import BLOCKING, CALM, KILLED, LATE, LATE_COUNT, SELECTIVE_KILLED, record_of
+from scripts.diloco import BLOCKING, CALM, EAGER, KILLED, LATE, LATE_COUNT, SELECTIVE_KILLED, record_of
+from simulation import eager_scenarios
 from simulation.diloco_scenarios import Plan, Record, check, exactly, run, within
 from support import mpi, torchrun
 
@@ -27,6 +28,7 @@ def records(reports: Any, plans: dict[str, Plan]) -> dict[str, Record]:
 def test_real_ranks_have_the_weights_of_the_simulator(transport: str) -> None:
     start: Callable[..., Any] = mpi.run_ranks if transport == "mpi" else torchrun.run_ranks
     reports = start(4, SCRIPT, "calm", timeout_s=100).check().reports
+    check_eager(reports)
     check_late([reports[rank][LATE] for rank in range(4)])
     for name, record in records(reports, CALM).items():
         simulated = run(CALM[name])[1]
@@ -35,6 +37,16 @@ def test_real_ranks_have_the_weights_of_the_simulator(transport: str) -> None:
                 assert all(map(np.array_equal, mine, theirs)), (name, rank)
         if CALM[name].wire == "float32":
             check(CALM[name], record, within)
+
+
+def check_eager(reports: Any) -> None:
+    """Check that eager ranks have the simulator's weights in each step, and equal weights at the end."""
+    for name, plan in EAGER.items():
+        _, lives = eager_scenarios.run(plan)
+        for rank in range(4):
+            simulated = [[array.tolist() for array in weights] for weights in lives[rank, 0].weights]
+            assert reports[rank][name] == simulated, (name, rank)
+        assert len({str(reports[rank]["eager radial"][-1]) for rank in range(4)}) == 1
 
 
 def check_late(steps: list[int]) -> None:

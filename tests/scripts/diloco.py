@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import torch
+from simulation import eager_scenarios
 from simulation.diloco_scenarios import Plan, Record, train
 from simulation.training_runs import Layers, drift, weights_of
 from support.mpi import report
@@ -41,6 +42,13 @@ KILLED = {
 }
 #: Story of ranks that do not wait for a slow one, and the number of averages that each of them applies.
 LATE, LATE_COUNT = "late", 3
+#: Eager outer steps, with radial means of encoded differences in the second run, and the weights at the end.
+EAGER = {
+    "eager": eager_scenarios.Plan(outer="default", steps=STEPS, every=4, fragments=2),
+    "eager radial": eager_scenarios.Plan(
+        outer="plain", steps=STEPS, every=4, wire="int8", merge="radial", dtype=torch.float32
+    ),
+}
 #: The same for selective DiLoCo.
 SELECTIVE_KILLED = {
     "selective killed": Plan(selects=True, outer="default", steps=STEPS, every=2, dies_at={0: 5, 2: 10})
@@ -99,6 +107,10 @@ async def main(world: ad.World, job: str) -> None:
     found: dict[str, Any] = {}
     if job == "calm":
         found[LATE] = await train_beside_slow(world)
+        for name, eager in EAGER.items():
+            lives: eager_scenarios.Lives = {}
+            await eager_scenarios.train(world, eager, lives)
+            found[name] = [[array.tolist() for array in weights] for weights in lives[world.rank, 0].weights]
     for name, plan in JOBS[job].items():
         record = Record()
         await train(world, plan, record)

@@ -59,6 +59,7 @@ class Plan:
     outer: str = "dyadic"
     dtype: torch.dtype = torch.float64
     wire: str = "float32"
+    merge: str = "mean"
     saves_at: tuple[int, ...] = ()
     safe: int = 0
     faults: tuple[Fault, ...] = ()
@@ -73,6 +74,7 @@ class Plan:
             "mixing": self.mixing,
             "outer_optimizer": outer,
             "wire": self.wire,
+            "merge": self.merge,
             "eager": True,
         }
 
