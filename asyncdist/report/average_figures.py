@@ -56,6 +56,8 @@ def _rounds(rounds: Sequence[Average]) -> tuple[str, go.Figure]:
 
 def _text_of(each: Average) -> str:
     text = f"round {each.key.round}, fragment {each.fragment}: average of {named_ranks(each.donors)}"
+    if each.gains:
+        text += f" (gains {', '.join(f'{gain:.3g}' for gain in each.gains)})"
     if each.left_out:
         text += f", without {named_ranks(each.left_out)}"
     return f"{text}; last contribution from rank {each.last_rank}"

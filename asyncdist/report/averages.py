@@ -39,6 +39,7 @@ class Average:
         applied_count: Number of ranks that applied the average.
         donors: Ranks whose contributions were averaged.
         left_out: Members whose contributions were not averaged.
+        gains: Gain of each donor's contribution on held-out data; empty if it was not measured.
         waited_s: The longest wait of a rank for the average.
         staleness_steps: The largest number of steps between the capture and the application on a rank.
         staleness_versions: See :class:`protocols.StepInfo`.
@@ -54,6 +55,7 @@ class Average:
     applied_count: int = 0
     donors: tuple[int, ...] = ()
     left_out: tuple[int, ...] = ()
+    gains: tuple[float, ...] = ()
     waited_s: float = 0.0
     staleness_steps: int = 0
     staleness_versions: int = 0
@@ -127,6 +129,7 @@ class Averages:
         own.wait_bins.add(time_s, waited_s)
         found.applied_s, found.applied_count = np.fmax(found.applied_s, time_s), found.applied_count + 1
         found.donors, found.left_out = tuple(event.get("donors") or ()), tuple(event.get("left_out") or ())
+        found.gains = tuple(event.get("gains") or ())
         found.waited_s = max(found.waited_s, waited_s)
         found.staleness_steps = max(found.staleness_steps, int(event.get("staleness_steps") or 0))
         found.staleness_versions = max(found.staleness_versions, int(event.get("staleness_versions") or 0))

@@ -41,7 +41,7 @@ from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics, s
 from asyncdist.protocols.async_diloco.timing.pace import Stopwatch
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.options import check_has_whole_tensors, counted_tokens
-from asyncdist.protocols.exchange.radial import embeddings_of
+from asyncdist.protocols.diloco.radial import embeddings_of
 from asyncdist.protocols.exchange.replicas.crew import Crew, joined_crew
 from asyncdist.protocols.exchange.replicas.group import Readiness
 from asyncdist.protocols.exchange.wire_layout import checksum_of_parameters

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from asyncdist.protocols.diloco.outer_step import OuterFactory, OuterStep
+from asyncdist.protocols.diloco.radial import radial_mean_into
 from asyncdist.protocols.exchange.fragment import Fragment, Mean, mean_cosine
 from asyncdist.protocols.exchange.ledger import Verdict
-from asyncdist.protocols.exchange.radial import radial_mean_into
 from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, gather, scatter, subtract
 from asyncdist.tensors.codecs import ErrorFeedback
 

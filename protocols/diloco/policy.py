@@ -33,11 +33,11 @@ from asyncdist.protocols.diloco.eager import AnchorMean, EagerFragment, interlea
 from asyncdist.protocols.diloco.fragment_state import FragmentState
 from asyncdist.protocols.diloco.fragments import fragments_of
 from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions, check_has_whole_tensors, counted_tokens
+from asyncdist.protocols.diloco.radial import embeddings_of
 from asyncdist.protocols.exchange.flights import Flight
 from asyncdist.protocols.exchange.fragment import Mean
 from asyncdist.protocols.exchange.ledger import Verdict
 from asyncdist.protocols.exchange.policy import ExchangePolicy
-from asyncdist.protocols.exchange.radial import embeddings_of
 from asyncdist.protocols.exchange.rounds import Exchanged
 from asyncdist.protocols.exchange.schedule import Schedule
 from asyncdist.protocols.metrics import MetricSource

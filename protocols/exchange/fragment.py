@@ -137,6 +137,7 @@ class Fragment:
             "donors": verdict.donors,
             "weights": verdict.weights,
             "norms": verdict.norms,
+            "scores": verdict.scores,
             "norm": self.mean.norm,
             "cosine": self.mean.cosine,
         }
@@ -144,7 +145,8 @@ class Fragment:
     def restore_pending(self, state: Mapping[str, Any]) -> None:
         """Load a result of :meth:`pending`."""
         self._values = {place: values.clone() for place, values in state["values"].items()}
-        verdict = Verdict(1, tuple(state["donors"]), tuple(state["weights"]), tuple(state["norms"]))
+        donors, weights, norms, scores = (tuple(state[name]) for name in ("donors", "weights", "norms", "scores"))
+        verdict = Verdict(1, donors, weights, norms, scores=tuple(map(tuple, scores)))
         self.mean = Mean(verdict, state["norm"], state["cosine"])
 
 

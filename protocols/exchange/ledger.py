@@ -18,7 +18,7 @@ All functions are pure: messages and losses in, decisions out.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import NamedTuple, TypeAlias
 
@@ -35,6 +35,7 @@ class Verdict:
         holder: Rank that has the mean already, from which all slices are requested; -1 if the donors own the slices.
         taker: The only rank that receives this verdict's mean; it averages all slices itself. -1 if all members share
             the mean.
+        scores: Further values of the donors' reports, in the same order; empty if the reports have none.
     """
 
     attempt: int
@@ -43,10 +44,12 @@ class Verdict:
     norms: tuple[float, ...]
     holder: int = -1
     taker: int = -1
+    scores: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ValueError if a field is out of range or contradicts another field."""
-        if self.attempt < 1 or len({len(self.donors), len(self.weights), len(self.norms)}) != 1:
+        lengths = {len(self.donors), len(self.weights), len(self.norms), len(self.scores or self.donors)}
+        if self.attempt < 1 or len(lengths) != 1:
             raise ValueError(f"attempt must be >= 1, with a weight and a norm for each donor, got {self!r:.300}")
         if list(self.donors) != sorted(set(self.donors)) or not all(weight > 0 for weight in self.weights):
             raise ValueError(f"donors must be ascending, and weights > 0, got {self!r:.300}")
@@ -58,10 +61,14 @@ class Verdict:
 
     def among(self, ranks: Container[int]) -> "Verdict":
         """Return the verdict with only those donors that are among ``ranks``."""
-        rows = zip(self.donors, self.weights, self.norms, strict=True)
-        kept = [row for row in rows if row[0] in ranks]
-        donors, weights, norms = (tuple(row[place] for row in kept) for place in range(3))
-        return Verdict(self.attempt, tuple(map(int, donors)), weights, norms, self.holder, self.taker)
+        kept = [place for place, donor in enumerate(self.donors) if donor in ranks]
+        return replace(
+            self,
+            donors=tuple(self.donors[place] for place in kept),
+            weights=tuple(self.weights[place] for place in kept),
+            norms=tuple(self.norms[place] for place in kept),
+            scores=tuple(self.scores[place] for place in kept if self.scores),
+        )
 
     def source_of(self, number: int) -> int:
         """Return the rank that provides the mean of slice ``number``: for a taker, the taker itself."""
@@ -115,6 +122,7 @@ class Standing:
             begun, and only receives the mean.
         donors, weights, norms: The verdict's donors if the member has the mean; otherwise empty.
         scores: Further values of the member's report; see :class:`Report`.
+        donor_scores: The verdict's scores if the member has the mean; otherwise empty.
     """
 
     round: int
@@ -126,13 +134,14 @@ class Standing:
     weights: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
     scores: tuple[float, ...] = ()
+    donor_scores: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ValueError if a field is out of range or contradicts another field."""
         if self.round < 1 or self.attempt < 0:
             raise ValueError(f"round must be >= 1 and attempt >= 0, got round {self.round} and attempt {self.attempt}")
         if self.has_merged:
-            Verdict(self.attempt, self.donors, self.weights, self.norms)
+            Verdict(self.attempt, self.donors, self.weights, self.norms, scores=self.donor_scores)
 
 
 class Decide(NamedTuple):
@@ -327,7 +336,9 @@ class Ledger:
         chosen = self._weigh({rank: each.captured[rank] for rank in sorted(ranks)}) if ranks else {}
         donors = tuple(sorted(chosen))
         norms = tuple(each.captured[rank].norm for rank in donors)
-        return Verdict(each.attempt, donors, tuple(chosen[rank] for rank in donors), norms, taker=taker)
+        scores = tuple(each.captured[rank].scores for rank in donors)
+        given = scores if any(scores) else ()
+        return Verdict(each.attempt, donors, tuple(chosen[rank] for rank in donors), norms, taker=taker, scores=given)
 
     def _retirements(self) -> list[Instruction]:
         """Retire all rounds whose mean every member has, in order."""
@@ -379,7 +390,9 @@ class Ledger:
         for number, (rank, own) in sorted(holders.items()):
             each = rounds[number]
             each.attempt += 1
-            each.verdict = Verdict(each.attempt, own.donors, own.weights, own.norms, holder=rank)
+            each.verdict = Verdict(
+                each.attempt, own.donors, own.weights, own.norms, holder=rank, scores=own.donor_scores
+            )
             # The holder needs the verdict as well, to offer the mean under the new attempt.
             made.append(Decide(number, each.verdict, tuple(sorted({rank, *self.members} - (each.merged - {rank})))))
         # A member may have missed the last message about retired rounds.

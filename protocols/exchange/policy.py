@@ -28,11 +28,12 @@ from asyncdist import BusyError, validation
 from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.protocols.exchange.exchange import Exchange
 from asyncdist.protocols.exchange.flights import Flight, Flights
-from asyncdist.protocols.exchange.fragment import Fragment, Mean, mean_cosine
+from asyncdist.protocols.exchange.fragment import Fragment, Mean
 from asyncdist.protocols.exchange.ledger import Report, Verdict, reported_weights
 from asyncdist.protocols.exchange.options import ExchangeOptions
 from asyncdist.protocols.exchange.replicas.division import parts_of
 from asyncdist.protocols.exchange.replicas.group import Readiness, ReplicaGroup, joined_replica
+from asyncdist.protocols.exchange.results import result_of
 from asyncdist.protocols.exchange.rounds import Exchanged, has_merged
 from asyncdist.protocols.exchange.schedule import Schedule
 from asyncdist.protocols.exchange.statistics import ExchangeStatistics, statistics_of
@@ -529,31 +530,20 @@ class ExchangePolicy(JoinablePolicy):
 
     def _info_of(self, fragment: int, flight: Flight, mean: Mean, ready: Readiness) -> StepInfo:
         """Return the result of a step that applies a mean, without its durations."""
-        own, verdict, cosine = self._fragments[fragment], mean.verdict, mean.cosine
-        if self._replica is not None:
-            cosine = None
-            if ready.has_cosine and ready.norm is not None:
-                cosine = mean_cosine(dataclasses.replace(verdict, norms=ready.norms), ready.norm)
-        total = sum(verdict.weights)
-        donors = tuple(self._replicas.mates(donor)[0] for donor in verdict.donors)  # the first ranks of replicas
-        return StepInfo(
-            averaged_this_iteration=True,
+        info = result_of(self._fragments[fragment], mean, ready, self._replicas, self._first_ranks())
+        return replace(
+            info,
             round=flight.number,
-            donors=donors,
-            weights=tuple(weight / total for weight in verdict.weights),
-            staleness_steps=self.iteration - flight.captured_at,
-            nbytes=own.layout.mean_nbytes,
-            recovered=ready.trouble,
             fragment=fragment,
-            wire_nbytes=own.layout.nbytes,
-            outer_norm=ready.norm,
-            cosine=cosine,
-            unencoded_nbytes=own.layout.unencoded_nbytes,
             fragment_count=self._fragment_count,
-            version=own.version,
-            staleness_versions=0,  # a fragment is captured again only after its mean was applied
-            left_out=() if verdict.taker >= 0 else tuple(sorted(self._first_ranks() - set(donors))),
+            staleness_steps=self.iteration - flight.captured_at,
+            gains=self._gains_of(mean.verdict),
         )
+
+    def _gains_of(self, verdict: Verdict) -> tuple[float, ...]:
+        """Return the gain of each donor's contribution on held-out data; empty if it is not measured."""
+        del verdict
+        return ()
 
     async def _share(self, fragments: Sequence[int], tensors: Sequence[Tensor]) -> None:
         """Write the parts that the other ranks of the replica have applied into the model, under DDP."""

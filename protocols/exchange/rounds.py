@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from torch import Tensor
 
@@ -103,18 +103,13 @@ class MemberRound:
 
     def standing(self) -> Standing:
         """Return this member's standing in the round."""
-        verdict = self.verdict if self.has_merged else None
-        donors, weights, norms = ((), (), ()) if verdict is None else (verdict.donors, verdict.weights, verdict.norms)
+        of_mean: dict[str, Any] = {}
+        if self.has_merged and self.verdict is not None:
+            verdict = self.verdict
+            of_mean = {"donors": verdict.donors, "weights": verdict.weights, "norms": verdict.norms}
+            of_mean["donor_scores"] = verdict.scores
         return Standing(
-            self.number,
-            self.attempt,
-            self.has_merged,
-            self.weight,
-            self.norm,
-            donors=donors,
-            weights=weights,
-            norms=norms,
-            scores=self.scores,
+            self.number, self.attempt, self.has_merged, self.weight, self.norm, scores=self.scores, **of_mean
         )
 
 

@@ -26,7 +26,7 @@ from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.metrics import MetricSource, due_metric
 from asyncdist.protocols.misuse import line_of_caller
 from asyncdist.protocols.options import CommonOptions
-from asyncdist.protocols.selective_diloco.donors import AnchorScores, DonorRules, choose_donors, donor_limit
+from asyncdist.protocols.selective_diloco.donors import AnchorScores, DonorRules, choose_donors, donor_limit, gain_of
 from asyncdist.protocols.selective_diloco.options import SelectiveDiLoCoOptionNames, TrialOptions, check_beside
 from asyncdist.protocols.selective_diloco.trials import measure
 from asyncdist.protocols.step_info import StepInfo
@@ -184,6 +184,9 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         for rank, reason in choice.left_out.items():
             logger.info("%s: rank %d is left out: %s", self._journal.title(), rank, reason)
         return choice.weights
+
+    def _gains_of(self, verdict: Verdict) -> tuple[float, ...]:
+        return tuple(gain_of(Report(1.0, 0.0, scores)) for scores in verdict.scores)
 
     def _takes_whole(self, verdict: Verdict) -> bool:
         """Return True if this replica was left out: its weights are bad, so it keeps no share of them."""

@@ -20,7 +20,7 @@ from asyncdist.report.page import render
 from asyncdist.report.summary import summarise
 from asyncdist.simulation import replay
 from asyncdist.wording import size_in_words
-from protocols import AverageAllPolicy, AverageApplied, Contributed, DiLoCoPolicy, StepInfo
+from protocols import AverageAllPolicy, AverageApplied, Contributed, DiLoCoPolicy, SelectiveDiLoCoPolicy, StepInfo
 from protocols.exchange.statistics import ExchangeStatistics
 
 SIZE, STEPS, SLOW = 4, 24, 2
@@ -195,6 +195,52 @@ def test_a_step_that_applies_several_averages_records_each(tmp_path: Path) -> No
     assert ad.simulate(main, ranks=2, seed=1, record=tmp_path).results == ((6, 6), (6, 6))
     recording = read_recording(tmp_path)
     assert Counter(event.get("round") for event in of_kind(recording, 0, "applied")) == Counter(range(1, 7))
+
+
+def test_a_recording_has_the_gains_of_the_donors(tmp_path: Path) -> None:
+    """Regression: ``StepInfo.gains`` was always empty."""
+
+    async def main(world: ad.World) -> list[StepInfo]:
+        model = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        infos = []
+        async with SelectiveDiLoCoPolicy(model, optimizer, average_every=1, metric_mode="max") as policy:
+            for _ in range(2):
+                with torch.no_grad():
+                    model.weight += world.rank - 1.0
+                infos.append(await policy.step(score=lambda: model.weight.sum()))
+        return infos
+
+    results = ad.simulate(main, ranks=3, seed=1, record=tmp_path).results
+    recording = read_recording(tmp_path)
+    for rank, infos in enumerate(results):
+        assert [info.donors for info in infos] == [(2,), (2,)] and infos[0].gains == (pytest.approx(2 / 3),)
+        assert [tuple(event.get("gains")) for event in of_kind(recording, rank, "applied")] == [
+            info.gains for info in infos
+        ]
+    assert "average of rank 2 (gains 0.667), without ranks 0, 1;" in render(recording)
+
+
+def test_a_report_of_eager_steps_counts_their_rounds(tmp_path: Path) -> None:
+    """The first step of a fragment contains no mean, and is not a round."""
+
+    async def main(world: ad.World) -> int:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        for parameter in model.parameters():
+            torch.nn.init.ones_(parameter)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        async with DiLoCoPolicy(model, optimizer, average_every=2, fragments=2, eager=True) as policy:
+            for _ in range(8):
+                await policy.step()
+        return policy.statistics().average_count
+
+    assert ad.simulate(main, ranks=2, seed=1, record=tmp_path).results == (8, 8)
+    rounds = summarise(read_recording(tmp_path)).averages.rounds()
+    assert [(each.key.round, each.contribution_count, each.applied_count) for each in rounds if each.key.round] == [
+        *((number, 2, 2) for number in range(1, 7)),
+        *((number, 2, 0) for number in (7, 8)),
+    ]
 
 
 def test_an_average_of_all_descends_equally_from_all_ranks(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 import asyncdist as ad
 from asyncdist.simulation import Kill, Restart
 from protocols import DiLoCoPolicy, SelectiveDiLoCoPolicy, StepInfo
-from simulation.diloco_scenarios import Plan, check, draw_selective_plan, run, seen_in, within
+from simulation.diloco_scenarios import Plan, check, draw_selective_plan, gain, run, seen_in, within
 
 STEP = functools.partial(torch.optim.SGD, lr=1.0)  # takes the mean of the donors' weights
 
@@ -43,6 +43,7 @@ def test_donors_and_weights_follow_from_the_gains(rule: dict[str, Any]) -> None:
     seen = {info.donors: info for infos in record.infos.values() for info in infos if info}
     assert {len(donors) for donors in seen} >= {2, 3}, "some are left out"
     for donors, info in seen.items():
+        assert info.gains == tuple(gain(rank, info.round) for rank in donors)
         assert sum(info.weights) == pytest.approx(1.0) and len(info.weights) == len(donors)
 
 

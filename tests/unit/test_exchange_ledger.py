@@ -84,7 +84,7 @@ def test_a_policy_chooses_donors_and_weights_by_its_function() -> None:
     for rank, score in enumerate((0.5, -1.0, 0.25)):
         ledger.on_captured(rank, 1, 1.0, rank + 1.0, (score,))
     (made,) = ledger.on_captured(3, 1, 1.0, 4.0, (0.125,))
-    assert made == Decide(1, Verdict(1, (0, 2), (0.5, 0.25), (1.0, 3.0)), (0, 1, 2, 3))
+    assert made == Decide(1, Verdict(1, (0, 2), (0.5, 0.25), (1.0, 3.0), scores=((0.5,), (0.25,))), (0, 1, 2, 3))
     for rank in range(3):
         ledger.on_captured(rank, 2, 1.0, 1.0, (-1.0,))
     (made,) = ledger.on_captured(3, 2, 1.0, 1.0, (-1.0,))
@@ -97,17 +97,29 @@ def test_a_census_chooses_by_the_same_function_of_what_is_left() -> None:
     scores = {0: 0.5, 1: 0.25, 2: 0.125, 3: 1.0}
     for rank, score in scores.items():
         made = ledger.on_captured(rank, 1, 1.0, 1.0, (score,))
-    assert made == [Decide(1, Verdict(1, (0, 3), (0.5, 1.0), (1.0, 1.0)), (0, 1, 2, 3))]
+    assert made == [Decide(1, Verdict(1, (0, 3), (0.5, 1.0), (1.0, 1.0), scores=((0.5,), (1.0,))), (0, 1, 2, 3))]
     assert ledger.on_gone(2) == [], "a rank that was left out is not needed"
     assert ledger.on_gone(3) == [TakeCensus(1)]
     ledger.on_census(0, 1, [Standing(1, 1, False, 1.0, 1.0, scores=(0.5,))], 0)
     made = ledger.on_census(1, 1, [Standing(1, 1, False, 1.0, 1.0, scores=(0.25,))], 0)
-    assert made == [Decide(1, Verdict(2, (0,), (0.5,), (1.0,)), (0, 1))]
+    assert made == [Decide(1, Verdict(2, (0,), (0.5,), (1.0,), scores=((0.5,),)), (0, 1))]
     other = Ledger([1, 2], weigh=better_half)
     other.take_over()
     other.on_census(1, 0, [Standing(1, 1, False, 1.0, 1.0, scores=(0.25,))], 0)
     made = other.on_census(2, 0, [Standing(1, 1, False, 1.0, 1.0, scores=(0.125,))], 0)
-    assert made == [Decide(1, Verdict(2, (1,), (0.25,), (1.0,)), (1, 2))], "a new leader decides in the same way"
+    assert made == [Decide(1, Verdict(2, (1,), (0.25,), (1.0,), scores=((0.25,),)), (1, 2))], (
+        "a new leader decides in the same way"
+    )
+
+
+def test_a_holders_verdict_has_the_scores_of_the_donors() -> None:
+    ledger = Ledger([0, 1, 2], weigh=better_half)
+    ledger.take_over()
+    scores = ((0.5,), (1.0,))
+    ledger.on_census(0, 0, [Standing(1, 1, True, 1.0, 1.0, (0, 2), (0.5, 1.0), (1.0, 1.0), (0.5,), scores)], 0)
+    ledger.on_census(1, 0, [Standing(1, 1, False, 1.0, 1.0, scores=(0.25,))], 0)
+    (made,) = ledger.on_gone(2)
+    assert made == Decide(1, Verdict(2, (0, 2), (0.5, 1.0), (1.0, 1.0), holder=0, scores=scores), (0, 1))
 
 
 def test_a_member_may_pass_over_a_round() -> None:

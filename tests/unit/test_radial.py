@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncdist.protocols.exchange.radial import embeddings_of, radial_mean_into
+from asyncdist.protocols.diloco.radial import embeddings_of, radial_mean_into
 from asyncdist.protocols.exchange.wire_layout import WireLayout
 from asyncdist.tensors.codecs import Codec, TopK, find_codec
 from asyncdist.tensors.flat_state import FlatState
