@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import nn
 
-from asyncdist import validation
+from asyncdist import ClosedError, validation
 from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.functional.averaging import average_state
 from asyncdist.protocols.declared import among, with_options
@@ -32,7 +32,7 @@ from asyncdist.protocols.ported import Ported
 from asyncdist.protocols.step_info import NOTHING, AverageApplied, PolicyEvent, StepInfo
 from asyncdist.tensors.flat_state import SnapshotPool
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
-from asyncdist.wording import size_in_words
+from asyncdist.wording import ranks_in_words, size_in_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,18 @@ class AverageAllPolicy(Ported):
 
     async def _average_together(self, start: Start[StepInfo]) -> StepInfo:
         began_at = self._world.time()
-        await start.agree({}, timeout_s=None)
+        try:
+            await start.agree({}, timeout_s=None)
+        except ClosedError as error:
+            left = error.facts.get("ranks")
+            if not left:
+                raise
+            raise ClosedError(
+                f"no average of all is possible, because {ranks_in_words(left)} left the policy: make the same number "
+                "of steps on all ranks, or use DiLoCoPolicy with outer_optimizer=None, which averages the remaining "
+                "ranks",
+                ranks=left,
+            ) from None
         self._round += 1
         nbytes = await self._average()
         size, seconds = self._group.size, self._world.time() - began_at

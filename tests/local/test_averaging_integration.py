@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.facts import naming
+from support.facts import names, naming
 from torch import nn
 
 import asyncdist as ad
@@ -165,6 +165,20 @@ def test_a_loaded_state_replaces_the_open_policy_of_the_model(iteration: int) ->
 
     for first, again in ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True):
         assert first[0] == iteration + 10 and first == again
+
+
+def test_an_average_of_all_names_a_rank_that_left_earlier() -> None:
+    """Regression: the error said that the rank had left the world, and did not say what to do."""
+
+    def main(world: ad.blocking.World) -> None:
+        policy = made(AverageAllPolicy)
+        with Averaging(policy) as averages:
+            for _ in range(8 if world.rank else 5):
+                train(policy, averages, 0.1)
+
+    with pytest.raises(ad.ClosedError) as caught:
+        ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True)
+    assert names(caught.value, "rank 0 left the policy", "DiLoCoPolicy with outer_optimizer=None")
 
 
 @pytest.mark.parametrize("overlap", [0, 3])
