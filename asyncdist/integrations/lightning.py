@@ -346,7 +346,13 @@ class Averaging(Callback, Generic[PolicyT]):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave the policy because the trainer has raised an exception. Checkpoint callbacks save after this method."""
-        self._last_state = self._training.state_without_waiting() or self._last_state
+        if self._replica is None or self._replica.size == 1:
+            self._last_state = self._training.state_without_waiting() or self._last_state
+        elif self._training.policy is not None:
+            logger.warning(
+                "averaging: a checkpoint that is saved now does not contain the policy's state, because the other "
+                "ranks of the replica may have ended"
+            )
         self._training.end(exception)
 
 
