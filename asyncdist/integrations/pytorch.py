@@ -165,9 +165,10 @@ def new_replica_group(replica_size: int, backend: str | None = None) -> torch.di
         model = DistributedDataParallel(model, process_group=new_replica_group(2))
         averaging = SelectiveAveraging(model, optimizer, average_every=100, replica_size=2)
 
-    Collective among all ranks, even under MPI. If torch.distributed is already initialized with all ranks, the group is
-    added to it. Otherwise, torch.distributed is initialized with only the replica's ranks; end it with
-    ``torch.distributed.destroy_process_group()``. Later calls return further groups of the same ranks.
+    Works under MPI too. If torch.distributed is already initialized with all ranks, the group is added to it, and the
+    call is collective among all ranks. Otherwise it is collective among the replica's ranks, and torch.distributed is
+    initialized with only these; end it with ``torch.distributed.destroy_process_group()``. Later calls return further
+    groups of the same ranks.
 
     Args:
         replica_size: Number of consecutive ranks that form a replica.

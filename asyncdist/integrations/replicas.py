@@ -10,7 +10,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from asyncdist import LocalProtocolError, environment, local_host, validation
+from asyncdist import Group, LocalProtocolError, environment, local_host, validation
 from asyncdist.blocking.callers import SwitchingCaller
 from asyncdist.blocking.helpers import all_gather, gather
 from asyncdist.blocking.world import World
@@ -31,7 +31,9 @@ class Replica:
 
 
 def show_replica(world: World, size: int) -> Replica:
-    """Set the launcher's variables so that a library trains with the ranks of this rank's replica. Collective.
+    """Set the launcher's variables so that a library trains with the ranks of this rank's replica.
+
+    Collective among the ranks of the replica.
 
     Raises TypeError or ValueError if ``size`` does not divide the number of ranks, or if a replica is on several hosts.
     """
@@ -57,7 +59,9 @@ def show_replica(world: World, size: int) -> Replica:
 
 
 def new_process_group(world: World, size: int, backend: str | None) -> dist.ProcessGroup:
-    """Return a torch.distributed process group with the ranks of this rank's replica. Collective among all ranks.
+    """Return a torch.distributed process group with the ranks of this rank's replica.
+
+    Collective among the ranks of the replica, and among all ranks if torch.distributed was started with all of them.
 
     An earlier call may have started torch.distributed with the ranks of the replica only. The new group then has all of
     its ranks.
@@ -120,14 +124,13 @@ def states_of_replica(world: World, replica: Replica, state: Mapping[str, Any]) 
 
     Collective among the ranks of the replica. On the other ranks, the result is empty.
     """
-    first = world.rank - replica.place
-    group = world.new_group(range(first, first + replica.size))
+    group = _new_group(world, replica)
     try:
         data = packed(state)
         sizes = [int(each) for each in all_gather(torch.tensor(data.numel(), device="cpu"), group=group)]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
-        found = gather(padded, first, group=group)
+        found = gather(padded, group.ranks[0], group=group)
     finally:
         world.call(group.free)
     if found is None:
@@ -161,11 +164,22 @@ class _Place:
 
 
 def _gather_places(world: World, replica: Replica, port: int) -> list[_Place]:
-    """Return the :class:`_Place` of each rank in the replica, in rank order. Collective among all ranks."""
+    """Return the :class:`_Place` of each rank in the replica, in rank order. Collective among its ranks.
+
+    The group of all ranks is not used, since a restarted replica has no part in it.
+    """
     mine = [*world.hostname.encode()[:64].ljust(64), world.local_rank, port]
-    first = world.rank - replica.place
-    gathered = all_gather(torch.tensor(mine, device="cpu"))[first : first + replica.size]
+    group = _new_group(world, replica)
+    try:
+        gathered = all_gather(torch.tensor(mine, device="cpu"), group=group)
+    finally:
+        world.call(group.free)
     return [
         _Place(bytes(name).decode(errors="replace").rstrip(), number, found)
         for *name, number, found in (each.tolist() for each in gathered)
     ]
+
+
+def _new_group(world: World, replica: Replica) -> Group:
+    first = world.rank - replica.place
+    return world.new_group(range(first, first + replica.size))

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from asyncdist import ClosedError, RankLostError
+from asyncdist import ClosedError, LocalProtocolError, RankLostError
 from asyncdist.protocols.joining.admission import Admission, newest_left, welcomed
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.replicas import SINGLE, Replicas
@@ -75,7 +75,11 @@ class JoinablePolicy(SpawnPolicy):
     async def _join(self) -> None:
         """Join the policy that runs on the other ranks, with its leader's state."""
         if not self.admits_restarted:
-            await super()._join()  # raises
+            raise LocalProtocolError(
+                f"{type(self).__name__} with replica_size={self._replicas.size} does not admit a restarted replica to "
+                "a running policy; the other replicas continue without it. To train with all replicas again, end the "
+                "job, and start it from its last checkpoint"
+            )
         # Until it is admitted, other ranks must not count this rank as a member.
         was_admitted, self._services.is_admitted = self._services.is_admitted, False
         deadline = self._world.time() + self._start_timeout_s

@@ -42,6 +42,7 @@ from asyncdist.protocols.selective.statistics import SelectiveStatistics
 from asyncdist.protocols.starting.differences import LEFT_OUT
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.protocols.wrappers import check_replica_group
+from asyncdist.runtime.failing.replica_mates import ReplicaMates
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
 logger = logging.getLogger("protocols.replicas.policy")
@@ -212,6 +213,7 @@ class ReplicaAveragingPolicy(Ported):
                 "all %d ranks are one replica, so nothing is averaged; two replicas need %d ranks", size, 2 * size
             )
         self._replica = await self._new_group(ranks[first : first + size])
+        self._services.shared(ReplicaMates).ranks = frozenset(self._replica.ranks) - {self._world.rank}
         if isinstance(self._inner, ShardAveraging):
             await check_sharding(self._world, self._replica, self._flat.mesh_ranks, ranks)
             self._others = await self._new_group(ranks[own % size :: size])
@@ -233,6 +235,7 @@ class ReplicaAveragingPolicy(Ported):
     async def _stop(self, error: BaseException | None) -> None:
         try:
             if error is None:
+                self._services.shared(ReplicaMates).ranks = frozenset()
                 meeting = reduce_and_broadcast(lambda: 0, sum, group=self._replica, world=self._world)
                 await wait_until_all_leave(self._world, self._replica, self.iteration, meeting)
         finally:

@@ -15,12 +15,14 @@ from asyncdist.errors import DisagreementError, LateError, RankLostError, Remote
 from asyncdist.messaging.engine import Timer
 from asyncdist.runtime.failing.failure_report import FailureReport, is_termination, peer_failed, summarise
 from asyncdist.runtime.failing.process_ends import exit_immediately
+from asyncdist.runtime.failing.replica_mates import ReplicaMates, end_as_lost
 from asyncdist.runtime.peers import Failed, FailureAcknowledged
 from asyncdist.runtime.signals import SIGNALS, Interrupts, interrupt_error
 from asyncdist.runtime.stall_warnings import describe_wait
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
 from asyncdist.waits import WaitId, WaitKind
+from asyncdist.wording import ranks_in_words
 
 #: Seconds that a failed rank waits, before it prints its error, for another rank's report that may explain the error.
 _HEAR_WHY_S: Final = 0.25
@@ -89,6 +91,14 @@ async def fail(
     Before an abort, the result of ``tell_story()``, a report of all ranks' waits, is printed.
     """
     loop = asyncio.get_running_loop()
+    if isinstance(error, Exception) and (lost := await world.services.shared(ReplicaMates).lost_soon()):
+        verb = "is" if len(lost) == 1 else "are"
+        cause = f"{ranks_in_words(lost)} of its replica {verb} lost, and the other replicas continue"
+        _report.print_line(f"rank {world.rank} ends, because {cause}: {summarise(error)}", error)
+        world.services.cancel_tasks()
+        world.close()
+        transport.close_failed()
+        end_as_lost()
     if is_consequence(error):
         await _hear_why(world, _HEAR_WHY_S)
     from_peer = is_consequence(error) and isinstance(world.services.engine.failure, RankLostError)

@@ -21,6 +21,7 @@ from asyncdist.collectives.groups import free_all
 from asyncdist.protocols.exchange.wire_layout import Vector, WireLayout, gather
 from asyncdist.protocols.joining.replicas import Replicas
 from asyncdist.protocols.starting.differences import LEFT_OUT, explained
+from asyncdist.runtime.failing.replica_mates import ReplicaMates
 from asyncdist.tensors.flat_state import Fingerprint, FlatState
 from asyncdist.wording import ranks_in_words
 
@@ -153,6 +154,7 @@ class ReplicaGroup:
 
     async def leave(self, step_count: int) -> None:
         """Wait until all ranks of the replica leave, unless a step of this rank was interrupted."""
+        self._world.services.shared(ReplicaMates).ranks = frozenset()
         if not self._is_torn:
             await wait_until_all_leave(self._world, self._group, step_count, self._meet(tuple, self._joint))
 
@@ -227,6 +229,7 @@ async def joined_replica(
     except BaseException:
         await replica.free()
         raise
+    world.services.shared(ReplicaMates).ranks = frozenset(mates) - {world.rank}
     return replica
 
 

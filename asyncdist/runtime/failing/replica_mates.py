@@ -1,0 +1,63 @@
+"""Ends a rank that fails because another rank of its replica was lost in the same way: as a lost rank.
+
+The ranks of a replica train one model together, so a rank that has lost a mate cannot continue, and usually ends with
+an error of the library inside the replica, such as gloo's in DDP. The error of a rank normally ends the job. But the
+other replicas survive a lost rank, and must survive its mates as well. So such a rank kills itself: an end by SIGKILL
+is the only one that all launchers and transports report as a loss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from typing import Final
+
+from asyncdist.messaging.services import Services
+from asyncdist.waits import WaitId, WaitKind
+
+#: Seconds in which a failing rank waits for the notice that another rank of its replica is lost.
+_HEAR_MATE_S: Final = 2.0
+
+
+class ReplicaMates:
+    """The other ranks of this rank's replica.
+
+    Attributes:
+        ranks: Ranks without which this rank cannot continue; empty outside a policy of replicas.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self.ranks: frozenset[int] = frozenset()
+
+    def lost(self) -> list[int]:
+        """Return the ranks that are lost, and have not left."""
+        services = self._services
+        return sorted(rank for rank in self.ranks if rank in services.gone and rank not in services.left)
+
+    async def lost_soon(self) -> list[int]:
+        """Return the lost ranks, after a wait for a loss that this rank may not have noticed yet.
+
+        Without other ranks, or if the transport does not survive losses, return none at once.
+        """
+        services, engine = self._services, self._services.engine
+        if not self.ranks or not services.survives_loss or engine.transport.capabilities.shares_process:
+            return []
+        wait, deadline = WaitId(WaitKind.PEER_FAILURE), engine.loop.time() + _HEAR_MATE_S
+        try:
+            await engine.until(lambda: bool(self.lost()) or engine.failure is not None, wait, deadline=deadline)
+        except Exception:
+            if engine.failure is None:
+                raise
+        except asyncio.CancelledError:  # a signal ends this rank
+            return []
+        return [] if engine.failure is not None else self.lost()
+
+
+def end_as_lost() -> None:
+    """End this process by SIGKILL."""
+    for file in filter(None, (sys.stdout, sys.stderr)):
+        file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
