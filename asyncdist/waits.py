@@ -109,6 +109,7 @@ class WaitKind(enum.StrEnum):
     OWN_ROUND = "own_round", "the end of its part in a round"
     CONTRIBUTION_ANSWER = "contribution_answer", "the answer to contribution {number}"
     CONTRIBUTIONS = "contributions", "further contributions"
+    SETTLING = "settling", "a call of settle, as by save_population, on all members"
     REPORTS = "reports", "reports and answers of members"
     POLICY_ADMISSION = "policy_admission", "admission to a policy"
     REPLAY_SERVER = "replay_server", "the replay buffer {name!r} on rank {peer}"

@@ -120,7 +120,7 @@ async def save_population(
 
 async def _settle(policy: Stateful | None) -> None:
     """Let a policy receive the data in flight, if it has a method ``settle``, so that its state can be saved."""
-    settle = getattr(policy, "settle", None)
+    settle = getattr(getattr(policy, "awaited", policy), "settle", None)  # of the policy that a blocking one wraps
     if settle is not None:
         await settle()
 

@@ -22,7 +22,7 @@ from asyncdist.protocols.diloco.outer_step import OuterStep
 from asyncdist.protocols.diloco.radial import radial_mean_into
 from asyncdist.protocols.exchange.fragment import mean_cosine
 from asyncdist.protocols.exchange.ledger import Verdict
-from asyncdist.protocols.exchange.wire_layout import average_into
+from asyncdist.protocols.exchange.wire_layout import average_into, norm_of
 
 _YIELD_NBYTES: Final = 4 << 20  # bytes of a mean that are computed before other tasks run
 
@@ -65,6 +65,7 @@ class Anchor:
         version: Number of steps since the beginning of the training.
     """
 
+    @torch.inference_mode(False)  # the values outlive the inference mode of a step during which the leader begins
     def __init__(self, layouts: Layouts, options: AsyncDiLoCoOptions, block: Block, version: int) -> None:
         self._layouts = layouts
         self._correct = options.correct
@@ -83,7 +84,7 @@ class Anchor:
             return Outcome((), (), math.nan, math.nan)
         mean = await self._mean(usable)
         differences = self._layouts.stepped(mean)
-        norm = math.hypot(*(torch.linalg.vector_norm(flat).item() for flat in differences))
+        norm = math.hypot(*(norm_of(flat) for flat in differences))
         donors, weights, norms, *_ = zip(*((each.rank, each.weight, each.norm) for each in usable), strict=True)
         cosine = mean_cosine(Verdict(1, donors, weights, norms), norm) if self._knows_norms else None
         self._outer.step(differences)

@@ -64,12 +64,14 @@ class Arrivals:
 
     Attributes:
         reported: Sequence number of the last contribution of each rank that this leader knows.
+        settling: Members that make no step now, so that no contribution of theirs is awaited.
     """
 
     def __init__(self, members: Iterable[int], quorum: int, applied: Mapping[int, int] | None = None) -> None:
         self.members = set(members)
         self.applied = dict(applied or {})
         self.reported = dict(self.applied)
+        self.settling: set[int] = set()
         self._quorum = quorum
         # Both are keyed by rank and sequence number, and contain the time of the report. _whole is in order of arrival,
         # and contains the time of arrival as well.
@@ -112,10 +114,11 @@ class Arrivals:
     @property
     def is_complete(self) -> bool:
         """True if contributions of all living members have arrived."""
-        return bool(self._whole) and self.members <= {rank for rank, _ in self._whole}
+        return bool(self._whole) and self.members - self.settling <= {rank for rank, _ in self._whole}
 
     def _needed(self) -> int:
-        return min(self._quorum, len(self.members))
+        awaited = self.members - self.settling
+        return min(self._quorum, len(awaited) or min(1, len(self.members)))
 
     def quorum(self) -> Quorum | None:
         """Return the quorum for the next version; None if too few contributions have arrived."""

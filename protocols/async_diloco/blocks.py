@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, new_memory, scatter, subtract
+from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, new_memory, norm_of, scatter, subtract
 from asyncdist.tensors.codecs import Codec, ErrorFeedback, find_codec
 from asyncdist.tensors.flat_state import Entry
 
@@ -104,7 +104,7 @@ class Captures:
         for vector, flat, anchor in zip(vectors, flats, base[1], strict=True):
             if vector.role == "stepped":
                 subtract(vector, anchor, tensors, flat)
-                norm = math.hypot(norm, torch.linalg.vector_norm(flat).item())
+                norm = math.hypot(norm, norm_of(flat))
             else:
                 gather(vector, tensors, flat)
         if math.isfinite(norm):

@@ -105,6 +105,10 @@ class AsyncMember:
             return is_answered
         return is_answered and await self.server.handed_over(deadline)
 
+    async def settle(self) -> None:
+        """Notify the leader that this member makes no step now; wait for its answer, if there is none."""
+        await self._membership.settle(lambda: self._holdings.outstanding is None)
+
     def leave(self) -> None:
         """Leave the policy. A contribution without an answer is withdrawn."""
         if self._is_closed:
@@ -154,6 +158,11 @@ class AsyncMember:
         """Count a newcomer as a worker, as the leader."""
         assert self.server is not None, "only a leader admits"
         self.server.on_admitted(rank)
+
+    def on_settling(self) -> None:
+        """Make versions without the members that make no step now, as the leader."""
+        if self.server is not None:
+            self.server.on_settling()
 
     def _report(self) -> None:
         """Begin to serve if this member leads, and send its standing to the leader."""

@@ -362,11 +362,14 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         """Make no further version of the anchor until the next step, so that :meth:`state_dict` fits the other ranks'.
 
         :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="wait"``, versions
-        are made, because other ranks may wait for them inside their steps.
+        are made, because other ranks may wait for them inside their steps. They are made without the contributions of
+        the ranks that have called this method, even if there is no quorum.
         """
-        is_skipping = self._own_options.late == "skip"
-        if self._member is not None and self._member.server is not None and is_skipping:
-            await self._member.server.freeze()
+        member = self._member
+        if member is not None and self._own_options.late == "wait":
+            await member.settle()
+        elif member is not None and member.server is not None:
+            await member.server.freeze()
 
     def _own_state(self) -> dict[str, Any]:
         if self._saved is not None:

@@ -206,6 +206,7 @@ class Server:
             )
         self.anchor, self._mirrored_at = anchor, held.version
         self._arrivals = Arrivals(self._membership.living, own.quorum, dict(held.applied))
+        self._arrivals.settling = self._membership.settling
         for rank, standing in sorted(self._standings.items()):
             for report in standing.outstanding:
                 self.on_arrived(rank, standing.sequence, report)
@@ -228,6 +229,12 @@ class Server:
         """Count a newcomer as a worker."""
         self._arrivals.on_admitted(rank)
 
+    def on_settling(self) -> None:
+        """Do not wait for contributions of members that make no step now."""
+        self._arrivals.settling = self._membership.settling
+        self._look()
+        self._services.engine.recheck()
+
     # -- contributions ----------------------------------------------------------------------------------------------
 
     def on_arrived(self, rank: int, sequence: int, report: Arrived) -> None:
@@ -235,6 +242,7 @@ class Server:
         if self.anchor is None:
             self._early.append((rank, sequence, report))
             return
+        self._arrivals.settling.discard(rank)  # it makes steps again
         if report.speed:
             self._speeds[rank] = report.speed
         arrival = Arrival(rank, sequence, report.base_version, report.steps, report.tokens, report.norm, report.speed)

@@ -22,7 +22,7 @@ from asyncdist.protocols.diloco.fragment_state import FragmentState
 from asyncdist.protocols.diloco.outer_step import OuterFactory
 from asyncdist.protocols.exchange.fragment import Fragment
 from asyncdist.protocols.exchange.ledger import Verdict
-from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, scatter, subtract, values_of, write
+from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, norm_of, scatter, subtract, values_of, write
 
 
 class EagerFragment(FragmentState):
@@ -135,7 +135,7 @@ class AnchorMean(Fragment):
             source, anchor = next(anchors)
             for (_, first, end), (_, begin, stop) in zip(vector.places, source.places, strict=True):
                 flat[first:end].copy_(anchor[begin:stop])
-            norm = math.hypot(norm, torch.linalg.vector_norm(flat).item())
+            norm = math.hypot(norm, norm_of(flat))
         return norm
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from asyncdist.protocols.diloco.outer_step import OuterFactory, OuterStep
 from asyncdist.protocols.diloco.radial import radial_mean_into
 from asyncdist.protocols.exchange.fragment import Fragment, Mean, mean_cosine
 from asyncdist.protocols.exchange.ledger import Verdict
-from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, gather, scatter, subtract
+from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, gather, norm_of, scatter, subtract
 from asyncdist.tensors.codecs import ErrorFeedback
 
 
@@ -44,6 +44,8 @@ class FragmentState(Fragment):
         super().__init__(layout)
         self._mixing = mixing
         self._captured = [vector.new_flat() for vector in layout.stepped] if keeps_captured else []
+        for vector, captured in zip(layout.stepped, self._captured, strict=bool(self._captured)):
+            gather(vector, tensors, captured)  # a mean in flight that is loaded counts the progress from here
         self._outer: OuterStep | None = None
         self._residuals: dict[int, ErrorFeedback] = {}  # by vector
         if factory is not None:
@@ -76,7 +78,7 @@ class FragmentState(Fragment):
             else:
                 subtract(vector, anchor, tensors, flat)
             if vector.role == "stepped":
-                norm = math.hypot(norm, torch.linalg.vector_norm(flat).item())
+                norm = math.hypot(norm, norm_of(flat))
         if math.isfinite(norm):
             for place, vector in enumerate(self.layout.vectors):
                 if place in self._residuals and vector.codec is not None:
@@ -105,7 +107,7 @@ class FragmentState(Fragment):
             if self._outer is not None:
                 stepped = [place for place, vector in enumerate(vectors) if vector.role == "stepped"]
                 differences = [self._values.pop(place) for place in stepped]
-                norm = math.hypot(*(torch.linalg.vector_norm(flat).item() for flat in differences))
+                norm = math.hypot(*(norm_of(flat) for flat in differences))
                 # The norms are those of the differences and of their mean. With these options, other vectors are sent
                 # or the mean is another one.
                 is_other = bool(self._residuals) or self.layout.codec.name == "topk" or not self.layout.is_cut
@@ -176,6 +178,13 @@ class FragmentState(Fragment):
         for vector, anchor in zip(self.layout.stepped, self.anchors, strict=bool(self.anchors)):
             scatter(vector, anchor, tensors)
 
+    @torch.no_grad()
+    def begin_again(self, tensors: Sequence[Tensor]) -> None:
+        """Write the anchor into the model's parameters, whose progress for a late mean begins there."""
+        self.restore(tensors)
+        for captured, anchor in zip(self._captured, self.anchors, strict=False):
+            captured.copy_(anchor)
+
     @property
     def anchors(self) -> tuple[Tensor, ...]:
         """The anchor's flat tensors; none without an outer optimizer."""
@@ -205,10 +214,11 @@ class FragmentState(Fragment):
         if shapes != ([anchor.shape for anchor in own_anchors], [each.residual.shape for each in residuals]):
             raise ValueError(
                 "the state's anchors and residuals must have the shapes of this policy's. Use the model, "
-                "outer_optimizer, error_feedback and fragments of the run that saved it"
+                "outer_optimizer, fragments and error_feedback of the run that saved it, and with error_feedback its "
+                "wire"
             )
         super().load_state_dict(state)
-        for flat, saved in zip(self._captured, state["captured"], strict=True):
+        for flat, saved in zip(self._captured, state["captured"], strict=False):  # none if the option late differs
             flat.copy_(saved)
         for anchor, saved in zip(own_anchors, anchors, strict=True):
             anchor.copy_(saved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -27,6 +28,9 @@ Merge: TypeAlias = Literal["mean", "radial"]
 Late: TypeAlias = Literal["wait", "skip"]
 #: Outer optimizer of the DiLoCo paper.
 NESTEROV: Final = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
+#: Smallest number of tokens of a step, and smallest weight of a contribution by tokens.
+LEAST_TOKENS: Final = 1e-9
 _GROUP: Final = "fragments and bytes"
 
 
@@ -261,7 +265,7 @@ def counted_tokens(tokens: float | None, metric: object, weights: str) -> float:
         ValueError: ``tokens`` is not finite and above 0.
     """
     if tokens is not None:
-        return validation.real("tokens", tokens, "a finite number > 0 (of a tensor, tokens.item())", low=1e-9)
+        return validation.real("tokens", tokens, "a finite number > 0 (of a tensor, tokens.item())", low=LEAST_TOKENS)
     if weights == "tokens" and metric is not None:
         raise TypeError(
             "step() takes the number of tokens by name: step(tokens=n). A positional number is a metric, and has no "
@@ -276,14 +280,17 @@ def described(factory: OuterFactory) -> str:
     The optimizer is made to read them, because two functions with equal names may make different optimizers.
     """
     optimizer = factory([nn.Parameter(torch.ones(2, device="cpu"))])
-    defaults = {name: _text_of(each.default) for name, each in inspect.signature(type(optimizer)).parameters.items()}
+    defaults = {name: text_of(each.default) for name, each in inspect.signature(type(optimizer)).parameters.items()}
     (first, *_) = optimizer.param_groups
-    options = {name: _text_of(value) for name, value in sorted(first.items()) if name != "params"}
+    options = {name: text_of(value) for name, value in sorted(first.items()) if name != "params"}
     changed = [f"{name}={value}" for name, value in options.items() if value != defaults.get(name)]
     return f"{type(optimizer).__name__}({', '.join(changed)})"
 
 
-def _text_of(value: Any) -> str:
-    """Return a value as a string, which is the same for equal numbers of different types."""
+def text_of(value: Any) -> str:
+    """Return an option as a string that is the same on all ranks, and for equal numbers of different types.
+
+    The address of an object in memory, as in the representation of a function, is left out.
+    """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return repr(float(value) if is_number else value)
+    return _ADDRESS.sub("", repr(float(value) if is_number else value))

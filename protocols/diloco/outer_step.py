@@ -99,14 +99,18 @@ class OuterStep:
         Returns:
             ``"optimizer"``: The name of the optimizer's class.
             ``"sizes"``: The number of elements of each anchor.
-            ``"state"`` and ``"param_groups"``: The optimizer's ``state_dict()``, with cloned tensors.
+            ``"state"`` and ``"param_groups"``: The optimizer's ``state_dict()``, with cloned tensors, and without
+            options that are functions or other objects, such as a schedule.
         """
         state = _cloned(self._optimizer.state_dict())
+        state["param_groups"] = [_without_objects(group) for group in state["param_groups"]]
         return {"optimizer": type(self._optimizer).__name__, "sizes": self._sizes(), **state}
 
     @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`; its tensors are copied. The saved options replace the factory's.
+
+        Options that are functions or other objects are not saved, and remain the factory's.
 
         Raises:
             ValueError: The state belongs to another optimizer's class or to anchors of other sizes.
@@ -119,7 +123,10 @@ class OuterStep:
                 f"{saved[0]} with {saved[1]}. Use the outer_optimizer and the fragments of the run that saved it"
             )
         # torch uses the given tensors themselves if they have the right dtype and device.
-        self._optimizer.load_state_dict(_cloned({key: state[key] for key in ("state", "param_groups")}))
+        own, groups = self._optimizer.state_dict()["param_groups"], state["param_groups"]
+        if len(own) == len(groups):  # otherwise torch raises an error
+            groups = [{**mine, **saved} for mine, saved in zip(own, groups, strict=True)]
+        self._optimizer.load_state_dict(_cloned({"state": state["state"], "param_groups": groups}))
         _use_fast_kernels(self._optimizer)
 
     def _sizes(self) -> list[int]:
@@ -223,6 +230,19 @@ def _cloned(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(_cloned, value))
     return value
+
+
+def _without_objects(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group that a checkpoint can contain."""
+    return {name: value for name, value in group.items() if _is_data(value)}
+
+
+def _is_data(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_data, value))
+    if isinstance(value, Mapping):
+        return all(map(_is_data, value.values()))
+    return value is None or isinstance(value, bool | int | float | str | Tensor)
 
 
 def _with_article(name: str) -> str:

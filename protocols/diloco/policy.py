@@ -32,7 +32,13 @@ from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.eager import AnchorMean, EagerFragment, interleaved
 from asyncdist.protocols.diloco.fragment_state import FragmentState
 from asyncdist.protocols.diloco.fragments import fragments_of
-from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions, check_has_whole_tensors, counted_tokens
+from asyncdist.protocols.diloco.options import (
+    LEAST_TOKENS,
+    DiLoCoOptionNames,
+    DiLoCoOptions,
+    check_has_whole_tensors,
+    counted_tokens,
+)
 from asyncdist.protocols.diloco.radial import embeddings_of
 from asyncdist.protocols.exchange.flights import Flight
 from asyncdist.protocols.exchange.fragment import Mean
@@ -212,7 +218,8 @@ class DiLoCoPolicy(ExchangePolicy):
 
     def _take_weight(self, fragment: int) -> float:
         tokens, self._tokens[fragment] = self._tokens[fragment], 0.0
-        return tokens if self._own_options.weights == "tokens" else 1.0
+        # After cancelled steps, a fragment may be captured twice in one step: the second time without new tokens.
+        return max(tokens, LEAST_TOKENS) if self._own_options.weights == "tokens" else 1.0
 
     def _own_state(self) -> dict[str, Any]:
         own = {**super()._own_state(), "tokens": list(self._tokens)}
@@ -319,5 +326,5 @@ class DiLoCoPolicy(ExchangePolicy):
             return False
         with self._weights.following():
             for fragment in self._fragments:
-                fragment.restore(self._tensors())
+                fragment.begin_again(self._tensors())
         return True

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -182,6 +183,19 @@ class Exchange:
         """Wait until all members have the means that this member has."""
         await self._services.engine.until(lambda: not self.holds_means, WaitId(WaitKind.OWN_ROUND))
 
+    async def settle(self, numbers: Sequence[int], progress: Sequence[int]) -> tuple[int, ...]:
+        """Wait until this member has the means of some rounds, or until no member makes a step.
+
+        See :meth:`Membership.settle`.
+        """
+        return await self._membership.settle(lambda: all(map(self.has_merged, numbers)), progress)
+
+    def contribution_state(self, number: int) -> dict[str, Any]:
+        """Return a copy of this member's contribution to a round whose mean it does not have."""
+        own = self._rounds[number]
+        encoded = [each.clone() for each in own.contribution]
+        return {"encoded": encoded, "weight": own.weight, "norm": own.norm, "scores": own.scores}
+
     def members(self) -> tuple[int, ...]:
         """Return the living members, in the order in which they may lead."""
         return self._membership.members()
@@ -232,6 +246,9 @@ class Exchange:
         """Send the verdicts of all rounds in progress to a newcomer, as the leader."""
         assert self._ledger is not None, "only a leader admits"
         self._carry_out(self._ledger.on_admitted(rank, self._services.rank))
+
+    def on_settling(self) -> None:
+        """Continue: rounds need no step of a member after its contribution."""
 
     # -- messages ---------------------------------------------------------------------------------------------------
 

@@ -43,9 +43,9 @@ class Flights:
 
     def note_step(self, step: int) -> None:
         """Record that the fragments of a step are due."""
-        due = self._schedule.due(step)
-        if due:  # most steps have none
-            self._owed += [each for each in due if not self.skips_late or self._is_in_turn(each)]
+        for fragment in self._schedule.due(step):  # most steps have none
+            if self._is_in_turn(fragment) and not (self.skips_late and fragment in self._owed):
+                self._owed.append(fragment)
 
     def forget_owed(self) -> None:
         """Capture none of the fragments that are due."""
@@ -85,10 +85,16 @@ class Flights:
     def _is_in_turn(self, fragment: int) -> bool:
         """Return whether a fragment's next round is the first that is neither captured nor owed.
 
-        Rounds are retired in the order of their numbers, so they must be captured in this order.
+        Rounds are retired in the order of their numbers, so they must be captured in this order. The fragments are
+        due in another order if their means are late, or once after a resumed training with another schedule.
         """
         counts = [count + self._owed.count(each) for each, count in enumerate(self._captured)]
-        return fragment not in self._owed and fragment == counts.index(min(counts))
+        return fragment == counts.index(min(counts))
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """Number of this member's contributions by fragment."""
+        return tuple(self._captured)
 
     def state(self) -> dict[str, Any]:
         """Return the counts of contributions and the owed fragments, without the rounds in flight."""

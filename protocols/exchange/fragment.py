@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncdist.protocols.exchange.ledger import Verdict
-from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, gather, scatter
+from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, gather, norm_of, scatter
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Fragment:
             flat = vector.values_of(into)
             gather(vector, tensors, flat)
             if vector.role == "stepped":
-                norm = math.hypot(norm, torch.linalg.vector_norm(flat).item())
+                norm = math.hypot(norm, norm_of(flat))
             if vector.codec is not None:
                 vector.codec.encode(flat, into)
         return norm
@@ -112,6 +112,10 @@ class Fragment:
 
     def restore(self, tensors: Sequence[Tensor]) -> None:
         """Write the anchor into the model's parameters; change nothing if there is no anchor."""
+
+    def begin_again(self, tensors: Sequence[Tensor]) -> None:
+        """Write the anchor into the model's parameters, which continue from there; see :meth:`restore`."""
+        self.restore(tensors)
 
     def forget_own(self) -> None:
         """Drop the state that belongs to another rank alone, after its whole state was loaded."""

@@ -34,7 +34,7 @@ from asyncdist.protocols.exchange.options import ExchangeOptions
 from asyncdist.protocols.exchange.replicas.division import parts_of
 from asyncdist.protocols.exchange.replicas.group import Readiness, ReplicaGroup, joined_replica
 from asyncdist.protocols.exchange.results import result_of
-from asyncdist.protocols.exchange.rounds import Exchanged, has_merged
+from asyncdist.protocols.exchange.rounds import Exchanged, copy_encoded, has_merged
 from asyncdist.protocols.exchange.schedule import Schedule
 from asyncdist.protocols.exchange.statistics import ExchangeStatistics, statistics_of
 from asyncdist.protocols.exchange.wire_layout import Vector, WireLayout, gather, scatter
@@ -59,7 +59,7 @@ logger = logging.getLogger("protocols.exchange.policy")
 #: Name in error messages for the number of completed rounds of each fragment.
 _ROUNDS: Final = "rounds completed"
 
-_OWN_STATE: Final = ("fragments", "captured", "owed", "in_flight", "replica_size", "replica_index")
+_OWN_STATE: Final = ("fragments", "captured", "owed", "in_flight", "replica_size", "replica_index", "contributions")
 
 
 class ExchangePolicy(JoinablePolicy):
@@ -118,6 +118,8 @@ class ExchangePolicy(JoinablePolicy):
         self._admission: Admission | None = None
         self._is_admitting = False
         self._unsound_captures: set[int] = set()  # fragments whose last contribution was not finite
+        self._unfinished: set[int] = set()  # rounds that cannot end before a step, since the last call of settle
+        self._given: Mapping[int, Mapping[str, Any]] = {}  # loaded contributions to such rounds, by round
         self._snapshots = SnapshotPool(self._flat)
 
     def statistics(self) -> ExchangeStatistics:
@@ -218,6 +220,8 @@ class ExchangePolicy(JoinablePolicy):
         self._part_layouts = []
         self._fragments = list(self._make_fragments())
         self._take_saved()
+        if self.is_alone:
+            self._contribute_again()
 
     def _choose_members(self) -> tuple[int, ...]:
         ranks, size = self._group.ranks, self._replica_size
@@ -276,6 +280,8 @@ class ExchangePolicy(JoinablePolicy):
             replicas=self._replicas,
         )
         self._admission = self._new_admission(membership, scopes)
+        if not membership.is_joining:  # a newcomer gets the leader's state instead of a loaded one
+            self._contribute_again()
 
     def _opened(self) -> tuple[Exchange, Admission]:
         assert self._exchange is not None and self._admission is not None, "the policy has not opened"
@@ -331,17 +337,28 @@ class ExchangePolicy(JoinablePolicy):
     async def settle(self) -> None:
         """Wait until this rank has the means of all rounds in flight, so that :meth:`state_dict` can save them.
 
-        :func:`asyncdist.save_population` calls this method. The weights do not change.
+        :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="skip"``, a round to
+        which not all ranks have contributed yet has no mean: all ranks must call this method, and the state contains
+        this rank's contribution instead.
         """
-        for flight in self._flights.in_flight.values():
-            await self._merged(flight.number)
+        flights, count, self._unfinished = self._flights, self._fragment_count, set()
+        captured = flights.captured
+        if flights.skips_late and self._exchange is not None:
+            numbers = [self._number_in_exchange(flight.number) for flight in flights.in_flight.values()]
+            captured = await self._exchange.settle(numbers, captured)
+        for fragment, flight in list(flights.in_flight.items()):
+            if (flight.number - 1) // count < captured[fragment]:
+                await self._merged(flight.number)
+            else:
+                self._unfinished.add(flight.number)
 
     def _own_state(self) -> dict[str, Any]:
         if self._stage == "new" and self._saved is not None:
             return {name: self._saved[name] for name in _OWN_STATE}
         flights = self._flights.in_flight
         for flight in flights.values():
-            if not self._has(flight.number) and not self._is_admitting:
+            is_saved = self._is_admitting or flight.number in self._unfinished
+            if not self._has(flight.number) and not is_saved:
                 raise BusyError(f"await policy.settle() before state_dict(): round {flight.number} is in flight")
         return {
             "fragments": [fragment.state_dict() for fragment in self._fragments],
@@ -351,7 +368,15 @@ class ExchangePolicy(JoinablePolicy):
                 for fragment, flight in flights.items()
             ],
             **(SINGLE.place_of(0) if self._stage == "new" else self._replicas.place_of(self._world.rank)),
+            "contributions": {} if self._is_admitting else self._contributions(),
         }
+
+    def _contributions(self) -> dict[int, dict[str, Any]]:
+        """Return a copy of this rank's contribution to each round that cannot end before a step."""
+        exchange, missing = self._exchange, [each for each in sorted(self._unfinished) if not self._has(each)]
+        if exchange is None:
+            return {}
+        return {each: exchange.contribution_state(self._number_in_exchange(each)) for each in missing}
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         count = len(state["fragments"]) or self._fragment_count
@@ -372,7 +397,17 @@ class ExchangePolicy(JoinablePolicy):
                 self._flights.in_flight[fragment] = Flight(*flight)
                 if pending is not None:
                     self._fragments[fragment].restore_pending(pending)
+            self._given = dict(self._saved["contributions"])
             self._saved = None
+
+    def _contribute_again(self) -> None:
+        """Contribute the loaded contributions, to rounds that had not ended when they were saved."""
+        given, self._given = self._given, {}
+        for number, state in sorted(given.items()):
+            fragment = (number - 1) % self._fragment_count
+            encoded = self._new_encoded(fragment)
+            copy_encoded(state["encoded"], encoded)
+            self._contribute(number, encoded, Report(state["weight"], state["norm"], tuple(state["scores"])))
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -383,6 +418,7 @@ class ExchangePolicy(JoinablePolicy):
     async def _take_step(self, local_metric: MetricSource) -> StepInfo:
         world, step, flights = self._world, self.iteration, self._flights
         flights.note_step(step)  # before the first await, since a cancelled step captures nothing
+        self._unfinished.clear()
         if self.is_alone:
             await world.safe_point()
             if not self._acts_alone():
@@ -432,24 +468,18 @@ class ExchangePolicy(JoinablePolicy):
         is_past = self._has(number)  # this rank was admitted while the others captured the round
         scores = () if is_past else await self._take_scores(fragment, tensors)
         self._flights.begin(step)
-        own, exchange = self._fragments[fragment], self._exchange
+        own = self._fragments[fragment]
         if is_past:
             own.advance(0)
             return
-        weight = self._take_weight(fragment)
-        encoded = own.layout.new_encoded() if exchange is None else exchange.new_encoded(self._place(fragment))
+        weight, encoded = self._take_weight(fragment), self._new_encoded(fragment)
         # A non-finite parameter of the fragment makes the norm non-finite, so only the other entries are checked.
         unsound = self._known_infinities.unsound_entry_of_model(own.layout.stepped_entries)
         norm = math.nan if unsound is not None else own.capture(tensors, encoded)
         (self._unsound_captures.discard if math.isfinite(norm) else self._unsound_captures.add)(fragment)
         own.advance(len(self._first_ranks()) if math.isfinite(norm) else 0)
         facts = number, fragment, step, own.version, weight, norm, own.layout.nbytes, own.layout.unencoded_nbytes
-        if exchange is None:
-            chosen = self.weigh({self._world.rank: Report(weight, norm, scores)})
-            verdict = Verdict(1, tuple(chosen), tuple(chosen.values()), (norm,) * len(chosen))
-            own.merge(verdict, encoded if chosen else ())
-        else:
-            exchange.contribute(self._number_in_exchange(number), encoded, weight, norm, scores)
+        self._contribute(number, encoded, Report(weight, norm, scores))
         event = Contributed(*facts)
         self._journal.note_contributed(event)
         if self._shared.on_event is not None:
@@ -463,6 +493,21 @@ class ExchangePolicy(JoinablePolicy):
         """Return the living members, or the first rank of each replica."""
         members = (self._world.rank,) if self._exchange is None else self._exchange.members()
         return {self._replicas.mates(rank)[0] for rank in members}
+
+    def _new_encoded(self, fragment: int) -> list[Tensor]:
+        """Return memory for the encoded vectors of a contribution."""
+        if self._exchange is None:
+            return self._fragments[fragment].layout.new_encoded()
+        return self._exchange.new_encoded(self._place(fragment))
+
+    def _contribute(self, number: int, encoded: Sequence[Tensor], report: Report) -> None:
+        """Offer a contribution to the other ranks, or merge it if this rank is alone."""
+        if self._exchange is not None:
+            self._exchange.contribute(self._number_in_exchange(number), encoded, *report)
+            return
+        chosen = self.weigh({self._world.rank: report})
+        verdict = Verdict(1, tuple(chosen), tuple(chosen.values()), (report.norm,) * len(chosen))
+        self._fragments[(number - 1) % self._fragment_count].merge(verdict, encoded if chosen else ())
 
     async def _apply_due(self, step: int) -> list[StepInfo]:
         """Apply all means that are due in this step; wait for those that have not arrived, unless they are skipped."""
@@ -521,7 +566,7 @@ class ExchangePolicy(JoinablePolicy):
             own.apply(tensors, is_late=is_late, is_whole=is_whole)
             if trouble:  # otherwise the other fragments would make this one non-finite in the next training step
                 for each in self._fragments:
-                    each.restore(tensors)
+                    each.begin_again(tensors)
         await self._share(range(self._fragment_count) if trouble else [fragment], tensors)
         if self._shared.resets_optimizer or trouble:
             reset_optimizer_state(self.optimizer)

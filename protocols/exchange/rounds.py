@@ -66,6 +66,18 @@ def has_merged(fragments: Sequence[Exchanged], number: int) -> bool:
     return (number - 1) // len(fragments) < fragments[(number - 1) % len(fragments)].version
 
 
+def copy_encoded(saved: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    """Copy a saved contribution into encoded vectors.
+
+    Raises:
+        ValueError: The vectors have other sizes.
+    """
+    if [each.shape for each in into] != [each.shape for each in saved]:
+        raise ValueError("the state's contributions must be encoded as by this policy. Use the saved run's wire")
+    for own, each in zip(into, saved, strict=True):
+        own.copy_(each)
+
+
 @dataclass(slots=True, eq=False)
 class MemberRound:
     """State of one round on one member, until it is retired.

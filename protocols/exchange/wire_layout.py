@@ -27,7 +27,7 @@ from torch import Tensor
 
 from asyncdist.tensors.byte_views import byte_view, flat_bytes
 from asyncdist.tensors.codecs import Codec, codec_of_means, find_codec
-from asyncdist.tensors.flat_state import Entry, accumulate_dtype
+from asyncdist.tensors.flat_state import Entry, accumulate_dtype, is_finite
 from asyncdist.tensors.means import mean_into, weighted_mean_into
 
 #: Function that writes the mean of flat tensors, with their weights, into its first argument.
@@ -39,6 +39,7 @@ Role: TypeAlias = Literal["stepped", "averaged", "copied"]
 _ALIGNMENT_NBYTES: Final = 16
 _PIECE_COUNT: Final = 1 << 16  # elements that are averaged at a time; 256 KiB of float32 stay in a core's cache
 _EXACT: Final = find_codec("float32")
+_NORM_MAX: Final = 2.0**400  # larger norms count as this, so that sums of their squares are finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,6 +389,21 @@ def _moved(bounds: Sequence[int], cuts: Sequence[int]) -> tuple[int, ...]:
     """Return the bounds of slices, each moved to the nearest element at which the vector may be cut."""
     inner = [min(cuts, key=lambda cut: (abs(cut - bound), cut)) for bound in bounds[1:-1]]
     return (0, *inner, bounds[-1]) if len(bounds) > 1 else tuple(bounds)
+
+
+def norm_of(flat: Tensor) -> float:
+    """Return the L2 norm of a flat tensor: finite if all values are finite, otherwise infinite or NaN.
+
+    The squares of finite float32 values overflow from 1.8e19 on, such as those of a mask of ``finfo.min``.
+    """
+    norm = float(torch.linalg.vector_norm(flat).item())
+    if math.isinf(norm):
+        if not is_finite(flat):
+            return norm
+        largest = torch.linalg.vector_norm(flat, ord=math.inf)
+        scaled = (torch.linalg.vector_norm(piece / largest).item() for piece in torch.split(flat, _PIECE_COUNT))
+        norm = math.hypot(*scaled) * float(largest.item())
+    return min(norm, _NORM_MAX)
 
 
 def gather(vector: Vector, tensors: Sequence[Tensor], flat: Tensor) -> None:

@@ -6,6 +6,9 @@ Messages between two ranks arrive in order, so a new leader and its members need
 The leader admits restarted ranks (*newcomers*) one at a time. It copies its whole state, and from then on the newcomer
 is a member. The newcomer gets the state when all other members count it as a member. If the leader is lost, the next
 leader therefore knows every newcomer that has a state; the others ask again (:mod:`protocols.joining.admission`).
+
+Before their states are saved, the members can wait for each other (:meth:`Membership.settle`). No member makes a step
+meanwhile, so that the states fit together.
 """
 
 from __future__ import annotations
@@ -18,9 +21,18 @@ from asyncdist import Envelope, RankLostError, tags
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
-from asyncdist.protocols.joining.messages import Acquainted, Admitted, Left, MembershipMessage, Waiting
+from asyncdist.protocols.joining.messages import (
+    Acquainted,
+    Admitted,
+    Left,
+    MembershipMessage,
+    Settled,
+    Settling,
+    Waiting,
+)
 from asyncdist.protocols.joining.replicas import SINGLE, Replicas
 from asyncdist.protocols.joining.scopes import PolicyScopes
+from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.joining.membership")
 
@@ -42,6 +54,9 @@ class Concerned(Protocol):
 
     def on_admitted(self, rank: int) -> None:
         """Count a newcomer as a member, as the leader, whose state the newcomer receives."""
+
+    def on_settling(self) -> None:
+        """Handle a change of :attr:`Membership.settling`, as the leader."""
 
 
 class Membership:
@@ -90,6 +105,9 @@ class Membership:
         self._on_admission_end: Callable[[], None] = lambda: None
         self._on_leading: Callable[[], None] = lambda: None
         self._attempt = attempt
+        self._settling = Settling(0)  # this member's last call of settle
+        self._settled = Settled(0)  # the leader's last answer
+        self._settlings: dict[int, Settling] = {}  # on the leader: last call of settle by rank
         self._is_closed = False
         self._early: list[Envelope[MembershipMessage]] | None = []  # messages that arrived before; None when it is open
         self._channel: Channel[MembershipMessage]
@@ -157,6 +175,65 @@ class Membership:
                 self._post(Left(self._services.incarnation, self._attempt), rank)
         self._channel.close()
 
+    # -- waiting for each other ---------------------------------------------------------------------------------------
+
+    async def settle(self, is_over: Callable[[], bool], progress: Sequence[int] = ()) -> tuple[int, ...]:
+        """Wait, between two steps, until all members have called this method equally often.
+
+        Args:
+            is_over: Whether this member need not wait any longer.
+            progress: Numbers that grow with this member's steps.
+
+        Returns:
+            The smallest of the members' numbers, one for each entry of ``progress``; ``progress`` if not all members
+            have called.
+        """
+        if self._is_closed:
+            return tuple(progress)
+        own = self._settling = Settling(self._settling.count + 1, tuple(progress))
+        self._report_settling()
+        wait = WaitId(WaitKind.SETTLING)
+        await self._services.engine.until(
+            lambda: self._settled.count >= own.count or is_over() or self._is_closed or self.is_broken, wait
+        )
+        return self._settled.least if self._settled.count >= own.count else own.progress
+
+    @property
+    def settling(self) -> set[int]:
+        """On the leader: members that make no step now, since they wait for the others in :meth:`settle`."""
+        return {rank for rank in self.living if self._settle_count_of(rank) > self._settled.count}
+
+    def _settle_count_of(self, rank: int) -> int:
+        return self._settlings[rank].count if rank in self._settlings else 0
+
+    def _report_settling(self) -> None:
+        """Report this member's last call of :meth:`settle` to the leader, if there is one."""
+        if self._settling.count and self.leads:
+            self._note_settling(self._services.rank, self._settling)
+        elif self._settling.count:
+            self._post(self._settling, self.leader)
+
+    def _note_settling(self, rank: int, message: Settling) -> None:
+        self._settlings[rank] = message
+        self._look_at_settlings()
+
+    def _look_at_settlings(self) -> None:
+        """Answer the waiting members, as the leader, if all members have called :meth:`settle` once more."""
+        if not self._settlings or not self.leads:
+            return
+        count = min(map(self._settle_count_of, self.living))
+        if count > self._settled.count:
+            rows = [self._settlings[rank].progress for rank in sorted(self.living)]
+            self._note_settled(Settled(count, tuple(map(min, zip(*rows, strict=False)))))
+            for rank in sorted(self.living - {self._services.rank}):
+                self._post(self._settled, rank)
+        self._concerned.on_settling()
+
+    def _note_settled(self, message: Settled) -> None:
+        if message.count > self._settled.count:
+            self._settled = message
+            self._services.engine.recheck()
+
     # -- admission by this leader -----------------------------------------------------------------------------------
 
     @property
@@ -214,7 +291,8 @@ class Membership:
             self._post(self._admitted_message(self._newcomer), rank, self._admission_count)
 
     def _admitted_message(self, newcomer: tuple[int, int, int]) -> Admitted:
-        return Admitted(tuple((rank, *self._identity_of(rank)) for rank in self.members()), newcomer)
+        order = tuple((rank, *self._identity_of(rank)) for rank in self.members())
+        return Admitted(order, newcomer, self._settling.count)
 
     # -- this newcomer ----------------------------------------------------------------------------------------------
 
@@ -245,16 +323,21 @@ class Membership:
             self._services.engine.recheck()
             return
         self.living -= mates
+        for mate in mates:
+            self._settlings.pop(mate, None)
         if self.leader not in mates:
             for mate in sorted(mates):
                 self._concerned.on_lost(mate)
                 self._note_acquainted(mate)
+            self._look_at_settlings()
         elif self.is_joining:  # the request for admission is repeated
             self._services.engine.recheck()
         else:
             self.leader = next(each for each in self._order if each in self.living)
             logger.info("rank %d now leads, after rank %d", self.leader, rank)
             self._concerned.on_new_leader()
+            self._report_settling()
+            self._look_at_settlings()
             if self.leads:
                 self._on_leading()
 
@@ -277,6 +360,10 @@ class Membership:
                 self._note_acquainted(source)
             case Admitted() if source == self.leader:
                 self._note_admitted(envelope.round, message)
+            case Settling() if source in self.living:
+                self._note_settling(source, message)
+            case Settled() if source == self.leader:
+                self._note_settled(message)
 
     def _note_admitted(self, number: int, message: Admitted) -> None:
         """Record the members after an admission, possibly this rank's own."""
@@ -285,6 +372,7 @@ class Membership:
         self._admission_count = max(self._admission_count, number)
         if message.newcomer == self._me():
             self.admission = number
+            self._settling, self._settled = Settling(message.settle_count), Settled(message.settle_count)
             self._admitted.update({each: (incarnation, attempt) for each, incarnation, attempt in message.order})
             self.living = {each for each in self._order if each not in self._services.gone and not self._has_left(each)}
             for each in self.living - {rank}:

@@ -106,10 +106,12 @@ class Admitted:
     Attributes:
         order: Rank, incarnation and attempt of all members, in the order in which they may lead, with the sender.
         newcomer: The restarted rank among them that was admitted now, with its incarnation and attempt.
+        settle_count: Number of the sender's calls of `settle`.
     """
 
     order: tuple[tuple[int, int, int], ...]
     newcomer: tuple[int, int, int]
+    settle_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,4 +125,29 @@ class Acquainted:
     newcomer: tuple[int, int, int]
 
 
-MembershipMessage = Left | Waiting | Admitted | Acquainted
+@dataclass(frozen=True, slots=True)
+class Settling:
+    """Member to leader: this member makes no step until all members have called `settle` equally often.
+
+    Attributes:
+        count: Number of this member's calls of `settle`.
+        progress: Numbers that grow with the member's steps, as many on all members.
+    """
+
+    count: int
+    progress: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Leader to members: all members have called `settle` at least ``count`` times.
+
+    Attributes:
+        least: The smallest of the members' numbers, one for each entry of their progress.
+    """
+
+    count: int
+    least: tuple[int, ...] = ()
+
+
+MembershipMessage = Left | Waiting | Admitted | Acquainted | Settling | Settled

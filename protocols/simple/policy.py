@@ -128,7 +128,9 @@ class _RuleFragment(Fragment):
                 new = mean[first:end]
                 if vector.role != "copied" and not is_whole:
                     own = values_of(vector, picked[index]).to(vector.dtype)
-                    new = self._rule.apply(own, new.to(own.device), number)
+                    mean_here = new.to(own.device)
+                    # An infinity minus the same infinity, as of a mask, would become NaN.
+                    new = torch.where(own == mean_here, own, self._rule.apply(own, mean_here, number))
                 write(vector, new, picked[index])
         if self._share is not None and self._values:
             self._share.put(picked, tensors, number)

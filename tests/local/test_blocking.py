@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 import asyncdist as ad
-from protocols import AsyncSelectiveAveragingPolicy
+from protocols import AsyncSelectiveAveragingPolicy, DiLoCoPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -542,3 +543,18 @@ def test_a_failed_rank_throws_its_open_policies_away_in_silence(capsys: pytest.C
             ad.run_local(ad.blocking.hosted(main), ranks=2)
         gc.collect()
     assert ignored == []
+
+
+@pytest.mark.parametrize("kind", [AsyncSelectiveAveragingPolicy, DiLoCoPolicy])
+def test_a_population_is_saved_with_its_blocking_policy(kind: type[Any], tmp_path: Path) -> None:
+    """Regression: save_population called the blocking policy's settle, which raised an error."""
+    model = nn.Linear(2, 1)
+    with ad.blocking.policy(kind(model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=2)) as policy:
+        for _ in range(3):
+            policy.step(loss=1.0)
+        ad.blocking.save_population(tmp_path, model, policy=policy)
+        assert ad.blocking.async_save_population(tmp_path, model, policy=policy).folder.name == "checkpoint-000002"
+    again = kind(model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=2)
+    with ad.blocking.open_world():
+        ad.blocking.load_population(tmp_path, model, policy=again)
+    assert again.iteration == 3

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -158,3 +160,29 @@ def test_infinities_of_masks_are_not_a_failure() -> None:
         return info.donors
 
     assert ad.simulate(main, ranks=2, strict=True).results == ((0, 1),) * 2
+
+
+def test_a_return_to_the_anchor_is_no_progress_for_a_late_mean() -> None:
+    """Regression: weights that had returned to the anchor lost what the rank had contributed to the late mean."""
+
+    async def main(world: ad.World) -> float:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        outer, optimizer = partial(torch.optim.SGD, lr=1.0), torch.optim.SGD(model.parameters(), lr=0.1)
+        policy = DiLoCoPolicy(model, optimizer, average_every=6, fragments=2, late="skip", outer_optimizer=outer)
+        gap = -1.0
+        async with policy:
+            for step in range(30):
+                if world.rank or step < 13:  # rank 0 trains no more
+                    with torch.no_grad():
+                        model[1].weight.add_(1.0 + world.rank)
+                if world.rank == 0 and step == 13:  # while both fragments are in flight
+                    model[0].weight.data.fill_(math.nan)
+                info = await policy.step()
+                if info and info.fragment == 1 and world.rank == 0 and step > 13 and gap < 0:
+                    (anchor,) = policy._fragments[1].anchors
+                    gap = (anchor - torch.cat([model[1].weight.flatten(), model[1].bias])).abs().max().item()
+                await asyncio.sleep(0.001 * (1 + 2 * world.rank))
+        return gap
+
+    assert ad.simulate(main, ranks=2, seed=3, strict=True).results[0] == 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,22 @@ def test_ranks_that_continue_from_different_rounds_differ() -> None:
         return str(caught.value)
 
     assert all(names(text, "rounds completed") for text in ad.simulate(main, ranks=2).results)
+
+
+@pytest.mark.parametrize("weights", ["equal", "tokens"])
+def test_several_captures_in_one_step_after_cancelled_steps(weights: str) -> None:
+    """Regression: the second capture had no tokens, and its weight of 0 was refused."""
+
+    async def main(world: ad.World) -> int:
+        model, optimizer = made()
+        async with DiLoCoPolicy(model, optimizer, average_every=1, weights=weights) as policy:
+            for _ in range(2 + world.rank):
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0):
+                        await policy.step(tokens=3)
+            for _ in range(4 - world.rank):
+                await policy.step(tokens=3)
+            return policy.statistics().average_count
+
+    for ranks in (1, 2):
+        assert ad.simulate(main, ranks=ranks, seed=1, strict=True).results == (6,) * ranks

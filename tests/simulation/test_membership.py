@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import pytest
+
 import asyncdist as ad
 from asyncdist.simulation import Fault, Kill, Restart, SlowLink, simulate
 from asyncdist.waits import WaitId, WaitKind
@@ -25,6 +27,7 @@ class Concerned:
     reachable: list[int] = field(default_factory=list)
     admitted: list[int] = field(default_factory=list)
     leader_count: int = 0
+    settling_count: int = 0
     is_fit: bool = True
 
     def may_admit(self) -> bool:
@@ -41,6 +44,9 @@ class Concerned:
 
     def on_admitted(self, rank: int) -> None:
         self.admitted.append(rank)
+
+    def on_settling(self) -> None:
+        self.settling_count += 1
 
 
 async def until(world: ad.World, is_over: Callable[[], object]) -> None:
@@ -201,3 +207,25 @@ def test_a_leave_of_an_earlier_attempt_does_not_count() -> None:
     # The confirmation of the second admission takes another way than the leave of the first attempt.
     faults = [Kill(3, at_s=0.1), *RESTARTS[:2], SlowLink(2, 1, at_s=0.0, factor=10000.0)]
     assert simulate(main, ranks=RANKS, faults=faults, until_s=20.0).results[:3] == ((0, 1, 2),) * 3
+
+
+@pytest.mark.parametrize("killed", [None, 0, 3])
+@pytest.mark.parametrize("kill_s", [0.05, 0.35, 1.0])
+def test_members_wait_until_all_settle(killed: int | None, kill_s: float) -> None:
+    async def main(world: ad.World) -> list[tuple[float, tuple[int, ...]]]:
+        membership, found = opened(world, range(RANKS))[0], []
+        for count in range(3):
+            await asyncio.sleep(0.1 * (1 + world.rank))
+            least = await membership.settle(lambda: False, (10 * count + world.rank, -world.rank))
+            found.append((round(world.time(), 1), least))
+        assert not membership.settling
+        await asyncio.sleep(5.0)
+        membership.leave()
+        return found
+
+    faults = [] if killed is None else [Kill(killed, at_s=kill_s)]
+    results = simulate(main, ranks=RANKS, faults=faults, until_s=30.0).results
+    living = [result for rank, result in enumerate(results) if rank != killed]
+    assert all(len(found) == 3 for found in living), "all living members continue"
+    if killed is None:
+        assert living == [[(0.4, (0, -3)), (0.8, (10, -3)), (1.2, (20, -3))]] * RANKS

@@ -131,3 +131,14 @@ def test_a_new_leader_takes_the_newest_states() -> None:
 def test_messages_with_impossible_values_are_refused(make: object) -> None:
     with pytest.raises(ValueError, match="got"):
         make()  # type: ignore[operator]
+
+
+def test_a_quorum_does_not_wait_for_members_that_settle() -> None:
+    arrivals = Arrivals(range(4), 3)
+    arrived(arrivals, 1)
+    assert arrivals.quorum() is None
+    arrivals.settling = {0, 2, 3}
+    assert arrivals.quorum() is not None and arrivals.is_complete
+    assert taken(arrivals) == [(1, 1)]
+    arrivals.settling = {0, 1, 2, 3}
+    assert arrivals.quorum() is None

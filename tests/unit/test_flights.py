@@ -53,3 +53,24 @@ def test_a_saved_state_continues_with_the_same_rounds() -> None:
     flights.note_step(2)
     later.load(flights.state())
     assert later.begin(2) == flights.begin(2) == (1, 5)
+
+
+def test_another_schedule_continues_in_turn() -> None:
+    """Regression: after a resume with another interval, fragment 0 was captured twice before fragment 1."""
+    flights = Flights(Schedule(every=10, fragment_count=2, overlap_steps=0, warmup_steps=0))
+    assert [number for step in range(7) for _, number in captured(flights, step)] == [1]
+    for schedule in (Schedule(6, 2, 0, 0), Schedule(10, 2, 0, 9)):
+        later = Flights(schedule)
+        later.load(flights.state())
+        numbers = []
+        for step in range(7, 30):
+            for fragment, number in captured(later, step):
+                later.end(fragment)
+                numbers.append(number)
+        assert numbers == list(range(2, 2 + len(numbers))) and len(numbers) > 4
+
+
+def test_all_fragments_are_captured_in_a_warm_up_that_skips() -> None:
+    """Regression: with late="skip", only one fragment was captured in each step of a warm-up."""
+    flights = Flights(Schedule(every=4, fragment_count=3, overlap_steps=0, warmup_steps=2), skips_late=True)
+    assert captured(flights, 0) == [(0, 1), (1, 2), (2, 3)]

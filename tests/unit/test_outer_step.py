@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 from asyncdist.protocols.async_diloco.delayed_nesterov import DelayedNesterov
+from asyncdist.protocols.diloco.options import described
 from asyncdist.protocols.diloco.outer_optimizers import FedAdagrad, FedAdam, FedYogi
 from asyncdist.protocols.diloco.outer_step import OuterFactory, OuterStep, check_factory
 
@@ -533,3 +534,36 @@ def test_a_federated_optimizer_evaluates_a_closure() -> None:
 
     assert optimizer.step(closure) == 7.0
     assert parameter.tolist() == pytest.approx([1 - 2 / (5**0.5 + 1)] * 2)
+
+
+class Scheduled(torch.optim.Optimizer):
+    """SGD whose learning rate follows a function of the round."""
+
+    def __init__(self, params: Any, lr: float = 1.0, schedule: Callable[[int], float] = lambda count: 1.0) -> None:
+        super().__init__(params, {"lr": lr, "schedule": schedule, "round": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            group["round"] += 1
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"] * group["schedule"](group["round"]))
+
+
+def test_function_options_lose_addresses_and_are_not_saved() -> None:
+    """Regression: the addresses differ between processes, so ranks refused each other, and checkpoints were refused."""
+
+    def halving() -> OuterFactory:
+        return functools.partial(Scheduled, schedule=lambda count: 0.5**count)
+
+    assert described(halving()) == described(halving()) and "halving" in described(halving())
+    assert described(functools.partial(Scheduled)) != described(halving())
+    one, two = (OuterStep(halving(), [torch.zeros(3)]) for _ in range(2))
+    one.step([torch.ones(3)])
+    state = one.state_dict()
+    torch.save(state, io.BytesIO())
+    assert "schedule" not in state["param_groups"][0] and state["param_groups"][0]["round"] == 1
+    two.load_state_dict(state)
+    two.step([torch.ones(3)])
+    assert two.anchors[0].tolist() == [-0.25] * 3

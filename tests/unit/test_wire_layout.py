@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncdist.protocols.exchange.wire_layout import Vector, WireLayout, gather, scatter, subtract
+from asyncdist.protocols.exchange.wire_layout import Vector, WireLayout, gather, norm_of, scatter, subtract
 from asyncdist.tensors.codecs import Codec, TopK, find_codec
 from asyncdist.tensors.flat_state import FlatState
 from asyncdist.tensors.means import weighted_mean_into
@@ -250,3 +250,17 @@ def test_bfloat16_rounds_once_when_it_is_written() -> None:
     assert vector.dtype == torch.float32
     scatter(vector, torch.tensor([1.0 + 2**-9, 1.0 + 3 * 2**-9]), [tensor])
     assert tensor.tolist() == [1.0, 1.0078125]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_norm_of_finite_values_is_finite(dtype: torch.dtype) -> None:
+    """Regression: the squares of a mask of finfo.min overflow, and the rank counted as one that is not finite."""
+    values = torch.linspace(-3.0, 4.0, 70_001, dtype=dtype)
+    assert norm_of(values) == pytest.approx(np.linalg.norm(values.double().numpy()), rel=1e-5)
+    mask = torch.full((70_001,), torch.finfo(torch.float32).min, dtype=dtype)
+    assert norm_of(mask) == pytest.approx(70_001**0.5 * torch.finfo(torch.float32).max, rel=1e-5)
+    assert norm_of(mask * 1e200) == (np.inf if dtype == torch.float32 else 2.0**400)
+    assert norm_of(torch.zeros(0, dtype=dtype)) == 0.0
+    for odd in (torch.inf, torch.nan):
+        mask[0] = odd
+        assert not np.isfinite(norm_of(mask))

@@ -1,0 +1,132 @@
+"""Tests that DiLoCo's family saves its state while ranks have different rounds, and continues with other options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import asyncdist as ad
+from asyncdist.simulation import Compute
+from protocols import AsyncDiLoCoPolicy, DiLoCoPolicy
+
+#: Steps of rank 2 take eight times as long, so that fast ranks reach a save while it is inside a step.
+UNEQUAL = Compute(step_s=0.01, factors={1: 1.3, 2: 8.0})
+
+
+async def train(
+    world: ad.World, folder: Path, kind: type[Any], options: dict[str, Any], last: int, save_every: int, is_saved: bool
+) -> dict[str, Any]:
+    """Continue a training if it was saved, and return the last rounds by fragment, and the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    policy, rounds = kind(model, optimizer, **options), {}
+    if is_saved:
+        await ad.load_population(folder, model, optimizer, policy=policy)
+    async with policy:
+        while policy.iteration < last:
+            generator = torch.Generator().manual_seed(100 * policy.iteration + world.rank)
+            optimizer.zero_grad()
+            model(torch.randn(4, 3, generator=generator)).square().mean().backward()
+            optimizer.step()
+            if info := await policy.step():
+                rounds[info.fragment] = info.round
+            if policy.iteration % save_every == 0:
+                await ad.save_population(folder, model, optimizer, policy=policy, keep=1)
+    return {"rounds": rounds, "weights": [parameter.tolist() for parameter in model.parameters()]}
+
+
+def run(folder: Path, kind: type[Any], options: dict[str, Any], last: int, **simulated: Any) -> tuple[Any, ...]:
+    facts = folder, kind, options, last, simulated.pop("save_every", last), folder.exists()
+    return ad.simulate(train, *facts, **{"ranks": 3, "seed": 1, "strict": True, **simulated}).results
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (DiLoCoPolicy, {"late": "skip"}),
+        (DiLoCoPolicy, {"late": "skip", "fragments": 2, "wire": "int8", "error_feedback": 1.0}),
+        (AsyncDiLoCoPolicy, {"late": "wait", "quorum": 2}),
+        (AsyncDiLoCoPolicy, {"late": "wait", "quorum": 3, "grace_s": 0.1, "dynamic_steps": True}),
+    ],
+    ids=["skip", "skip in fragments", "quorum", "quorum and grace"],
+)
+@pytest.mark.filterwarnings("ignore:.*begin as copies of others:UserWarning")
+def test_ranks_of_different_speeds_can_be_saved(kind: type[Any], options: dict[str, Any], tmp_path: Path) -> None:
+    """Regression: fast ranks waited in the save, and the slow one for a round that needs their next step."""
+    options = {"average_every": 4, **options}
+    first = run(tmp_path / "saves", kind, options, 20, save_every=5, compute=UNEQUAL)
+    for ranks in (3, 5):
+        again = run(
+            tmp_path / "saves", kind, options, 20 + 15, save_every=99, ranks=ranks, compute=Compute(step_s=0.01)
+        )
+        assert min(max(each["rounds"].values()) for each in again) > max(
+            max(each["rounds"].values(), default=0) for each in first
+        )
+
+
+async def unequal(
+    world: ad.World, folder: Path, step_counts: tuple[int, int], is_saved: bool, **options: Any
+) -> tuple[list[int], Any]:
+    """Continue a training, make different numbers of steps, and save; return the rounds and the policy's state."""
+    model, rounds = nn.Linear(1, 1, bias=False), []
+    nn.init.constant_(model.weight, 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policy = DiLoCoPolicy(model, optimizer, average_every=4, late="skip", **options)
+    if is_saved:
+        await ad.load_population(folder, model, optimizer, policy=policy)
+    async with policy:
+        for _ in range(step_counts[world.rank]):
+            with torch.no_grad():
+                model.weight.add_(1.0 + world.rank)
+            if info := await policy.step():
+                rounds += [info.round] * (info.donors == (0, 1))
+        if not is_saved:
+            await ad.save_population(folder, model, optimizer, policy=policy)
+        return rounds, None if is_saved else policy.state_dict()
+
+
+def test_a_contribution_without_a_mean_is_saved(tmp_path: Path) -> None:
+    """Rank 1 has contributed to round 2, and rank 0, which is slower, has not made the step in which it is due."""
+    options, folder = {"outer_optimizer": None, "weights": "tokens"}, tmp_path / "saves"
+
+    def run(counts: tuple[int, int], **more: Any) -> Any:
+        is_saved = folder.exists()
+
+        async def main(world: ad.World) -> Any:
+            return await unequal(world, folder, counts, is_saved, **options, **more)
+
+        compute = Compute(step_s=0.01, factors={0: 3.0})
+        return ad.simulate(main, ranks=2, seed=1, strict=True, compute=compute).results
+
+    (_, slow), (_, fast) = run((4, 16))
+    assert (slow["contributions"], list(fast["contributions"])) == ({}, [2])
+    assert fast["contributions"][2]["encoded"][0].tolist() == [fast["fragments"][0]["captured"][0].item()]
+    with pytest.raises(ValueError, match="contributions must be encoded as by this policy"):
+        run((4, 4), wire="bfloat16")
+    assert all(2 in rounds for rounds, _ in run((12, 36)))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"average_every": 10}, {"average_every": 6}),
+        ({}, {"warmup_steps": 30}),
+        ({"late": "skip"}, {}),
+        ({}, {"late": "skip"}),
+        ({"overlap_steps": 6}, {"late": "skip"}),
+        ({"late": "skip", "overlap_steps": 3}, {"average_every": 7}),
+    ],
+    ids=str,
+)
+def test_other_options_may_differ_after_a_resume(before: dict[str, Any], after: dict[str, Any], tmp_path: Path) -> None:
+    """Regression: another schedule captured the fragments out of turn, and all ranks waited forever."""
+    common = {"average_every": 10, "fragments": 2}
+    run(tmp_path / "saves", DiLoCoPolicy, {**common, **before}, 7)
+    for found in run(tmp_path / "saves", DiLoCoPolicy, {**common, **after}, 60, save_every=99):
+        assert min(found["rounds"].values()) >= 6 and abs(found["rounds"][0] - found["rounds"][1]) < 4
+        assert torch.tensor(found["weights"][0]).isfinite().all()
