@@ -138,12 +138,12 @@ class AnchorMean(Fragment):
             norm = math.hypot(norm, norm_of(flat))
         return norm
 
-    @torch.no_grad()
-    def merge(self, verdict: Verdict, encoded: Sequence[Tensor]) -> None:
-        """Take the mean of all donors' anchors; a rank that continues without contributing ignores it."""
-        super().merge(verdict, encoded)
-        if not self.number:
-            self._values = {}
+    def takes(self, number: int) -> bool:
+        """Return whether the round is the one to which this rank has contributed last.
+
+        A rank that continues while others end does not take their mean, which may arrive late.
+        """
+        return number == self.number
 
     @torch.no_grad()
     def apply(self, tensors: Sequence[Tensor], *, is_late: bool = False, is_whole: bool = False) -> None:

@@ -75,6 +75,11 @@ class Fragment:
                 vector.codec.encode(flat, into)
         return norm
 
+    def takes(self, number: int) -> bool:
+        """Return whether this member uses the mean of round ``number`` of the exchange."""
+        del number
+        return True
+
     def advance(self, donor_count: int) -> None:
         """Move the anchor before the mean is known, if the fragment does so; called after each capture.
 

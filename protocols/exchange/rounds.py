@@ -57,6 +57,9 @@ class Exchanged(Protocol):
     ) -> None:
         """Write the combination of all donors' encoded slices; see :meth:`WireLayout.average`."""
 
+    def takes(self, number: int) -> bool:
+        """Return whether this member uses the mean of a round."""
+
     def merge(self, verdict: Verdict, encoded: Sequence[Tensor]) -> None:
         """Take the encoded mean of all donors, one tensor for each vector; empty if there were no donors."""
 
@@ -200,7 +203,9 @@ class RoundTransfers:
     def merge(self, own: MemberRound) -> None:
         """Merge a mean that was received."""
         assert own.has_received and own.verdict is not None, f"the mean of round {own.number} was not received"
-        self._fragments[own.fragment].merge(own.verdict, own.mean)
+        fragment = self._fragments[own.fragment]
+        if fragment.takes(own.number):
+            fragment.merge(own.verdict, own.mean)
         own.has_merged = True
 
     def stop(self, own: MemberRound) -> None:
@@ -222,11 +227,11 @@ class RoundTransfers:
         if not own.has_merged:
             self._forget(mean)
             mean = []
-        remaining = len(offers)
+        remaining, fragment = len(offers), self._fragments[own.fragment]
 
         def reuse() -> None:
             self._give_back(contribution)
-            if mean and self._fragments[own.fragment].holds_mean:
+            if mean and fragment.holds_mean and fragment.takes(own.number):
                 self._kept[own.fragment] = mean
             else:
                 self._give_back(mean)

@@ -120,6 +120,11 @@ def test_eager_ranks_agree_whatever_is_lost_or_restarted(seed: int) -> None:
     scenario(seed)
 
 
+def test_a_late_mean_of_other_ranks_anchors_is_not_taken() -> None:
+    """Regression: a rank ended early and was killed, and its round counted as the others' last one."""
+    scenario(269)
+
+
 def test_the_drawn_runs_have_kills() -> None:
     assert sum(map(bool, (kills(draw_plan(seed)) for seed in range(20)))) > 10
 
