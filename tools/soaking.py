@@ -7,8 +7,8 @@ Options select a different kind of run:
 
 - ``--islands``: simulated populations on islands, whose ranks are killed, stalled and restarted
   (``tests/simulation/island_scenarios.py``).
-- ``--diloco``: simulated jobs with DiLoCo and its family, whose ranks are killed, restarted, stalled and separated
-  (``tests/simulation/diloco_fault_scenarios.py``).
+- ``--diloco``: simulated jobs with DiLoCo, its family and the simple policies, whose ranks are killed, restarted,
+  stalled and separated (``tests/simulation/family_scenarios.py``).
 - ``--kills``: real jobs on MPI instead of simulations, whose ranks are killed at moments that follow from the seed
   (``tests/scripts/killed_members.py``).
 - ``--restarts``: one real job on torch, which trains until time is up while its ranks are stalled, killed and
@@ -51,7 +51,7 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 from fuzzing import decoders, frames, memory, recordings, sequences  # noqa: E402 the path is set above
 from scripts import killed_members, long_job, replayed_jobs  # noqa: E402 the path is set above
-from simulation import diloco_fault_scenarios, island_scenarios, killed_start_scenarios, long_run  # noqa: E402 as above
+from simulation import family_scenarios, island_scenarios, killed_start_scenarios, long_run  # noqa: E402 as above
 from simulation.hostile_scenarios import run_hostile  # noqa: E402 as above
 from simulation.scenarios import Recorder  # noqa: E402 as above
 
@@ -102,7 +102,7 @@ def main() -> int:
     if options.islands:
         return _explore(island_scenarios.scenario, seeds(), options)
     if options.diloco:
-        return _explore(diloco_fault_scenarios.scenario, seeds(), options)
+        return _explore(family_scenarios.scenario, seeds(), options)
     if options.lies:
         return _hear_lies(options.seed_start, ends_at, options.processes)
     if options.starts:

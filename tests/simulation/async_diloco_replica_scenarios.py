@@ -6,7 +6,6 @@ knows replicas instead of ranks.
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -14,14 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
 from scripts.population import sgd
 
 import asyncdist as ad
-from asyncdist.simulation import Compute, Kill, SimReport, simulate
+from asyncdist.simulation import Compute, Kill, SimReport
 from protocols import AsyncDiLoCoPolicy, StepInfo
 from simulation.async_diloco_scenarios import Life, Plan, Record, check, draw_plan, noted_steps
-from simulation.diloco_scenarios import Arrays, Layers, draw_faults, drift, weights_of
+from simulation.training_runs import Arrays, Layers, advance, draw_faults, simulate_plan, weights_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +69,7 @@ async def train(world: ad.World, replicas: ReplicaPlan, seen: Seen) -> None:
                 life = seen.record.lives[replica, 0] = Life((0, weights_of(model)), holdings=policy._holdings)
                 life.infos, life.weights = seen.infos[rank], seen.weights[rank]
             for step in range(plan.steps[replica]):
-                with torch.no_grad():
-                    for place, parameter in enumerate(model.parameters()):
-                        parameter.add_(torch.from_numpy(drift(replica, step, place, parameter.shape)).to(plan.dtype))
-                await asyncio.sleep(plan.step_s * (1 + 0.2 * replica))
+                await advance(plan, model, replica, step)
                 info = await policy.step(tokens=replica + 1)
                 seen.infos[rank].append(info)
                 seen.weights[rank].append(weights_of(model))
@@ -88,28 +83,14 @@ async def train(world: ad.World, replicas: ReplicaPlan, seen: Seen) -> None:
         seen.record.lives[replica, 0].statistics = policy.statistics()
 
 
-def run(replicas: ReplicaPlan, seed: int = 0) -> tuple[SimReport, Seen]:
+def run(replicas: ReplicaPlan, seed: int = 0) -> tuple[SimReport[Any], Seen]:
     """Simulate replicas, and check that each contribution of a whole replica is applied exactly once."""
     plan = replace(replicas.plan, steps=replicas.plan.steps or (18,) * replicas.plan.ranks)
     replicas, seen = replace(replicas, plan=plan), Seen(Record(replicas.size))
     with noted_steps(seen.record):
-        report = simulate(
-            train,
-            replicas,
-            seen,
-            ranks=replicas.ranks,
-            seed=seed,
-            network=plan.network,
-            compute=plan.compute,
-            faults=plan.faults,
-            strict=not plan.killed,
-            until_s=1e4,
-        )
+        report = simulate_plan(train, plan, replicas, seen, ranks=replicas.ranks, seed=seed)
     sound = [rank for rank in range(replicas.ranks) if rank // replicas.size not in replicas.lost]
     has_started = all(seen.infos[rank] for rank in sound)  # a loss may end the start on some ranks alone
-    for rank, result in enumerate(report.results):
-        if isinstance(result, BaseException):
-            raise AssertionError(f"rank {rank} ended with {result!r}") from result
     for rank in sound:
         is_whole = len(seen.infos[rank]) == plan.steps[rank // replicas.size]
         assert is_whole or not has_started, f"rank {rank}: {seen.ended.get(rank)}"
@@ -161,12 +142,12 @@ def draw(seed: int) -> ReplicaPlan:
     return ReplicaPlan(plan=own, size=size)
 
 
-def scenario(seed: int, faults: Sequence[Any] | None = None) -> SimReport:
+def scenario(seed: int, faults: Sequence[Any] | None = None) -> SimReport[Any]:
     """Run one seed; AssertionError if a weight differs, a contribution is lost or applied twice, or a rank is stuck."""
     return seen_in(seed, faults)[0]
 
 
-def seen_in(seed: int, faults: Sequence[Any] | None = None) -> tuple[SimReport, Counter[str]]:
+def seen_in(seed: int, faults: Sequence[Any] | None = None) -> tuple[SimReport[Any], Counter[str]]:
     """Run one seed, and return what the test of coverage counts."""
     replicas = draw(seed)
     if faults is not None:

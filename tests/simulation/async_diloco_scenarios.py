@@ -141,7 +141,9 @@ class Record:
 
     def note(self, version: int, arrivals: Sequence[Arrival]) -> None:
         assert version == len(self.lineage) + 1, "a leader continues from the newest anchor"
-        self.lineage.append([(each.rank // self.size, each.sequence) for each in arrivals])
+        ranks = [each.rank for each in arrivals]
+        assert ranks == sorted(ranks), f"version {version} adds up the contributions of {ranks} in this order"
+        self.lineage.append([(rank // self.size, each.sequence) for rank, each in zip(ranks, arrivals, strict=True)])
 
 
 @contextmanager
@@ -193,10 +195,11 @@ class Worker:
     def __init__(self, oracle: Oracle, key: tuple[int, int], life: Life) -> None:
         self.oracle, self.key, self.rank, self.life = oracle, key, key[0], life
         self.sequence = life.sequences[0]
+        self.version = life.version  # of the base
         self.base = oracle.anchors[life.version]
         self.own = [array.copy() for array in (self.base if life.version else oracle.anchors[0])]
         self.captured: Arrays = []
-        self.captured_at = -1
+        self.captured_at, self.base_version = -1, 0
         self.step, self.since, self.tokens = 0, 0, 0.0
         self.is_outstanding = False
 
@@ -227,6 +230,7 @@ class Worker:
             info = NOTHING
         if self.since >= plan.every and not self.is_outstanding:
             self.captured, self.captured_at = [array.copy() for array in self.own], iteration
+            self.base_version = self.version
             found = [base - own for base, own in zip(self.base, self.own, strict=True)], self.tokens
             self.since, self.tokens, self.is_outstanding = 0, 0.0, True
             self.sequence += 1
@@ -250,13 +254,22 @@ class Worker:
         self.step += 1
 
     def apply(self, version: int, iteration: int) -> None:
-        self.base, self.is_outstanding = self.oracle.anchors[version], False
+        if self.step < len(self.life.infos):
+            self.check_staleness(version, self.life.infos[self.step].staleness_versions)
+        self.base, self.version, self.is_outstanding = self.oracle.anchors[version], version, False
         if self.captured_at == iteration:
             self.own = [array.copy() for array in self.base]
         else:
             self.own = [
                 own - (captured - new) for own, captured, new in zip(self.own, self.captured, self.base, strict=True)
             ]
+
+    def check_staleness(self, version: int, reported: int | None) -> None:
+        """Check the number of versions since the base; a new leader reports 0 for a version of its predecessor."""
+        donors = self.oracle.record.lineage[version - 1]
+        expected = version - 1 - self.base_version
+        if (self.rank, self.sequence) in donors and reported:
+            assert reported == expected, f"rank {self.rank}, version {version}: staleness {reported}, not {expected}"
 
     def compare(self, iteration: int) -> None:
         weights = self.life.weights[self.step] if self.step < len(self.life.weights) else self.own
@@ -337,7 +350,7 @@ class Oracle:
         self.anchors.append([own - scalar(lr) * each for own, each in zip(self.anchors[-1], change, strict=True)])
 
 
-def run(plan: Plan, seed: int = 0) -> tuple[SimReport, Record]:
+def run(plan: Plan, seed: int = 0) -> tuple[SimReport[Any], Record]:
     """Simulate a plan, and check that each contribution of a rank that was not killed is applied exactly once."""
     plan = replace(plan, steps=plan.steps or (18,) * plan.ranks)
     record = Record()
@@ -404,13 +417,13 @@ def _draw_faults(rng: random.Random, ranks: int) -> list[Fault]:
     return found + draw_disturbances(rng, ranks, 0.3)
 
 
-def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
+def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
     """Run one seed; AssertionError if a weight differs, a contribution is lost or applied twice, or a rank is stuck."""
     report, *_ = seen_in(seed, faults)
     return report
 
 
-def seen_in(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimReport, Plan, Record]:
+def seen_in(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimReport[Any], Plan, Record]:
     """Run one seed, and return what the test of coverage counts."""
     plan = with_faults(draw_plan(seed), faults)
     report, record = run(plan, seed)

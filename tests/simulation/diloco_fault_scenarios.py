@@ -6,6 +6,7 @@ the seed. Ranks are killed and restarted several times, also while they are admi
 - every rank that is not killed at the end completes its training, without an exception;
 - all surviving ranks apply each round in the same step with the same donors and bits, and have equal anchors;
 - each rank applies every round once, in order, and the contribution of a rank that is never killed is in each mean;
+- a newcomer begins with the leader's optimizer state;
 - no memory of the exchange remains in use.
 """
 
@@ -110,11 +111,16 @@ async def _train(world: ad.World, plan: Plan, life: Life) -> None:
 
     async with DiLoCoPolicy(model, optimizer, on_event=note, **plan.options) as policy:
         life.joined_at = policy.iteration
+        if policy.iteration:
+            momenta = [optimizer.state[parameter].get("momentum_buffer") for parameter in model.parameters()]
+            is_leaders = all(each is not None and bool((each == policy.iteration).all()) for each in momenta)
+            assert is_leaders, f"rank {world.rank} joined in step {policy.iteration} with momenta {momenta}"
         while policy.iteration < plan.steps[world.rank]:
             step = policy.iteration
             with torch.no_grad():
                 for place, parameter in enumerate(model.parameters()):
                     parameter.add_((world.rank + 1) * (step + 1) * (place + 1) / 64)
+                    optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, step + 1)
             await asyncio.sleep(STEP_S * (1 + 0.2 * world.rank))
             await policy.step(tokens=world.rank + 1)
     _check_that_memory_is_free(policy)

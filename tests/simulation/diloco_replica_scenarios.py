@@ -83,7 +83,7 @@ async def train(world: ad.World, replicas: ReplicaPlan, record: Record, ended: d
         ended[rank] = repr(error)
 
 
-def run(replicas: ReplicaPlan, seed: int = 0) -> tuple[SimReport, Record, dict[int, str]]:
+def run(replicas: ReplicaPlan, seed: int = 0) -> tuple[SimReport[Any], Record, dict[int, str]]:
     """Simulate replicas. A rank may end with an error only if a rank of its replica was killed, or at the start."""
     plan = replicas.plan
     plan = dataclasses.replace(plan, steps=plan.steps or (12,) * plan.ranks)
@@ -149,12 +149,12 @@ def draw(seed: int) -> ReplicaPlan:
     return ReplicaPlan(plan=own, size=size)
 
 
-def scenario(seed: int, faults: Sequence[Any] | None = None) -> SimReport:
+def scenario(seed: int, faults: Sequence[Any] | None = None) -> SimReport[Any]:
     """Run one seed; AssertionError if a weight differs, or a rank is stuck."""
     return seen_in(seed, faults)[0]
 
 
-def seen_in(seed: int, faults: Sequence[Any] | None = None) -> tuple[SimReport, Counter[str]]:
+def seen_in(seed: int, faults: Sequence[Any] | None = None) -> tuple[SimReport[Any], Counter[str]]:
     """Run one seed, and return what the test of coverage counts."""
     replicas = draw(seed)
     replicas = dataclasses.replace(replicas, plan=with_faults(replicas.plan, faults))

@@ -57,7 +57,7 @@ class Plan(TrainingPlan):
 
     Attributes:
         outer: Key of ``OUTERS``.
-        uses_tokens: Whether rank r reports r + 1 tokens per step, as weights.
+        uses_tokens: Whether the ranks report tokens, as weights.
         selects: Whether the policy is SelectiveDiLoCoPolicy, with the gains of :func:`gain`.
         wire: Codec of the differences; int8 and others have error feedback. The oracle knows only float32.
     """
@@ -98,11 +98,17 @@ def gain(rank: int, number: int) -> float:
     return ((rank * 5 + number * 3) % 6 - 1) / 4
 
 
+def tokens_of(rank: int, step: int) -> int:
+    """Return the tokens of a step, whose ratio between ranks differs from round to round."""
+    return rank + 1 + step % 2 * (step // 2 % 3)
+
+
 async def stepped(policy: DiLoCoPolicy, rank: int, scores: Iterator[float]) -> StepInfo:
-    """Make a step with rank + 1 tokens; a selective policy evaluates the next scores."""
+    """Make a step with some tokens; a selective policy evaluates the next scores."""
+    count = tokens_of(rank, policy.iteration)
     if isinstance(policy, SelectiveDiLoCoPolicy):
-        return await policy.step(score=lambda: next(scores), tokens=rank + 1)
-    return await policy.step(tokens=rank + 1)
+        return await policy.step(score=lambda: next(scores), tokens=count)
+    return await policy.step(tokens=count)
 
 
 class Record:
@@ -186,7 +192,7 @@ class Oracle:
         for rank, own in self.own.items():
             for place, array in enumerate(own):
                 array += drift(rank, step, place, array.shape).astype(self.scalar)
-            self.tokens[rank] += rank + 1 if self.plan.uses_tokens else 1
+            self.tokens[rank] += tokens_of(rank, step) if self.plan.uses_tokens else 1
         self.apply(step)
         for fragment in range(self.plan.fragments):
             if self.is_due(fragment, step):
@@ -241,7 +247,7 @@ class Oracle:
                 own[place] = alpha * own[place] + (self.scalar(1) - alpha) * self.anchor[place]
 
 
-def run(plan: Plan, seed: int = 0) -> tuple[SimReport, Record]:
+def run(plan: Plan, seed: int = 0) -> tuple[SimReport[Any], Record]:
     """Simulate a plan."""
     plan = dataclasses.replace(plan, steps=plan.steps or (12,) * plan.ranks)
     record = Record()
@@ -320,15 +326,21 @@ def draw_selective_plan(seed: int) -> Plan:
     return dataclasses.replace(plan, selects=True, overlap_steps=overlap_steps, outer=outer)
 
 
-def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
+def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
     """Run one seed; AssertionError if a weight differs, or a rank is stuck."""
     report, *_ = seen_in(seed, faults)
     return report
 
 
+def selective_scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
+    """Run one seed with SelectiveDiLoCoPolicy; AssertionError if a weight differs, or a rank is stuck."""
+    report, *_ = seen_in(seed, faults, draw_selective_plan)
+    return report
+
+
 def seen_in(
     seed: int, faults: Sequence[Fault] | None = None, draw: Callable[[int], Plan] = draw_plan
-) -> tuple[SimReport, Plan, Oracle]:
+) -> tuple[SimReport[Any], Plan, Oracle]:
     """Run one seed, and return what the test of coverage counts."""
     plan = with_faults(draw(seed), faults)
     report, record = run(plan, seed)

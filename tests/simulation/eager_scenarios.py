@@ -28,7 +28,7 @@ import asyncdist as ad
 from asyncdist.simulation import Fault, Kill, SimReport, simulate
 from protocols import DiLoCoPolicy, StepInfo
 from simulation.diloco_fault_scenarios import draw_plan as draw_fault_plan
-from simulation.diloco_scenarios import Arrays, Layers, drift, layer_of, weights_of
+from simulation.training_runs import Arrays, Layers, drift, layer_of, weights_of
 
 STEP_S: Final = 0.01
 #: Learning rate, momentum and Nesterov of each outer optimizer.

@@ -21,7 +21,7 @@ from scripts.population import sgd
 
 import asyncdist as ad
 import protocols
-from asyncdist.simulation import SimReport
+from asyncdist.simulation import Fault, SimReport
 from protocols.simple.policy import SimplePolicy
 from simulation.diloco_scenarios import Record
 from simulation.training_runs import (
@@ -37,6 +37,7 @@ from simulation.training_runs import (
     entered,
     simulate_plan,
     weights_of,
+    with_faults,
 )
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -88,7 +89,7 @@ async def train(world: ad.World, plan: Plan, record: Record) -> None:
             record.weights[rank].append(weights_of(model))
 
 
-def run(plan: Plan, seed: int = 0) -> tuple[SimReport, Record]:
+def run(plan: Plan, seed: int = 0) -> tuple[SimReport[Any], Record]:
     """Simulate a plan, in which each rank that is not killed makes all of its steps."""
     record = Record()
     report = simulate_plan(train, plan, plan, record, ranks=plan.ranks, seed=seed)
@@ -152,3 +153,11 @@ def draw_plan(policy: str, seed: int) -> Plan:
         compute=draw_compute(rng, ranks),
         faults=tuple(draw_faults(rng, ranks)),
     )
+
+
+def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
+    """Run one seed of the policies in turn; AssertionError if a weight differs, or a rank is stuck."""
+    plan = with_faults(draw_plan(sorted(POLICIES)[seed % len(POLICIES)], seed), faults)
+    report, record = run(plan, seed)
+    check(plan, record, 1e-9)
+    return report

@@ -18,7 +18,7 @@ from protocols import AsyncDiLoCoPolicy, StepInfo
 from simulation import async_diloco_replica_scenarios as scenarios
 from simulation.async_diloco_replica_scenarios import ReplicaPlan, check_replicas, run
 from simulation.async_diloco_scenarios import Plan
-from simulation.diloco_scenarios import weights_of
+from simulation.training_runs import weights_of
 
 
 @pytest.mark.slow

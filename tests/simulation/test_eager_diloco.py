@@ -19,8 +19,8 @@ from torch import nn
 
 import asyncdist as ad
 from protocols import DiLoCoPolicy, StepInfo
-from simulation.diloco_scenarios import Layers, drift
 from simulation.eager_scenarios import OUTERS, Oracle, Plan, check, draw_plan, kills, run, scenario
+from simulation.training_runs import Layers, drift
 
 RULES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -14,7 +14,7 @@ from unit.test_radial import expected
 
 import asyncdist as ad
 from protocols import AsyncDiLoCoPolicy, DiLoCoPolicy, SelectiveDiLoCoPolicy
-from simulation.diloco_scenarios import drift
+from simulation.training_runs import drift
 
 OUTER = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5, nesterov=True)
 EVERY, ROUNDS = 2, 50

@@ -25,10 +25,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from mutant import Mutant
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from table import LEFT_OUT, MUTANTS, Mutant
+from table import LEFT_OUT, MUTANTS
 from tree import TOP, copy_tree, mutated, python_path
 
 BUDGET_S: Final = 60.0

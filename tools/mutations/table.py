@@ -7,13 +7,14 @@ reported as a defect that the simulator missed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
+
+from exchange_table import EXCHANGE_MUTANTS
+from mutant import Mutant
 
 #: Scenarios: the test suite's own, and scenarios of this folder for defects that the suite's scenario does not
 #: exercise.
 SUITE: Final = "simulation.scenarios:scenario"
-AVERAGING: Final = "scenarios:averaging"
 TROUBLE: Final = "scenarios:trouble"
 ASKED_AGAIN: Final = "scenarios:asked_again"
 LATENESS: Final = "scenarios:lateness"
@@ -27,29 +28,6 @@ ONE_SIDED: Final = "simulation.one_sided_scenarios:scenario"
 ISLANDS: Final = "simulation.island_scenarios:scenario"
 READING: Final = "simulation.read_scenarios:scenario"
 SHARDED: Final = "simulation.sharded_replica_scenarios:scenario"
-
-
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """An edit of one file that puts a defect back.
-
-    Attributes:
-        name: Name on the command line.
-        defect: Number of the defect in docs/architecture.md, section 11, or a few words for a defect not listed there.
-        what: One line that says what goes wrong.
-        file: Path from the top of the repository.
-        old: Text to replace; occurs exactly once in the file.
-        new: Replacement.
-        scenario: Scenario that must find the defect, as ``module:function``.
-    """
-
-    name: str
-    defect: int | str
-    what: str
-    file: str
-    old: str
-    new: str
-    scenario: str = AVERAGING
 
 
 MUTANTS: Final = (
@@ -445,6 +423,7 @@ MUTANTS: Final = (
         "roles.apply(application, self.iteration)",
         SHARDED,
     ),
+    *EXCHANGE_MUTANTS,
 )
 
 #: Defects without a mutant, and why.

@@ -6,11 +6,19 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from table import Mutant
+from mutant import Mutant
 
 TOP: Final = Path(__file__).resolve().parents[2]
 #: Files and folders that a run of the scenarios needs.
-_COPIED: Final = ("asyncdist", "protocols", "tests/scripts", "tests/simulation", "tests/support", "tools/mutations")
+_COPIED: Final = (
+    "asyncdist",
+    "protocols",
+    "tests/scripts",
+    "tests/simulation",
+    "tests/support",
+    "tests/unit",  # scenarios of simple policies import values from there
+    "tools/mutations",
+)
 
 
 def mutated(mutant: Mutant, top: Path = TOP) -> str:
