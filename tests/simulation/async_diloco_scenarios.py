@@ -228,6 +228,8 @@ class Worker:
         if info and self.is_outstanding:
             self.apply(info.round, iteration)
             info = NOTHING
+        elif self.step >= len(self.life.infos) and self.is_outstanding and self.life.holdings is not None:
+            self.apply(self.life.holdings.base.version, iteration)  # in a step that a lost mate has interrupted
         if self.since >= plan.every and not self.is_outstanding:
             self.captured, self.captured_at = [array.copy() for array in self.own], iteration
             self.base_version = self.version
