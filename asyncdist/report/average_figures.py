@@ -74,7 +74,8 @@ def _changes(rounds: Sequence[Average]) -> tuple[str, go.Figure | None]:
         its = [each for each in shown if each.fragment == fragment]
         x, of = times([each.applied_s for each in its]), f", fragment {fragment}" if len(fragments) > 1 else ""
         for name, field, axis in (("norm", "outer_norm", "y"), ("cosine", "cosine", "y2")):
-            y = np.array([_or_nan(getattr(each, field)) for each in its], dtype=np.float32)
+            with np.errstate(over="ignore"):  # values beyond float32 are not drawn
+                y = np.array([_or_nan(getattr(each, field)) for each in its]).astype(np.float32)
             if np.isfinite(y).any():
                 dash = "dot" if axis == "y2" else "solid"
                 figure.add_scatter(x=x, y=y, mode="lines+markers", name=f"{name}{of}", yaxis=axis, line_dash=dash)

@@ -169,7 +169,8 @@ def _contributions(summary: Summary) -> Iterator[str]:
     ranks = summary.averages.ranks.values()
     wire, whole = sum(each.wire_nbytes for each in ranks), sum(each.unencoded_nbytes for each in ranks)
     if wire and wire != whole:
-        yield f"The contributions had {size_in_words(wire)} when encoded, {wire / whole:.1%} of {size_in_words(whole)}."
+        share = f", {wire / whole:.1%} of {size_in_words(whole)}" if whole else ""
+        yield f"The contributions had {size_in_words(wire)} when encoded{share}."
     elif wire:
         yield f"The contributions had {size_in_words(wire)}, and were not encoded."
     told = [each for each in summary.averages.rounds() if each.outer_norm is not None]

@@ -13,7 +13,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from asyncdist import RemoteProtocolError
+from asyncdist.protocols.exchange.fetch import new_bytes
 from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, new_memory, norm_of, scatter, subtract
+from asyncdist.protocols.joining.state_transfer import state_nbytes_max
 from asyncdist.tensors.codecs import Codec, ErrorFeedback, find_codec
 from asyncdist.tensors.flat_state import Entry
 
@@ -51,6 +54,20 @@ class Layouts:
         """Allocate memory for an encoded contribution."""
         memory = new_memory(self.wire.memory_nbytes())
         return memory, self.wire.encoded_in(memory)
+
+    def new_outer(self, nbytes: int, source: int) -> Tensor:
+        """Allocate memory for the outer optimizer's state that rank ``source`` offers.
+
+        Raises:
+            RemoteProtocolError: A state cannot have this number of bytes.
+        """
+        limit = state_nbytes_max(self.exact.nbytes)
+        if not 0 < nbytes <= limit:
+            raise RemoteProtocolError(
+                f"the outer optimizer's state of rank {source} must have from 1 to {limit} bytes, got {nbytes}",
+                rank=source,
+            )
+        return new_bytes(nbytes)
 
     def loaded_anchor(self, values: Sequence[Tensor]) -> Block:
         """Copy saved values of an anchor into a new block; ValueError if they have other shapes."""

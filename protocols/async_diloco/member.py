@@ -231,9 +231,10 @@ class AsyncMember:
 
     async def _take_answer(self, leader: int, number: int, report: Applied) -> None:
         """Receive the anchor with this member's contribution, and the outer state if the leader offers it too."""
-        block, outer = self._layouts.new_block(), new_bytes(report.outer_nbytes)
+        block, outer, nbytes = self._layouts.new_block(), new_bytes(0), report.outer_nbytes
         try:
-            if report.outer_nbytes:
+            if nbytes:
+                outer = self._layouts.new_outer(nbytes, leader)
                 await self._anchors.fetch(leader, report.version, outer, SECOND)
             await self._anchors.fetch(leader, report.version, block[0])
         except (RankLostError, StreamAborted) as error:  # the contribution is reported to the next leader
@@ -267,7 +268,7 @@ class AsyncMember:
 
     async def _inherit(self, leader: int, version: int, given: Given) -> None:
         """Receive the anchor and the outer state of a leader that leaves."""
-        block, outer = self._layouts.new_block(), new_bytes(given.outer_nbytes)
+        block, outer = self._layouts.new_block(), self._layouts.new_outer(given.outer_nbytes, leader)
         try:
             await self._anchors.fetch(leader, version, outer, SECOND)
             await self._anchors.fetch(leader, version, block[0])

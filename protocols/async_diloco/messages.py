@@ -6,7 +6,10 @@ objects, never strings, since `get_type_hints` must return plain types.
 
 from dataclasses import dataclass
 from math import isfinite
+from typing import Final
 
+#: Largest version and sequence number, which are also round numbers in the headers of frames.
+NUMBER_MAX: Final = 2**32 - 1
 #: The contributions that an anchor contains: rank and last sequence number of each worker, by ascending rank.
 Applications = tuple[tuple[int, int], ...]
 
@@ -31,8 +34,8 @@ class Arrived:
 
     def __post_init__(self) -> None:
         """Raise ValueError if a field is out of range."""
-        if self.base_version < 0 or self.steps < 0:
-            raise ValueError(f"base_version and steps must be >= 0, got {self!r:.300}")
+        if not 0 <= self.base_version <= NUMBER_MAX or self.steps < 0:
+            raise ValueError(f"base_version must be from 0 to 2**32 - 1, and steps >= 0, got {self!r:.300}")
         if not 0 < self.tokens < float("inf") or not 0 <= self.speed < float("inf"):
             raise ValueError(f"tokens must be finite and > 0, and speed finite and >= 0, got {self!r:.300}")
 
@@ -65,8 +68,10 @@ class Applied:
 
     def __post_init__(self) -> None:
         """Raise ValueError if a field is out of range or contradicts another field."""
-        if min(self.version, self.staleness, self.outer_nbytes) < 0 or self.steps < 1:
-            raise ValueError(f"version, staleness and outer_nbytes must be >= 0, and steps >= 1, got {self!r:.300}")
+        if min(self.staleness, self.outer_nbytes) < 0 or self.steps < 1:
+            raise ValueError(f"staleness and outer_nbytes must be >= 0, and steps >= 1, got {self!r:.300}")
+        if not 0 <= self.version <= NUMBER_MAX:
+            raise ValueError(f"version must be from 0 to 2**32 - 1, got {self!r:.300}")
         if not 0 <= self.grace_s < float("inf"):
             raise ValueError(f"grace_s must be finite and >= 0, got {self!r:.300}")
         if len(self.donors) != len(self.weights) or not all(weight > 0 and isfinite(weight) for weight in self.weights):
@@ -98,9 +103,11 @@ class Standing:
 
     def __post_init__(self) -> None:
         """Raise ValueError if a field is out of range or contradicts another field."""
-        if self.version < 0 or not -1 <= self.outer_version <= self.version:
-            raise ValueError(f"version must be >= 0, and outer_version from -1 to version, got {self!r:.300}")
-        if self.sequence < 0 or len(self.outstanding) != bool(self.sequence):
+        if not -1 <= self.outer_version <= self.version <= NUMBER_MAX or self.version < 0:
+            raise ValueError(
+                f"version must be from 0 to 2**32 - 1, and outer_version from -1 to version, got {self!r:.300}"
+            )
+        if not 0 <= self.sequence <= NUMBER_MAX or len(self.outstanding) != bool(self.sequence):
             raise ValueError(f"sequence must be > 0 if and only if there is a contribution, got {self!r:.300}")
 
 

@@ -166,7 +166,7 @@ class Server:
         try:
             if given is None:
                 return None
-            outer = new_bytes(given.outer_nbytes)
+            outer = self._layouts.new_outer(given.outer_nbytes, holder)
             await self._anchors.fetch(holder, version, outer, SECOND)
         except (RankLostError, StreamAborted) as error:
             logger.info("the outer state of rank %d did not arrive: %s", holder, error)

@@ -339,6 +339,8 @@ class Exchange:
             own = self._rounds.pop(number)
             if own.has_received and not own.has_merged:
                 self._transfers.merge(own)
+            elif not own.has_received:  # the leader must retire only rounds whose means all members have
+                self._transfers.stop(own)
             self._transfers.retire(own)
         self._server.end_rounds(last)
         self._services.engine.recheck()

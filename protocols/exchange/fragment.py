@@ -162,14 +162,16 @@ class Fragment:
 def mean_cosine(verdict: Verdict, norm: float) -> float | None:
     """Return the mean cosine between two donors' contributions, from their norms and the norm of their mean.
 
-    None if there are fewer than two donors, or if all contributions are zero.
+    None if there are fewer than two donors, if all contributions are zero, or if a norm is too large.
 
     With the sum v of all weighted contributions, |v|^2 is the sum of all products of two contributions.
     """
-    total = sum(verdict.weights)
     lengths = [weight * own for weight, own in zip(verdict.weights, verdict.norms, strict=True)]
-    squares = math.fsum(length**2 for length in lengths)
-    products = math.fsum(lengths) ** 2 - squares
-    if len(lengths) < 2 or not products:
+    longest = max(map(abs, lengths), default=0.0)
+    if len(lengths) < 2 or not longest:
         return None
-    return ((total * norm) ** 2 - squares) / products
+    whole, lengths = sum(verdict.weights) * norm / longest, [length / longest for length in lengths]
+    squares = math.fsum(length * length for length in lengths)
+    products = math.fsum(lengths) ** 2 - squares
+    cosine = (whole * whole - squares) / products if products else math.nan
+    return cosine if math.isfinite(cosine) else None

@@ -20,7 +20,10 @@ All functions are pure: messages and losses in, decisions out.
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
+
+#: Largest attempt that a message may contain. A round is decided again only after a loss.
+ATTEMPT_MAX: Final = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,11 @@ class Verdict:
     def __post_init__(self) -> None:
         """Raise ValueError if a field is out of range or contradicts another field."""
         lengths = {len(self.donors), len(self.weights), len(self.norms), len(self.scores or self.donors)}
-        if self.attempt < 1 or len(lengths) != 1:
-            raise ValueError(f"attempt must be >= 1, with a weight and a norm for each donor, got {self!r:.300}")
+        if not 1 <= self.attempt <= 2 * ATTEMPT_MAX or len(lengths) != 1:
+            raise ValueError(
+                f"attempt must be from 1 to {2 * ATTEMPT_MAX}, with a weight and a norm for each donor, got "
+                f"{self!r:.300}"
+            )
         if list(self.donors) != sorted(set(self.donors)) or not all(weight > 0 for weight in self.weights):
             raise ValueError(f"donors must be ascending, and weights > 0, got {self!r:.300}")
 
@@ -138,8 +144,11 @@ class Standing:
 
     def __post_init__(self) -> None:
         """Raise ValueError if a field is out of range or contradicts another field."""
-        if self.round < 1 or self.attempt < 0:
-            raise ValueError(f"round must be >= 1 and attempt >= 0, got round {self.round} and attempt {self.attempt}")
+        if self.round < 1 or not 0 <= self.attempt <= ATTEMPT_MAX:
+            raise ValueError(
+                f"round must be >= 1, and attempt from 0 to {ATTEMPT_MAX}, got round {self.round} and attempt "
+                f"{self.attempt}"
+            )
         if self.has_merged:
             Verdict(self.attempt, self.donors, self.weights, self.norms, scores=self.donor_scores)
 

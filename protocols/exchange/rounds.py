@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 
 from torch import Tensor
 
-from asyncdist import RankLostError
+from asyncdist import RankLostError, RemoteProtocolError
 from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import WINDOW_COUNT, StreamAborted
@@ -279,6 +279,10 @@ class RoundTransfers:
         me = self._services.rank
         owned = [each for each in layout.slices if verdict.source_of(each.owner) == me]
         others = [each for each in layout.slices if verdict.source_of(each.owner) != me]
+        if owned and me in verdict.donors and not own.contribution:
+            raise RemoteProtocolError(
+                f"the leader must average contributions to round {own.number} that were reported, got this rank's"
+            )
         given: dict[tuple[Slice, int], Fetch] = {}
         means: dict[Slice, Fetch] = {}
         try:

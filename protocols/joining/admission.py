@@ -8,7 +8,7 @@ newcomer at the same moment, so the state and the newcomer's first round fit tog
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -20,12 +20,8 @@ from asyncdist.protocols.joining.board import Board
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.newcomers import Application, Refusal, Request, Welcome, digest_of, key_of
 from asyncdist.protocols.joining.scopes import PolicyScopes
-from asyncdist.protocols.joining.state_transfer import StateTransfer, packed, unpacked
+from asyncdist.protocols.joining.state_transfer import StateTransfer, packed, state_nbytes_max, unpacked
 from asyncdist.waits import WaitId, WaitKind
-
-#: Largest state that a newcomer accepts: this number of bytes plus this multiple of its model's size.
-_STATE_NBYTES_MAX: Final = 64 << 20
-_STATE_MODEL_COUNT_MAX: Final = 32
 
 
 class Admission:
@@ -104,9 +100,8 @@ class Admission:
                 "pass a start_timeout_s above the longest time between two of its steps",
                 missing=(),
             )
-        limit = _STATE_NBYTES_MAX + _STATE_MODEL_COUNT_MAX * nbytes
         try:
-            number = membership.admission
+            number, limit = membership.admission, state_nbytes_max(nbytes)
             data: torch.Tensor = await self._states.take(leader, number, nbytes_max=limit, deadline=deadline)
         except AsyncdistError as error:
             if isinstance(error, StreamAborted):  # its notice of leaving may arrive later, with another tag

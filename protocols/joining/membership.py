@@ -368,7 +368,12 @@ class Membership:
     def _note_admitted(self, number: int, message: Admitted) -> None:
         """Record the members after an admission, possibly this rank's own."""
         rank, *_ = message.newcomer
-        self._order = [each for each, *_ in message.order]
+        ranks = [each for each, *_ in message.order]
+        is_sound = message.newcomer in message.order and len(set(ranks)) == len(ranks) and self.known.issuperset(ranks)
+        if not is_sound or self._services.rank not in ranks:
+            logger.warning("rank %d sent members that cannot be right: %.300r", self.leader, message)
+            return
+        self._order = ranks
         self._admission_count = max(self._admission_count, number)
         if message.newcomer == self._me():
             self.admission = number

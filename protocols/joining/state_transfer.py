@@ -27,6 +27,9 @@ _ALIGNMENT_NBYTES: Final = 16
 #: First item of a tuple that describes a tensor; the others are its dtype, its shape, and the offset of its bytes.
 _TENSOR: Final = "asyncdist tensor"
 _LENGTH_NBYTES: Final = 8
+#: Largest state that a rank accepts: this number of bytes plus this multiple of its model's size.
+_STATE_NBYTES_MAX: Final = 64 << 20
+_STATE_MODEL_COUNT_MAX: Final = 32
 
 
 StateMessage: TypeAlias = Grant | Cancel
@@ -59,6 +62,11 @@ def packed(value: Any) -> torch.Tensor:
             into = data[head + begin : head + begin + nbytes].view(tensor.dtype)
             into.view(tensor.shape).copy_(tensor)
     return data
+
+
+def state_nbytes_max(model_nbytes: int) -> int:
+    """Return the size in bytes of the largest state that a rank accepts for a model of this size."""
+    return _STATE_NBYTES_MAX + _STATE_MODEL_COUNT_MAX * model_nbytes
 
 
 def unpacked(data: torch.Tensor) -> Any:

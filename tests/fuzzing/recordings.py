@@ -103,6 +103,7 @@ def recorded() -> list[RankFile]:
         "told": ["nothing moved\n  rank 1 waits"],
         "coordinator": [0, 1, 2],
         "deadline": [WaitId(WaitKind.MESSAGE, 40, name="words"), 0, 0],
+        "contributed": [0, 1, 0, 5, 0, 1.0, 2.0, 10, 0, 0],
         "timer": [WaitId("kind_of_another_version", number=3), 0, 0, 0],
     }
     for file in files:

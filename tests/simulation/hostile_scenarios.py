@@ -16,7 +16,7 @@ import random
 import tracemalloc
 import typing
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 from unittest import mock
@@ -30,16 +30,22 @@ from asyncdist.errors import AsyncdistError, DeadlockError, TimeLimitError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
-from asyncdist.simulation import Compute, Uniform, simulate
+from asyncdist.simulation import Compute, Fault, Kill, Restart, Uniform, simulate
 from protocols import (
+    AsyncDiLoCoPolicy,
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
+    DiLoCoPolicy,
     OneSidedSelectiveAveragingPolicy,
+    PopulationAveragingPolicy,
     ReplayBuffer,
+    SelectiveDiLoCoPolicy,
     serve_replay_buffer,
 )
 
 LIMIT_S: Final = 400.0
+#: Messages with which a member contributes to an average.
+FIRST_CONTRIBUTIONS: Final = ("Captured", "Arrived")
 GROWTH_NBYTES_MAX: Final = 32 * 2**20
 
 
@@ -66,6 +72,7 @@ class _Liar:
         self._values: list[Any] = []
         self._channels: list[tuple[Callable[..., Any], tuple[type, ...]]] = []
         self.scopes: list[int] = []  # as messages name policies
+        self.is_silent = False  # whether it says nothing false yet
         self.rate = self._rng.choice((0.1, 0.3, 0.6))
 
     def posting(self, post: Callable[..., Any], classes: tuple[type, ...], size: int) -> Callable[..., Any]:
@@ -74,6 +81,9 @@ class _Liar:
 
         def hostile(message: Any, dest: int, round: int) -> Any:
             self._learn(message)
+            if self.is_silent:
+                self.is_silent = type(message).__name__ not in FIRST_CONTRIBUTIONS
+                return post(message, dest, round)
             for _ in itertools.takewhile(lambda _: self._rng.random() < self.rate, range(8)):
                 its_post, its_classes = post, classes
                 if self._rng.random() < 0.3:
@@ -113,8 +123,12 @@ class _Liar:
             return like
 
 
-def run_hostile(seed: int) -> Seen:
+def run_hostile(seed: int, programs: Sequence[Callable[..., Any]] = ()) -> Seen:
     """Run one seed.
+
+    Args:
+        programs: Programs, from which one is drawn; by default :data:`PROGRAMS`. In :data:`AVERAGING_PROGRAMS` the
+            hostile rank is honest until its first contribution, and another rank may be killed and restarted.
 
     Raises:
         AssertionError: an honest rank has ended with an error that no peer's message may cause, or has held too much
@@ -142,14 +156,22 @@ def run_hostile(seed: int) -> Seen:
             liar.scopes.append(scope)
         return scope
 
-    program = rng.choice(PROGRAMS)
+    program = rng.choice(programs or PROGRAMS)
+    liar.is_silent = program in AVERAGING_PROGRAMS
+    faults = _draw_faults(rng, size, hostile) if program in AVERAGING_PROGRAMS else []
     tracemalloc.start()
     try:
         with mock.patch.object(Services, "open_channel", opened), mock.patch.object(wire, "scope_of", noted):
             try:
                 compute = Compute(step_s=Uniform(0.001, 0.01))
                 results = simulate(
-                    program, ranks=size, seed=seed, compute=compute, until_s=LIMIT_S, return_exceptions=True
+                    program,
+                    ranks=size,
+                    seed=seed,
+                    compute=compute,
+                    faults=faults,
+                    until_s=LIMIT_S,
+                    return_exceptions=True,
                 ).results
             except (DeadlockError, TimeLimitError):
                 results = ()
@@ -170,6 +192,15 @@ def run_hostile(seed: int) -> Seen:
             raise AssertionError(f"{where}: rank {rank} ended by {result!r}") from result
         seen.ends["well" if error is None else type(error).__name__] += 1
     return seen
+
+
+def _draw_faults(rng: random.Random, size: int, hostile: int) -> list[Fault]:
+    """Return the death of an honest rank, and perhaps its restart, or nothing."""
+    if size == 2 or rng.random() < 0.5:
+        return []
+    rank = rng.choice([each for each in range(size) if each != hostile])
+    restart = [Restart(rank, at_s=rng.uniform(0.3, 0.5))] if rng.random() < 0.6 else []
+    return [Kill(rank, at_s=rng.uniform(0.05, 0.3)), *restart]
 
 
 # -- what the ranks do ------------------------------------------------------------------------------------------------
@@ -240,3 +271,61 @@ async def replay(world: ad.World) -> None:
 
 
 PROGRAMS: Final = (selective, one_sided, synchronous, groups, streams, replay)
+
+
+def _layers() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 0.5)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+async def _contribute(policy: Any, step_count: int = 24) -> None:
+    async with policy:
+        for _ in range(step_count):
+            async with asyncio.timeout(30):
+                await policy.step(loss=lambda: 1.0)
+
+
+async def diloco(world: ad.World) -> None:
+    """Average differences; the first rank leaves early."""
+    policy = DiLoCoPolicy(*_layers(), average_every=2, late="skip", start_timeout_s=20)
+    await _contribute(policy, 24 if world.rank else 9)
+
+
+async def streaming_diloco(world: ad.World) -> None:
+    """Average fragments of the model, in the background."""
+    options: dict[str, Any] = {"fragments": 2, "overlap_steps": 1, "wire": "int8"}
+    await _contribute(DiLoCoPolicy(*_layers(), average_every=4, start_timeout_s=20, **options))
+
+
+async def asynchronous_diloco(world: ad.World) -> None:
+    """Apply differences to an anchor when they arrive; the first rank leaves early."""
+    policy = AsyncDiLoCoPolicy(*_layers(), average_every=2, mirror_every=1, start_timeout_s=20)
+    await _contribute(policy, 24 if world.rank else 9)
+
+
+async def asynchronous_quorum(world: ad.World) -> None:
+    """Apply the differences of two ranks together."""
+    options: dict[str, Any] = {"quorum": 2, "mirror_every": 1, "late": "wait", "wire": "int8"}
+    await _contribute(AsyncDiLoCoPolicy(*_layers(), average_every=2, start_timeout_s=20, **options))
+
+
+async def selective_diloco(world: ad.World) -> None:
+    """Average differences by their gains."""
+    await _contribute(SelectiveDiLoCoPolicy(*_layers(), average_every=2, start_timeout_s=20))
+
+
+async def simple(world: ad.World) -> None:
+    """Average weights by a rule."""
+    await _contribute(PopulationAveragingPolicy(*_layers(), average_every=2, start_timeout_s=20))
+
+
+AVERAGING_PROGRAMS: Final = (
+    diloco,
+    streaming_diloco,
+    asynchronous_diloco,
+    asynchronous_quorum,
+    selective_diloco,
+    simple,
+)

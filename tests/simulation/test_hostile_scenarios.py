@@ -13,7 +13,7 @@ from asyncdist.simulation import Compute, simulate
 from protocols import AsyncSelectiveAveragingPolicy
 from protocols.joining.board import Board, SuccessionMessage
 from protocols.joining.messages import Nomination, TakeOver
-from simulation.hostile_scenarios import PROGRAMS, run_hostile
+from simulation.hostile_scenarios import AVERAGING_PROGRAMS, PROGRAMS, run_hostile
 
 
 @pytest.mark.slow
@@ -28,6 +28,19 @@ def test_lies_of_a_rank_crash_no_other_one() -> None:
     assert len(sent) > 25, "lies of many types were told"
     assert ends["well"] > 5 and len(ends) > 3, "they did some harm, and not everywhere"
     assert len(PROGRAMS) == 6
+
+
+@pytest.mark.slow
+def test_lies_of_a_rank_crash_no_other_one_that_contributes() -> None:
+    """Regression: some 3 of 100 seeds crashed a rank, as by a size of 2**53 bytes or by members without the rank."""
+    sent: Counter[str] = Counter()
+    ends: Counter[str] = Counter()
+    for seed in (*range(24), 82):
+        seen = run_hostile(seed, AVERAGING_PROGRAMS)
+        sent += seen.sent
+        ends += seen.ends
+    assert len(sent) > 15, "lies of many types were told"
+    assert ends["well"] > 5 and len(ends) > 2, "they did some harm, and not everywhere"
 
 
 @pytest.mark.slow
