@@ -17,6 +17,7 @@ from torch import Tensor
 from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts
 from asyncdist.protocols.async_diloco.corrections import correct_tensors
+from asyncdist.protocols.async_diloco.islands.merging import rebase
 from asyncdist.protocols.async_diloco.options import AsyncDiLoCoOptions
 from asyncdist.protocols.diloco.outer_step import OuterStep
 from asyncdist.protocols.diloco.radial import radial_mean_into
@@ -126,6 +127,21 @@ class Anchor:
             if vector.role == "averaged" and share < 1.0:
                 own.copy_(torch.where(own == new, own, own.lerp(new, share)))  # equal infinities would become NaN
             elif vector.role != "stepped":
+                own.copy_(new)
+
+    @torch.no_grad()
+    def merge(self, reference: Block, captured: Block | None) -> None:
+        """Make the next version after the merge of a global anchor; the outer optimizer's state is unchanged.
+
+        Args:
+            reference: The captured anchor, merged with the global anchor.
+            captured: The captured anchor; None if this anchor has not changed since the capture.
+        """
+        self.version += 1
+        if captured is not None:
+            rebase(self._layouts, self._values, captured[1], reference[1])
+        else:
+            for own, new in zip(self._values, reference[1], strict=True):
                 own.copy_(new)
 
     @torch.no_grad()

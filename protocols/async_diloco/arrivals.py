@@ -21,7 +21,12 @@ ArrivalWeighting: TypeAlias = Literal["equal", "tokens", "rate"]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A contribution that a worker has reported; see :class:`messages.Arrived`."""
+    """A contribution that a worker has reported; see :class:`messages.Arrived`.
+
+    Attributes:
+        rank: Rank of the worker. To the global server, the number of an island.
+        source: Rank that offers the contribution.
+    """
 
     rank: int
     sequence: int
@@ -30,6 +35,7 @@ class Arrival:
     tokens: float
     norm: float
     speed: float = 0.0
+    source: int = -1
 
 
 class Handling(enum.Enum):
@@ -101,6 +107,18 @@ class Arrivals:
         """Record that a member is lost or has left. A contribution that has arrived still counts."""
         self.members.discard(rank)
         self._fetching = {key: each for key, each in self._fetching.items() if key[0] != rank}
+
+    def forget(self, rank: int, source: int | None = None) -> None:
+        """Drop a worker's contributions that are not applied; if ``source`` is given, only those not yet received."""
+        fetching = self._fetching.items()
+        self._fetching = {key: each for key, each in fetching if key[0] != rank or source not in (None, each[0].source)}
+        if source is None:
+            self._whole = {key: each for key, each in self._whole.items() if key[0] != rank}
+
+    def is_awaited(self, arrival: Arrival) -> bool:
+        """Return whether the bytes of a contribution are still wanted."""
+        found, _ = self._fetching.get((arrival.rank, arrival.sequence), (None, 0.0))
+        return found == arrival
 
     def on_admitted(self, rank: int) -> None:
         """Record a new member."""

@@ -6,7 +6,7 @@ A block, once complete, is never changed. It can therefore be offered to other r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -76,6 +76,10 @@ class Answer:
     report: Applied
     block: Block
 
+    def held(self) -> HeldAnchor:
+        """Return the anchor alone."""
+        return HeldAnchor(self.report.version, self.report.applied, self.block, self.report.merged)
+
     def state(self) -> dict[str, Any]:
         """Return a copy for checkpoints."""
         return {"values": [value.clone() for value in self.block[1]], "report": astuple(self.report)}
@@ -90,23 +94,28 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldAnchor:
-    """An anchor that a member could give to a new leader."""
+    """An anchor that a member could give to a new leader.
+
+    Attributes:
+        merged: See :class:`messages.Applied`.
+    """
 
     version: int
     applied: Applications
     block: Block
+    merged: int = 0
 
     def state(self) -> dict[str, Any]:
         """Return a copy for checkpoints."""
         values = [value.clone() for value in self.block[1]]
-        return {"version": self.version, "applied": self.applied, "values": values}
+        return {"version": self.version, "applied": self.applied, "values": values, "merged": self.merged}
 
     @classmethod
     def of(cls, state: Mapping[str, Any], layouts: Layouts, sources: Mapping[int, int] | None = None) -> HeldAnchor:
         """Return the anchor that a result of :meth:`state` describes; for ``sources`` see :func:`renumbered`."""
         applied = tuple((rank, sequence) for rank, sequence in state["applied"])
         applied = applied if sources is None else renumbered(applied, sources)
-        return cls(state["version"], applied, layouts.loaded_anchor(state["values"]))
+        return cls(state["version"], applied, layouts.loaded_anchor(state["values"]), state["merged"])
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +129,7 @@ class Holdings:
         answer: The answer to the last contribution, until it is applied.
         inherited: An anchor that a leaving leader has given to this member, or that was saved; None if there is none.
         outer: The newest copy of the outer optimizer's state as bytes, with its version; None if there is none.
+        on_answer: Function that is called when the answer to a contribution has arrived.
     """
 
     base: HeldAnchor
@@ -128,6 +138,7 @@ class Holdings:
     answer: Answer | None = None
     inherited: HeldAnchor | None = None
     outer: tuple[int, Tensor] | None = None
+    on_answer: Callable[[], None] = lambda: None
 
     @property
     def newest(self) -> HeldAnchor:
@@ -143,7 +154,7 @@ class Holdings:
         if self.inherited is not None:
             found.append(self.inherited)
         if self.answer is not None:
-            found.append(HeldAnchor(self.answer.report.version, self.answer.report.applied, self.answer.block))
+            found.append(self.answer.held())
         return found
 
     def load(self, state: Mapping[str, Any], layouts: Layouts, sources: Mapping[int, int], rank: int) -> None:
@@ -173,10 +184,11 @@ class Holdings:
         self.answer, self.outstanding = answer, None
         if self.inherited is not None and self.inherited.version <= answer.report.version:
             self.inherited = None
+        self.on_answer()
 
     def apply_answer(self) -> Answer:
         """Return the answer, whose anchor becomes the base."""
         answer, self.answer = self.answer, None
         assert answer is not None, "there is no answer to apply"
-        self.base = HeldAnchor(answer.report.version, answer.report.applied, answer.block)
+        self.base = answer.held()
         return answer

@@ -15,7 +15,19 @@ from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts
 from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdings, Outstanding
-from asyncdist.protocols.async_diloco.messages import Applied, Arrived, AsyncMessage, Given, Standing, Taken, Wanted
+from asyncdist.protocols.async_diloco.islands.regional import Regional
+from asyncdist.protocols.async_diloco.messages import (
+    Applications,
+    Applied,
+    Arrived,
+    AsyncMessage,
+    Given,
+    Register,
+    Registered,
+    Standing,
+    Taken,
+    Wanted,
+)
 from asyncdist.protocols.async_diloco.offers import SECOND, Offers
 from asyncdist.protocols.async_diloco.server import Server, ServerOptions
 from asyncdist.protocols.exchange.fetch import new_bytes
@@ -34,6 +46,8 @@ class AsyncMember:
         holdings: This member's state, which outlives a leader.
         is_overlapped: Whether ranks train while data moves; equal on all members.
         options: Options of the server, if this member leads.
+        name: Name of the channel in reports.
+        regional: The connection to the global server if this member leads its island; None without islands.
 
     Attributes:
         server: The leader's server; None if this member does not lead.
@@ -49,12 +63,16 @@ class AsyncMember:
         options: ServerOptions,
         *,
         is_overlapped: bool,
+        name: str = "asynchronous DiLoCo",
+        regional: Regional | None = None,
     ) -> None:
         self._services = services
         self._membership = membership
         self._layouts = layouts
         self._holdings = holdings
         self._options = options
+        self._regional = regional
+        self._registrations: list[HeldAnchor] = []  # answers to this member's registration
         self._early: list[tuple[int, int, AsyncMessage]] = []  # messages to this rank before it leads
         self._fetching: asyncio.Task[None] | None = None  # the task that receives an answer
         self._is_closed = False
@@ -65,7 +83,7 @@ class AsyncMember:
             AsyncMessage,
             tag=tags.CONTROL,
             scope=scopes.to_members,
-            name="asynchronous DiLoCo",
+            name=name,
             handler=self._on_message,
         )
         membership.open(self)
@@ -74,10 +92,10 @@ class AsyncMember:
 
     # -- the policy's calls -----------------------------------------------------------------------------------------
 
-    def contribute(self, block: Block, report: Arrived) -> None:
+    def contribute(self, block: Block, report: Arrived, sequence: int | None = None) -> None:
         """Offer a contribution; its memory must not be changed afterwards."""
         own = self._holdings
-        own.sequence += 1
+        own.sequence = own.sequence + 1 if sequence is None else sequence
         own.outstanding = Outstanding(own.sequence, block, report)
         self._offer_contribution()
         self._tell_leader(report, own.sequence)
@@ -87,6 +105,45 @@ class AsyncMember:
         own, members = self._holdings, self._membership
         wait = WaitId(WaitKind.CONTRIBUTION_ANSWER, number=own.sequence)
         await self._services.engine.until(lambda: own.outstanding is None or members.is_broken, wait)
+
+    async def is_answered(self, deadline: float) -> bool:
+        """Wait for the answer to the contribution, if there is one; return False if the deadline passes first."""
+        wait = WaitId(WaitKind.OWN_ROUND)
+        return await self._services.engine.until(lambda: self._holdings.outstanding is None, wait, deadline=deadline)
+
+    def withdraw(self) -> None:
+        """Withdraw the contribution without an answer."""
+        self._holdings.outstanding = None
+        self._contributions.note_taken(self._membership.leader)
+
+    async def registered(self) -> HeldAnchor:
+        """Register this rank as its island's server, and return the global anchor."""
+        membership, wait = self._membership, WaitId(WaitKind.CONTRIBUTIONS)
+        asked = -1
+
+        def has_news() -> bool:
+            return bool(self._registrations) or membership.leader != asked
+
+        while not self._registrations:
+            if asked != membership.leader:
+                asked = membership.leader
+                self._tell_leader(Register(), 0)
+            await self._services.engine.until(has_news, wait)
+        own, found = self._holdings, self._registrations.pop()
+        own.base, own.outstanding, own.answer = found, None, None
+        return found
+
+    async def _take_registration(self, leader: int, version: int, applied: Applications) -> None:
+        """Receive the global anchor after a registration."""
+        block = self._layouts.new_block()
+        try:
+            await self._anchors.fetch(leader, version, block[0])
+        except (RankLostError, StreamAborted) as error:  # this rank registers with the next leader
+            logger.info("global anchor %d of rank %d did not arrive: %s", version, leader, error)
+            return
+        self._registrations.append(HeldAnchor(version, applied, block))
+        self._services.engine.recheck()
+        self.post(Taken(), leader, version)
 
     async def settled(self, deadline: float) -> bool:
         """Wait until this member may leave: it has its answer, and a leader has given the anchor to its successor.
@@ -103,7 +160,7 @@ class AsyncMember:
         is_answered = await engine.until(lambda: own.outstanding is None or members.is_broken, wait, deadline=deadline)
         if self.server is None or members.is_broken:
             return is_answered
-        return is_answered and await self.server.handed_over(deadline)
+        return is_answered and await self.server.settled(deadline)
 
     async def settle(self) -> None:
         """Notify the leader that this member makes no step now; wait for its answer, if there is none."""
@@ -176,6 +233,8 @@ class AsyncMember:
                 self._contributions,
                 self._anchors,
                 self._options,
+                self._registrations,
+                self._regional,
             )
         if self._holdings.outstanding is not None:
             self._offer_contribution()
@@ -199,7 +258,7 @@ class AsyncMember:
             self._anchors.note_taken(source, number)
             if self.server is not None:
                 self.server.on_taken(source, number)
-        elif isinstance(message, Arrived | Standing):
+        elif isinstance(message, Arrived | Standing | Register):
             self._hear(source, number, message)
         elif source == self._membership.leader:
             self._obey(source, number, message)
@@ -214,6 +273,8 @@ class AsyncMember:
             self.server.on_standing(source, message)
         elif isinstance(message, Arrived):
             self.server.on_arrived(source, number, message)
+        elif isinstance(message, Register):
+            self.server.on_register(source)
 
     def _obey(self, leader: int, number: int, message: AsyncMessage) -> None:
         """Handle the leader's message as a member."""
@@ -224,6 +285,9 @@ class AsyncMember:
                 if is_new:
                     task = self._take_answer(leader, number, message)
                     self._fetching = self._anchors.spawn(task, f"anchor {message.version}")
+            case Registered(applied):
+                task = self._take_registration(leader, number, applied)
+                self._anchors.spawn(task, f"global anchor {number}")
             case Wanted(is_outer):
                 self._give(leader, number, is_outer=is_outer)
             case Given():
@@ -261,10 +325,10 @@ class AsyncMember:
         held, outer = self._holdings.anchor_of(version), self._holdings.outer
         if is_outer and outer is not None and outer[0] == version:
             self._anchors.offer(version, outer[1], leader, SECOND)
-            self.post(Given((), outer[1].numel()), leader, version)
+            self.post(Given((), outer[1].numel(), 0), leader, version)
         elif not is_outer and held is not None:
             self._anchors.offer(version, held.block[0], leader)
-            self.post(Given(held.applied, 0), leader, version)
+            self.post(Given(held.applied, 0, held.merged), leader, version)
 
     async def _inherit(self, leader: int, version: int, given: Given) -> None:
         """Receive the anchor and the outer state of a leader that leaves."""
@@ -275,13 +339,13 @@ class AsyncMember:
         except (RankLostError, StreamAborted) as error:
             logger.info("anchor %d of rank %d, which leaves, did not arrive: %s", version, leader, error)
             return
-        self._holdings.inherited = HeldAnchor(version, given.applied, block)
+        self._holdings.inherited = HeldAnchor(version, given.applied, block, given.merged)
         self._holdings.outer = version, outer
         self.post(Taken(), leader, version)
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
-    def _tell_leader(self, message: Arrived | Standing, number: int) -> None:
+    def _tell_leader(self, message: Arrived | Standing | Register, number: int) -> None:
         leader = self._membership.leader
         if self._membership.leads:
             self._hear(leader, number, message)

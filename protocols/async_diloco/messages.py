@@ -53,6 +53,7 @@ class Applied:
         steps: Number of training steps until the worker's next contribution.
         outer_nbytes: Size in bytes of the outer optimizer's state, which the worker must also fetch; 0 without one.
         grace_s: Seconds that the leader has waited for further contributions to this version, after its quorum.
+        merged: Number of the island's last contribution whose answer this anchor contains; 0 without islands.
     """
 
     version: int
@@ -65,11 +66,12 @@ class Applied:
     steps: int
     outer_nbytes: int
     grace_s: float
+    merged: int
 
     def __post_init__(self) -> None:
         """Raise ValueError if a field is out of range or contradicts another field."""
-        if min(self.staleness, self.outer_nbytes) < 0 or self.steps < 1:
-            raise ValueError(f"staleness and outer_nbytes must be >= 0, and steps >= 1, got {self!r:.300}")
+        if min(self.staleness, self.outer_nbytes, self.merged) < 0 or self.steps < 1:
+            raise ValueError(f"staleness, outer_nbytes and merged must be >= 0, and steps >= 1, got {self!r:.300}")
         if not 0 <= self.version <= NUMBER_MAX:
             raise ValueError(f"version must be from 0 to 2**32 - 1, got {self!r:.300}")
         if not 0 <= self.grace_s < float("inf"):
@@ -131,15 +133,36 @@ class Given:
     Attributes:
         applied: The contributions that the anchor contains.
         outer_nbytes: Size in bytes of the outer optimizer's state; 0 without one.
+        merged: See :class:`Applied`.
     """
 
     applied: Applications
     outer_nbytes: int
+    merged: int
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the size is negative."""
-        if self.outer_nbytes < 0:
-            raise ValueError(f"outer_nbytes must be >= 0, got {self.outer_nbytes}")
+        """Raise ValueError if a field is negative."""
+        if min(self.outer_nbytes, self.merged) < 0:
+            raise ValueError(f"outer_nbytes and merged must be >= 0, got {self!r:.300}")
 
 
-AsyncMessage = Arrived | Applied | Taken | Standing | Wanted | Given
+@dataclass(frozen=True, slots=True)
+class Register:
+    """Server of an island to the global server: this rank now serves its island.
+
+    The global server drops the island's contributions that it has not applied.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """Answer to :class:`Register`: the global anchor is offered. The round number is its version.
+
+    Attributes:
+        applied: The contributions that the anchor contains, by island.
+    """
+
+    applied: Applications
+
+
+AsyncMessage = Arrived | Applied | Taken | Standing | Wanted | Given | Register | Registered

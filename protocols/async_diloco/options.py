@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -12,11 +12,13 @@ import torch
 from asyncdist import validation
 from asyncdist.protocols.async_diloco.arrivals import ArrivalWeighting
 from asyncdist.protocols.async_diloco.corrections import Correction
+from asyncdist.protocols.async_diloco.delayed_nesterov import DelayedNesterov
 from asyncdist.protocols.declared import Options, function, like, number, one_of, option, or_none, whole
 from asyncdist.protocols.diloco.options import DiLoCoOptions, Late, Merge, described, truth
 from asyncdist.protocols.diloco.outer_step import OuterFactory, check_factory
 from asyncdist.protocols.diloco.policy import ELSEWHERE as OF_DILOCO
 from asyncdist.protocols.options import AveragingOptions, MemberOptions, OptimizerState
+from asyncdist.protocols.selective.islands.layout import IslandOptions
 from asyncdist.protocols.step_info import PolicyEvent
 from asyncdist.tensors.codecs import Codec
 
@@ -41,13 +43,22 @@ ELSEWHERE: Final = {
     **dict.fromkeys(("min_replica_size", "min_replicas", "target_group_size"), "here quorum, a number of ranks"),
     **dict.fromkeys(("dylu", "dynamic_local_updates"), "here dynamic_steps=True"),
     **dict.fromkeys(("global_lr", "outer_lr", "server_lr"), "here outer_optimizer has the outer learning rate"),
+    **dict.fromkeys(("num_lps", "num_regions"), "here islands, or island_size"),
+    **dict.fromkeys(("lps_opt_config", "regional_optimizer"), "here outer_optimizer"),
+    "gps_opt_config": "here global_optimizer",
+    "local_updates_accumulation": "here global_every",
+    "model_merge_weight": "here merge_weight",
     "delay_grad_averaging": "here no rank waits for others, unless late='wait'",
 }
 LOSES_VALUES: Final = (
     "wire='topk' without error_feedback loses the values that it does not send; pass error_feedback=0.95 or 1.0"
 )
+#: Default outer optimizer of the global server of islands: that of HALoS, whose learning rate of 0.15 is given x N.
+GLOBAL_NESTEROV: Final = functools.partial(DelayedNesterov, lr=0.3, momentum=0.5, delay=2)
 _STRAGGLERS: Final = "stragglers and rounds"
 _MEMBERS: Final = "members and timeouts"
+_ISLANDS: Final = "islands"
+_SMALLEST: Final = validation.SMALLEST
 
 
 class AsyncDiLoCoOptionNames(MemberOptions, total=False):
@@ -67,6 +78,11 @@ class AsyncDiLoCoOptionNames(MemberOptions, total=False):
     optimizer_state: OptimizerState
     mirror_every: int | None
     replica_size: int
+    islands: int | None
+    island_size: int | None
+    global_optimizer: OuterFactory | None
+    global_every: int | None
+    merge_weight: float | None
     on_event: Callable[[PolicyEvent], None] | None
     drain_timeout_s: float
 
@@ -154,6 +170,41 @@ class AsyncDiLoCoOptions(Options):
         is_agreed=True,
     )
     replica_size: int = like(DiLoCoOptions, "replica_size")
+    islands: int | None = option(
+        "Number of islands of equal size, each with a regional server, into which the ranks are divided.",
+        or_none(whole(1, " or None")),
+        default=None,
+        group=_ISLANDS,
+        is_agreed=True,
+    )
+    island_size: int | None = option(
+        "Number of ranks in each island, at least 2, instead of `islands`.",
+        or_none(whole(2, " or None")),
+        default=None,
+        group=_ISLANDS,
+        is_agreed=True,
+    )
+    global_optimizer: OuterFactory | None = option(
+        "Outer optimizer of the global server of islands; by default "
+        "`functools.partial(protocols.DelayedNesterov, lr=0.3, momentum=0.5, delay=2)`.",
+        or_none(_factory),
+        default=None,
+        group=_ISLANDS,
+    )
+    global_every: int | None = option(
+        "Number of versions of an island's anchor between two contributions to the global server; 32 by default.",
+        or_none(whole(1, " or None")),
+        default=None,
+        group=_ISLANDS,
+        is_agreed=True,
+    )
+    merge_weight: float | None = option(
+        "Weight, above 0 and up to 1, with which the global anchor is merged into an island's; 0.25 by default.",
+        or_none(number("a number > 0 and <= 1, or None", _SMALLEST, 1.0)),
+        default=None,
+        group=_ISLANDS,
+        is_agreed=True,
+    )
     on_event: Callable[[PolicyEvent], None] | None = like(DiLoCoOptions, "on_event")
     drain_timeout_s: float = option(
         "Seconds to wait, when leaving, for the answer to the last contribution and, as the leader, for the successor.",
@@ -161,6 +212,37 @@ class AsyncDiLoCoOptions(Options):
         default=60.0,
         group=_MEMBERS,
     )
+
+    def __post_init__(self) -> None:
+        """Check each value, and fill in the defaults of islands."""
+        Options.__post_init__(self)
+        defaults = (("global_optimizer", GLOBAL_NESTEROV), ("global_every", 32), ("merge_weight", 0.25))
+        for name, default in defaults:
+            value = getattr(self, name)
+            if value is not None and not self.layout.are_on:
+                validation.refuse(name, value, "None unless islands or island_size is set")
+            object.__setattr__(self, name, default if value is None and self.layout.are_on else value)
+        if self.replica_size > 1 and self.layout.are_on:
+            validation.refuse("replica_size", self.replica_size, "1 with islands")
+
+    @property
+    def layout(self) -> IslandOptions:
+        """The division into islands; ValueError if both its options are given."""
+        return IslandOptions(islands=self.islands, island_size=self.island_size)
+
+    def of_global_server(self) -> AsyncDiLoCoOptions:
+        """Return the options with which the global server applies the contributions of islands."""
+        assert self.global_optimizer is not None, "there are islands"
+        return replace(
+            self,
+            outer_optimizer=self.global_optimizer,
+            quorum=1,
+            grace_s=0.0,
+            grace_steps=0.0,
+            correct=None,
+            weights="equal",
+            dynamic_steps=False,
+        )
 
     def check_grace(self, average_every: int) -> None:
         """Raise ValueError if the grace period is given twice, or ranks would wait because of ``grace_steps``."""
@@ -192,5 +274,6 @@ class AsyncDiLoCoOptions(Options):
             "optimizer_state": self.optimizer_state,
             "wire": repr(self.wire),
             "outer_optimizer": described(self.outer_optimizer),
+            "global_optimizer": "None" if self.global_optimizer is None else described(self.global_optimizer),
             "correct": correct if "0x" not in correct else getattr(self.correct, "__qualname__", "a function"),
         }

@@ -11,6 +11,9 @@ applies it in its first step after the arrival:
 in flight. With a slow leader, a rank therefore makes more steps per contribution. A slow rank makes only its own
 contributions stale.
 
+With ``islands``, each island has such a leader, and the leaders contribute to a global server (HALoS, 2506.04531):
+:mod:`protocols.async_diloco.islands.regional`.
+
 If the leader is lost, the next member continues from the newest anchor of all living members. Each contribution is
 applied exactly once (:mod:`protocols.async_diloco.arrivals`).
 """
@@ -33,6 +36,7 @@ from asyncdist.protocols.async_diloco.anchor import Anchor
 from asyncdist.protocols.async_diloco.arrivals import weight_of
 from asyncdist.protocols.async_diloco.blocks import Block, Captures, Layouts
 from asyncdist.protocols.async_diloco.holdings import HeldAnchor, Holdings, Outstanding, sources_of
+from asyncdist.protocols.async_diloco.islands.federation import Federation
 from asyncdist.protocols.async_diloco.member import AsyncMember
 from asyncdist.protocols.async_diloco.messages import Applied, Arrived
 from asyncdist.protocols.async_diloco.options import ELSEWHERE, LOSES_VALUES, AsyncDiLoCoOptionNames, AsyncDiLoCoOptions
@@ -54,6 +58,7 @@ from asyncdist.protocols.joining.state_transfer import packed, unpacked
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.misuse import line_of_caller
 from asyncdist.protocols.options import CommonOptions, MemberOptions
+from asyncdist.protocols.selective.islands.layout import Island
 from asyncdist.protocols.starting.differences import FIRST_WEIGHTS, LEFT_OUT
 from asyncdist.protocols.step_info import NOTHING, AverageApplied, Contributed, StepInfo
 from asyncdist.protocols.wrappers import check_replica_group, reshard
@@ -64,7 +69,7 @@ from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 #: Name in error messages for whether a rank begins with a saved state.
 _RESUMED: Final = "begins with a saved state"
 _OWN_STATE: Final = (
-    *("captures", "base", "answer", "outstanding", "served", "outer", "sequence", "counts", "reported"),
+    *("captures", "base", "answer", "outstanding", "served", "outer", "sequence", "counts", "reported", "global"),
     *("rank", "sources", "replica_size", "replica_index"),
 )
 
@@ -134,6 +139,9 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         self._is_compared = False  # whether the ranks of the replica were found to train equal weights
         self._is_waiting = False  # whether a contribution was captured whose answer is not applied yet
         self._alone: Anchor | None = None  # the anchor if this rank is alone
+        self._island: Island | None = None  # None without islands
+        self._federation: Federation | None = None  # None before the start, and without islands
+        self._upper_holdings: Holdings  # state among all ranks; only with islands
         self._member: AsyncMember | None = None  # None before the start, and if this rank is alone
         self._admission: Admission | None = None
         self._snapshots = SnapshotPool(self._flat)
@@ -176,17 +184,24 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         server = None if self._member is None else self._member.server
         version = self._holdings.base.version if self._stage != "new" and self._is_first else 0
         counts = self.iteration, version, self._contribution_count, self._postponed_count
-        return statistics_of(self._journal, server, *counts)
+        found = statistics_of(self._journal, server, *counts)
+        return found if self._federation is None else self._federation.counted(found)
 
     # -- starting and leaving ---------------------------------------------------------------------------------------
 
     def _options(self) -> Mapping[str, Any]:
         return {"average_every": self.average_every, **self._own_options.agreed()}
 
+    def _leading_order(self) -> Sequence[int]:
+        """Return the order in which the ranks may lead, or be the global server of islands: the last rank first."""
+        return self._takers() if self._island is None else tuple(reversed(self._island.population))
+
     def _prepare(self) -> None:
         """Lay out the vectors, and copy the anchor from the model."""
         self._replicas = Replicas(self._members, 1 if self.is_alone else self._own_options.replica_size)
-        self._own_options.check_members(len(self._takers()))
+        self._island = self._own_options.layout.island_of(self._world.rank, self._members, self._services.hosts)
+        self.admits_restarted = self.admits_restarted and self._island is None
+        self._own_options.check_members(len(self._takers()) if self._island is None else self._island.size)
         self._known_infinities = KnownInfinities(self._flat)
         if self._replicas.size == 1:
             self._lay_out(self._flat.entries, self._parameters())
@@ -194,7 +209,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
             held, outer = self._holdings.newest, self._holdings.outer
             self._alone = Anchor(self._layouts, self._own_options, held.block, held.version)
             if outer is not None:
-                self._alone.load_outer_state(unpacked(outer[1]))
+                self._alone.load_outer_state(unpacked(outer[1])["outer"])
 
     def _parameters(self) -> set[str]:
         return self._known_infinities.without(dict(self.model.named_parameters(remove_duplicate=False)))
@@ -206,6 +221,8 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         self._layouts = Layouts(entries, parameters, len(self._takers()), own.wire, divisible)
         self._captures = Captures(self._layouts, own.error_feedback)
         self._holdings = Holdings(HeldAnchor(0, (), self._layouts.block_of(self._tensors())))
+        if self._island is not None:
+            self._upper_holdings = Holdings(self._holdings.base)  # a block is never changed
         self._take_saved()
 
     def _choose_members(self) -> tuple[int, ...]:
@@ -279,6 +296,12 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         own = self._own_options
         every = len(self._takers()) if own.mirror_every is None else own.mirror_every
         options = ServerOptions(own, self.average_every, every)
+        if self._island is not None:
+            both = self._holdings, self._upper_holdings
+            federation = Federation(self._services, scopes, membership, self._island, self._layouts, *both, options)
+            self._federation, self._member = federation, federation.member
+            self._admission = self._new_admission(federation.membership, federation.scopes)
+            return
         self._member = AsyncMember(
             self._services,
             scopes,
@@ -309,9 +332,14 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         member, admission = self._opened()
         try:
             if is_orderly:
-                await member.settled(self._world.time() + self._own_options.drain_timeout_s)
+                deadline = self._world.time() + self._own_options.drain_timeout_s
+                await member.settled(deadline)
+                if self._federation is not None:
+                    await self._federation.settled(deadline)
         finally:  # notifies the other ranks even if this task is cancelled
             member.leave()
+            if self._federation is not None:
+                self._federation.leave()
             admission.close()
 
     # -- joining a running policy -----------------------------------------------------------------------------------
@@ -341,7 +369,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         """Return the weights, the optimizer's state, and the anchor, as the leader."""
         state, server = super()._whole_state(), self._opened()[0].server
         assert server is not None, "only a leader admits"
-        own = dict.fromkeys(("captures", "answer", "outstanding", "reported"))
+        own = dict.fromkeys(("captures", "answer", "outstanding", "reported", "global"))
         reported = tuple((rank, server.last_reported(rank)) for rank in self._takers())
         return {**state, "policy": {**state["policy"], **own, "reported_to_leader": reported}}
 
@@ -370,6 +398,8 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
             await member.settle()
         elif member is not None and member.server is not None:
             await member.server.freeze()
+        if self._federation is not None and self._own_options.late == "skip":
+            await self._federation.freeze()
 
     def _own_state(self) -> dict[str, Any]:
         if self._saved is not None:
@@ -388,7 +418,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
             held, outer = server.held()
             served = {**held.state(), "outer": outer}
         elif self._alone is not None:
-            served = {**own.newest.state(), "outer": packed(self._alone.outer_state())}
+            served = {**own.newest.state(), "outer": packed({"outer": self._alone.outer_state(), "regional": None})}
         return {
             "captures": self._captures.state_dict(),
             "base": own.base.state(),
@@ -399,8 +429,16 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
             "sequence": own.sequence,
             "counts": counts,
             "reported": reported,
+            "global": self._global_state(),
             **place,
         }
+
+    def _global_state(self) -> dict[str, Any] | None:
+        """Return this rank's newest global anchor, and the state that the global server also has."""
+        if self._federation is None:
+            return None
+        served = self._federation.served()
+        return self._upper_holdings.newest.state() if served is None else {**served[0].state(), "outer": served[1]}
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         if state["counts"] is not None:
@@ -417,6 +455,11 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         if state["base"] is not None:
             self._captures.load_state_dict(state["captures"])
             self._holdings.load(state, self._layouts, sources, rank)
+        if state["global"] is not None and self._island is not None:
+            upper = self._upper_holdings
+            upper.base = HeldAnchor.of(state["global"], self._layouts)
+            if "outer" in state["global"]:
+                upper.outer = upper.base.version, state["global"]["outer"].clone()
         self._steps, self._steps_wanted, self._tokens, self._captured_at, self._is_waiting = state["counts"]
         if state["reported"] is not None:
             self._reported = Arrived(*state["reported"])
@@ -438,6 +481,8 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         else:
             if self._member is not None and self._member.server is not None:
                 self._member.server.thaw()
+            if self._federation is not None:
+                self._federation.thaw()
             await self._world.progress()
         if self._stopwatch is None:
             return await self._contribute()
@@ -575,6 +620,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
             version=report.version,
             staleness_versions=report.staleness,
             grace_s=report.grace_s,
+            island=-1 if self._island is None else self._island.index,
         )
         self._announce(info, report)
         return info

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -31,7 +31,17 @@ from asyncdist.protocols.async_diloco.arrivals import (
 )
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts
 from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdings, Outstanding
-from asyncdist.protocols.async_diloco.messages import Applied, Arrived, AsyncMessage, Given, Standing, Taken, Wanted
+from asyncdist.protocols.async_diloco.islands.regional import Regional
+from asyncdist.protocols.async_diloco.messages import (
+    Applied,
+    Arrived,
+    AsyncMessage,
+    Given,
+    Registered,
+    Standing,
+    Taken,
+    Wanted,
+)
 from asyncdist.protocols.async_diloco.offers import SECOND, Offers
 from asyncdist.protocols.async_diloco.options import AsyncDiLoCoOptions
 from asyncdist.protocols.async_diloco.timing.grace import SyncTimes, grace_period
@@ -51,11 +61,18 @@ class ServerOptions:
     Attributes:
         average_every: Number of steps until the fastest worker's next contribution.
         mirror_every: Number of versions between two copies of the outer optimizer's state; 0 for no copies.
+        islands: Number of the island of each rank, for the global server, whose workers are the islands; None for a
+            server whose workers are the ranks.
     """
 
     own: AsyncDiLoCoOptions
     average_every: int
     mirror_every: int
+    islands: Mapping[int, int] | None = None
+
+    def worker_of(self, rank: int) -> int:
+        """Return the worker for which a rank contributes."""
+        return rank if self.islands is None else self.islands[rank]
 
 
 class Server:
@@ -65,6 +82,8 @@ class Server:
         channel: The members' channel.
         holdings: This rank's own state.
         contributions, anchors: This rank's offers of contributions and of anchors.
+        registrations: List that receives the global anchor if this rank registers with its own global server.
+        regional: The connection to the global server; None if there are no islands, and for the global server.
 
     Attributes:
         anchor: The anchor; None during the election.
@@ -85,6 +104,8 @@ class Server:
         contributions: Offers,
         anchors: Offers,
         options: ServerOptions,
+        registrations: list[HeldAnchor],
+        regional: Regional | None,
     ) -> None:
         self._services = services
         self._channel = channel
@@ -94,8 +115,11 @@ class Server:
         self._contributions = contributions
         self._anchors = anchors
         self._options = options
-        own = options.own
-        self._arrivals = Arrivals(membership.living, own.quorum)
+        self._registrations = registrations
+        self._regional = regional
+        self._registering: list[int] = []  # ranks that have become servers of their islands
+        self._serving: dict[int, int] = {}  # rank of each island's server, as far as it has registered
+        self._arrivals = Arrivals(map(options.worker_of, membership.living), options.own.quorum)
         self._standings: dict[int, Standing] = {}
         self._given: dict[tuple[int, int], Given] = {}  # answers to Wanted, by rank and version
         self._speeds: dict[int, float] = {}  # steps per second in each living member's last contribution
@@ -144,7 +168,12 @@ class Server:
                 )
             else:
                 break
-        self._begin(held, outer)
+        elected = held
+        if self._regional is not None:
+            state = None if outer is None else unpacked(outer[1])["regional"]
+            sent = {rank: each.sequence for rank, each in self._standings.items() if each.outstanding}
+            held = await self._regional.resumed(held, state, sent)
+        self._begin(held, outer, elected.version)
 
     async def _want(self, holder: int, version: int) -> HeldAnchor | None:
         """Fetch a member's newest anchor; None if the member is lost."""
@@ -158,7 +187,7 @@ class Server:
             logger.info("the anchor of rank %d did not arrive: %s", holder, error)
             return None
         self._post_taken(holder, version)
-        return HeldAnchor(version, given.applied, block)
+        return HeldAnchor(version, given.applied, block, given.merged)
 
     async def _want_outer(self, holder: int, version: int) -> tuple[int, Tensor] | None:
         """Fetch a member's copy of the outer state; None if the member is lost."""
@@ -189,23 +218,29 @@ class Server:
         self._given[source, version] = given
         self._services.engine.recheck()
 
-    def _begin(self, held: HeldAnchor, outer: tuple[int, Tensor] | None) -> None:
+    def _begin(self, held: HeldAnchor, outer: tuple[int, Tensor] | None, elected: int) -> None:
+        """Begin with an anchor and an outer state.
+
+        Args:
+            elected: Version of the newest anchor among the members, to which the outer state should belong.
+        """
         own = self._options.own
         anchor = Anchor(self._layouts, own, held.block, held.version)
         if outer is not None:
-            anchor.load_outer_state(unpacked(outer[1]))
-        if held.version > (0 if outer is None else outer[0]):
+            anchor.load_outer_state(unpacked(outer[1])["outer"])
+        if elected > (0 if outer is None else outer[0]):
             self.lost_outer_state_count += 1
             found = "no copy of the outer optimizer's state" if outer is None else f"a copy of version {outer[0]}"
             logger.warning(
                 "rank %d continues from version %d of the anchor without the last leader, but there is %s; the outer "
                 "momentum of later versions is lost",
                 self._services.rank,
-                held.version,
+                elected,
                 found,
             )
         self.anchor, self._mirrored_at = anchor, held.version
-        self._arrivals = Arrivals(self._membership.living, own.quorum, dict(held.applied))
+        members = map(self._options.worker_of, self._membership.living)
+        self._arrivals = Arrivals(members, own.quorum, dict(held.applied))
         self._arrivals.settling = self._membership.settling
         for rank, standing in sorted(self._standings.items()):
             for report in standing.outstanding:
@@ -213,6 +248,8 @@ class Server:
         early, self._early = self._early, []
         for each in early:
             self.on_arrived(*each)
+        if self._regional is not None:
+            self._regional.look(anchor)
 
     # -- members ----------------------------------------------------------------------------------------------------
 
@@ -221,7 +258,13 @@ class Server:
         self._standings.pop(rank, None)
         self._speeds.pop(rank, None)
         self._sync_times.on_gone(rank)
-        self._arrivals.on_gone(rank)
+        worker = self._options.worker_of(rank)
+        if worker in map(self._options.worker_of, self._membership.living):
+            self._arrivals.forget(worker, rank)
+        else:
+            self._arrivals.on_gone(worker)
+        if self._regional is not None:
+            self._regional.release()
         self._look()
         self._services.engine.recheck()
 
@@ -243,9 +286,14 @@ class Server:
             self._early.append((rank, sequence, report))
             return
         self._arrivals.settling.discard(rank)  # it makes steps again
+        worker = self._options.worker_of(rank)
+        if self._serving.setdefault(worker, rank) != rank:
+            logger.debug("rank %d no longer serves island %d: its contribution is not used", rank, worker)
+            return
         if report.speed:
             self._speeds[rank] = report.speed
-        arrival = Arrival(rank, sequence, report.base_version, report.steps, report.tokens, report.norm, report.speed)
+        facts = report.base_version, report.steps, report.tokens, report.norm, report.speed
+        arrival = Arrival(worker, sequence, *facts, source=rank)
         match self._arrivals.on_arrived(arrival, self._services.time()):
             case Handling.ANSWER:
                 self._answer(arrival, 0)
@@ -257,11 +305,12 @@ class Server:
     async def _fetch(self, arrival: Arrival) -> None:
         memory, _ = self._layouts.new_contribution()
         try:
-            await self._contributions.fetch(arrival.rank, arrival.sequence, memory)
+            await self._contributions.fetch(arrival.source, arrival.sequence, memory)
         except (RankLostError, StreamAborted) as error:  # the rank is lost or leaves
-            logger.info("contribution %d of rank %d did not arrive: %s", arrival.sequence, arrival.rank, error)
+            logger.info("contribution %d of rank %d did not arrive: %s", arrival.sequence, arrival.source, error)
             return
-        self._blocks[arrival.rank, arrival.sequence] = memory
+        if self._arrivals.is_awaited(arrival):
+            self._blocks[arrival.rank, arrival.sequence] = memory
         self._note_whole(arrival)
 
     def _note_whole(self, arrival: Arrival) -> None:
@@ -291,13 +340,16 @@ class Server:
         """Make versions as long as there is a quorum."""
         engine, arrivals, wait = self._services.engine, self._arrivals, WaitId(WaitKind.CONTRIBUTIONS)
         while self._may_make():
+            self._answer_registrations()
+            self._merge()
             quorum = arrivals.quorum()
-            assert quorum is not None, "versions are made with a quorum"
+            if quorum is None:
+                continue
             grace_s = self._grace_of(quorum)
             if grace_s:
                 decided_at = quorum.met_at + grace_s
                 await engine.until(lambda: arrivals.is_complete or self._is_frozen, wait, deadline=decided_at)
-            if self._may_make():
+            if self._may_make() and arrivals.quorum() is not None:
                 self._grace_s = min(grace_s, self._services.time() - quorum.met_at)
                 self.grace_sum_s += self._grace_s
                 await self._make_version(arrivals.take(takes_all=grace_s > 0))
@@ -312,7 +364,8 @@ class Server:
 
     def _may_make(self) -> bool:
         is_stopped = self._is_frozen or self._membership.is_broken
-        return not is_stopped and self._arrivals.quorum() is not None
+        has_answer = self._regional is not None and self._regional.has_answer
+        return not is_stopped and bool(has_answer or self._registering or self._arrivals.quorum())
 
     async def _make_version(self, arrivals: Sequence[Arrival]) -> None:
         anchor, me = self.anchor, self._services.rank
@@ -325,21 +378,23 @@ class Server:
             given.append(Contribution(arrival.rank, weight, arrival.norm, staleness, self._encoded(arrival)))
         self.applied_count += len(arrivals)
         self.version_count += 1
-        self._sync_times.on_decided(anchor.version + 1, (each.rank for each in arrivals), self._services.time())
+        self._sync_times.on_decided(anchor.version + 1, (each.source for each in arrivals), self._services.time())
         self._outcome = await anchor.step(given, len(self._arrivals.members))
         self._current = None
         every = self._options.mirror_every
-        others = [arrival for arrival in arrivals if arrival.rank != me and arrival.rank in self._membership.living]
+        others = [each for each in arrivals if each.source != me and each.source in self._membership.living]
         mirror = others[0] if others and every and anchor.version - self._mirrored_at >= every else None
         for arrival, each in zip(arrivals, given, strict=True):
             self._answer(arrival, each.staleness, is_mirror=arrival is mirror)
+        if self._regional is not None:
+            self._regional.look(anchor)
 
     def _encoded(self, arrival: Arrival) -> Sequence[Tensor]:
         """Return the encoded vectors of a contribution; none if its norm is not finite."""
         if not math.isfinite(arrival.norm):
             return ()
         own = self._holdings.outstanding
-        if arrival.rank == self._services.rank and own is not None:
+        if arrival.source == self._services.rank and own is not None:
             return own.block[1]
         return self._layouts.wire.encoded_in(self._blocks.pop((arrival.rank, arrival.sequence)))
 
@@ -347,14 +402,16 @@ class Server:
 
     def _answer(self, arrival: Arrival, staleness: int, *, is_mirror: bool = False) -> None:
         """Offer the newest anchor to a worker whose contribution it contains."""
-        anchor, rank, me = self.anchor, arrival.rank, self._services.rank
+        anchor, rank, me = self.anchor, arrival.source, self._services.rank
         assert anchor is not None, "contributions are answered after the election"
         if rank not in self._membership.living:
             return
         block = self._block()
         outer = new_bytes(0)
+        if self._regional is not None and rank != me and self._regional.needs_mirror(rank, anchor.version):
+            is_mirror = True
         if is_mirror:
-            outer, self._mirrored_at = packed(anchor.outer_state()), anchor.version
+            outer, self._mirrored_at = self._state(), anchor.version
         report = Applied(
             anchor.version,
             self._arrivals.applications(),
@@ -366,6 +423,7 @@ class Server:
             self._steps_of(rank),
             outer.numel(),
             self._grace_s,
+            self._merged,
         )
         if rank == me:
             if self._holdings.outstanding is not None:
@@ -385,6 +443,18 @@ class Server:
     def on_taken(self, rank: int, version: int) -> None:
         """Record that a rank has the anchor of a version."""
         self._sync_times.on_taken(version, rank, self._services.time())
+        if self._regional is not None:
+            self._regional.on_held(rank, version)
+
+    @property
+    def _merged(self) -> int:
+        return 0 if self._regional is None else self._regional.merged
+
+    def _state(self) -> Tensor:
+        """Return the state that the next server needs in addition to the anchor, as bytes."""
+        assert self.anchor is not None, "there is no state before the end of the election"
+        regional = None if self._regional is None else self._regional.state()
+        return packed({"outer": self.anchor.outer_state(), "regional": regional})
 
     def _block(self) -> Block:
         """Return a copy of the newest anchor, shared by all ranks that get this version."""
@@ -392,6 +462,40 @@ class Server:
         if self._current is None:
             self._current = self.anchor.copy_into(self._layouts.new_block())
         return self._current
+
+    # -- islands ----------------------------------------------------------------------------------------------------
+
+    def on_register(self, rank: int) -> None:
+        """Accept a rank as the server of its island."""
+        self._registering.append(rank)
+        self._look()
+
+    def _answer_registrations(self) -> None:
+        """Drop the contributions of former servers of islands, and send the anchor to the new servers."""
+        assert self.anchor is not None, "registrations are answered after the election"
+        registering, self._registering = self._registering, []
+        for rank in registering:
+            worker = self._options.worker_of(rank)
+            self._serving[worker] = rank
+            self._arrivals.forget(worker)
+            self._blocks = {key: memory for key, memory in self._blocks.items() if key[0] != worker}
+            version, applied, block = self.anchor.version, self._arrivals.applications(), self._block()
+            if rank == self._services.rank:
+                self._registrations.append(HeldAnchor(version, applied, block))
+                self._services.engine.recheck()
+            elif rank in self._membership.living:
+                self._anchors.offer(version, block[0], rank)
+                self._post(Registered(applied), rank, version)
+
+    def on_merge_due(self) -> None:
+        """Merge the global anchor, which has arrived."""
+        self._look()
+
+    def _merge(self) -> None:
+        if self._regional is not None and self._regional.has_answer:
+            assert self.anchor is not None, "an island contributes after its election"
+            self._regional.merge(self.anchor)
+            self._current = None
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -414,15 +518,31 @@ class Server:
     def held(self) -> tuple[HeldAnchor, Tensor]:
         """Return the anchor and the outer state as bytes; call this while no version is made."""
         assert self.anchor is not None, "there is no anchor before the end of the election"
-        held = HeldAnchor(self.anchor.version, self._arrivals.applications(), self._block())
-        return held, packed(self.anchor.outer_state())
+        held = HeldAnchor(self.anchor.version, self._arrivals.applications(), self._block(), self._merged)
+        return held, self._state()
 
-    async def handed_over(self, deadline: float) -> bool:
+    async def settled(self, deadline: float) -> bool:
         """Give the anchor and the outer state to the next leader, unless there are no other members.
+
+        A regional server also contributes the rest of its island's progress. The next leader gets the state before each
+        contribution, so that it is not lost with this rank, and after the last one.
 
         Returns:
             False if the deadline passed first.
         """
+        while True:
+            await self.freeze()
+            if self._regional is not None and self.anchor is not None:
+                self._regional.prepare_leaving(self.anchor)
+            if not await self._handed_over(deadline):
+                return False
+            if self._regional is None or self.anchor is None:
+                return True
+            if not await self._regional.has_merged(self.anchor, deadline):
+                return True
+            self._current = None
+
+    async def _handed_over(self, deadline: float) -> bool:
         engine, me, wait = self._services.engine, self._services.rank, WaitId(WaitKind.OWN_ROUND)
         if not await engine.until(lambda: self.has_begun, wait, deadline=deadline):
             return False
@@ -434,7 +554,7 @@ class Server:
             held, outer = self.held()
             self._anchors.offer(held.version, outer, successor, SECOND)
             self._anchors.offer(held.version, held.block[0], successor)
-            self._post(Given(held.applied, outer.numel()), successor, held.version)
+            self._post(Given(held.applied, outer.numel(), held.merged), successor, held.version)
             if not await engine.until(lambda: self._anchors.is_idle, wait, deadline=deadline):
                 return False
             if successor in self._membership.living:
@@ -482,6 +602,6 @@ async def answered_alone(
         outcome = await anchor.step([given], 1)
     block, applied = anchor.copy_into(layouts.new_block()), ((rank, contribution.sequence),)
     return Answer(
-        Applied(anchor.version, applied, *outcome[:2], staleness, *outcome[2:], steps, 0, 0.0),
+        Applied(anchor.version, applied, *outcome[:2], staleness, *outcome[2:], steps, 0, 0.0, 0),
         block,
     )

@@ -27,6 +27,11 @@ class AsyncDiLoCoStatistics:
             version after its quorum.
         lost_outer_state_count: Number of times that this member became the leader with an outer state older than the
             anchor.
+        merge_count: Number of times that this member has merged the global anchor, as the server of its island.
+        lost_progress_count: Number of times that this member became the server of its island without the state that is
+            needed to contribute the island's progress since its last merge.
+        global_count: Number of contributions of islands that this member has applied as the global server.
+        global_version: Version of the newest global anchor that this member has received; 0 without islands.
         title: Name of the policy and of this rank.
     """
 
@@ -41,6 +46,10 @@ class AsyncDiLoCoStatistics:
     mean_staleness: float
     mean_grace_s: float
     lost_outer_state_count: int
+    merge_count: int = 0
+    lost_progress_count: int = 0
+    global_count: int = 0
+    global_version: int = 0
     title: str = ""
 
     def __str__(self) -> str:
@@ -62,6 +71,12 @@ class AsyncDiLoCoStatistics:
             rows.append(("mean grace period", f"{self.mean_grace_s:.2f} s"))
         if self.lost_outer_state_count:
             rows.append(("outer states lost", self.lost_outer_state_count))
+        if self.merge_count:
+            rows += [("merges", self.merge_count), ("global version", self.global_version)]
+        if self.global_count:
+            rows.append(("applied as global server", self.global_count))
+        if self.lost_progress_count:
+            rows.append(("progress of an island lost", self.lost_progress_count))
         return format_table(self.title, rows)
 
 

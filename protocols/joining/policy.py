@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from asyncdist import ClosedError, LocalProtocolError, RankLostError
@@ -61,9 +61,13 @@ class JoinablePolicy(SpawnPolicy):
         meeting = self._joint_start.meeting
         lost = lost_members(self._world, self._members, meeting)
         known = self._takers()
-        members = [rank for rank in known if rank not in lost]
+        members = [rank for rank in self._leading_order() if rank not in lost]
         scopes = PolicyScopes(meeting.ranks, agreed)
         self._open(Membership(self._services, scopes, members, known=known, replicas=self._replicas), scopes)
+
+    def _leading_order(self) -> Sequence[int]:
+        """Return the members in the order in which they may lead."""
+        return self._takers()
 
     def _new_admission(self, membership: Membership, scopes: PolicyScopes) -> Admission:
         return Admission(self._services, membership, scopes, self._members, self._shared_values())

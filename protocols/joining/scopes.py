@@ -30,6 +30,15 @@ class PolicyScopes:
         self.values = dict(agreed.values)
         self.marks = agreed.marks
 
+    def of_part(self, name: str) -> PolicyScopes:
+        """Return scopes for the messages of a part of the policy's ranks."""
+        found = PolicyScopes.elsewhere(
+            wire.scope_of((), f"members of {name}", self.to_members),
+            wire.scope_of((), f"coordinator of {name}", self.to_coordinator),
+        )
+        found.policy = wire.scope_of((), name, self.policy)
+        return found
+
     @classmethod
     def of_running(cls, welcome: Welcome, values: Mapping[str, str]) -> PolicyScopes:
         """Return the scopes of a running policy, from the coordinator's answer to this restarted rank."""

@@ -64,6 +64,21 @@ def test_no_real_rank_waits_while_the_leader_is_lost() -> None:
         assert len(seen["weights"]) == 60 and seen["statistics"]["contributions"] >= 5
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_island_continues_after_its_server_was_killed(transport: str) -> None:
+    if transport == "mpi":
+        reports = mpi.run_ranks(4, SCRIPT, "islands", timeout_s=100, survive=True).check().reports
+    else:
+        reports = torchrun.run_ranks(4, SCRIPT, "islands", timeout_s=100).check(-9, 0, 0, 0).reports
+    assert reports.keys() == {1, 2, 3}
+    for rank, seen in reports.items():
+        versions = [version for version, _, _ in seen["applied"]]
+        assert versions == sorted(set(versions)) and len(versions) >= 8
+        assert all(set(donors) <= ({0, 1} if rank == 1 else {2, 3}) for _, donors, _ in seen["applied"])
+        assert len(seen["weights"]) == 80
+    assert all(reports[rank]["statistics"]["merges"] >= 2 for rank in (1, 2)), "both serve their islands"
+
+
 def test_a_restarted_rank_takes_part_to_the_end() -> None:
     options = ["--transport", "torch", "-n", "4", "--restarts", "1"]
     program = warm.command(SCRIPT, ["restarted"], mpi.base_environment(), {})

@@ -27,6 +27,10 @@ def policy(**options: Any) -> AsyncDiLoCoPolicy:
         ("grace_steps", -1.0, 0),
         ("grace_steps", 3.5, 2),
         ("mirror_every", -1, 0),
+        ("islands", 0, 1),
+        ("island_size", 1, 2),
+        ("global_every", 4, "islands"),
+        ("merge_weight", 0.5, "island_size"),
         ("late", "never", "skip"),
         ("weights", 3, "rate"),
     ],
@@ -52,6 +56,7 @@ def test_the_outer_optimizer_must_be_a_factory() -> None:
         ("grace", "grace_steps"),
         ("fragments", "DiLoCoPolicy"),
         ("dylu", "dynamic_steps"),
+        ("model_merge_weight", "merge_weight"),
     ],
 )
 def test_names_of_other_libraries_are_explained(name: str, here: str) -> None:
@@ -64,6 +69,35 @@ def test_a_grace_period_is_in_seconds_or_in_steps() -> None:
         policy(grace_s=0.5, grace_steps=1.5)
     with pytest.raises(ValueError, match=naming("grace_steps", 1.5, "wait", "grace_s")):
         policy(grace_steps=1.5, late="wait")
+
+
+def test_options_of_islands_are_checked() -> None:
+    with pytest.raises(ValueError, match=naming("islands", "island_size", 2, 3)):
+        policy(islands=2, island_size=3)
+    with pytest.raises(ValueError, match=naming("merge_weight", 0.0, 1)):
+        policy(islands=2, merge_weight=0.0)
+    with pytest.raises(TypeError, match="outer_optimizer"):
+        policy(islands=2, global_optimizer=3)
+
+
+def test_ranks_that_do_not_divide_into_islands_are_refused() -> None:
+    async def train(world: ad.World, options: dict[str, Any]) -> None:
+        async with policy(**options):
+            pass
+
+    with pytest.raises(ValueError, match=naming("islands", 3, 2, 4)):
+        ad.run_local(train, {"islands": 3}, ranks=4)
+    with pytest.raises(ValueError, match=naming("quorum", 3, 2)):
+        ad.run_local(train, {"islands": 2, "quorum": 3}, ranks=4)
+
+
+def test_islands_must_be_equal_on_all_ranks() -> None:
+    async def train(world: ad.World) -> None:
+        async with policy(islands=2, global_every=2 + world.rank // 2):
+            pass
+
+    with pytest.raises(ad.DisagreementError, match="global_every"):
+        ad.run_local(train, ranks=4)
 
 
 def test_a_quorum_larger_than_the_group_is_refused() -> None:

@@ -47,6 +47,10 @@ JOBS = {
     "restarted": Job(
         plan=Plan(outer="default", steps=(40,) * 4, every=1, dies_at={2: 12}), options=LOCKSTEP, waits_for=2
     ),
+    # Rank 0 serves the first island until it is killed, and rank 3 is the global server.
+    "islands": Job(
+        plan=Plan(outer="dyadic", steps=(80,) * 4, every=2, dies_at={0: 33}), options={"islands": 2, "global_every": 2}
+    ),
     "skipping": Job(plan=Plan(outer="dyadic", steps=(60,) * 4, every=5, dies_at={0: 33}), options={"mirror_every": 1}),
 }
 
@@ -85,6 +89,8 @@ async def main(world: ad.World, name: str) -> None:
         "contributions": policy.statistics().contribution_count,
         "postponed": policy.statistics().postponed_count,
         "lost": policy.statistics().lost_outer_state_count,
+        "merges": policy.statistics().merge_count,
+        "global": policy.statistics().global_version,
     }
     report(rank, seen)
 

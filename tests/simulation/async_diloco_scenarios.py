@@ -157,11 +157,11 @@ def noted_steps(record: Record) -> Iterator[None]:
             record.note(self.anchor.version + 1, arrivals)
         await make(self, arrivals)
 
-    def beginning(self: Server, held: HeldAnchor, outer: tuple[int, torch.Tensor] | None) -> None:
+    def beginning(self: Server, held: HeldAnchor, outer: tuple[int, torch.Tensor] | None, elected: int) -> None:
         assert held.version <= len(record.lineage)
         record.leading = self
         record.truncate(held.version, 0 if outer is None else outer[0])
-        begin(self, held, outer)
+        begin(self, held, outer, elected)
 
     try:
         Server._make_version, Server._begin = making, beginning  # type: ignore[method-assign]

@@ -98,6 +98,23 @@ def test_a_contribution_under_way_from_a_lost_rank_is_dropped() -> None:
     assert arrivals.is_empty
 
 
+def test_a_worker_with_a_new_source_drops_what_is_not_applied() -> None:
+    """The workers of the global server are islands; the rank that contributes for an island changes."""
+    arrivals, first = Arrivals((0, 1), 2), Arrival(1, 4, 0, 10, 20.0, 1.0, source=5)
+    assert arrivals.on_arrived(first, 0.0) is Handling.FETCH and arrivals.is_awaited(first)
+    arrivals.forget(1, source=6)
+    assert arrivals.is_awaited(first)
+    arrivals.forget(1, source=5)
+    arrivals.on_whole(first, 0.0)
+    assert arrivals.is_empty
+    assert arrivals.on_arrived(first, 0.0) is Handling.FETCH
+    arrivals.on_whole(first, 0.0)
+    arrivals.forget(1, source=5)
+    assert not arrivals.is_empty, "it has arrived"
+    arrivals.forget(1)
+    assert arrivals.is_empty and arrivals.on_arrived(Arrival(1, 4, 0, 9, 1.0, 1.0, source=7), 0.0) is Handling.FETCH
+
+
 def test_weights_of_contributions() -> None:
     assert [weight_of(20.0, 10, weighting) for weighting in ("equal", "tokens", "rate")] == [1.0, 20.0, 40.0]
 
@@ -121,11 +138,12 @@ def test_a_new_leader_takes_the_newest_states() -> None:
         lambda: Arrived(0, 1, 1.0, 1.0, -1.0),
         lambda: Standing(1, (), 2, 0, ()),
         lambda: Standing(1, (), 0, 1, ()),
-        lambda: Given((), -1),
-        lambda: Applied(1, (), (0,), (), 0, 1.0, 0.0, 1, 0, 0.0),
-        lambda: Applied(1, (), (0,), (0.0,), 0, 1.0, 0.0, 1, 0, 0.0),
-        lambda: Applied(1, (), (), (), 0, 1.0, 0.0, 0, 0, 0.0),
-        lambda: Applied(1, (), (), (), 0, 1.0, 0.0, 1, 0, float("inf")),
+        lambda: Given((), -1, 0),
+        lambda: Given((), 0, -1),
+        lambda: Applied(1, (), (0,), (), 0, 1.0, 0.0, 1, 0, 0.0, 0),
+        lambda: Applied(1, (), (0,), (0.0,), 0, 1.0, 0.0, 1, 0, 0.0, 0),
+        lambda: Applied(1, (), (), (), 0, 1.0, 0.0, 0, 0, 0.0, 0),
+        lambda: Applied(1, (), (), (), 0, 1.0, 0.0, 1, 0, float("inf"), 0),
     ],
 )
 def test_messages_with_impossible_values_are_refused(make: object) -> None:

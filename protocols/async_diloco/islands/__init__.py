@@ -1,0 +1,1 @@
+"""Regional servers of islands, which contribute to a global server."""

@@ -1,0 +1,81 @@
+"""Computes a regional server's contributions to the global server, and merges the global anchor (HALoS, 2506.04531).
+
+With theta for the island's anchor, r for the *reference* from which its progress is measured, and alpha for
+``merge_weight``:
+
+    after K versions:           c <- theta, and D = r - c is sent to the global server, which steps its anchor g with D
+    when g arrives:             r <- (1 - alpha) c + alpha g,    theta <- r + (theta - c)
+
+HALoS sets theta <- (1 - alpha) theta + alpha g and r <- theta instead (``src/halos/simulation/exec_halos.py`` and
+``ps.py``, 4b5bf73, and a second implementation on OpenDiLoCo). The two are equal if the island's anchor has not changed
+while the contribution was on its way. Otherwise, HALoS never contributes this change. (The help text of HALoS's
+``--model_merge_weight`` exchanges alpha and 1 - alpha.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from asyncdist.protocols.async_diloco.blocks import Block, Layouts
+
+
+@torch.no_grad()
+def encode_difference(layouts: Layouts, reference: Block, own: Block, encoded: Sequence[Tensor]) -> float:
+    """Write the encoded contribution of an island into ``encoded``, and return the L2 norm of its difference.
+
+    Args:
+        reference: The island's anchor after the last merge.
+        own: The island's anchor now.
+    """
+    norm = 0.0
+    vectors = zip(layouts.wire.vectors, reference[1], own[1], encoded, strict=True)
+    for vector, before, now, into in vectors:
+        flat = vector.values_of(into)
+        if vector.role != "stepped":
+            flat.copy_(now)
+            continue
+        torch.sub(before, now, out=flat)
+        norm = math.hypot(norm, torch.linalg.vector_norm(flat).item())
+        if vector.codec is not None:
+            vector.codec.encode(flat, into)
+    return norm
+
+
+@torch.no_grad()
+def merge_into(layouts: Layouts, own: Sequence[Tensor], given: Sequence[Tensor], weight: float) -> None:
+    """Merge a global anchor into an island's anchor. Integer and bool buffers remain those of the island.
+
+    Args:
+        own: Values of the island's anchor, which are changed.
+        given: Values of the global anchor.
+        weight: Weight alpha of the global anchor, from 0 to 1.
+    """
+    for vector, mine, other in zip(layouts.exact.vectors, own, given, strict=True):
+        if vector.role == "copied":
+            continue
+        if weight == 1.0:
+            mine.copy_(other)
+        else:  # equal values remain, since the sum of equal infinities of opposite signs would be NaN
+            merged = mine.mul(1.0 - weight).add_(other, alpha=weight)
+            mine.copy_(torch.where(mine == other, mine, merged))
+
+
+@torch.no_grad()
+def rebase(layouts: Layouts, own: Sequence[Tensor], captured: Sequence[Tensor], reference: Sequence[Tensor]) -> None:
+    """Replace the part of an island's anchor that was contributed by the new reference: own + (reference - captured).
+
+    Floating buffers become those of the reference. Integer and bool buffers remain.
+
+    Args:
+        own: Values of the island's anchor, which are changed.
+        captured: Values of the island's anchor at the capture of the contribution.
+    """
+    for vector, mine, before, new in zip(layouts.exact.vectors, own, captured, reference, strict=True):
+        if vector.role == "averaged":
+            mine.copy_(new)
+        elif vector.role == "stepped":
+            mine.sub_(before - new)

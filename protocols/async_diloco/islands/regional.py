@@ -1,0 +1,267 @@
+"""Connects an island's server, the *regional* server, with the global server (HALoS, 2506.04531).
+
+The regional server applies its members' contributions. After every K versions it contributes the change of the island's
+anchor to the global server, and merges the answer, the global anchor (:mod:`~protocols.async_diloco.islands.merging`).
+To the global server, each island is one worker. The number of an island's contribution is the version of the island's
+anchor from which it was computed.
+
+If the regional server is lost, the next member of the island registers with the global server before it serves:
+
+- The global server drops the island's contributions that it has not applied, and answers with its anchor and with the
+  number of the last contribution that it has applied.
+- If the island's anchor does not contain the answer to that contribution, it is merged now.
+- After each capture and each merge, the island's members receive the regional server's state together with an anchor,
+  until one of them has it. A contribution is sent only then. So the next server has the anchor from which the last
+  contribution was computed, unless several members are lost at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from asyncdist.protocols.async_diloco.anchor import Anchor
+from asyncdist.protocols.async_diloco.blocks import Block, Layouts, copy_all
+from asyncdist.protocols.async_diloco.holdings import HeldAnchor, Holdings
+from asyncdist.protocols.async_diloco.islands.merging import encode_difference, merge_into, rebase
+from asyncdist.protocols.async_diloco.messages import Arrived
+from asyncdist.protocols.joining.membership import Membership
+
+logger = logging.getLogger("protocols.async_diloco.islands")
+
+
+class Upper(Protocol):
+    """This rank's side of the contributions to the global server."""
+
+    async def registered(self) -> HeldAnchor:
+        """Register this rank as its island's server, and return the global anchor."""
+
+    def contribute(self, block: Block, report: Arrived, sequence: int) -> None:
+        """Offer a contribution; its memory must not be changed afterwards."""
+
+    async def is_answered(self, deadline: float) -> bool:
+        """Wait for the answer to the contribution; return False if the deadline passes first."""
+
+
+class Regional:
+    """The part of a regional server that concerns the global server.
+
+    Args:
+        upper: This rank's side of the contributions to the global server.
+        holdings: This rank's state in it.
+        island: Number of the island.
+        every: Number K of versions between two contributions.
+        weight: Weight alpha of the global anchor.
+        membership: Members of the island.
+
+    Attributes:
+        merged: Number of the island's last contribution whose answer was merged; 0 before the first.
+        merge_count: Number of merges by this rank.
+        lost_count: Number of times that this rank began to serve without the anchor after the last merge, so that the
+            island's progress since then is not contributed.
+    """
+
+    def __init__(
+        self,
+        upper: Upper,
+        holdings: Holdings,
+        layouts: Layouts,
+        *,
+        island: int,
+        every: int,
+        weight: float,
+        membership: Membership,
+    ) -> None:
+        self._upper = upper
+        self._holdings = holdings
+        self._layouts = layouts
+        self._island = island
+        self._every = every
+        self._weight = weight
+        self._membership = membership
+        self._reference: Block | None = None  # None before it serves
+        self._measured_from = 0  # version of the anchor to which the reference corresponds
+        self._captured: tuple[int, Block] | None = None  # the anchor of the last contribution, until its merge
+        self._unsent: tuple[Block, Arrived] | None = None  # a contribution that may not be sent yet
+        self._first = holdings.base  # the anchor with which all ranks have begun
+        self._is_mirrored = True  # whether another member has the state after the last merge
+        self._mirrors: set[tuple[int, int]] = set()  # ranks that receive this state, with versions of the anchor
+        self.merged = 0
+        self.merge_count = self.lost_count = 0
+
+    # -- the beginning ----------------------------------------------------------------------------------------------
+
+    async def resumed(self, held: HeldAnchor, state: Mapping[str, Any] | None, sent: Mapping[int, int]) -> HeldAnchor:
+        """Register this rank as its island's server, and return the anchor with which it begins.
+
+        Args:
+            held: The newest anchor of the island's living members.
+            state: Result of :meth:`state` of an earlier server; None if there is none.
+            sent: Sequence numbers of the members' contributions without an answer.
+        """
+        given = await self._upper.registered()
+        applied = dict(given.applied).get(self._island, 0)
+        if applied > held.merged and applied > held.version:
+            logger.warning(
+                "the server of island %d was lost, with all members that had version %d of its anchor, which is in the "
+                "global anchor; the island continues from the global anchor, and drops %d contributions",
+                self._island,
+                applied,
+                len(sent),
+            )
+            self.lost_count += 1
+            last = {**dict(held.applied), **sent}
+            return self._restarted(HeldAnchor(applied, tuple(sorted(last.items())), given.block, merged=applied))
+        is_known = state is not None and state["merged"] == held.merged
+        if applied > held.merged:
+            return self._merged_now(held, state if is_known else None, given.block, applied)
+        if state is not None and is_known:
+            self.merged, self._measured_from = held.merged, state["measured_from"]
+            self._reference = self._layouts.loaded_anchor(state["reference"])
+            self._is_mirrored = False
+            return held
+        if not held.merged and not self._first.version:
+            return self._restarted(held, self._first)
+        if held.version:
+            self._note_lost_progress()
+        return self._restarted(held)
+
+    def _merged_now(self, held: HeldAnchor, state: Mapping[str, Any] | None, given: Block, applied: int) -> HeldAnchor:
+        """Merge the global anchor with the island's last contribution, which a former server has sent."""
+        block = self._copied(held.block)
+        if state is None or state["captured_at"] != applied:  # merge the newest anchor, as HALoS does
+            if held.version > applied:
+                self._note_lost_progress()
+            merge_into(self._layouts, block[1], given[1], self._weight)
+            return self._restarted(HeldAnchor(held.version + 1, held.applied, block, merged=applied))
+        captured = self._layouts.loaded_anchor(state["captured"])
+        reference = self._copied(captured)
+        merge_into(self._layouts, reference[1], given[1], self._weight)
+        if held.version > applied:
+            rebase(self._layouts, block[1], captured[1], reference[1])
+        else:
+            block = reference
+        version = held.version + 1
+        found = HeldAnchor(version - (held.version - applied), (), reference)
+        return self._restarted(HeldAnchor(version, held.applied, block, merged=applied), found)
+
+    def _note_lost_progress(self) -> None:
+        self.lost_count += 1
+        logger.warning(
+            "the server of island %d was lost before a member had its state; the island's progress since its last "
+            "contribution to the global server is not contributed",
+            self._island,
+        )
+
+    def _copied(self, block: Block) -> Block:
+        copy = self._layouts.new_block()
+        copy_all(block[1], copy[1])
+        return copy
+
+    def _restarted(self, held: HeldAnchor, reference: HeldAnchor | None = None) -> HeldAnchor:
+        """Measure the next contribution from the anchor with which this rank begins, or from a reference."""
+        found = reference or held
+        self._reference, self._measured_from, self.merged = found.block, found.version, held.merged
+        self._is_mirrored = not found.version
+        return held
+
+    def state(self) -> dict[str, Any]:
+        """Return the state that the next server of the island needs, in addition to the anchor."""
+        assert self._reference is not None, "the island's server has not begun"
+        captured_at, captured = (0, []) if self._captured is None else (self._captured[0], self._captured[1][1])
+        return {
+            "reference": self._reference[1],
+            "measured_from": self._measured_from,
+            "merged": self.merged,
+            "captured_at": captured_at,
+            "captured": captured,
+        }
+
+    # -- contributions ----------------------------------------------------------------------------------------------
+
+    def look(self, anchor: Anchor) -> None:
+        """Capture a contribution if K versions were made since the last capture, and the last one is merged."""
+        if self._captured is None and anchor.version - self._measured_from >= self._every:
+            self.capture(anchor)
+
+    def capture(self, anchor: Anchor) -> None:
+        """Capture the island's progress."""
+        assert self._reference is not None, "the island's server has not begun"
+        block, own = self._layouts.new_contribution(), anchor.copy_into(self._layouts.new_block())
+        norm = encode_difference(self._layouts, self._reference, own, block[1])
+        report = Arrived(self._holdings.base.version, anchor.version - self._measured_from, 1.0, norm, 0.0)
+        self._captured, self._unsent = (anchor.version, own), (block, report)
+        self._forget_mirrors()
+        self.release()
+
+    def _forget_mirrors(self) -> None:
+        """Record that the state has changed, so that no other member has it."""
+        self._is_mirrored = False
+        self._mirrors.clear()
+
+    def needs_mirror(self, rank: int, version: int) -> bool:
+        """Return whether a member must receive the state together with a version of the anchor.
+
+        All members do, until one has it. So each anchor of a living member can be continued if this rank is lost.
+        """
+        if not self._is_mirrored:
+            self._mirrors.add((rank, version))
+        return not self._is_mirrored
+
+    def on_held(self, rank: int, version: int) -> None:
+        """Record that another member has a version of the island's anchor."""
+        self._is_mirrored = self._is_mirrored or (rank, version) in self._mirrors
+        self.release()
+
+    def release(self) -> None:
+        """Send the captured contribution if it cannot be lost with this rank alone."""
+        if (
+            self._unsent is None
+            or self._captured is None
+            or (not self._is_mirrored and len(self._membership.living) > 1)
+        ):
+            return
+        (block, report), self._unsent = self._unsent, None
+        self._upper.contribute(block, report, self._captured[0])
+
+    # -- merges -----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_answer(self) -> bool:
+        """True if a global anchor waits to be merged."""
+        return self._holdings.answer is not None
+
+    def merge(self, anchor: Anchor) -> None:
+        """Merge the global anchor that contains this island's last contribution."""
+        assert self._captured is not None, "an answer belongs to a captured contribution"
+        (captured_at, captured), self._captured = self._captured, None
+        answer, since = self._holdings.apply_answer(), anchor.version - captured_at
+        self._reference = self._copied(captured)
+        merge_into(self._layouts, self._reference[1], answer.block[1], self._weight)
+        anchor.merge(self._reference, captured if since else None)
+        self.merged, self._measured_from = captured_at, anchor.version - since
+        self.merge_count += 1
+        self._forget_mirrors()
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def prepare_leaving(self, anchor: Anchor) -> None:
+        """Capture the rest of the island's progress; the next server must get the state before it is contributed."""
+        if self._captured is None and anchor.version > self._measured_from:
+            self.capture(anchor)
+
+    async def has_merged(self, anchor: Anchor, deadline: float) -> bool:
+        """Contribute the captured progress, of which the next server has the state, and merge the answer.
+
+        Returns:
+            False if there is nothing to contribute, or the deadline passed first.
+        """
+        if self._captured is None:
+            return False
+        self._is_mirrored = True
+        self.release()
+        if not await self._upper.is_answered(deadline):
+            return False
+        self.merge(anchor)
+        return True

@@ -1,0 +1,154 @@
+"""Asynchronous DiLoCo with regional servers of islands and a global server, in virtual time.
+
+The oracle of ``async_island_scenarios`` computes all weights, and checks that no contribution is applied twice. With at
+most one killed rank, it also checks that no contribution is lost.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.seeds import seeds
+
+import asyncdist as ad
+from asyncdist.simulation import Compute, Kill, Link, Network, Uniform
+from protocols import AsyncDiLoCoPolicy
+from simulation.async_diloco_scenarios import OUTERS, Plan
+from simulation.async_island_scenarios import Begun, IslandPlan, Made, Merged, Record, check, noted, run, seen_in
+from simulation.test_async_diloco_faults import advance, made
+
+SLOW = Network(link=Link(latency_s=Uniform(1e-3, 0.03), bandwidth_nbytes_per_s=1e5))
+PLANS = {
+    "two of two": IslandPlan(plan=Plan(steps=(60,) * 4)),
+    "two of three": IslandPlan(plan=Plan(ranks=6, steps=(60,) * 6, outer="plain"), global_outer="plain"),
+    "float32": IslandPlan(plan=Plan(steps=(60,) * 4, dtype=torch.float32), merge_weight=0.5),
+    "a mirror with each version": IslandPlan(plan=Plan(steps=(60,) * 4, mirror_every=1)),
+    "each version": IslandPlan(plan=Plan(steps=(60,) * 4), global_every=1),
+    "a slow network": IslandPlan(plan=Plan(steps=(60,) * 4, network=SLOW)),
+    "a slow rank": IslandPlan(plan=Plan(steps=(60, 60, 6, 60), compute=Compute(factors={2: 10.0}))),
+    "a quorum in each island": IslandPlan(plan=Plan(ranks=6, steps=(60,) * 6, quorum=2)),
+    "different ends": IslandPlan(plan=Plan(steps=(9, 60, 30, 21))),
+}
+
+
+def begun(record: Record, island: int) -> list[Begun]:
+    return [event for event in record.events if isinstance(event, Begun) and event.island == island]
+
+
+def lineages(record: Record) -> dict[int, dict[int, tuple[tuple[int, int], ...]]]:
+    """Return the donors of each server's versions, without versions that were made after a save."""
+    found: dict[int, dict[int, tuple[tuple[int, int], ...]]] = defaultdict(dict)
+    for event in record.events:
+        if isinstance(event, Made):
+            found[event.island][event.version] = event.donors
+        elif isinstance(event, Begun):
+            kept = {version: each for version, each in found[event.island].items() if version <= event.elected}
+            found[event.island] = kept
+    return found
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_weights_equal_the_oracles_bit_for_bit(name: str) -> None:
+    _, record = run(PLANS[name])
+    oracle = check(PLANS[name], record)
+    assert oracle.upper.version >= 6 and all(region.version >= 6 for region in oracle.regions)
+    assert sum(isinstance(event, Merged) for event in record.events) >= 6
+
+
+def test_a_global_anchor_that_is_taken_whole_loses_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one island and a global SGD of rate 1, the anchors move by the sum of all differences."""
+    monkeypatch.setitem(OUTERS, "whole", (1.0, 0.0, False))
+    options: dict[str, Any] = {"islands": 1, "global_every": 2, "merge_weight": 1.0, "global_outer": "whole"}
+    plan = IslandPlan(plan=Plan(steps=(40,) * 4, outer="plain"), **options)
+    _, record = run(plan)
+    oracle = check(plan, record)
+    applied = [
+        oracle.workers[rank].found[number] for each in oracle.regions[0].donors.values() for rank, number in each
+    ]
+    for place, first in enumerate(oracle.upper.anchors[0]):
+        moved = first - 0.25 * np.sum([difference[place] for difference in applied], axis=0)
+        assert np.array_equal(moved, oracle.regions[0].anchors[oracle.regions[0].version][place])
+        assert np.array_equal(moved, oracle.upper.anchors[oracle.upper.version][place]), "all was contributed"
+
+
+def test_the_next_of_an_island_follows_a_lost_regional_server() -> None:
+    for at_s in (0.15, 0.2, 0.25, 0.3):
+        plan = IslandPlan(plan=Plan(ranks=6, steps=(60,) * 6, mirror_every=1, faults=(Kill(0, at_s=at_s),)))
+        _, record = run(plan)
+        check(plan, record)
+        first, second, *_ = begun(record, 0)  # further ones when ranks leave at the end
+        assert (first.version, second.has_reference) == (0, True) and second.version > 2
+        statistics = record.lives[1].statistics
+        assert statistics is not None and statistics.merge_count and not statistics.lost_progress_count
+
+
+def test_a_lost_global_server_loses_no_contribution() -> None:
+    for at_s in (0.15, 0.2, 0.25, 0.3):
+        plan = IslandPlan(plan=Plan(ranks=6, steps=(60,) * 6, mirror_every=1, faults=(Kill(5, at_s=at_s),)))
+        _, record = run(plan)
+        check(plan, record)
+        assert [event.elected > 0 for event in begun(record, -1)] == [False, True]
+        assert not any(record.lives[rank].statistics.lost_outer_state_count for rank in range(5))
+
+
+def test_an_island_that_is_lost_whole_does_no_harm() -> None:
+    for lost in ((0, 1), (2, 3)):
+        faults = tuple(Kill(rank, at_s=0.2) for rank in lost)
+        plan = IslandPlan(plan=Plan(steps=(60,) * 4, faults=faults))
+        _, record = run(plan)
+        check(plan, record)
+        for rank in {0, 1, 2, 3} - set(lost):
+            assert len(record.lives[rank].infos) == 60
+            assert record.lives[rank].infos[-5:] and any(record.lives[rank].infos[-5:])
+
+
+@pytest.mark.parametrize("block", seeds(12))
+def test_any_faults_keep_each_contribution(block: int) -> None:
+    for seed in range(block * 4, block * 4 + 4):
+        seen_in(seed)
+
+
+@pytest.mark.slow
+def test_the_drawn_runs_have_all_kinds_of_events() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(16):
+        _, plan, record, _ = seen_in(seed)
+        seen["next regional server"] += any(len(begun(record, island)) > 1 for island in range(plan.islands))
+        seen["next global server"] += len(begun(record, -1)) > 1
+        seen["merge at the beginning"] += any(each.version == each.elected + 1 for each in begun(record, 0))
+        seen["global version"] += any(isinstance(each, Made) and each.island < 0 for each in record.events)
+    assert len(seen) == 4 and min(seen.values()) > 0, seen
+
+
+@pytest.mark.parametrize("at", range(6, 12))
+def test_contributions_under_way_are_saved_and_applied_once(at: int, tmp_path: Path) -> None:
+    record = Record(dict.fromkeys(range(4), 0))
+    options: dict[str, Any] = {"average_every": 2, "islands": 2, "global_every": 2}
+
+    async def main(world: ad.World, first: int, last: int) -> int:
+        model, optimizer = made()
+        policy = AsyncDiLoCoPolicy(model, optimizer, **options)
+        if first:
+            await ad.load_population(tmp_path, model, optimizer, policy=policy)
+        async with policy:
+            await advance(policy, model, optimizer, range(first, last), world.rank)
+            if last == at:
+                await ad.save_population(tmp_path, model, optimizer, policy=policy)
+                return 0
+        return policy._holdings.sequence
+
+    with noted(record):
+        ad.simulate(main, 0, at, ranks=4, seed=at, network=SLOW, strict=True)
+        made_count = ad.simulate(main, at, 60, ranks=4, seed=2, network=SLOW, strict=True).results
+    kept = lineages(record)
+    donors = [each for island in (0, 1) for made_by in kept[island].values() for each in made_by]
+    assert Counter(donors) == Counter((rank, each) for rank in range(4) for each in range(1, made_count[rank] + 1))
+    sent = [each for made_by in kept[-1].values() for each in made_by]
+    assert max(Counter(sent).values()) == 1 and len(sent) > 4
+    for island in (0, 1):
+        assert max(version for other, version in sent if other == island) >= max(kept[island]), "all was contributed"

@@ -1,0 +1,149 @@
+"""Tests how a rank begins to serve its island, and the merge of the global anchor, against HALoS's formulas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from asyncdist.protocols.async_diloco.blocks import Block, Layouts
+from asyncdist.protocols.async_diloco.holdings import HeldAnchor, Holdings
+from asyncdist.protocols.async_diloco.islands.merging import encode_difference, merge_into, rebase
+from asyncdist.protocols.async_diloco.islands.regional import Regional
+from asyncdist.protocols.async_diloco.messages import Arrived
+from asyncdist.tensors.codecs import find_codec
+from asyncdist.tensors.flat_state import FlatState
+
+MODEL = torch.nn.BatchNorm1d(2)
+LAYOUTS = Layouts(FlatState(MODEL).entries, {"weight", "bias"}, 1, find_codec("float32"))
+ROLES = [vector.role for vector in LAYOUTS.exact.vectors]
+COMPANY: Any = SimpleNamespace(living={4, 5})
+STEPPED = ROLES.index("stepped")
+
+
+def block(value: float) -> Block:
+    found = LAYOUTS.new_block()
+    for vector, values in zip(LAYOUTS.exact.vectors, found[1], strict=True):
+        values.fill_(value if vector.role != "copied" or value < 256 else 0)
+    return found
+
+
+def parameters(given: Block) -> float:
+    (value,) = set(given[1][STEPPED].tolist())
+    return float(value)
+
+
+class Upper:
+    """Answers a registration, and records contributions."""
+
+    def __init__(self, given: HeldAnchor) -> None:
+        self.given, self.sent = given, list[tuple[Arrived, int]]()
+
+    async def registered(self) -> HeldAnchor:
+        return self.given
+
+    def contribute(self, block: Block, report: Arrived, sequence: int) -> None:
+        self.sent.append((report, sequence))
+
+    async def is_answered(self, deadline: float) -> bool:
+        return True
+
+
+def begun(held: HeldAnchor, given: HeldAnchor, state: Any, *, first: int = 0) -> tuple[Regional, HeldAnchor]:
+    """Begin to serve island 1 with a merge weight of 1/4."""
+    holdings = Holdings(HeldAnchor(first, (), block(0.0)))
+    regional = Regional(Upper(given), holdings, LAYOUTS, island=1, every=2, weight=0.25, membership=COMPANY)
+    return regional, asyncio.run(regional.resumed(held, state, {4: 9, 5: 2}))
+
+
+def state_of(*, reference: float, captured: float, captured_at: int, merged: int = 3) -> dict[str, Any]:
+    own = {"reference": block(reference)[1], "measured_from": 4, "merged": merged}
+    return {**own, "captured_at": captured_at, "captured": block(captured)[1]}
+
+
+HELD = HeldAnchor(10, ((4, 7), (5, 1)), block(8.0), merged=3)
+
+
+def test_a_server_continues_with_the_state_of_the_last_one() -> None:
+    given = HeldAnchor(6, ((0, 5), (1, 3)), block(4.0))
+    regional, found = begun(HELD, given, state_of(reference=2.0, captured=6.0, captured_at=8))
+    assert found is HELD and regional.merged == 3
+    own = regional.state()
+    assert (own["measured_from"], own["captured_at"]) == (4, 0), "its contribution was dropped, and is computed again"
+    assert set(own["reference"][STEPPED].tolist()) == {2.0} and not regional.lost_count
+
+
+def test_an_answer_on_its_way_is_merged_now() -> None:
+    """The reference is 3/4 of the captured anchor and 1/4 of the global one; the progress since then is kept."""
+    given = HeldAnchor(6, ((1, 8),), block(2.0))
+    regional, found = begun(HELD, given, state_of(reference=2.0, captured=6.0, captured_at=8))
+    assert (found.version, found.merged, found.applied) == (11, 8, HELD.applied)
+    own = regional.state()
+    assert set(own["reference"][STEPPED].tolist()) == {5.0} and own["measured_from"] == 9, (
+        "2 versions since the capture"
+    )
+    assert parameters(found.block) == 5.0 + (8.0 - 6.0)
+
+
+def test_without_the_captured_anchor_the_newest_one_is_merged(caplog: pytest.LogCaptureFixture) -> None:
+    given = HeldAnchor(6, ((1, 8),), block(4.0))
+    with caplog.at_level(logging.WARNING):
+        regional, found = begun(HELD, given, None)
+    assert (found.version, found.merged, parameters(found.block)) == (11, 8, 7.0)
+    assert regional.lost_count == len(caplog.records) == 1
+
+
+def test_an_island_without_newest_anchors_takes_the_global_one(caplog: pytest.LogCaptureFixture) -> None:
+    """Contribution 12 is in the global anchor. Contributions of workers that may be in it are not applied again."""
+    given = HeldAnchor(6, ((1, 12),), block(4.0))
+    with caplog.at_level(logging.WARNING):
+        regional, found = begun(HELD, given, None)
+    assert (found.version, found.merged, parameters(found.block)) == (12, 12, 4.0)
+    assert found.applied == ((4, 9), (5, 2))
+    assert regional.lost_count == len(caplog.records) == 1
+
+
+def test_progress_without_its_reference_is_logged_as_lost(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        regional, found = begun(
+            HELD, HeldAnchor(6, ((1, 3),), block(4.0)), state_of(reference=2.0, captured=6.0, captured_at=8, merged=1)
+        )
+    assert found is HELD and set(regional.state()["reference"][STEPPED].tolist()) == {8.0}
+    assert regional.lost_count == len(caplog.records) == 1
+
+
+def test_the_first_anchor_is_the_reference_before_any_merge() -> None:
+    held = HeldAnchor(5, (), block(3.0))
+    regional, _ = begun(held, HeldAnchor(0, (), block(0.0)), None)
+    assert set(regional.state()["reference"][STEPPED].tolist()) == {0.0} and not regional.lost_count
+
+
+def test_merges_equal_those_of_halos() -> None:
+    """``cur *= 1 - weight; cur += weight * global`` on parameters and floating buffers; integers stay."""
+    for weight in (0.25, 1.0):
+        own, given = block(8.0), block(2.0)
+        merge_into(LAYOUTS, own[1], given[1], weight)
+        for role, values in zip(ROLES, own[1], strict=True):
+            assert set(values.tolist()) == {8.0 if role == "copied" else 8.0 * (1 - weight) + 2.0 * weight}
+    own = block(float("inf"))
+    merge_into(LAYOUTS, own[1], block(float("inf"))[1], 0.25)
+    assert own[1][STEPPED].isinf().all()
+
+
+def test_differences_are_measured_from_the_reference() -> None:
+    into = LAYOUTS.new_contribution()
+    norm = encode_difference(LAYOUTS, block(5.0), block(2.0), into[1])
+    for role, values in zip(ROLES, into[1], strict=True):
+        assert set(values.tolist()) == {3.0 if role == "stepped" else 2.0}
+    assert norm == pytest.approx(3.0 * into[1][STEPPED].numel() ** 0.5)
+
+
+def test_rebased_parameters_keep_the_progress() -> None:
+    own = block(8.0)
+    rebase(LAYOUTS, own[1], block(6.0)[1], block(5.0)[1])
+    wanted = {"stepped": 7.0, "averaged": 5.0, "copied": 8.0}
+    assert [set(values.tolist()) for values in own[1]] == [{wanted[role]} for role in ROLES]
