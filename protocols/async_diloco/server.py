@@ -42,10 +42,10 @@ from asyncdist.protocols.async_diloco.messages import (
     Taken,
     Wanted,
 )
-from asyncdist.protocols.async_diloco.offers import SECOND, Offers
 from asyncdist.protocols.async_diloco.options import AsyncDiLoCoOptions
 from asyncdist.protocols.async_diloco.timing.grace import SyncTimes, grace_period
 from asyncdist.protocols.async_diloco.timing.pace import steps_at_speed
+from asyncdist.protocols.exchange.catching_up.offers import SECOND, Offers
 from asyncdist.protocols.exchange.fetch import new_bytes
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.state_transfer import packed, unpacked

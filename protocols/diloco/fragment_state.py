@@ -29,6 +29,8 @@ class FragmentState(Fragment):
         tensors: The model's tensors, from which the anchor is copied.
         mixing: Share of the rank's own parameters that it keeps when a mean is applied.
         keeps_captured: Whether the captured parameters are kept, so that a late mean can be applied.
+        keeps_base: Whether the anchor may move before this rank has captured its contribution, because it is late. The
+            difference is then measured from a copy of the anchor from which the rank has trained, its *base*.
     """
 
     def __init__(
@@ -40,8 +42,12 @@ class FragmentState(Fragment):
         *,
         mixing: float = 0.0,
         keeps_captured: bool = False,
+        keeps_base: bool = False,
     ) -> None:
         super().__init__(layout)
+        self._keeps_base = keeps_base
+        self._base: list[Tensor] = []  # empty while the rank trains from the newest anchor
+        self._is_in_flight = False  # whether a contribution is captured and the mean is not applied yet
         self._mixing = mixing
         self._captured = [vector.new_flat() for vector in layout.stepped] if keeps_captured else []
         for vector, captured in zip(layout.stepped, self._captured, strict=bool(self._captured)):
@@ -68,7 +74,7 @@ class FragmentState(Fragment):
         """
         for vector, captured in zip(self.layout.stepped, self._captured, strict=bool(self._captured)):
             gather(vector, tensors, captured)
-        anchors = iter(() if self._outer is None else self._outer.anchors)
+        anchors = iter(self.bases)
         norm = 0.0
         flats = [vector.values_of(each) for vector, each in zip(self.layout.vectors, encoded, strict=True)]
         for vector, flat in zip(self.layout.vectors, flats, strict=True):
@@ -85,6 +91,7 @@ class FragmentState(Fragment):
                     self._residuals[place].encode(vector.codec, flats[place], encoded[place])
                 elif vector.codec is not None:
                     vector.codec.encode(flats[place], encoded[place])
+        self._base, self._is_in_flight = [], True
         return norm
 
     def combine(
@@ -112,6 +119,7 @@ class FragmentState(Fragment):
                 # or the mean is another one.
                 is_other = bool(self._residuals) or self.layout.codec.name == "topk" or not self.layout.is_cut
                 cosine = None if is_other else mean_cosine(verdict, norm)
+                self._keep_base()
                 self._take(differences)
         self.version += 1
         self.mean = Mean(verdict, norm, cosine)
@@ -125,6 +133,11 @@ class FragmentState(Fragment):
         assert self._outer is not None, "states have no anchor"
         self._outer.step(gradients)
 
+    def _keep_base(self) -> None:
+        """Copy the anchor before it moves, if this rank still trains from it."""
+        if self._keeps_base and not self._base and not self._is_in_flight:
+            self._base = [anchor.clone() for anchor in self.anchors]
+
     @torch.no_grad()
     def apply(self, tensors: Sequence[Tensor], *, is_late: bool, is_whole: bool) -> None:
         """Write the last mean into the model's tensors; see :meth:`Fragment.apply`."""
@@ -132,6 +145,7 @@ class FragmentState(Fragment):
             self._apply_late(tensors)
         else:
             self._apply_mixed(tensors, 0.0 if is_whole else self._mixing)
+        self._base, self._is_in_flight, self.applied_version = [], False, self.version
 
     def _apply_mixed(self, tensors: Sequence[Tensor], mixing: float) -> None:
         """Write the last mean into the model's tensors: ``mixing`` * own + (1 - ``mixing``) * new for parameters."""
@@ -182,8 +196,14 @@ class FragmentState(Fragment):
     def begin_again(self, tensors: Sequence[Tensor]) -> None:
         """Write the anchor into the model's parameters, whose progress for a late mean begins there."""
         self.restore(tensors)
+        self._base = []
         for captured, anchor in zip(self._captured, self.anchors, strict=False):
             captured.copy_(anchor)
+
+    @property
+    def bases(self) -> tuple[Tensor, ...]:
+        """The flat tensors from which the next difference is measured: the anchor, or an older one if it has moved."""
+        return tuple(self._base) or self.anchors
 
     @property
     def anchors(self) -> tuple[Tensor, ...]:
@@ -196,10 +216,27 @@ class FragmentState(Fragment):
         return {
             **super().state_dict(),
             "captured": [flat.clone() for flat in self._captured],
+            "base": [flat.clone() for flat in self._base],
+            "is_in_flight": self._is_in_flight,
             "anchors": [] if outer is None else [anchor.clone() for anchor in outer.anchors],
             "outer": None if outer is None else outer.state_dict(),
             "residuals": [each.residual.clone() for each in self._residuals.values()],
         }
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return the version, the last mean's donors, the anchor and the outer state, for a member that is behind."""
+        assert self._outer is not None, "members can be behind only with an outer optimizer"
+        anchors = [anchor.clone() for anchor in self._outer.anchors]
+        return {**super().shared_state(), "anchors": anchors, "outer": self._outer.state_dict()}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Load another member's anchor and outer state; this rank's buffers stay as they are."""
+        assert self._outer is not None, "members can be behind only with an outer optimizer"
+        self._keep_base()
+        super().load_shared_state(state)
+        for anchor, given in zip(self.anchors, state["anchors"], strict=True):
+            anchor.copy_(given)
+        self._outer.load_state_dict(state["outer"])
 
     def forget_own(self) -> None:
         """Drop the encoding errors of the other rank's contributions."""
@@ -218,6 +255,8 @@ class FragmentState(Fragment):
                 "wire"
             )
         super().load_state_dict(state)
+        self._base = [flat.clone() for flat in state["base"]]
+        self._is_in_flight = state["is_in_flight"]
         for flat, saved in zip(self._captured, state["captured"], strict=False):  # none if the option late differs
             flat.copy_(saved)
         for anchor, saved in zip(own_anchors, anchors, strict=True):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from asyncdist import validation
-from asyncdist.protocols.declared import one_of, option, or_none, whole
+from asyncdist.protocols.declared import number, one_of, option, or_none, whole
 from asyncdist.protocols.diloco.fragments import FragmentPattern
 from asyncdist.protocols.diloco.outer_step import OuterFactory, check_factory
 from asyncdist.protocols.exchange.options import ExchangeOptionNames, ExchangeOptions
@@ -32,6 +32,7 @@ _ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 #: Smallest number of tokens of a step, and smallest weight of a contribution by tokens.
 LEAST_TOKENS: Final = 1e-9
 _GROUP: Final = "fragments and bytes"
+_STRAGGLERS: Final = "stragglers and rounds"
 
 
 class DiLoCoOptionNames(ExchangeOptionNames, total=False):
@@ -49,6 +50,8 @@ class DiLoCoOptionNames(ExchangeOptionNames, total=False):
     warmup_steps: int
     late: Late
     eager: bool
+    quorum: int | None
+    grace_s: float
     replica_size: int
 
 
@@ -168,7 +171,23 @@ class DiLoCoOptions(ExchangeOptions):
         "the fragment is captured again only then. Results then depend on timing.",
         one_of(Late),
         default="wait",
-        group="stragglers and rounds",
+        group=_STRAGGLERS,
+        is_agreed=True,
+    )
+    quorum: int | None = option(
+        "Number of ranks whose contributions make a round, from 1 to the number of members; fewer if members are lost "
+        "or leave. The contribution of a rank that is late counts in the next round. None waits for all members. "
+        "Results then depend on timing.",
+        or_none(whole(1)),
+        default=None,
+        group=_STRAGGLERS,
+        is_agreed=True,
+    )
+    grace_s: float = option(
+        "Seconds to wait for further contributions to a round once there is a quorum.",
+        number(">= 0 seconds", 0.0),
+        default=0.0,
+        group=_STRAGGLERS,
         is_agreed=True,
     )
     eager: bool = option(
@@ -177,7 +196,7 @@ class DiLoCoOptions(ExchangeOptions):
         "differ. They are averaged at the end and in checkpoints.",
         truth,
         default=False,
-        group="stragglers and rounds",
+        group=_STRAGGLERS,
         is_agreed=True,
     )
     replica_size: int = option(
@@ -204,12 +223,30 @@ class DiLoCoOptions(ExchangeOptions):
             validation.refuse(
                 "error_feedback", self.error_feedback, "None without an outer optimizer, which sends no differences"
             )
-
         if self.merge == "radial" and self.outer_optimizer is None:
             allowed = "'mean' without an outer optimizer, since whole weights are averaged"
             validation.refuse("merge", self.merge, allowed)
         if self.eager:
             self._check_beside_eager()
+        self._check_quorum()
+
+    def _check_quorum(self) -> None:
+        if self.quorum is None:
+            if self.grace_s:
+                validation.refuse("grace_s", self.grace_s, "0 without a quorum, since a round then waits for all ranks")
+            return
+        if self.outer_optimizer is None:
+            allowed = (
+                "None without an outer optimizer, because the whole weights of a late rank would undo the rounds that "
+                "it has missed. To average the weights, pass functools.partial(torch.optim.SGD, lr=1.0)"
+            )
+            validation.refuse("quorum", self.quorum, allowed)
+        if self.replica_size > 1:
+            validation.refuse("quorum", self.quorum, "None with replicas of several ranks")
+        if self.eager:
+            validation.refuse(
+                "quorum", self.quorum, "None with eager=True, since all ranks make equally many eager steps"
+            )
 
     def _check_beside_eager(self) -> None:
         """Raise ValueError if another option contradicts ``eager=True``."""

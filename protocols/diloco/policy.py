@@ -73,9 +73,10 @@ ELSEWHERE: Final = {
         ("manager", "accelerator", "dht", "run_id"), "the ranks are those of group, by default all ranks of the job"
     ),
     **dict.fromkeys(
-        ("matchmaking_time", "averaging_timeout"),
-        "a round has no time limit; it waits for all ranks that are neither lost nor have left",
+        ("matchmaking_time", "averaging_timeout", "grace", "grace_period"),
+        "here grace_s, in seconds, is the time for which a round waits once a quorum of ranks has contributed",
     ),
+    **dict.fromkeys(("min_replica_size", "min_replicas", "target_group_size"), "here quorum, a number of ranks"),
     "use_local_updates": "here ranks always make local updates",
     "batch_size_per_step": "here step(tokens=n) reports the size of a step, for weights='tokens'",
     "average_state_every": "here parameters and floating buffers are averaged in each round",
@@ -147,6 +148,8 @@ class DiLoCoPolicy(ExchangePolicy):
             shared=own,
             skips_late=own.late == "skip",
             replica_size=own.replica_size,
+            quorum=own.quorum,
+            grace_s=own.grace_s,
             **among(options, MemberOptions),
         )
         own.check_beside(self.average_every)
@@ -209,6 +212,7 @@ class DiLoCoPolicy(ExchangePolicy):
                 tensors,
                 mixing=own.mixing,
                 keeps_captured=own.late == "skip",
+                keeps_base=self._quorum is not None,
             )
             for layout in layouts
         ]

@@ -9,12 +9,17 @@ The members, their leader, and the admission of restarted ranks are those of a
 :class:`~protocols.joining.membership.Membership`. If the leader is lost, each member sends its standing to the next
 one. Messages between two ranks arrive in order, so the new leader needs no other information. A newcomer receives the
 means of all rounds that are in progress.
+
+With a quorum, a round does not wait for late members. The contribution of a late member moves to the next round of its
+fragment when the member learns that it was late. A member whose next mean no rank offers any longer is *behind*; once
+it has contributed again, it catches up (:mod:`protocols.exchange.catching_up.catch_up`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +27,10 @@ from torch import Tensor
 from asyncdist import Envelope, RankLostError, tags
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
+from asyncdist.protocols.exchange.catching_up.catch_up import CatchUp
+from asyncdist.protocols.exchange.catching_up.offers import Offers
 from asyncdist.protocols.exchange.ledger import (
+    AwaitGrace,
     Decide,
     Instruction,
     Ledger,
@@ -35,13 +43,19 @@ from asyncdist.protocols.exchange.ledger import (
     reported_weights,
 )
 from asyncdist.protocols.exchange.messages import (
+    Asked,
     Captured,
     Census,
     Decided,
+    Ending,
     ExchangeMessage,
+    Given,
     Hold,
     Merged,
+    Paused,
+    Released,
     Retired,
+    Taken,
 )
 from asyncdist.protocols.exchange.replicas.division import weighing_of
 from asyncdist.protocols.exchange.rounds import Exchanged, MemberRound, RoundTransfers, has_merged
@@ -52,6 +66,21 @@ from asyncdist.protocols.parameter_stream.server import SnapshotServer
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.exchange")
+
+
+@dataclass(frozen=True, slots=True)
+class Quorum:
+    """Contributions for which a round waits.
+
+    Attributes:
+        count: Number of contributions, less than the number of members; all if fewer members are left.
+        grace_s: Seconds to wait for further contributions once there is a quorum.
+        members_wait: Whether members wait for the means with their contributions.
+    """
+
+    count: int
+    grace_s: float
+    members_wait: bool
 
 
 class Exchange:
@@ -69,6 +98,7 @@ class Exchange:
         partners: Pure function by which a leader chooses whose contributions each member averages; equal on all
             members. By default all members share one mean.
         replicas: Replicas of the ranks. Only counterparts exchange data, and a replica is a donor as a whole.
+        quorum: Contributions for which a round waits; None to wait for all members. Equal on all members.
     """
 
     def __init__(
@@ -82,18 +112,27 @@ class Exchange:
         weigh: Weighing = reported_weights,
         partners: Partners = all_members,
         replicas: Replicas = SINGLE,
+        quorum: Quorum | None = None,
     ) -> None:
         self._services = services
+        self._quorum = quorum
         self._membership = membership
         self._fragments = fragments
         self._is_overlapped = is_overlapped
         self._rounds: dict[int, MemberRound] = {}
-        self._last_retired = 0
+        self._retired = [0] * len(fragments)  # by fragment: the last round that is retired
+        self._holders = [-1] * len(fragments)  # by fragment: a member that has the state after this round
+        self._is_paused = False  # whether this member contributes to no further round at present
+        self._is_ending = False  # whether this member contributes to no further round
+        self._is_released = True  # whether this member may leave
+        self._are_leaving = False  # whether another member was lost, has left, or is ending
+        self._contributed: dict[int, int] = {}  # by fragment: the round in which the last contribution counts
+        self._unreleased: set[int] = set()  # members that are ending and wait for this leader's permission
         self._early: list[tuple[int, int, ExchangeMessage]] = []  # messages to this rank before it leads
         self._orders: list[tuple[int, ExchangeMessage]] = []  # the leader's messages before this newcomer has a state
         self._is_closed = False
         self._weigh, self._partners = weighing_of(replicas, weigh), partners
-        self._ledger = Ledger(membership.living, weigh=self._weigh, partners=partners) if membership.leads else None
+        self._ledger: Ledger | None = None
         self._replicas = replicas
         self._counterparts = frozenset(replicas.counterparts(services.rank))
         self._server = SnapshotServer(services, scopes.to_members)
@@ -103,7 +142,15 @@ class Exchange:
         self._channel: Channel[ExchangeMessage] = services.open_channel(
             ExchangeMessage, tag=tags.CONTROL, scope=scopes.to_members, name="exchange", handler=self._on_message
         )
+        self._catch_up: CatchUp | None = None
+        if quorum is not None:
+            offers = Offers(services, scopes.to_coordinator, is_overlapped=is_overlapped)
+            self._catch_up = CatchUp(self, services, offers, fragments)
+        if membership.leads:
+            self._ledger = self._new_ledger()
         membership.open(self)
+        if quorum is not None and not membership.is_joining:  # members that load a state may be behind
+            self._begin_leading()
 
     # -- the policy's calls -----------------------------------------------------------------------------------------
 
@@ -122,27 +169,62 @@ class Exchange:
         own = self._round(number)
         own.contribution, own.weight, own.norm, own.scores = encoded, weight, norm, scores
         self._transfers.offer_contribution(own)
+        self._contributed[own.fragment] = number
+        self._is_paused = False
         self._tell_leader(Captured(weight, norm, scores), number)
+        self._look_behind(own.fragment)
+
+    def next_open(self, fragment: int) -> int:
+        """Return a fragment's first round of which this member does not know that it was decided."""
+        count = len(self._fragments)
+        decided = [each.number for each in self._rounds.values() if each.fragment == fragment and each.attempt]
+        last = max(self._newest(fragment), self._retired[fragment], *decided, 0)
+        return last + count if last else fragment + 1
+
+    def _newest(self, fragment: int) -> int:
+        """Return a fragment's last round whose state this member has; 0 before the first."""
+        version, count = self._fragments[fragment].version, len(self._fragments)
+        return (version - 1) * count + fragment + 1 if version else 0
+
+    def latest(self, number: int) -> int:
+        """Return the round in which this member's contribution to a round counts: a later one if it was late."""
+        return max(number, self._contributed.get((number - 1) % len(self._fragments), number))
 
     def has_merged(self, number: int) -> bool:
-        """Return whether this member has the mean of a round."""
-        return has_merged(self._fragments, number)
+        """Return whether this member has the mean of a round, and knows that its contribution counts in it."""
+        own = self._rounds.get(number)
+        return has_merged(self._fragments, number) and (self._quorum is None or own is None or own.is_known)
 
     async def merged(self, number: int) -> None:
-        """Wait until this member has the mean of a round, or until its replica is broken.
+        """Wait until this member has the mean of a round, or of a later one if its contribution was late.
+
+        Also return if another rank of its replica is lost.
 
         If all members wait in the same step, also wait until the others have received this member's slices. Otherwise
         this member would train for a step while they wait for the rest of a slice.
         """
         engine, members, wait = self._services.engine, self._membership, WaitId(WaitKind.ROUND_MEAN, number=number)
-        if not self.has_merged(number):
-            await engine.until(lambda: self.has_merged(number) or members.is_broken, wait)
-        own = self._rounds.get(number)
+        if not self.has_merged(self.latest(number)):
+            await engine.until(lambda: self.has_merged(self.latest(number)) or members.is_broken, wait)
+        own = self._rounds.get(self.latest(number))
         if own is not None and not self._is_overlapped and not own.has_sent:
             await engine.until(lambda: own.has_sent or members.is_broken, wait)
 
+    def pause(self) -> None:
+        """Let no round wait for this member until it contributes again; other members may be paused already."""
+        if self._quorum is not None:
+            self._is_paused = True
+            self._tell_leader(Paused(), 0)
+
+    def is_behind(self, fragment: int) -> bool:
+        """Return whether a round of a fragment was retired of which this member has no mean."""
+        return self._newest(fragment) < self._retired[fragment]
+
     async def settled(self, deadline: float | None = None) -> bool:
         """Wait until every member has the means of all rounds to which this member has contributed.
+
+        With a quorum, members that are behind lack these means. If only such members continue, wait until one of them
+        has caught up.
 
         If another rank of this rank's replica is lost, the other members no longer count this member.
 
@@ -150,9 +232,12 @@ class Exchange:
             False if the deadline passed first.
         """
         gone, mates = self._services.gone, self._replicas.mates(self._services.rank)
+        if self._quorum is not None and not self._membership.is_joining:
+            self._is_ending, self._is_released = True, False
+            self._send(Ending(), sorted(self._membership.living), 0)
 
         def is_over() -> bool:
-            return not self._rounds or any(rank in gone for rank in mates)
+            return (not self._rounds and self._is_released) or any(rank in gone for rank in mates)
 
         return await self._services.engine.until(is_over, WaitId(WaitKind.OWN_ROUND), deadline=deadline)
 
@@ -167,6 +252,9 @@ class Exchange:
         self._membership.leave()
         self._channel.close()
         self._server.close()
+        if self._catch_up is not None:
+            self._catch_up.close()
+        self._services.engine.recheck()
 
     # -- newcomers --------------------------------------------------------------------------------------------------
 
@@ -207,7 +295,8 @@ class Exchange:
             in_flight: Rounds whose means this member receives, although it has not contributed to them.
         """
         for number in in_flight:
-            self._round(number)  # is reported in a census
+            own = self._round(number)  # is reported in a census
+            self._contributed[own.fragment] = number
         self._membership.complete_joining()
         orders, self._orders = self._orders, []
         for order in orders:
@@ -221,15 +310,39 @@ class Exchange:
 
     def on_lost(self, rank: int) -> None:
         """As the leader, decide again the rounds that need the lost member."""
+        self._forget_lost()
         if self._ledger is not None:
             self._carry_out(self._ledger.on_gone(rank))
+            self._release(self._ledger)
 
     def on_new_leader(self) -> None:
         """Report this member's standing to the new leader, which takes a census."""
+        self._forget_lost()
         if self._membership.leads:
-            self._ledger = Ledger(self._membership.living, self._last_retired, self._weigh, self._partners)
+            self._ledger = self._new_ledger()
+        self._begin_leading()
+
+    def _new_ledger(self) -> Ledger:
+        quorum = self._quorum
+        return Ledger(
+            self._membership.living,
+            self._retired,
+            self._weigh,
+            self._partners,
+            quorum=None if quorum is None else quorum.count,
+            has_grace=quorum is not None and quorum.grace_s > 0,
+            members_wait=quorum is not None and quorum.members_wait,
+        )
+
+    def _begin_leading(self) -> None:
+        """Begin a census, if this member leads, and report this member's standing to the leader."""
+        if self._ledger is not None:
             self._ledger.take_over()
         self._hold(0)
+        if self._is_paused:
+            self._tell_leader(Paused(), 0)
+        if self._is_ending:
+            self._send(Ending(), sorted(self._membership.living), 0)
         if self._ledger is not None:  # otherwise yet another rank is lost before this one leads
             early, self._early = self._early, []
             for each in early:
@@ -239,6 +352,8 @@ class Exchange:
         """Receive the means for which a restarted member is a source."""
         self._channel.admit(rank)
         self._server.channel.admit(rank)
+        if self._catch_up is not None:
+            self._catch_up.admit(rank)
         for own in list(self._rounds.values()):
             self._begin(own)
 
@@ -256,8 +371,13 @@ class Exchange:
         message, source, number = envelope.message, envelope.source, envelope.round
         if source not in self._membership.known:
             logger.debug("rank %d, which is not a member, sent a %s", source, type(message).__name__)
-        elif isinstance(message, Captured | Merged | Census):
+        elif isinstance(message, Captured | Merged | Paused | Ending | Census):
             self._hear(source, number, message)
+            if isinstance(message, Ending):
+                self._look_behind_after_all()
+        elif isinstance(message, Asked | Given | Taken):
+            if self._catch_up is not None:
+                self._catch_up.on_message(source, number, message)
         elif source == self._membership.leader:
             if self._membership.is_joining:
                 self._orders.append((number, message))
@@ -275,21 +395,39 @@ class Exchange:
                 self._carry_out(ledger.on_captured(source, number, weight, norm, scores))
             case Merged():
                 self._carry_out(ledger.on_merged(source, number))
-            case Census(census, standings, last_retired):
-                self._carry_out(ledger.on_census(source, census, standings, last_retired))
+            case Paused():
+                self._carry_out(ledger.on_paused(source))
+            case Ending():
+                self._unreleased.add(source)
+                self._carry_out(ledger.on_ending(source))
+            case Census(census, standings, retired, newest):
+                self._carry_out(ledger.on_census(source, census, standings, retired, newest))
+        self._release(ledger)
+
+    def _release(self, ledger: Ledger) -> None:
+        """Allow members that are ending to leave, as the leader."""
+        if self._unreleased:
+            released = self._unreleased & ledger.released()
+            self._unreleased -= released
+            self._send(Released(), sorted(released), 0)
 
     def _obey(self, number: int, message: ExchangeMessage) -> None:
         """Handle the leader's message as a member."""
         match message:
-            case Decided(verdict) if number > self._last_retired:
+            case Decided(verdict) if number > self._retired[(number - 1) % len(self._fragments)]:
                 if number not in self._rounds and self.has_merged(number):  # part of the state that it received
                     self._tell_leader(Merged(), number)
                 else:
                     self._take_verdict(self._round(number), verdict)
             case Hold(census):
                 self._hold(census)
-            case Retired():
-                self._retire(number)
+            case Retired(holder):
+                self._retire(number, holder)
+            case Ending():
+                self._hear(self._services.rank, number, message)
+            case Released():
+                self._is_released = True
+                self._services.engine.recheck()
 
     # -- a member's actions -----------------------------------------------------------------------------------------
 
@@ -303,6 +441,13 @@ class Exchange:
         if verdict.attempt <= own.attempt or not self._membership.known.issuperset((*verdict.donors, *verdict.sources)):
             return
         own.attempt = verdict.attempt
+        if self._services.rank in verdict.late:
+            self._move_contribution(own)
+        is_over = self._quorum is not None and not own.has_merged and has_merged(self._fragments, own.number)
+        if is_over and not own.contribution:
+            self._drop(own)
+            self._tell_leader(Merged(), own.number)
+            return
         if own.has_merged:
             if verdict.holder == self._services.rank:
                 self._transfers.offer_mean(own, verdict)
@@ -313,9 +458,13 @@ class Exchange:
         self._begin(own)
 
     def _begin(self, own: MemberRound) -> None:
-        """Start to receive a round's mean, unless this rank is not connected yet to a source that was restarted."""
-        verdict = own.verdict
-        if verdict is None or own.has_merged or own.task is not None:
+        """Start to receive a round's mean.
+
+        It waits for the fragment's earlier means, and for the connection to a source that was restarted.
+        """
+        verdict, index = own.verdict, (own.number - 1) // len(self._fragments)
+        is_early = self._quorum is not None and index > self._fragments[own.fragment].version
+        if verdict is None or own.has_merged or own.task is not None or is_early:
             return
         if all(map(self._membership.is_reachable, verdict.sources)):
             own.task = self._transfers.begin(own, verdict)
@@ -324,6 +473,22 @@ class Exchange:
     def _on_merged(self, own: MemberRound) -> None:
         if own.has_received and not self._is_closed:
             self._tell_leader(Merged(), own.number)
+            if self._quorum is not None:
+                self._begin_next(own.fragment)
+
+    def _begin_next(self, fragment: int) -> None:
+        """Start to receive a fragment's next mean, if it was decided already."""
+        later = self._rounds.get(self._fragments[fragment].version * len(self._fragments) + fragment + 1)
+        if later is not None:
+            self._begin(later)
+
+    def _move_contribution(self, own: MemberRound) -> None:
+        """Let a contribution that was late count in the fragment's next round."""
+        if own.contribution:
+            later = self._round(self.next_open(own.fragment))
+            self._transfers.move_contribution(own, later)
+            self._contributed[own.fragment] = later.number
+            self._tell_leader(Captured(later.weight, later.norm, later.scores), later.number)
 
     def _hold(self, census: int) -> None:
         """Stop receiving means, and report this member's standing in each round."""
@@ -331,19 +496,80 @@ class Exchange:
             if not own.has_received:
                 self._transfers.stop(own)
         standings = tuple(own.standing() for _, own in sorted(self._rounds.items()))
-        self._tell_leader(Census(census, standings, self._last_retired), 0)
+        newest = tuple(map(self._newest, range(len(self._fragments))))
+        self._tell_leader(Census(census, standings, tuple(self._retired), newest), 0)
 
-    def _retire(self, last: int) -> None:
-        self._last_retired = max(self._last_retired, last)
-        for number in sorted(number for number in self._rounds if number <= last):
-            own = self._rounds.pop(number)
+    def _retire(self, last: int, holder: int) -> None:
+        """Free a fragment's rounds up to ``last``; if this member has no mean of them, catch up when it contributes."""
+        count, fragment = len(self._fragments), (last - 1) % len(self._fragments)
+        if self._quorum is None:
+            self._retired = [last] * count
+        self._retired[fragment], self._holders[fragment] = last, holder
+        for number in sorted(self._rounds):
+            if number > self._retired[(number - 1) % count]:
+                continue
+            own = self._rounds[number]
+            if self._quorum is not None and not own.is_known:
+                self._move_contribution(own)
+            del self._rounds[number]
             if own.has_received and not own.has_merged:
                 self._transfers.merge(own)
             elif not own.has_received:  # the leader must retire only rounds whose means all members have
                 self._transfers.stop(own)
             self._transfers.retire(own)
-        self._server.end_rounds(last)
+        self._server.end_rounds(min(self._retired))
+        if holder == self._services.rank and not has_merged(
+            self._fragments, last
+        ):  # all members with newer states are lost
+            self._fragments[fragment].count_lost((last - 1) // count + 1)
+            self._tell_leader(Merged(), last)
+        self._look_behind(fragment)
         self._services.engine.recheck()
+
+    def _look_behind(self, fragment: int) -> None:
+        """Ask for a fragment's newest state, if this member has contributed to it and is behind.
+
+        A member that has not contributed yet would be behind again when it does. It asks only if other members
+        leave.
+        """
+        if self._catch_up is None or self._is_closed:
+            return
+        number, waiting = self._retired[fragment], self._contributed.get(fragment, 0)
+        is_waiting = self._are_leaving or (waiting and not has_merged(self._fragments, waiting))
+        if not number or has_merged(self._fragments, number) or not is_waiting:
+            return
+        holder = self._holders[fragment]
+        if holder in self._membership.living:  # otherwise the leader will name another one
+            self._catch_up.ask(number, holder)
+
+    def note_caught_up(self, fragment: int) -> None:
+        """Take part in a fragment's rounds after the state that was received, if it has arrived."""
+        newest = self._newest(fragment)
+        if self._is_closed or not newest:
+            return
+        for own in [each for each in self._rounds.values() if each.fragment == fragment and each.number <= newest]:
+            if not own.has_merged and not own.contribution:
+                self._drop(own)
+        self._tell_leader(Merged(), newest)
+        self._begin_next(fragment)
+        self._look_behind(fragment)
+
+    def _drop(self, own: MemberRound) -> None:
+        """Forget a round to which this member has not contributed, and whose mean it does not need."""
+        del self._rounds[own.number]
+        self._transfers.stop(own)
+        self._transfers.retire(own)
+
+    def _forget_lost(self) -> None:
+        if self._catch_up is not None:
+            self._catch_up.on_lost(self._membership.living)
+            self._look_behind_after_all()
+
+    def _look_behind_after_all(self) -> None:
+        """Catch up even if this member has not contributed, because the newest state may leave with other members."""
+        self._are_leaving = True
+        for fragment in range(len(self._fragments)):
+            self._look_behind(fragment)
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
@@ -352,7 +578,7 @@ class Exchange:
         if self._membership.leads:
             self._hear(leader, number, message)
         else:
-            self._post(message, leader, number)
+            self.post(message, leader, number)
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
@@ -361,18 +587,33 @@ class Exchange:
                     self._send(Decided(verdict), dests, number)
                 case TakeCensus(number):
                     self._send(Hold(number), sorted(self._membership.living), 0)
-                case Retire(number):
-                    self._send(Retired(), sorted(self._membership.living), number)
+                case Retire(number, holder):
+                    self._send(Retired(holder), sorted(self._membership.living), number)
+                case AwaitGrace(number, grace):
+                    self._services.spawn_service(self._await_grace(number, grace), name=f"grace of round {number}")
+
+    async def _await_grace(self, number: int, grace: int) -> None:
+        """Decide a round, as the leader, when its grace period is over."""
+        assert self._quorum is not None, "only a quorum has a grace period"
+        ledger, deadline = self._ledger, self._services.time() + self._quorum.grace_s
+
+        def is_over() -> bool:
+            return self._is_closed or ledger is None or not ledger.is_in_grace(number, grace)
+
+        await self._services.engine.until(is_over, WaitId(WaitKind.CONTRIBUTIONS), deadline=deadline)
+        if ledger is not None and not is_over():
+            self._carry_out(ledger.on_grace_over(number, grace))
 
     def _send(self, message: ExchangeMessage, dests: Sequence[int], number: int) -> None:
         me = self._services.rank
         for dest in dests:
             if dest != me:
-                self._post(message, dest, number)
+                self.post(message, dest, number)
         if me in dests:
             self._obey(number, message)
 
-    def _post(self, message: ExchangeMessage, dest: int, number: int = 0) -> None:
+    def post(self, message: ExchangeMessage, dest: int, number: int = 0) -> None:
+        """Send a message with a round number to another rank."""
         try:
             self._channel.send_nowait(message, dest, round=number)
         except RankLostError as error:  # the loss is handled when the world reports it

@@ -14,11 +14,19 @@ from asyncdist.protocols.exchange.schedule import Schedule
 
 
 class Flight(NamedTuple):
-    """A round for which this member has captured its contribution, and whose mean is not applied yet."""
+    """A round for which this member has captured its contribution, and whose mean is not applied yet.
+
+    Attributes:
+        base_version: Number of means of the fragment that this member had applied before the capture.
+        waits: Whether the member waits for the mean in the step of the capture, because it was behind. The others would
+            otherwise wait for several of its slow steps until its contribution has arrived.
+    """
 
     number: int
     captured_at: int
     applied_at: int
+    base_version: int = 0
+    waits: bool = False
 
 
 class Flights:
@@ -30,12 +38,14 @@ class Flights:
             only after its mean was applied.
 
     Attributes:
+        in_any_order: Whether a fragment's rounds may be captured before earlier rounds of other fragments.
         skips_late: Whether a step skips a mean that has not arrived when it is due.
         in_flight: Rounds in flight by fragment.
     """
 
     def __init__(self, schedule: Schedule, *, skips_late: bool = False) -> None:
         self._schedule = schedule
+        self.in_any_order = False
         self.skips_late = skips_late
         self.in_flight: dict[int, Flight] = {}
         self._captured = [0] * schedule.fragment_count  # number of contributions by fragment
@@ -66,13 +76,25 @@ class Flights:
         count = len(self._captured)
         return max((each - 1) * count + place + 1 if each else 0 for place, each in enumerate(self._captured))
 
-    def begin(self, step: int) -> tuple[int, int]:
+    def begin(self, step: int, base_version: int = 0, *, waits: bool = False) -> tuple[int, int]:
         """Put the next owed fragment in flight, and return it with the number of its round."""
         fragment, number = self.next()
         del self._owed[0]
         self._captured[fragment] += 1
-        self.in_flight[fragment] = Flight(number, step, self._schedule.applied_at(step))
+        applied_at = step if waits else self._schedule.applied_at(step)
+        self.in_flight[fragment] = Flight(number, step, applied_at, base_version, waits)
         return fragment, number
+
+    def skip_to(self, number: int) -> None:
+        """Begin with round ``number`` when its fragment is captured next, since earlier rounds were decided."""
+        count = len(self._captured)
+        self._captured[(number - 1) % count] = (number - 1) // count
+
+    def move(self, fragment: int, number: int) -> Flight:
+        """Record that the contribution in flight counts in a later round, and return the flight."""
+        self.in_flight[fragment] = flight = self.in_flight[fragment]._replace(number=number)
+        self._captured[fragment] = (number - 1) // len(self._captured) + 1
+        return flight
 
     def due(self, step: int) -> list[tuple[int, Flight]]:
         """Return the fragments in flight whose means should be applied by a step."""
@@ -88,6 +110,8 @@ class Flights:
         Rounds are retired in the order of their numbers, so they must be captured in this order. The fragments are
         due in another order if their means are late, or once after a resumed training with another schedule.
         """
+        if self.in_any_order:
+            return fragment not in self._owed
         counts = [count + self._owed.count(each) for each, count in enumerate(self._captured)]
         return fragment == counts.index(min(counts))
 

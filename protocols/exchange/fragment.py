@@ -38,6 +38,7 @@ class Fragment:
 
     Attributes:
         version: Number of merged rounds.
+        applied_version: Version of the last mean that was applied.
         mean: The last merged mean; None before the first.
     """
 
@@ -45,7 +46,7 @@ class Fragment:
 
     def __init__(self, layout: WireLayout) -> None:
         self.layout = layout
-        self.version = 0
+        self.version = self.applied_version = 0
         self.mean: Mean | None = None
         self._values: dict[int, Tensor] = {}  # by vector: values of the last mean that will be applied
 
@@ -58,6 +59,11 @@ class Fragment:
     def anchors(self) -> tuple[Tensor, ...]:
         """Flat tensors that must be equal on all members when they start; none if there is no anchor."""
         return ()
+
+    @property
+    def bases(self) -> tuple[Tensor, ...]:
+        """Flat tensors from which the next contribution is measured; none if there is no anchor."""
+        return self.anchors
 
     @torch.no_grad()
     def capture(self, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
@@ -114,6 +120,7 @@ class Fragment:
         for place, values in self._values.items():
             scatter(self.layout.vectors[place], values, tensors)
         self._values = {}
+        self.applied_version = self.version
 
     def restore(self, tensors: Sequence[Tensor]) -> None:
         """Write the anchor into the model's parameters; change nothing if there is no anchor."""
@@ -127,7 +134,7 @@ class Fragment:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state without the mean that is not applied yet; tensors are cloned."""
-        return {"version": self.version}
+        return {"version": self.version, "applied_version": self.applied_version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of a fragment with the same layout and options.
@@ -136,6 +143,24 @@ class Fragment:
             ValueError: The state belongs to a fragment with another layout or other options.
         """
         self.version, self.mean, self._values = state["version"], None, {}
+        self.applied_version = state["applied_version"]
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return the state that is equal on all members with equal versions, for a member that is behind."""
+        mean = None if self.mean is None else {**self.pending(), "values": {}}
+        return {"version": self.version, "mean": mean}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Load another member's :meth:`shared_state`."""
+        self.version, self._values = state["version"], {}
+        self.mean = Mean(Verdict(1, (), (), ()))
+        if state["mean"] is not None:
+            self.restore_pending(state["mean"])
+
+    def count_lost(self, version: int) -> None:
+        """Count all rounds before ``version`` as merged, since their means are lost with all members that had them."""
+        self.version, self._values = version, {}
+        self.mean = Mean(Verdict(1, (), (), ()))
 
     def pending(self) -> dict[str, Any]:
         """Return a copy of the merged mean that is not applied yet."""
@@ -147,6 +172,7 @@ class Fragment:
             "weights": verdict.weights,
             "norms": verdict.norms,
             "scores": verdict.scores,
+            "late": verdict.late,
             "norm": self.mean.norm,
             "cosine": self.mean.cosine,
         }
@@ -154,8 +180,9 @@ class Fragment:
     def restore_pending(self, state: Mapping[str, Any]) -> None:
         """Load a result of :meth:`pending`."""
         self._values = {place: values.clone() for place, values in state["values"].items()}
-        donors, weights, norms, scores = (tuple(state[name]) for name in ("donors", "weights", "norms", "scores"))
-        verdict = Verdict(1, donors, weights, norms, scores=tuple(map(tuple, scores)))
+        names = "donors", "weights", "norms", "scores", "late"
+        donors, weights, norms, scores, late = (tuple(state[name]) for name in names)
+        verdict = Verdict(1, donors, weights, norms, scores=tuple(map(tuple, scores)), late=late)
         self.mean = Mean(verdict, state["norm"], state["cosine"])
 
 

@@ -5,13 +5,17 @@ A round passes through these states on the leader:
 1. Members report their captured contributions, in the order of the rounds. When all members have contributed to this
    round or to a later one, the leader decides the round: its verdict names the donors, their weights, and thereby the
    owners of the slices. The donors and weights are the result of a function of the reports alone, which the policy
-   chooses.
-2. Members report that they have the mean. When all have it, the round is retired.
+   chooses. With a *quorum*, the leader waits for the quorum and a grace period only. The contribution of a member that
+   is late counts in a later round.
+2. Members report that they have the mean. When all have it, the round is retired. With a quorum, it is also retired
+   when a later round of the same fragment was decided. A member without the mean is then *behind*: it receives the
+   state of a member that has the mean (:mod:`protocols.exchange.catching_up.catch_up`).
 
 If a rank is lost that a decided round needs, or if this rank becomes the leader, the leader takes a *census*: all
 members stop receiving means, and report their standing in each round. No mean is received during a census, so its
 result is a consistent state: if a member has a round's mean, the others receive it from that member; if no member has
 it, no model has changed, and the leader decides the round again, by the same function of the reports that are left.
+If all members that were not behind are lost, the newest state of the others counts as that of the last retired round.
 (This is the recovery of a two-phase commit with a known set of participants: Bernstein, Hadzilacos and Goodman, 1987.)
 
 All functions are pure: messages and losses in, decisions out.
@@ -39,6 +43,7 @@ class Verdict:
         taker: The only rank that receives this verdict's mean; it averages all slices itself. -1 if all members share
             the mean.
         scores: Further values of the donors' reports, in the same order; empty if the reports have none.
+        late: Members that had not contributed when the leader decided, ascending.
     """
 
     attempt: int
@@ -48,6 +53,7 @@ class Verdict:
     holder: int = -1
     taker: int = -1
     scores: tuple[tuple[float, ...], ...] = ()
+    late: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ValueError if a field is out of range or contradicts another field."""
@@ -129,6 +135,7 @@ class Standing:
         donors, weights, norms: The verdict's donors if the member has the mean; otherwise empty.
         scores: Further values of the member's report; see :class:`Report`.
         donor_scores: The verdict's scores if the member has the mean; otherwise empty.
+        late: The verdict's late members if the member has the mean; otherwise empty.
     """
 
     round: int
@@ -141,6 +148,7 @@ class Standing:
     norms: tuple[float, ...] = ()
     scores: tuple[float, ...] = ()
     donor_scores: tuple[tuple[float, ...], ...] = ()
+    late: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ValueError if a field is out of range or contradicts another field."""
@@ -168,12 +176,24 @@ class TakeCensus(NamedTuple):
 
 
 class Retire(NamedTuple):
-    """Instruction: notify all members that a round is retired."""
+    """Instruction: notify all members that the rounds up to ``round`` are retired; with a quorum, of its fragment only.
+
+    Attributes:
+        holder: Member that has the state after the round, or whose state counts as such; -1 without a quorum.
+    """
 
     round: int
+    holder: int = -1
 
 
-Instruction: TypeAlias = Decide | TakeCensus | Retire
+class AwaitGrace(NamedTuple):
+    """Instruction: call :meth:`Ledger.on_grace_over` when the grace period, which begins now, is over."""
+
+    round: int
+    number: int
+
+
+Instruction: TypeAlias = Decide | TakeCensus | Retire | AwaitGrace
 
 
 @dataclass(slots=True, eq=False)
@@ -186,6 +206,8 @@ class _Round:
     attempt: int = 0
     verdict: Verdict | None = None
     taken: dict[int, Verdict] = field(default_factory=dict)  # by taker, if the members do not share one mean
+    grace: int = 0  # number of the grace period; 0 before it begins
+    is_grace_over: bool = False
 
     def needs(self, rank: int) -> bool:
         """Return whether a member may still request data from a rank."""
@@ -195,14 +217,20 @@ class _Round:
 
 
 class Ledger:
-    """The leader's view of all rounds.
+    """The leader's view of all rounds. A fragment's rounds are ``fragment_count`` numbers apart.
 
     Args:
         members: Ranks that take part.
-        last_retired: Last round that is known to be retired.
+        retired: Last round of each fragment that is known to be retired; 0 for none.
         weigh: Pure function that chooses the donors and their weights, equal on all members.
         partners: Pure function that chooses whose contributions a member averages, equal on all members. A member's
             verdict follows when these contributions and its own are reported, so only partners wait for each other.
+        quorum: Number of contributions after which a round is decided, or of all living members if there are fewer.
+            None waits for all members.
+        has_grace: Whether a grace period begins when the quorum is complete.
+        members_wait: Whether a member waits for the mean with its contribution before it contributes to other
+            fragments. If members wait for different fragments, so that no round gets a quorum, the first round is
+            decided without one.
 
     Attributes:
         census: Number of the latest census; 0 before the first.
@@ -211,18 +239,30 @@ class Ledger:
     def __init__(
         self,
         members: Iterable[int],
-        last_retired: int = 0,
+        retired: Sequence[int] = (0,),
         weigh: Weighing = reported_weights,
         partners: Partners = all_members,
+        *,
+        quorum: int | None = None,
+        has_grace: bool = False,
+        members_wait: bool = False,
     ) -> None:
         self.members = set(members)
         self._partners = partners
-        self.last_retired = last_retired
+        self.retired = list(retired)
         self._weigh = weigh
+        self._quorum = quorum
+        self._has_grace = has_grace
+        self._members_wait = members_wait
+        self._grace_count = 0
         self.census = 0
         self._awaited: set[int] | None = None  # members whose answer to the census is awaited; None without a census
         self._standings: dict[int, tuple[Standing, ...]] = {}
         self._rounds: dict[int, _Round] = {}
+        self._newest: dict[int, list[int]] = {}  # by rank: the last round of each fragment whose state the rank has
+        self._ending: set[int] = set()  # members that contribute to no further round
+        self._paused: set[int] = set()  # members that contribute to no further round at present
+        self._holders = [-1] * len(self.retired)  # by fragment: rank that has the state after the last retired round
 
     # -- events -----------------------------------------------------------------------------------------------------
 
@@ -234,26 +274,59 @@ class Ledger:
         self, rank: int, round: int, weight: float, norm: float, scores: tuple[float, ...] = ()
     ) -> list[Instruction]:
         """Record a member's contribution."""
-        if rank not in self.members or round <= self.last_retired:
+        if rank not in self.members or round <= self.retired[self._fragment(round)]:
             return []
-        self._round(round).captured[rank] = Report(weight, norm, scores)
+        self._paused.discard(rank)
+        found = self._round(round)
+        if self._quorum is None or found.verdict is None:  # otherwise it is late, and is reported for a later round
+            found.captured[rank] = Report(weight, norm, scores)
         return self._decisions()
 
-    def on_merged(self, rank: int, round: int) -> list[Instruction]:
-        """Record that a member has a round's mean."""
-        found = self._rounds.get(round)
-        if rank not in self.members or found is None:
+    def on_grace_over(self, round: int, number: int) -> list[Instruction]:
+        """Decide a round with the contributions that are there, if its grace period is still the one that began."""
+        if not self.is_in_grace(round, number):
             return []
-        found.merged.add(rank)
+        self._rounds[round].is_grace_over = True
+        return self._decisions()
+
+    def is_in_grace(self, round: int, number: int) -> bool:
+        """Return whether a round still waits for the end of a grace period."""
+        found = self._rounds.get(round)
+        return found is not None and found.grace == number and found.verdict is None
+
+    def on_merged(self, rank: int, round: int) -> list[Instruction]:
+        """Record that a member has a round's mean, or the state after the round."""
+        if rank not in self.members:
+            return []
+        newest, fragment = self._newest_of(rank), self._fragment(round)
+        newest[fragment] = max(newest[fragment], round)
+        if self._quorum is None and round not in self._rounds:
+            return []
+        for number, each in self._rounds.items():
+            is_earlier = number < round and self._fragment(number) == fragment
+            if number == round or (is_earlier and self._quorum is not None):
+                each.merged.add(rank)
         return self._retirements()
 
-    def on_census(self, rank: int, number: int, standings: Iterable[Standing], last_retired: int) -> list[Instruction]:
-        """Record a member's answer to a census."""
+    def on_census(
+        self,
+        rank: int,
+        number: int,
+        standings: Iterable[Standing],
+        retired: Sequence[int] = (),
+        newest: Sequence[int] = (),
+    ) -> list[Instruction]:
+        """Record a member's answer to a census.
+
+        Args:
+            retired, newest: Last round of each fragment that is retired, and whose state the member has; () for none.
+        """
         if self._awaited is None or rank not in self._awaited or number < self.census:
             return []
         self._awaited.discard(rank)
         self._standings[rank] = tuple(standings)
-        self.last_retired = max(self.last_retired, last_retired)
+        self.retired = list(map(max, self.retired, retired or self.retired))  # equal without a quorum
+        self._newest[rank] = list(newest or [0] * len(self.retired))
         return self._end_census()
 
     def on_admitted(self, rank: int, by: int) -> list[Instruction]:
@@ -263,7 +336,11 @@ class Ledger:
         """
         assert self._awaited is None, "no member is admitted during a census"
         self.members.add(rank)
-        made: list[Instruction] = []
+        self._ending.discard(rank)
+        self._paused.discard(rank)
+        self._newest[rank] = list(self._newest_of(by))
+        # With a quorum, the state may be behind.
+        made = [] if self._quorum is None else self._all_retired()
         for number, each in sorted(self._rounds.items()):
             if by in each.captured:
                 each.excused.add(rank)
@@ -276,13 +353,33 @@ class Ledger:
         """True if a member may be admitted now, since no census is in progress."""
         return self._awaited is None
 
+    def on_paused(self, rank: int) -> list[Instruction]:
+        """Record that a member contributes to no further round at present."""
+        self._paused.add(rank)
+        return self._decisions()
+
+    def on_ending(self, rank: int) -> list[Instruction]:
+        """Record that a member will contribute to no further round."""
+        if rank in self.members:
+            self._ending.add(rank)
+        return self._decisions()
+
+    def released(self) -> set[int]:
+        """Return the members that may leave: their rounds are retired, and a member that continues is not behind."""
+        others = self.members - self._ending
+        behind = set().union(*map(self._behind, range(len(self.retired))))
+        if self._awaited is not None or (others and others <= behind):
+            return set()
+        return self._ending & self.members - {rank for each in self._rounds.values() for rank in each.captured}
+
     def on_gone(self, rank: int) -> list[Instruction]:
         """Record that a member is lost or has left. A round that needs its data is decided again."""
         if rank not in self.members:
             return []
         self.members.discard(rank)
         self._standings.pop(rank, None)
-        is_needed = False
+        self._newest.pop(rank, None)
+        is_needed = any(holder == rank and self._behind(place) for place, holder in enumerate(self._holders))
         for each in self._rounds.values():
             each.captured.pop(rank, None)
             each.merged.discard(rank)
@@ -300,8 +397,20 @@ class Ledger:
     def _round(self, number: int) -> _Round:
         return self._rounds.setdefault(number, _Round())
 
+    def _fragment(self, number: int) -> int:
+        return (number - 1) % len(self.retired)
+
+    def _newest_of(self, rank: int) -> list[int]:
+        return self._newest.setdefault(rank, [0] * len(self.retired))
+
+    def _behind(self, fragment: int) -> set[int]:
+        """Return the members that do not have the state after a fragment's last retired round."""
+        if self._quorum is None:
+            return set()
+        return {rank for rank in self.members if self._newest_of(rank)[fragment] < self.retired[fragment]}
+
     def _decisions(self) -> list[Instruction]:
-        """Decide all rounds to which every member has contributed, or every partner of a member.
+        """Decide all rounds to which every member has contributed, every partner of a member, or a quorum in time.
 
         If all ranks that have contributed to a round are lost, and no member will contribute, it has no donors.
         """
@@ -311,10 +420,53 @@ class Ledger:
         for number, each in sorted(self._rounds.items()):
             if not self._is_shared(number):
                 made += self._taken(number, each)
-            elif each.verdict is None and self._awaited_in(number, each) <= each.captured.keys():
-                each.verdict = self._verdict(each)
-                made.append(Decide(number, each.verdict, tuple(sorted(self.members - each.merged))))
-        return made
+            elif each.verdict is not None:
+                continue
+            elif self._is_ready(number, each):
+                made.append(self._decide(number, each))
+            elif self._has_quorum(each) and not each.grace:
+                self._grace_count += 1
+                each.grace = self._grace_count
+                made.append(AwaitGrace(number, each.grace))
+        return made or self._first_of_all_waits()
+
+    def _decide(self, number: int, each: _Round) -> Decide:
+        each.verdict = self._verdict(each)
+        return Decide(number, each.verdict, tuple(sorted(self.members - each.merged)))
+
+    def _first_of_all_waits(self) -> list[Instruction]:
+        """Decide the first round if all members wait for rounds, and none of these rounds will get a quorum."""
+        if self._quorum is None or not self._members_wait:
+            return []
+        waits = {number: each for number, each in self._rounds.items() if each.verdict is None and each.captured}
+        waiting = {rank for each in waits.values() for rank in each.captured}
+        if not waits or not self.members <= waiting or any(map(self._has_quorum, waits.values())):
+            return []
+        first = min(waits)
+        return [self._decide(first, waits[first])]
+
+    def _is_ready(self, number: int, each: _Round) -> bool:
+        """Return whether all members that will contribute to a round have done so, or the quorum has waited enough."""
+        if self._quorum is None:
+            return self._awaited_in(number, each) <= each.captured.keys()
+        later = self._later(number)
+        missing = self.members - each.excused - later - self._ending - self._paused - each.captured.keys()
+        if not missing and (each.captured or later or each.attempt):  # after an attempt, all donors may be lost
+            return True
+        is_grace_over = each.is_grace_over or not self._has_grace or missing <= self._behind(self._fragment(number))
+        return is_grace_over and self._has_quorum(each)
+
+    def _has_quorum(self, each: _Round) -> bool:
+        return self._quorum is not None and len(each.captured) >= min(self._quorum, len(self.members))
+
+    def _later(self, number: int) -> set[int]:
+        """Return the members whose contributions count in a later round, and no longer in this one.
+
+        If all other members are lost, these members need an empty verdict on the round.
+        """
+        count = len(self.retired)
+        later = [each for each in self._rounds if each > number and (each - number) % count == 0]
+        return self.members & {rank for each in later for rank in self._rounds[each].captured}
 
     def _awaited_in(self, number: int, each: _Round) -> set[int]:
         """Return the members that contribute to a round: not those that have contributed to a later one only."""
@@ -347,19 +499,51 @@ class Ledger:
         norms = tuple(each.captured[rank].norm for rank in donors)
         scores = tuple(each.captured[rank].scores for rank in donors)
         given = scores if any(scores) else ()
-        return Verdict(each.attempt, donors, tuple(chosen[rank] for rank in donors), norms, taker=taker, scores=given)
+        late = () if self._quorum is None else tuple(sorted(self.members - each.captured.keys()))
+        weights = tuple(chosen[rank] for rank in donors)
+        return Verdict(each.attempt, donors, weights, norms, taker=taker, scores=given, late=late)
 
     def _retirements(self) -> list[Instruction]:
-        """Retire all rounds whose mean every member has, in order."""
+        """Retire the rounds whose mean every member has, or that leave members behind; a fragment's rounds in order."""
         made: list[Instruction] = []
-        while self._rounds and self._awaited is None and self.members:
-            number = min(self._rounds)
-            if not self.members <= self._rounds[number].merged:
-                break
+        if self._awaited is not None or not self.members:
+            return made
+        waiting: set[int] = set()  # fragments with an earlier round that is not retired
+        for number, each in sorted(self._rounds.items()):
+            fragment = self._fragment(number)
+            if fragment in waiting or not (self.members <= each.merged or self._leaves_behind(number, each)):
+                if self._quorum is None:  # all rounds are retired in order
+                    break
+                waiting.add(fragment)
+                continue
             del self._rounds[number]
-            self.last_retired = number
-            made.append(Retire(number))
+            if self._quorum is None:
+                self.retired = [number] * len(self.retired)
+            else:
+                self.retired[fragment] = number
+                self._holders[fragment] = self._holder(number, each)
+            made.append(Retire(number, self._holders[fragment]))
         return made
+
+    def _holder(self, number: int, each: _Round) -> int:
+        """Return a member that has a round's mean, if possible one that has contributed to the newest round."""
+        holders = self.members & each.merged
+        newest = self._rounds.get(number + len(self.retired), each).verdict or each.verdict
+        return min(holders.intersection(() if newest is None else newest.donors) or holders)
+
+    def _leaves_behind(self, number: int, each: _Round) -> bool:
+        """Return whether a round need not wait for the members that do not have its mean."""
+        fragment, later = self._fragment(number), self._rounds.get(number + len(self.retired))
+        if self._quorum is None or not self.members & each.merged:
+            return False
+        return (later is not None and later.verdict is not None) or self.members - each.merged <= self._behind(fragment)
+
+    def _all_retired(self) -> list[Instruction]:
+        """Return the last retirement of each fragment, which a member may have missed."""
+        if self._quorum is None:
+            return [Retire(max(self.retired))] if any(self.retired) else []
+        rounds = zip(self.retired, self._holders, strict=True)
+        return [Retire(number, holder) for number, holder in rounds if number]
 
     def _begin_census(self, number: int) -> list[Instruction]:
         self.census = number
@@ -372,11 +556,13 @@ class Ledger:
         if self._awaited is None or self._awaited:
             return []
         self._awaited = None
+        if self._quorum is not None:
+            self._count_as_retired()
         rounds: dict[int, _Round] = {}
         holders: dict[int, tuple[int, Standing]] = {}
         for rank, standings in sorted(self._standings.items()):
             for own in standings:
-                if own.round <= self.last_retired:
+                if own.round <= self.retired[self._fragment(own.round)]:
                     continue
                 each = rounds.setdefault(own.round, _Round())
                 each.attempt = max(each.attempt, own.attempt)
@@ -389,21 +575,44 @@ class Ledger:
                     if self._is_shared(own.round):  # otherwise each member's mean is different
                         holders.setdefault(own.round, (rank, own))
         for number, known in self._rounds.items():  # contributions that were reported after the answer
+            if number <= self.retired[self._fragment(number)]:
+                continue
             each = rounds.setdefault(number, _Round())
             each.attempt = max(each.attempt, known.attempt)
             each.excused |= known.excused & self.members
             for rank in self.members & known.captured.keys():
                 each.captured.setdefault(rank, known.captured[rank])
         self._rounds = rounds
+        self._fill_gaps()
         made: list[Instruction] = []
         for number, (rank, own) in sorted(holders.items()):
             each = rounds[number]
             each.attempt += 1
-            each.verdict = Verdict(
-                each.attempt, own.donors, own.weights, own.norms, holder=rank, scores=own.donor_scores
-            )
+            given = own.donors, own.weights, own.norms
+            each.verdict = Verdict(each.attempt, *given, holder=rank, scores=own.donor_scores, late=own.late)
             # The holder needs the verdict as well, to offer the mean under the new attempt.
             made.append(Decide(number, each.verdict, tuple(sorted({rank, *self.members} - (each.merged - {rank})))))
-        # A member may have missed the last message about retired rounds.
-        retired: list[Instruction] = [Retire(self.last_retired)] if self.last_retired else []
-        return [*retired, *made, *self._retirements(), *self._decisions()]
+        return [*self._all_retired(), *made, *self._retirements(), *self._decisions()]
+
+    def _count_as_retired(self) -> None:
+        """Count a round as retired if a member has the state after it, but no member can offer its mean.
+
+        The member with the newest state is the holder, even if its state is older because all others are lost.
+        """
+        offered = {own.round for each in self._standings.values() for own in each if own.has_merged}
+        for fragment, last in enumerate(self.retired):
+            newest = {rank: self._newest_of(rank)[fragment] for rank in self.members}
+            self._holders[fragment] = max(newest, key=lambda rank: (newest[rank], -rank))
+            candidates = range(max(newest.values()), last, -len(self.retired))
+            self.retired[fragment] = next((number for number in candidates if number not in offered), last)
+
+    def _fill_gaps(self) -> None:
+        """Let rounds between others be decided without donors, if all their donors are lost."""
+        if self._quorum is None:
+            return
+        count = len(self.retired)
+        for number in list(self._rounds):
+            fragment = self._fragment(number)
+            first = self.retired[fragment] + count if self.retired[fragment] else fragment + 1
+            for earlier in range(first, number, count):
+                self._round(earlier)

@@ -31,7 +31,25 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Member to leader: this member has the round's mean."""
+    """Member to leader: this member has the round's mean, or the state after the round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """Member to leader: no round needs to wait for this member until it contributes again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Member to all: this member will contribute to no further round, and leaves after its last rounds.
+
+    Members that are behind catch up, because the newest state may leave with this member.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Leader to a member that is ending: a member that continues, if there is one, has the newest state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +77,53 @@ class Census:
     Attributes:
         number: Number of the census that is answered; 0 for a new leader, which has not asked.
         standings: Standing in each round.
-        last_retired: Last round that is retired.
+        retired: Last round of each fragment that is retired; 0 for none.
+        newest: Last round of each fragment whose state the member has; 0 for none.
     """
 
     number: int
     standings: tuple[Standing, ...]
-    last_retired: int
+    retired: tuple[int, ...]
+    newest: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """Leader to members: all members have the means up to this round, so the memory of their slices is freed."""
+    """Leader to members: the fragment's means up to this round are needed no longer, so their memory is freed.
+
+    Attributes:
+        holder: Member from which a member without the mean receives the fragment's state; -1 without a quorum.
+    """
+
+    holder: int = -1
 
 
-ExchangeMessage = Captured | Merged | Decided | Hold | Census | Retired
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Member that is behind to a holder: it needs the fragment's state after this round, or a newer one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Holder to a member that is behind: the fragment's state after this round is offered.
+
+    Attributes:
+        nbytes: Size of the state in bytes.
+    """
+
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the size is negative."""
+        if self.nbytes < 0:
+            raise ValueError(f"nbytes must be >= 0, got {self.nbytes}")
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Member to a holder: the state after this round has arrived, or is needed no longer."""
+
+
+ExchangeMessage = (
+    Captured | Merged | Paused | Ending | Released | Decided | Hold | Census | Retired | Asked | Given | Taken
+)

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from asyncdist import BusyError, validation
 from asyncdist.collectives.agreement.messages import Agreed
-from asyncdist.protocols.exchange.exchange import Exchange
+from asyncdist.protocols.exchange.exchange import Exchange, Quorum
 from asyncdist.protocols.exchange.flights import Flight, Flights
 from asyncdist.protocols.exchange.fragment import Fragment, Mean
 from asyncdist.protocols.exchange.ledger import Report, Verdict, reported_weights
@@ -78,6 +78,9 @@ class ExchangePolicy(JoinablePolicy):
         shared: Values of the options that all policies on the exchange have.
         skips_late: Whether a step skips a mean that has not arrived when it is due.
         replica_size: Number of consecutive ranks that train one replica of the model together.
+        quorum: Number of contributions for which a round waits; None to wait for all members. The fragments need
+            anchors.
+        grace_s: Seconds to wait for further contributions once there is a quorum.
         options: Options of :class:`SpawnPolicy`.
     """
 
@@ -92,6 +95,8 @@ class ExchangePolicy(JoinablePolicy):
         shared: ExchangeOptions,
         skips_late: bool = False,
         replica_size: int = 1,
+        quorum: int | None = None,
+        grace_s: float = 0.0,
         **options: Unpack[MemberOptions],
     ) -> None:
         resets = shared.resets_optimizer
@@ -108,6 +113,9 @@ class ExchangePolicy(JoinablePolicy):
         self._numbers_per_round = 1  # numbers of the exchange's rounds; further ones are for :meth:`_exchanged`
         self._layout_buffers = self._flat.new_buffers(device="meta")
         self._fragments: list[Fragment] = []
+        self._given_quorum, self._grace_s = quorum, grace_s
+        self._quorum: Quorum | None = None  # None if a round waits for all members
+        self._was_loaded = False  # whether the fragments were saved, possibly with different versions on the ranks
         self._replica_size = replica_size
         self._replica: ReplicaGroup | None = None  # None if each rank is a replica, and if this rank is alone
         self._is_compared = False  # whether the ranks of the replica were found to train equal weights
@@ -218,6 +226,12 @@ class ExchangePolicy(JoinablePolicy):
         self._known_infinities = KnownInfinities(self._flat)
         self._replicas = Replicas(self._members, 1 if self.is_alone else self._replica_size)
         self._part_layouts = []
+        count, quorum = len(self._members), self._given_quorum
+        if quorum is not None and quorum > count:
+            validation.refuse("quorum", quorum, f"None, or from 1 to the number of members ({count})")
+        waits = not self._flights.skips_late
+        self._quorum = Quorum(quorum, self._grace_s, waits) if quorum is not None and quorum < count else None
+        self._flights.in_any_order = self._quorum is not None
         self._fragments = list(self._make_fragments())
         self._take_saved()
         if self.is_alone:
@@ -238,6 +252,8 @@ class ExchangePolicy(JoinablePolicy):
 
     def _agreed_values(self) -> dict[str, str]:
         values = {**super()._agreed_values(), _ROUNDS: str([fragment.version for fragment in self._fragments])}
+        if self._quorum is not None and self._was_loaded:  # ranks that were late receive the newest state
+            return {**values, _ROUNDS: "saved"}
         if not self.keeps_replicas:
             return values | self._first_weights()
         if self._holds_shards():  # the ranks of a replica have different shards
@@ -278,6 +294,7 @@ class ExchangePolicy(JoinablePolicy):
             weigh=self.weigh,
             partners=self.partners,
             replicas=self._replicas,
+            quorum=self._quorum,
         )
         self._admission = self._new_admission(membership, scopes)
         if not membership.is_joining:  # a newcomer gets the leader's state instead of a loaded one
@@ -322,10 +339,11 @@ class ExchangePolicy(JoinablePolicy):
         """Admit a restarted rank that has asked for it, as the leader, with the state after this step."""
         if self._exchange is None or self._admission is None or not self._admission.is_asked:
             return
-        if not self._flights.skips_late:
+        has_quorum = self._quorum is not None  # others may then get the means that this rank has from the newcomer
+        if not self._flights.skips_late and not has_quorum:
             await self._exchange.shared()
         # Meanwhile a rank may have been lost, so that a census is in progress.
-        if not self._exchange.holds_means and self._admission.is_asked:
+        if (has_quorum or not self._exchange.holds_means) and self._admission.is_asked:
             self._is_admitting = True
             try:
                 self._admission.admit(self._whole_state)
@@ -341,6 +359,11 @@ class ExchangePolicy(JoinablePolicy):
         which not all ranks have contributed yet has no mean: all ranks must call this method, and the state contains
         this rank's contribution instead.
         """
+        if self._quorum is not None and self._exchange is not None:
+            self._exchange.pause()
+            for flight in list(self._flights.in_flight.values()):
+                await self._merged(flight.number)
+            return
         flights, count, self._unfinished = self._flights, self._fragment_count, set()
         captured = flights.captured
         if flights.skips_late and self._exchange is not None:
@@ -355,7 +378,7 @@ class ExchangePolicy(JoinablePolicy):
     def _own_state(self) -> dict[str, Any]:
         if self._stage == "new" and self._saved is not None:
             return {name: self._saved[name] for name in _OWN_STATE}
-        flights = self._flights.in_flight
+        flights = {fragment: self._flight(fragment) for fragment in self._flights.in_flight}
         for flight in flights.values():
             is_saved = self._is_admitting or flight.number in self._unfinished
             if not self._has(flight.number) and not is_saved:
@@ -393,6 +416,7 @@ class ExchangePolicy(JoinablePolicy):
             self._flights.in_flight.clear()  # a newcomer may have loaded a state of its own before
             for own_fragment, state in zip(self._fragments, self._saved["fragments"], strict=False):
                 own_fragment.load_state_dict(state)
+            self._was_loaded = any(fragment.version for fragment in self._fragments)
             for fragment, *flight, pending in self._saved["in_flight"]:
                 self._flights.in_flight[fragment] = Flight(*flight)
                 if pending is not None:
@@ -441,11 +465,20 @@ class ExchangePolicy(JoinablePolicy):
         return together(applied) if applied else NOTHING
 
     def _has(self, number: int) -> bool:
-        """Return whether this rank has the mean of a round."""
-        return has_merged(self._fragments, number)
+        """Return whether this rank has the mean of a round, and knows that its contribution counts in it."""
+        if self._quorum is None or self._exchange is None:
+            return has_merged(self._fragments, number)
+        return self._exchange.has_merged(number)
+
+    def _flight(self, fragment: int) -> Flight:
+        """Return a fragment's flight, whose number is that of the round in which this rank's contribution counts."""
+        flight = self._flights.in_flight[fragment]
+        if self._quorum is None or self._exchange is None:
+            return flight
+        return self._flights.move(fragment, self._exchange.latest(flight.number))
 
     async def _merged(self, number: int) -> None:
-        """Wait until this rank has the mean of a round."""
+        """Wait until this rank has the mean of a round, or of a later one if its contribution was late."""
         if self._exchange is not None:
             await self._exchange.merged(self._number_in_exchange(number))
 
@@ -465,10 +498,14 @@ class ExchangePolicy(JoinablePolicy):
         """Capture this member's contribution to the next round."""
         tensors = self._tensors()  # raises if the model's layout has changed; the fragment is then still owed
         fragment, number = self._flights.next()
-        is_past = self._has(number)  # this rank was admitted while the others captured the round
+        own, exchange = self._fragments[fragment], self._exchange
+        # This rank was admitted while the others captured the round.
+        is_past, is_behind = self._quorum is None and self._has(number), False
         scores = () if is_past else await self._take_scores(fragment, tensors)
-        self._flights.begin(step)
-        own = self._fragments[fragment]
+        if self._quorum is not None and exchange is not None:
+            number, is_behind = exchange.next_open(fragment), exchange.is_behind(fragment)
+            self._flights.skip_to(number)
+        self._flights.begin(step, own.applied_version, waits=is_behind)
         if is_past:
             own.advance(0)
             return
@@ -478,7 +515,8 @@ class ExchangePolicy(JoinablePolicy):
         norm = math.nan if unsound is not None else own.capture(tensors, encoded)
         (self._unsound_captures.discard if math.isfinite(norm) else self._unsound_captures.add)(fragment)
         own.advance(len(self._first_ranks()) if math.isfinite(norm) else 0)
-        facts = number, fragment, step, own.version, weight, norm, own.layout.nbytes, own.layout.unencoded_nbytes
+        version = own.version if self._quorum is None else own.applied_version
+        facts = number, fragment, step, version, weight, norm, own.layout.nbytes, own.layout.unencoded_nbytes
         self._contribute(number, encoded, Report(weight, norm, scores))
         event = Contributed(*facts)
         self._journal.note_contributed(event)
@@ -514,8 +552,9 @@ class ExchangePolicy(JoinablePolicy):
         applied = []
         for fragment, flight in self._flights.due(step):
             began_at = self._world.time()
-            if not self._flights.skips_late:
+            if not self._flights.skips_late or flight.waits:
                 await self._merged(flight.number)
+            flight = self._flight(fragment)
             ready = await self._readiness(fragment, flight.number)
             if ready.has_mean:
                 applied.append(await self._apply(fragment, flight, began_at, ready))
@@ -575,14 +614,19 @@ class ExchangePolicy(JoinablePolicy):
 
     def _info_of(self, fragment: int, flight: Flight, mean: Mean, ready: Readiness) -> StepInfo:
         """Return the result of a step that applies a mean, without its durations."""
-        info = result_of(self._fragments[fragment], mean, ready, self._replicas, self._first_ranks())
+        own, number, staleness = self._fragments[fragment], flight.number, 0
+        if self._quorum is not None:  # the anchor may have moved before the capture, and again before this step
+            number = (own.version - 1) * self._fragment_count + fragment + 1
+            staleness = own.version - 1 - flight.base_version
+        info = result_of(own, mean, ready, self._replicas, self._first_ranks())
         return replace(
             info,
-            round=flight.number,
+            round=number,
             fragment=fragment,
             fragment_count=self._fragment_count,
             staleness_steps=self.iteration - flight.captured_at,
             gains=self._gains_of(mean.verdict),
+            staleness_versions=staleness,
         )
 
     def _gains_of(self, verdict: Verdict) -> tuple[float, ...]:

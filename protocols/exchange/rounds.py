@@ -63,6 +63,15 @@ class Exchanged(Protocol):
     def merge(self, verdict: Verdict, encoded: Sequence[Tensor]) -> None:
         """Take the encoded mean of all donors, one tensor for each vector; empty if there were no donors."""
 
+    def count_lost(self, version: int) -> None:
+        """Count all rounds before ``version`` as merged, since their means are lost with all members that had them."""
+
+    def shared_state(self) -> Any:
+        """Return a tree of the state that is equal on all members with equal versions."""
+
+    def load_shared_state(self, state: Any) -> None:
+        """Load another member's :meth:`shared_state`."""
+
 
 def has_merged(fragments: Sequence[Exchanged], number: int) -> bool:
     """Return whether this member has the mean of a round, itself or in a state that it has received."""
@@ -112,6 +121,11 @@ class MemberRound:
     offers: list[Offer] = field(default_factory=list)
 
     @property
+    def is_known(self) -> bool:
+        """True if this member has not contributed, or knows that its contribution counts in this round."""
+        return not self.contribution or self.attempt > 0
+
+    @property
     def has_sent(self) -> bool:
         """True if no rank is still receiving a slice from this member."""
         return not any(offer.streams for offer in self.offers)
@@ -122,7 +136,7 @@ class MemberRound:
         if self.has_merged and self.verdict is not None:
             verdict = self.verdict
             of_mean = {"donors": verdict.donors, "weights": verdict.weights, "norms": verdict.norms}
-            of_mean["donor_scores"] = verdict.scores
+            of_mean |= {"donor_scores": verdict.scores, "late": verdict.late}
         return Standing(
             self.number, self.attempt, self.has_merged, self.weight, self.norm, scores=self.scores, **of_mean
         )
@@ -196,6 +210,15 @@ class RoundTransfers:
         for each in layout.slices if own.mean else ():
             self._offer(own, layout.part(own.mean, each, of_mean=True), _label(verdict.attempt, each, layout))
 
+    def move_contribution(self, own: MemberRound, later: MemberRound) -> None:
+        """Offer a contribution, of which no rank has requested a slice, in a later round instead."""
+        offers, own.offers = own.offers, []
+        for offer in offers:
+            self._server.withdraw(offer)
+        later.contribution, later.weight, later.norm, later.scores = own.contribution, own.weight, own.norm, own.scores
+        own.contribution, own.weight, own.norm, own.scores = (), 0.0, 0.0, ()
+        self.offer_contribution(later)
+
     def begin(self, own: MemberRound, verdict: Verdict) -> asyncio.Task[None]:
         """Start a task that receives and merges the mean of a verdict."""
         return self._services.spawn_service(self._take(own, verdict), name=f"mean of round {own.number}")
@@ -204,7 +227,8 @@ class RoundTransfers:
         """Merge a mean that was received."""
         assert own.has_received and own.verdict is not None, f"the mean of round {own.number} was not received"
         fragment = self._fragments[own.fragment]
-        if fragment.takes(own.number):
+        # Otherwise the mean is not for this member, or is part of a state that was received.
+        if fragment.takes(own.number) and not has_merged(self._fragments, own.number):
             fragment.merge(own.verdict, own.mean)
         own.has_merged = True
 
@@ -227,11 +251,14 @@ class RoundTransfers:
         if not own.has_merged:
             self._forget(mean)
             mean = []
-        remaining, fragment = len(offers), self._fragments[own.fragment]
+        remaining = len(offers)
 
         def reuse() -> None:
             self._give_back(contribution)
-            if mean and fragment.holds_mean and fragment.takes(own.number):
+            fragment = self._fragments[own.fragment]
+            is_newest = fragment.version == (own.number - 1) // len(self._fragments) + 1
+            if mean and is_newest and fragment.holds_mean and fragment.takes(own.number):
+                self._give_back(self._kept.pop(own.fragment, ()))
                 self._kept[own.fragment] = mean
             else:
                 self._give_back(mean)

@@ -94,7 +94,8 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         self._anchor_scores = AnchorScores()
         # With BatchNorm, scores of one anchor differ, since each rank has its own statistics.
         has_statistics = any(getattr(each, "running_mean", None) is not None for each in model.modules())
-        self._compares_scores = not has_statistics and self._own_options.late == "wait"
+        own = self._own_options
+        self._compares_scores = not has_statistics and own.late == "wait" and own.quorum is None
 
     def step(
         self,
@@ -190,7 +191,7 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
 
     def _takes_whole(self, verdict: Verdict) -> bool:
         """Return True if this replica was left out: its weights are bad, so it keeps no share of them."""
-        return self._world.rank not in verdict.donors
+        return self._world.rank not in (*verdict.donors, *verdict.late)
 
 
 def _refuse_number(name: str, given: object) -> NoReturn:

@@ -58,11 +58,16 @@ async def measure(
 
 @torch.no_grad()
 def _trial_weights(fragment: Fragment, tensors: Sequence[Tensor], share: float) -> list[Tensor]:
-    """Return anchor + share * (own - anchor), as one flat tensor for each vector of parameters."""
+    """Return anchor + share * (own - base), as one flat tensor for each vector of parameters.
+
+    The base is the anchor, or the older anchor from which a late rank has trained.
+    """
     found = []
-    for vector, anchor in zip(fragment.layout.stepped, fragment.anchors, strict=True):
+    for vector, anchor, base in zip(fragment.layout.stepped, fragment.anchors, fragment.bases, strict=True):
         own = vector.new_flat()
         gather(vector, tensors, own)
+        if base is not anchor:
+            own.sub_(base).add_(anchor)
         found.append(torch.lerp(anchor, own, share, out=own))
     return found
 

@@ -100,13 +100,13 @@ def test_a_census_chooses_by_the_same_function_of_what_is_left() -> None:
     assert made == [Decide(1, Verdict(1, (0, 3), (0.5, 1.0), (1.0, 1.0), scores=((0.5,), (1.0,))), (0, 1, 2, 3))]
     assert ledger.on_gone(2) == [], "a rank that was left out is not needed"
     assert ledger.on_gone(3) == [TakeCensus(1)]
-    ledger.on_census(0, 1, [Standing(1, 1, False, 1.0, 1.0, scores=(0.5,))], 0)
-    made = ledger.on_census(1, 1, [Standing(1, 1, False, 1.0, 1.0, scores=(0.25,))], 0)
+    ledger.on_census(0, 1, [Standing(1, 1, False, 1.0, 1.0, scores=(0.5,))], (0,))
+    made = ledger.on_census(1, 1, [Standing(1, 1, False, 1.0, 1.0, scores=(0.25,))], (0,))
     assert made == [Decide(1, Verdict(2, (0,), (0.5,), (1.0,), scores=((0.5,),)), (0, 1))]
     other = Ledger([1, 2], weigh=better_half)
     other.take_over()
-    other.on_census(1, 0, [Standing(1, 1, False, 1.0, 1.0, scores=(0.25,))], 0)
-    made = other.on_census(2, 0, [Standing(1, 1, False, 1.0, 1.0, scores=(0.125,))], 0)
+    other.on_census(1, 0, [Standing(1, 1, False, 1.0, 1.0, scores=(0.25,))], (0,))
+    made = other.on_census(2, 0, [Standing(1, 1, False, 1.0, 1.0, scores=(0.125,))], (0,))
     assert made == [Decide(1, Verdict(2, (1,), (0.25,), (1.0,), scores=((0.25,),)), (1, 2))], (
         "a new leader decides in the same way"
     )
@@ -116,8 +116,8 @@ def test_a_holders_verdict_has_the_scores_of_the_donors() -> None:
     ledger = Ledger([0, 1, 2], weigh=better_half)
     ledger.take_over()
     scores = ((0.5,), (1.0,))
-    ledger.on_census(0, 0, [Standing(1, 1, True, 1.0, 1.0, (0, 2), (0.5, 1.0), (1.0, 1.0), (0.5,), scores)], 0)
-    ledger.on_census(1, 0, [Standing(1, 1, False, 1.0, 1.0, scores=(0.25,))], 0)
+    ledger.on_census(0, 0, [Standing(1, 1, True, 1.0, 1.0, (0, 2), (0.5, 1.0), (1.0, 1.0), (0.5,), scores)], (0,))
+    ledger.on_census(1, 0, [Standing(1, 1, False, 1.0, 1.0, scores=(0.25,))], (0,))
     (made,) = ledger.on_gone(2)
     assert made == Decide(1, Verdict(2, (0, 2), (0.5, 1.0), (1.0, 1.0), holder=0, scores=scores), (0, 1))
 
@@ -146,7 +146,7 @@ def test_rounds_are_retired_in_order() -> None:
     assert ledger.on_merged(0, 2) == ledger.on_merged(1, 2) == ledger.on_merged(0, 1) == []
     assert ledger.on_merged(1, 1) == [Retire(1), Retire(2)]
     assert ledger.on_merged(1, 1) == captured(ledger, 2, 0, 1) == [], "messages about retired rounds are ignored"
-    assert ledger.last_retired == 2
+    assert ledger.retired == [2]
 
 
 def test_messages_of_strangers_and_lost_ranks_are_ignored() -> None:
@@ -154,7 +154,7 @@ def test_messages_of_strangers_and_lost_ranks_are_ignored() -> None:
     ledger.on_gone(1)
     assert captured(ledger, 1, 1, 7) == ledger.on_gone(7) == ledger.on_gone(1) == []
     assert captured(ledger, 1, 0) == [Decide(1, verdict(1, 0), (0,))]
-    assert ledger.on_merged(1, 1) == ledger.on_census(1, 0, (), 0) == []
+    assert ledger.on_merged(1, 1) == ledger.on_census(1, 0, (), (0,)) == []
 
 
 def test_a_loss_before_the_decision_needs_no_census() -> None:
@@ -186,22 +186,22 @@ def lost_donor() -> Ledger:
 
 def test_a_mean_that_no_member_has_is_decided_without_the_lost() -> None:
     ledger = lost_donor()
-    assert ledger.on_census(0, 1, [standing(1, 0, 1)], 0) == []
-    assert ledger.on_census(1, 1, [standing(1, 1, 1)], 0) == [Decide(1, verdict(2, 0, 1), (0, 1))]
+    assert ledger.on_census(0, 1, [standing(1, 0, 1)], (0,)) == []
+    assert ledger.on_census(1, 1, [standing(1, 1, 1)], (0,)) == [Decide(1, verdict(2, 0, 1), (0, 1))]
 
 
 def test_a_mean_that_a_member_has_is_passed_on() -> None:
     ledger = lost_donor()
-    ledger.on_census(0, 1, [standing(1, 0, 1)], 0)
-    made = ledger.on_census(1, 1, [standing(1, 1, 1, 0, 1, 2)], 0)
+    ledger.on_census(0, 1, [standing(1, 0, 1)], (0,))
+    made = ledger.on_census(1, 1, [standing(1, 1, 1, 0, 1, 2)], (0,))
     assert made == [Decide(1, verdict(2, 0, 1, 2, holder=1), (0, 1))]
     assert ledger.on_merged(0, 1) == [Retire(1)], "the holder needs no second report"
 
 
 def test_a_mean_that_all_members_have_is_retired_at_once() -> None:
     ledger = lost_donor()
-    ledger.on_census(0, 1, [standing(1, 0, 1, 0, 1, 2)], 0)
-    assert ledger.on_census(1, 1, [standing(1, 1, 1, 0, 1, 2)], 0)[-1] == Retire(1)
+    ledger.on_census(0, 1, [standing(1, 0, 1, 0, 1, 2)], (0,))
+    assert ledger.on_census(1, 1, [standing(1, 1, 1, 0, 1, 2)], (0,))[-1] == Retire(1)
 
 
 def test_a_lost_holder_leads_to_another_census() -> None:
@@ -209,17 +209,17 @@ def test_a_lost_holder_leads_to_another_census() -> None:
     captured(ledger, 1, 0, 1, 2, 3)
     ledger.on_gone(3)
     for rank in (0, 2):
-        ledger.on_census(rank, 1, [standing(1, rank, 1)], 0)
-    (made,) = ledger.on_census(1, 1, [standing(1, 1, 1, 0, 1, 2, 3)], 0)
+        ledger.on_census(rank, 1, [standing(1, rank, 1)], (0,))
+    (made,) = ledger.on_census(1, 1, [standing(1, 1, 1, 0, 1, 2, 3)], (0,))
     assert made.verdict == verdict(2, 0, 1, 2, 3, holder=1)
     assert ledger.on_gone(1) == [TakeCensus(2)]
-    ledger.on_census(0, 2, [standing(1, 0, 2)], 0)
-    assert ledger.on_census(2, 2, [standing(1, 2, 2)], 0) == [Decide(1, verdict(3, 0, 2), (0, 2))]
+    ledger.on_census(0, 2, [standing(1, 0, 2)], (0,))
+    assert ledger.on_census(2, 2, [standing(1, 2, 2)], (0,)) == [Decide(1, verdict(3, 0, 2), (0, 2))]
 
 
 def test_a_loss_in_a_census_ends_it_without_the_lost() -> None:
     ledger = lost_donor()
-    assert ledger.on_census(0, 1, [standing(1, 0, 1)], 0) == []
+    assert ledger.on_census(0, 1, [standing(1, 0, 1)], (0,)) == []
     assert ledger.on_gone(1) == [Decide(1, verdict(2, 0), (0,))]
 
 
@@ -227,36 +227,36 @@ def test_an_answer_of_a_rank_that_is_lost_later_does_not_count() -> None:
     ledger = Ledger([0, 1, 2, 3])
     captured(ledger, 1, 0, 1, 2, 3)
     ledger.on_gone(3)
-    ledger.on_census(2, 1, [standing(1, 2, 1, 0, 1, 2, 3)], 0)
+    ledger.on_census(2, 1, [standing(1, 2, 1, 0, 1, 2, 3)], (0,))
     ledger.on_gone(2)
-    ledger.on_census(0, 1, [standing(1, 0, 1)], 0)
-    assert ledger.on_census(1, 1, [standing(1, 1, 1)], 0) == [Decide(1, verdict(2, 0, 1), (0, 1))]
+    ledger.on_census(0, 1, [standing(1, 0, 1)], (0,))
+    assert ledger.on_census(1, 1, [standing(1, 1, 1)], (0,)) == [Decide(1, verdict(2, 0, 1), (0, 1))]
 
 
 def test_answers_that_are_late_or_repeated_are_ignored() -> None:
     ledger = lost_donor()
-    assert ledger.on_census(0, 0, [standing(1, 0, 1, 0, 1, 2)], 0) == [], "an answer to an earlier census"
-    ledger.on_census(0, 1, [standing(1, 0, 1)], 0)
-    assert ledger.on_census(0, 1, [standing(1, 0, 1, 0, 1, 2)], 0) == []
-    assert ledger.on_census(1, 1, [standing(1, 1, 1)], 0) == [Decide(1, verdict(2, 0, 1), (0, 1))]
-    assert ledger.on_census(1, 1, [standing(1, 1, 1)], 0) == []
+    assert ledger.on_census(0, 0, [standing(1, 0, 1, 0, 1, 2)], (0,)) == [], "an answer to an earlier census"
+    ledger.on_census(0, 1, [standing(1, 0, 1)], (0,))
+    assert ledger.on_census(0, 1, [standing(1, 0, 1, 0, 1, 2)], (0,)) == []
+    assert ledger.on_census(1, 1, [standing(1, 1, 1)], (0,)) == [Decide(1, verdict(2, 0, 1), (0, 1))]
+    assert ledger.on_census(1, 1, [standing(1, 1, 1)], (0,)) == []
 
 
 def test_contributions_reported_during_a_census_count() -> None:
     ledger = lost_donor()
-    ledger.on_census(0, 1, [standing(1, 0, 1)], 0)
+    ledger.on_census(0, 1, [standing(1, 0, 1)], (0,))
     assert captured(ledger, 2, 0) == []
-    made = ledger.on_census(1, 1, [standing(1, 1, 1), standing(2, 1, 0)], 0)
+    made = ledger.on_census(1, 1, [standing(1, 1, 1), standing(2, 1, 0)], (0,))
     assert made == [Decide(1, verdict(2, 0, 1), (0, 1)), Decide(2, verdict(1, 0, 1), (0, 1))]
 
 
 def test_a_successor_learns_all_rounds_from_the_census() -> None:
-    ledger = Ledger([1, 2, 3], last_retired=3)
+    ledger = Ledger([1, 2, 3], (3,))
     ledger.take_over()
-    assert ledger.on_census(2, 0, [standing(5, 2, 1, 0, 1), standing(6, 2, 0)], 4) == []
+    assert ledger.on_census(2, 0, [standing(5, 2, 1, 0, 1), standing(6, 2, 0)], (4,)) == []
     assert captured(ledger, 6, 3) == []
-    assert ledger.on_census(3, 0, [standing(4, 3, 1, 0, 1), standing(5, 3, 1)], 3) == []
-    made = ledger.on_census(1, 0, [standing(5, 1, 4), standing(6, 1, 0)], 3)
+    assert ledger.on_census(3, 0, [standing(4, 3, 1, 0, 1), standing(5, 3, 1)], (3,)) == []
+    made = ledger.on_census(1, 0, [standing(5, 1, 4), standing(6, 1, 0)], (3,))
     assert made == [
         Retire(4),
         Decide(5, verdict(5, 0, 1, holder=2), (1, 2, 3)),
@@ -396,7 +396,7 @@ class Member:
             v = own.verdict
             mean = ((), (), ()) if v is None else (v.donors, v.weights, v.norms)
             standings.append(Standing(number, own.attempt, own.has_merged, own.weight, own.norm, *mean, own.scores))
-        self.tell_leader("census", census, tuple(standings), self.last_retired)
+        self.tell_leader("census", census, tuple(standings), (self.last_retired,))
 
     def note_gone(self, rank: int) -> None:
         self.living.discard(rank)
@@ -406,7 +406,7 @@ class Member:
             return
         self.leader = min(self.living)
         if self.leader == self.rank:
-            self.ledger = Ledger(self.living, self.last_retired, self.model.weigh)
+            self.ledger = Ledger(self.living, (self.last_retired,), self.model.weigh)
             self.ledger.take_over()
         self.hold(0)
         if self.ledger is not None:

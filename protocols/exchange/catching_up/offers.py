@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Container, Coroutine
 from typing import Any, Final
 
 from torch import Tensor
@@ -68,6 +68,11 @@ class Offers:
         # Ranks request only offered blocks, so earlier numbers need not be remembered.
         self._server.end_rounds(min((key[0] - 1 for key in self._offered), default=self._last))
         self._services.engine.recheck()
+
+    def note_lost(self, living: Container[int]) -> None:
+        """Offer no more blocks to ranks that are not among ``living``."""
+        for receiver in {rank for _, receivers in self._offered.values() for rank in receivers if rank not in living}:
+            self.note_taken(receiver)
 
     async def fetch(self, source: int, number: int, into: Tensor, label: Part = FIRST) -> None:
         """Receive a block.

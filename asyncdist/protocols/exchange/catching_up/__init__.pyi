@@ -1,0 +1,1 @@
+from protocols.exchange.catching_up import *

@@ -1,0 +1,113 @@
+"""Sends the newest state of a fragment to a member that is behind, and receives it on that member.
+
+A member is *behind* if a round was retired of which it has no mean. The leader names a holder, which has the state
+after this round or a later one. The member asks the holder, which copies the fragment's state into one block of bytes
+and offers it. The copy is freed when the member has it. If the holder is lost, the leader names another one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from asyncdist import RankLostError
+from asyncdist.messaging.services import Services
+from asyncdist.messaging.streams import StreamAborted
+from asyncdist.protocols.exchange.catching_up.offers import Offers
+from asyncdist.protocols.exchange.fetch import new_bytes
+from asyncdist.protocols.exchange.messages import Asked, ExchangeMessage, Given, Taken
+from asyncdist.protocols.joining.state_transfer import packed, unpacked
+
+logger = logging.getLogger("protocols.exchange.catching_up")
+
+
+class Shared(Protocol):
+    """State of one fragment that is equal on all members after equal rounds.
+
+    Attributes:
+        version: Number of merged rounds.
+    """
+
+    version: int
+
+    def shared_state(self) -> Any:
+        """Return the state, as a tree that :func:`packed` can pack."""
+
+    def load_shared_state(self, state: Any) -> None:
+        """Load another member's state."""
+
+
+class Owner(Protocol):
+    """Interface to the member's exchange."""
+
+    def post(self, message: ExchangeMessage, dest: int, number: int) -> None:
+        """Send a message with a round number to a rank."""
+
+    def note_caught_up(self, fragment: int) -> None:
+        """Continue after a fragment's state was loaded, or did not arrive."""
+
+
+class CatchUp:
+    """Both sides of the transfer on one member.
+
+    Args:
+        owner: The member's exchange.
+        offers: Offers of blocks of bytes, on a channel of their own.
+    """
+
+    def __init__(self, owner: Owner, services: Services, offers: Offers, fragments: Sequence[Shared]) -> None:
+        self._owner = owner
+        self._services = services
+        self._fragments = fragments
+        self._offers = offers
+        self._asked: dict[int, int] = {}  # by fragment: rank that was asked and has not given the state yet
+
+    def ask(self, number: int, holder: int) -> None:
+        """Ask a holder for the state after a round, unless another living holder was asked already."""
+        fragment = (number - 1) % len(self._fragments)
+        if fragment not in self._asked:
+            self._asked[fragment] = holder
+            self._owner.post(Asked(), holder, number)
+
+    def on_message(self, source: int, number: int, message: Asked | Given | Taken) -> None:
+        """Handle a message of another member."""
+        fragment = (number - 1) % len(self._fragments)
+        match message:
+            case Asked():
+                own = self._fragments[fragment]
+                newest = (own.version - 1) * len(self._fragments) + fragment + 1
+                block = packed(own.shared_state())
+                self._offers.offer(newest, block, source)
+                self._owner.post(Given(block.numel()), source, newest)
+            case Given(nbytes):
+                self._offers.spawn(self._take(fragment, source, number, nbytes), f"state after round {number}")
+            case Taken():
+                self._offers.note_taken(source, number)
+
+    def on_lost(self, living: set[int]) -> None:
+        """Free the states that only lost members need, and forget lost holders."""
+        self._offers.note_lost(living)
+        self._asked = {fragment: holder for fragment, holder in self._asked.items() if holder in living}
+
+    def admit(self, rank: int) -> None:
+        """Allow messages to and from the new process of a restarted rank."""
+        self._offers.admit(rank)
+
+    def close(self) -> None:
+        """Stop all transfers."""
+        self._offers.close()
+
+    async def _take(self, fragment: int, source: int, number: int, nbytes: int) -> None:
+        block, own = new_bytes(nbytes), self._fragments[fragment]
+        try:
+            await self._offers.fetch(source, number, block)
+            if own.version * len(self._fragments) < number:
+                own.load_shared_state(unpacked(block))
+        except (RankLostError, StreamAborted) as error:  # the next call of ask() asks again
+            logger.info("the state after round %d did not arrive from rank %d: %s", number, source, error)
+        finally:
+            self._asked.pop(fragment, None)
+            self._owner.post(Taken(), source, number)
+        self._owner.note_caught_up(fragment)
+        self._services.engine.recheck()

@@ -1,0 +1,255 @@
+"""DiLoCo with a quorum: rounds that do not wait for late ranks, and late ranks whose differences count later."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.facts import naming
+from support.seeds import seeds
+
+import asyncdist as ad
+from asyncdist.simulation import Compute, Kill, Restart, simulate
+from protocols import AverageApplied, DiLoCoPolicy, SelectiveDiLoCoPolicy, StepInfo
+from simulation.diloco_quorum_scenarios import LIMIT_S, Log, Plan, run, scenario
+
+SGD = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5, nesterov=True)
+
+
+@pytest.mark.parametrize("block", seeds(8))
+def test_each_difference_counts_once_under_faults(block: int) -> None:
+    for seed in range(block * 5, block * 5 + 5):
+        try:
+            scenario(seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+# -- late ranks in a script -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", ["wait", "skip"])
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_scripted_late_ranks_equal_the_oracle_bit_for_bit(late: str, fragments: int) -> None:
+    """Rank 3 is late in steps 10 to 17, rank 1 in steps 40 to 43; all factors are powers of two."""
+    plan = Plan(steps=(110,) * 4, every=2, late=late, fragments=fragments, grace_s=0.004, outer="dyadic")
+    plan = dataclasses.replace(plan, stops={3: (10, 17, 0.3), 1: (40, 43, 0.5)})
+    logs, oracle = run(plan)
+    assert oracle is not None and sum(map(max, oracle.anchors.values())) >= 50
+    assert logs[0].late[3] >= 2 and logs[0].late[1] >= 2
+
+
+def test_a_rank_that_stops_for_hundreds_of_rounds_catches_up() -> None:
+    plan = Plan(steps=(400, 400, 400, 100), every=1, stops={3: (10, 10, 3.0)}, grace_s=0.002)
+    logs, _ = run(plan)
+    late = [info for info in infos_of(logs[3]) if info.staleness_versions]
+    assert max(info.staleness_versions or 0 for info in late) > 200
+    donors = [info.donors for info in infos_of(logs[3])]
+    assert all(3 in each for each in donors[-50:]), "it contributes in time again"
+
+
+def infos_of(log: Log) -> list[StepInfo]:
+    return [event.info for _, *events in log.events for event in events if isinstance(event, AverageApplied)]
+
+
+def test_step_names_the_ranks_that_were_late() -> None:
+    plan = Plan(steps=(8, 8, 8, 8), every=4, stops={2: (0, 3, 0.02)})
+    logs, _ = run(plan)
+    first = infos_of(logs[0])[0]
+    assert first.donors == (0, 1, 3) and first.left_out == (2,)
+    (own, *_) = infos_of(logs[2])
+    assert own.round == 2 and 2 in own.donors and own.staleness_versions == 1
+
+
+def test_a_grace_period_lets_a_late_rank_count() -> None:
+    plan = Plan(steps=(8, 8, 8, 8), every=4, stops={2: (0, 3, 0.02)})
+    with_grace = infos_of(run(dataclasses.replace(plan, grace_s=0.1))[0][0])[0]
+    assert with_grace.donors == (0, 1, 2, 3) and not with_grace.left_out
+
+
+@pytest.mark.parametrize("options", [{}, {"fragments": 2, "overlap_steps": 1}, {"mixing": 0.5}])
+def test_a_quorum_of_all_ranks_changes_no_bit(options: dict[str, Any]) -> None:
+    plan = Plan(steps=(24,) * 4, every=4, quorum=None, outer="default", stops={2: (3, 9, 0.05)}, **options)
+    (without, _), (of_all, _) = run(plan), run(dataclasses.replace(plan, quorum=4))
+    for rank in range(4):
+        pairs = zip(without[rank].weights, of_all[rank].weights, strict=True)
+        assert all((mine == theirs).all() for one, two in pairs for mine, theirs in zip(one, two, strict=True))
+        assert without[rank].donors == of_all[rank].donors
+
+
+# -- one slow rank ----------------------------------------------------------------------------------------------------
+
+
+async def counts(world: ad.World, time_s: float, options: dict[str, Any] | None) -> tuple[int, int, list[int]]:
+    """Return this rank's numbers of steps and averages in a fixed time, and its blocks of memory over time."""
+    model = torch.nn.Linear(40, 40)
+    torch.nn.init.constant_(model.weight, 1.0)
+    torch.nn.init.constant_(model.bias, 0.0)
+    optimizer, end = torch.optim.SGD(model.parameters(), 0.1), world.time() + time_s
+    step_count = average_count = 0
+    blocks: list[int] = []
+    if options is None:
+        while world.time() < end:
+            await world.safe_point()
+            step_count += 1
+        return step_count, 0, blocks
+    async with DiLoCoPolicy(model, optimizer, average_every=10, drain_timeout_s=1.0, **options) as policy:
+        assert policy._exchange is not None
+        transfers = policy._exchange._transfers
+        while world.time() < end:
+            average_count += bool(await policy.step())
+            step_count += 1
+            blocks.append(len(transfers._lent) + sum(map(len, transfers._free.values())))
+    return step_count, average_count, blocks
+
+
+@pytest.mark.parametrize("late", ["wait", "skip"])
+def test_no_rank_waits_for_one_that_is_100_times_slower(late: str) -> None:
+    """The slow rank lags by more than 200 rounds, and no rank's memory grows meanwhile."""
+    compute = Compute(step_s=0.01, factors={3: 100.0})
+    alone = simulate(counts, 25.0, None, ranks=4, compute=compute).results
+    results = simulate(counts, 25.0, {"quorum": 3, "late": late}, ranks=4, compute=compute).results
+    for rank in range(3):
+        step_count, average_count, blocks = results[rank]
+        assert step_count >= 0.98 * alone[rank][0]
+        assert average_count >= 0.97 * alone[rank][0] / 10, "rounds do not have the slow rank's pace"
+        assert max(blocks[500:]) <= max(blocks[:500]) <= 6
+    assert results[3][1] >= 1, "the slow rank takes part"
+
+
+def test_beside_a_slow_leader_a_round_takes_one_of_its_steps() -> None:
+    compute = Compute(step_s=0.01, factors={0: 100.0})
+    results = simulate(counts, 10.0, {"quorum": 3}, ranks=4, compute=compute).results
+    assert [average_count for _, average_count, _ in results[1:]] == [10, 10, 10]
+
+
+# -- losses, restarts, saved states -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_loss_during_the_grace_period_does_not_end_the_round(lost: int) -> None:
+    """Ranks 0 to 2 have contributed at 0.042 s, and the grace period is half over when the leader, or a donor, dies."""
+    plan = Plan(
+        steps=(12,) * 4, every=4, stops={3: (0, 3, 0.3)}, quorum=2, grace_s=0.2, faults=(Kill(lost, at_s=0.14),)
+    )
+    logs, oracle = run(plan)
+    assert oracle is not None
+    first = infos_of(logs[2])[0]
+    assert first.donors == tuple(sorted({0, 1, 2} - {lost})) and 3 in first.left_out
+
+
+def test_a_restarted_rank_joins_beside_a_slow_rank() -> None:
+    """Regression: the leader waited to admit until the slow rank had all means, while the others made new ones."""
+    rounds: dict[tuple[int, int], list[int]] = {}
+    versions: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    async def main(world: ad.World) -> None:
+        model = torch.nn.Linear(3, 3, dtype=torch.float64)
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, 1.0)
+        own = rounds.setdefault((world.rank, world.incarnation), [])
+        options: dict[str, Any] = {"quorum": 2, "grace_s": 0.005, "outer_optimizer": SGD, "drain_timeout_s": 60.0}
+        async with DiLoCoPolicy(model, torch.optim.SGD(model.parameters(), 0.1), average_every=2, **options) as policy:
+            while policy.iteration < (6 if world.rank == 3 else 60):
+                with torch.no_grad():
+                    model.weight.add_((world.rank + 1) / 64)
+                await asyncio.sleep(0.5 if world.rank == 3 else 0.01)
+                if info := await policy.step():
+                    own.append(info.round)
+                    anchors = [anchor.clone() for anchor in policy._fragments[0].anchors]
+                    expected = versions.setdefault((0, info.version), anchors)
+                    assert all(map(torch.equal, expected, anchors)), f"the anchors of version {info.version} differ"
+
+    faults = (Kill(1, at_s=0.1), Restart(1, at_s=0.15))
+    simulate(main, ranks=4, faults=faults, until_s=LIMIT_S).value()
+    assert len(rounds[1, 1]) > 10 and rounds[1, 1] == sorted(set(rounds[1, 1]))
+
+
+@pytest.mark.parametrize("late", ["wait", "skip"])
+def test_a_saved_state_continues_although_a_rank_was_late(late: str, tmp_path: Path) -> None:
+    """Rank 2 is behind when the ranks save; it has a base and an old anchor."""
+
+    async def main(world: ad.World, end: int, slow_s: float) -> tuple[int, list[float]]:
+        model = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.constant_(model.weight, 1.0)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        options: dict[str, Any] = {"quorum": 2, "grace_s": 0.01, "late": late, "outer_optimizer": SGD}
+        policy = DiLoCoPolicy(model, optimizer, average_every=4, **options)
+        if end > 12:
+            await ad.load_population(tmp_path, model, optimizer, policy=policy)
+        async with policy:
+            while policy.iteration < (6 if world.rank == 2 and end == 12 else end):
+                with torch.no_grad():
+                    model.weight.add_((world.rank + 1) / 64)
+                await asyncio.sleep(slow_s if world.rank == 2 else 0.01)
+                await policy.step()
+            await policy.settle()
+            await ad.save_population(tmp_path, model, optimizer, policy=policy)
+            version = policy._fragments[0].version
+        return version, [value for anchor in policy._fragments[0].anchors for value in anchor.tolist()]
+
+    first = simulate(main, 12, 0.2, ranks=3, until_s=LIMIT_S).results
+    assert first[0][0] == first[1][0] >= 3
+    second = simulate(main, 32, 0.01, ranks=3, until_s=LIMIT_S).results
+    newest = max(version for version, _ in second)
+    assert newest >= first[0][0] + 4
+    anchors = [anchor for version, anchor in second if version == newest]
+    assert len(anchors) >= 2 and all(anchor == anchors[0] for anchor in anchors)
+
+
+# -- selective DiLoCo -------------------------------------------------------------------------------------------------
+
+
+def test_selective_diloco_chooses_among_the_ranks_in_time() -> None:
+    infos: dict[int, list[StepInfo]] = {}
+
+    async def main(world: ad.World) -> None:
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.constant_(model.weight, 1.0)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        options: dict[str, Any] = {"quorum": 3, "outer_optimizer": functools.partial(torch.optim.SGD, lr=1.0)}
+        async with SelectiveDiLoCoPolicy(model, optimizer, average_every=4, **options) as policy:
+            for _ in range(6 if world.rank == 3 else 16):
+                with torch.no_grad():
+                    model.weight.add_(0.125 if world.rank == 1 else -0.125)  # rank 1 moves away from 0
+                await asyncio.sleep(0.05 if world.rank == 3 else 0.01)
+                info = await policy.step(loss=lambda: model.weight.abs().item())
+                if info:
+                    infos.setdefault(world.rank, []).append(info)
+
+    simulate(main, ranks=4, until_s=LIMIT_S).value()
+    first = infos[0][0]
+    assert first.donors == (0, 2) and first.left_out == (1, 3)
+    assert infos[3][0].staleness_versions and infos[3][0].round > 1
+
+
+# -- wrong options ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quorum", [5, 100])
+def test_a_quorum_above_the_number_of_members_is_refused(quorum: int) -> None:
+    async def main(_: ad.World) -> None:
+        model = torch.nn.Linear(1, 1)
+        async with DiLoCoPolicy(model, torch.optim.SGD(model.parameters()), average_every=4, quorum=quorum):
+            raise AssertionError("it started")
+
+    with pytest.raises(ValueError, match=naming("quorum", "from 1 to the number of members (4)", str(quorum))):
+        simulate(main, ranks=4).value()
+
+
+def test_ranks_with_different_quorums_are_told_apart() -> None:
+    async def main(world: ad.World) -> None:
+        model = torch.nn.Linear(1, 1)
+        torch.nn.init.constant_(model.weight, 1.0)
+        torch.nn.init.constant_(model.bias, 1.0)
+        optimizer = torch.optim.SGD(model.parameters())
+        async with DiLoCoPolicy(model, optimizer, average_every=4, quorum=2 + world.rank % 2):
+            raise AssertionError("it started")
+
+    with pytest.raises(ad.AsyncdistError, match="quorum"):
+        simulate(main, ranks=4).value()
