@@ -126,9 +126,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Member to a new leader, or leaving leader to its successor: an anchor, or an outer optimizer's state, is offered.
+    """Offers an anchor or the outer optimizer's state.
 
-    The round number is the version.
+    A member sends it to a new leader, or a leaving leader to its successor. The message's round number is the anchor's
+    version.
 
     Attributes:
         applied: The contributions that the anchor contains.

@@ -168,5 +168,5 @@ class AnchorMean(Fragment):
 
 
 def interleaved(fragments: Sequence[Fragment], means: Sequence[AnchorMean]) -> list[Fragment]:
-    """Return the contents of an exchange's rounds: after each fragment, the means of all anchors."""
+    """Return the rounds of one exchange in order: each fragment is followed by all of ``means``."""
     return [each for fragment in fragments for each in (fragment, *means)]

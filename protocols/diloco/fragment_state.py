@@ -148,7 +148,10 @@ class FragmentState(Fragment):
         self._base, self._is_in_flight, self.applied_version = [], False, self.version
 
     def _apply_mixed(self, tensors: Sequence[Tensor], mixing: float) -> None:
-        """Write the last mean into the model's tensors: ``mixing`` * own + (1 - ``mixing``) * new for parameters."""
+        """Write the newest common values into the model's tensors.
+
+        A parameter becomes ``mixing`` * its own value + (1 - ``mixing``) * the common value.
+        """
         anchors = iter(() if self._outer is None else self._outer.anchors)
         for place, vector in enumerate(self.layout.vectors):
             new = next(anchors, None) if vector.role == "stepped" else None

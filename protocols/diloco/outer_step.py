@@ -14,6 +14,7 @@ therefore towards the ranks' weights.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -110,7 +111,8 @@ class OuterStep:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`; its tensors are copied. The saved options replace the factory's.
 
-        Options that are functions or other objects are not saved, and remain the factory's.
+        A warning names the numbers that differ, such as lr. Options that are functions or other objects are not saved,
+        and remain the factory's.
 
         Raises:
             ValueError: The state belongs to another optimizer's class or to anchors of other sizes.
@@ -125,9 +127,26 @@ class OuterStep:
         # torch uses the given tensors themselves if they have the right dtype and device.
         own, groups = self._optimizer.state_dict()["param_groups"], state["param_groups"]
         if len(own) == len(groups):  # otherwise torch raises an error
+            self._warn_of_changes(own, groups)
             groups = [{**mine, **saved} for mine, saved in zip(own, groups, strict=True)]
         self._optimizer.load_state_dict(_cloned({"state": state["state"], "param_groups": groups}))
         _use_fast_kernels(self._optimizer)
+
+    def _warn_of_changes(self, own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+        """Warn of saved numbers that differ from the factory's, if they are options of the optimizer's class.
+
+        Other numbers in a parameter group, such as a count of steps, are state. Python shows equal warnings of several
+        fragments once.
+        """
+        options = inspect.signature(type(self._optimizer)).parameters
+        changes = {
+            f"the saved {name}={new[name]} replaces {name}={old}": None
+            for mine, new in zip(own, saved, strict=True)
+            for name, old in mine.items()
+            if name in options and _is_number(old) and _is_number(new.get(name)) and new[name] != old
+        }
+        if changes:
+            warnings.warn(f"outer_optimizer: {', '.join(changes)}", UserWarning, stacklevel=3)
 
     def _sizes(self) -> list[int]:
         return [anchor.numel() for anchor in self.anchors]
@@ -243,6 +262,10 @@ def _is_data(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(map(_is_data, value.values()))
     return value is None or isinstance(value, bool | int | float | str | Tensor)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _with_article(name: str) -> str:

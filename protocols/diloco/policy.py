@@ -70,7 +70,17 @@ ELSEWHERE: Final = {
     "model_fragments": "here fragment_pattern lists the names of the modules of each fragment",
     **dict.fromkeys(("backup_device", "pin_memory"), "here the anchor is always in host memory"),
     **dict.fromkeys(
-        ("manager", "accelerator", "dht", "run_id"), "the ranks are those of group, by default all ranks of the job"
+        ("manager", "pg", "use_async_quorum", "accelerator", "dht", "run_id"),
+        "the ranks are those of group, by default all ranks of the job",
+    ),
+    **dict.fromkeys(
+        ("state_dict", "load_state_dict"),
+        "here policy.state_dict() returns the anchor and the outer optimizer's state, and "
+        "asyncdist.save_population(..., policy=policy) saves them",
+    ),
+    **dict.fromkeys(
+        ("timeout", "quorum_timeout"),
+        "a round has no time limit; grace_s is the time for which it waits once a quorum of ranks has contributed",
     ),
     **dict.fromkeys(
         ("matchmaking_time", "averaging_timeout", "grace", "grace_period"),
@@ -325,7 +335,10 @@ class DiLoCoPolicy(ExchangePolicy):
         return self._own_options.outer_optimizer is not None
 
     def take_model_of(self, other: SpawnPolicy) -> bool:
-        """Use the model of ``other`` from now on, as :meth:`SpawnPolicy.take_model_of`, and set it to the anchor."""
+        """Use the model of ``other`` from now on, and set its weights to the anchor.
+
+        Extends :meth:`SpawnPolicy.take_model_of`.
+        """
         if not super().take_model_of(other):
             return False
         with self._weights.following():

@@ -65,9 +65,9 @@ _OWN_STATE: Final = ("fragments", "captured", "owed", "in_flight", "replica_size
 class ExchangePolicy(JoinablePolicy):
     """Base class of policies on the exchange. A subclass makes the fragments, and chooses the schedule and the weights.
 
-    A rank whose weights are not finite does not contribute. It takes the others' mean whole, and its optimizer's state
-    is cleared (``StepInfo.recovered``). If ranks end their training after different numbers of steps, the others
-    continue without them.
+    A rank whose weights are not finite does not contribute. It takes the others' mean without mixing in its own
+    weights, and its optimizer's state is cleared (``StepInfo.recovered``). If ranks end their training after different
+    numbers of steps, the others continue without them.
 
     With ``replica_size`` the ranks of a replica apply the same means in the same steps. Under DDP each rank exchanges a
     part of the model, and sends the result to the other ranks of its replica. Under `fully_shard` each rank exchanges

@@ -17,7 +17,8 @@ class ExchangeStatistics:
 
     Attributes:
         iteration: Number of steps.
-        average_count: Number of applied averages; each fragment counts.
+        average_count: Number of averages applied since the start or the resume; the average of each fragment counts
+            as one.
         waited_s: Seconds for which steps have waited for averages.
         sent_nbytes: Total encoded size in bytes of this member's contributions.
         title: Name of the policy and of this rank.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -357,6 +358,19 @@ def test_a_state_before_the_first_step_clears_later_state() -> None:
     assert same([outer.anchors[0].numpy()], stepped(FACTORIES["diloco"], anchor, differences[1:2])[-1:])
 
 
+def test_loading_warns_once_of_numbers_that_it_replaces() -> None:
+    """Regression: a changed learning rate was replaced by the saved one in silence."""
+    saved = OuterStep(functools.partial(SGD, lr=0.7, momentum=0.9, nesterov=True), [torch.zeros(3)]).state_dict()
+    outer = OuterStep(functools.partial(SGD, lr=0.1, momentum=0.5), [torch.zeros(3)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outer.load_state_dict(saved)
+        outer.load_state_dict(saved)  # now the options are equal
+    assert [str(each.message) for each in caught] == [
+        "outer_optimizer: the saved lr=0.7 replaces lr=0.1, the saved momentum=0.9 replaces momentum=0.5"
+    ]
+
+
 def test_the_state_of_another_outer_step_is_refused() -> None:
     outer = OuterStep(FACTORIES["diloco"], [torch.zeros(3), torch.zeros(4)])
     for other, facts in (
@@ -434,7 +448,9 @@ def test_all_anchors_are_stepped_without_foreach() -> None:
     made: list[torch.optim.Optimizer] = []
     outer = OuterStep(recorded(functools.partial(SGD, lr=0.5, foreach=True), made), [torch.zeros(2)])
     assert made[0].param_groups[0]["foreach"] is False
-    outer.load_state_dict(OuterStep(functools.partial(SGD, lr=0.25), [torch.zeros(2)]).state_dict())
+    saved = OuterStep(functools.partial(SGD, lr=0.25), [torch.zeros(2)]).state_dict()
+    with pytest.warns(UserWarning, match=naming("lr=0.25", "lr=0.5")):
+        outer.load_state_dict(saved)
     assert (made[0].param_groups[0]["foreach"], made[0].param_groups[0]["lr"]) == (False, 0.25)
 
 
