@@ -28,7 +28,8 @@ from asyncdist.protocols.async_diloco.messages import (
     Taken,
     Wanted,
 )
-from asyncdist.protocols.async_diloco.server import Server, ServerOptions
+from asyncdist.protocols.async_diloco.options import ServerOptions
+from asyncdist.protocols.async_diloco.server import Server
 from asyncdist.protocols.exchange.catching_up.offers import SECOND, Offers
 from asyncdist.protocols.exchange.fetch import new_bytes
 from asyncdist.protocols.joining.membership import Membership

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -277,3 +277,24 @@ class AsyncDiLoCoOptions(Options):
             "global_optimizer": "None" if self.global_optimizer is None else described(self.global_optimizer),
             "correct": correct if "0x" not in correct else getattr(self.correct, "__qualname__", "a function"),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Options of the server.
+
+    Attributes:
+        average_every: Number of steps until the fastest worker's next contribution.
+        mirror_every: Number of versions between two copies of the outer optimizer's state; 0 for no copies.
+        islands: Number of the island of each rank, for the global server, whose workers are the islands; None for a
+            server whose workers are the ranks.
+    """
+
+    own: AsyncDiLoCoOptions
+    average_every: int
+    mirror_every: int
+    islands: Mapping[int, int] | None = None
+
+    def worker_of(self, rank: int) -> int:
+        """Return the worker for which a rank contributes."""
+        return rank if self.islands is None else self.islands[rank]

@@ -39,8 +39,14 @@ from asyncdist.protocols.async_diloco.holdings import HeldAnchor, Holdings, Outs
 from asyncdist.protocols.async_diloco.islands.federation import Federation
 from asyncdist.protocols.async_diloco.member import AsyncMember
 from asyncdist.protocols.async_diloco.messages import Applied, Arrived
-from asyncdist.protocols.async_diloco.options import ELSEWHERE, LOSES_VALUES, AsyncDiLoCoOptionNames, AsyncDiLoCoOptions
-from asyncdist.protocols.async_diloco.server import ServerOptions, answered_alone
+from asyncdist.protocols.async_diloco.options import (
+    ELSEWHERE,
+    LOSES_VALUES,
+    AsyncDiLoCoOptionNames,
+    AsyncDiLoCoOptions,
+    ServerOptions,
+)
+from asyncdist.protocols.async_diloco.server import answered_alone
 from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics, statistics_of
 from asyncdist.protocols.async_diloco.timing.pace import Stopwatch
 from asyncdist.protocols.declared import among, with_options

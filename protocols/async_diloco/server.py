@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -42,7 +41,7 @@ from asyncdist.protocols.async_diloco.messages import (
     Taken,
     Wanted,
 )
-from asyncdist.protocols.async_diloco.options import AsyncDiLoCoOptions
+from asyncdist.protocols.async_diloco.options import ServerOptions
 from asyncdist.protocols.async_diloco.timing.grace import SyncTimes, grace_period
 from asyncdist.protocols.async_diloco.timing.pace import steps_at_speed
 from asyncdist.protocols.exchange.catching_up.offers import SECOND, Offers
@@ -52,27 +51,6 @@ from asyncdist.protocols.joining.state_transfer import packed, unpacked
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.async_diloco.server")
-
-
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """Options of the server.
-
-    Attributes:
-        average_every: Number of steps until the fastest worker's next contribution.
-        mirror_every: Number of versions between two copies of the outer optimizer's state; 0 for no copies.
-        islands: Number of the island of each rank, for the global server, whose workers are the islands; None for a
-            server whose workers are the ranks.
-    """
-
-    own: AsyncDiLoCoOptions
-    average_every: int
-    mirror_every: int
-    islands: Mapping[int, int] | None = None
-
-    def worker_of(self, rank: int) -> int:
-        """Return the worker for which a rank contributes."""
-        return rank if self.islands is None else self.islands[rank]
 
 
 class Server:

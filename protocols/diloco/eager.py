@@ -21,7 +21,7 @@ from torch import Tensor
 from asyncdist.protocols.diloco.fragment_state import FragmentState
 from asyncdist.protocols.diloco.outer_step import OuterFactory
 from asyncdist.protocols.exchange.fragment import Fragment
-from asyncdist.protocols.exchange.ledger import Verdict
+from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, norm_of, scatter, subtract, values_of, write
 
 

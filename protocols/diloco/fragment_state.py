@@ -15,7 +15,7 @@ from torch import Tensor
 from asyncdist.protocols.diloco.outer_step import OuterFactory, OuterStep
 from asyncdist.protocols.diloco.radial import radial_mean_into
 from asyncdist.protocols.exchange.fragment import Fragment, Mean, mean_cosine
-from asyncdist.protocols.exchange.ledger import Verdict
+from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, gather, norm_of, scatter, subtract
 from asyncdist.tensors.codecs import ErrorFeedback
 

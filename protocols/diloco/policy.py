@@ -42,7 +42,7 @@ from asyncdist.protocols.diloco.options import (
 from asyncdist.protocols.diloco.radial import embeddings_of
 from asyncdist.protocols.exchange.flights import Flight
 from asyncdist.protocols.exchange.fragment import Mean
-from asyncdist.protocols.exchange.ledger import Verdict
+from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.policy import ExchangePolicy
 from asyncdist.protocols.exchange.rounds import Exchanged
 from asyncdist.protocols.exchange.schedule import Schedule

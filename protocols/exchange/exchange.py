@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -35,9 +34,9 @@ from asyncdist.protocols.exchange.ledger import (
     Instruction,
     Ledger,
     Partners,
+    Quorum,
     Retire,
     TakeCensus,
-    Verdict,
     Weighing,
     all_members,
     reported_weights,
@@ -56,6 +55,7 @@ from asyncdist.protocols.exchange.messages import (
     Released,
     Retired,
     Taken,
+    Verdict,
 )
 from asyncdist.protocols.exchange.replicas.division import weighing_of
 from asyncdist.protocols.exchange.rounds import Exchanged, MemberRound, RoundTransfers, has_merged
@@ -66,21 +66,6 @@ from asyncdist.protocols.parameter_stream.server import SnapshotServer
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.exchange")
-
-
-@dataclass(frozen=True, slots=True)
-class Quorum:
-    """Contributions for which a round waits.
-
-    Attributes:
-        count: Number of contributions, less than the number of members; all if fewer members are left.
-        grace_s: Seconds to wait for further contributions once there is a quorum.
-        members_wait: Whether members wait for the means with their contributions.
-    """
-
-    count: int
-    grace_s: float
-    members_wait: bool
 
 
 class Exchange:
@@ -323,16 +308,7 @@ class Exchange:
         self._begin_leading()
 
     def _new_ledger(self) -> Ledger:
-        quorum = self._quorum
-        return Ledger(
-            self._membership.living,
-            self._retired,
-            self._weigh,
-            self._partners,
-            quorum=None if quorum is None else quorum.count,
-            has_grace=quorum is not None and quorum.grace_s > 0,
-            members_wait=quorum is not None and quorum.members_wait,
-        )
+        return Ledger(self._membership.living, self._retired, self._weigh, self._partners, quorum=self._quorum)
 
     def _begin_leading(self) -> None:
         """Begin a census, if this member leads, and report this member's standing to the leader."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncdist.protocols.exchange.ledger import Verdict
+from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, gather, norm_of, scatter
 
 

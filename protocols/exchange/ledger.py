@@ -21,72 +21,12 @@ If all members that were not behind are lost, the newest state of the others cou
 All functions are pure: messages and losses in, decisions out.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
-from typing import Final, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-#: Largest attempt that a message may contain. A round is decided again only after a loss.
-ATTEMPT_MAX: Final = 1 << 12
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The leader's decision on a round.
-
-    Attributes:
-        attempt: Number of the decision on this round, from 1; a later decision replaces earlier ones.
-        donors: Ranks whose contributions are averaged, ascending; empty if no contribution was finite.
-        weights: Weights of the donors, in the same order.
-        norms: L2 norms of the donors' contributions, in the same order.
-        holder: Rank that has the mean already, from which all slices are requested; -1 if the donors own the slices.
-        taker: The only rank that receives this verdict's mean; it averages all slices itself. -1 if all members share
-            the mean.
-        scores: Further values of the donors' reports, in the same order; empty if the reports have none.
-        late: Members that had not contributed when the leader decided, ascending.
-    """
-
-    attempt: int
-    donors: tuple[int, ...]
-    weights: tuple[float, ...]
-    norms: tuple[float, ...]
-    holder: int = -1
-    taker: int = -1
-    scores: tuple[tuple[float, ...], ...] = ()
-    late: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Raise ValueError if a field is out of range or contradicts another field."""
-        lengths = {len(self.donors), len(self.weights), len(self.norms), len(self.scores or self.donors)}
-        if not 1 <= self.attempt <= 2 * ATTEMPT_MAX or len(lengths) != 1:
-            raise ValueError(
-                f"attempt must be from 1 to {2 * ATTEMPT_MAX}, with a weight and a norm for each donor, got "
-                f"{self!r:.300}"
-            )
-        if list(self.donors) != sorted(set(self.donors)) or not all(weight > 0 for weight in self.weights):
-            raise ValueError(f"donors must be ascending, and weights > 0, got {self!r:.300}")
-
-    @property
-    def sources(self) -> tuple[int, ...]:
-        """Ranks whose data the members need: the holder, or all donors. A holder's donors may be lost."""
-        return (self.holder,) if self.holder >= 0 else self.donors
-
-    def among(self, ranks: Container[int]) -> "Verdict":
-        """Return the verdict with only those donors that are among ``ranks``."""
-        kept = [place for place, donor in enumerate(self.donors) if donor in ranks]
-        return replace(
-            self,
-            donors=tuple(self.donors[place] for place in kept),
-            weights=tuple(self.weights[place] for place in kept),
-            norms=tuple(self.norms[place] for place in kept),
-            scores=tuple(self.scores[place] for place in kept if self.scores),
-        )
-
-    def source_of(self, number: int) -> int:
-        """Return the rank that provides the mean of slice ``number``: for a taker, the taker itself."""
-        if self.taker >= 0:
-            return self.taker
-        return self.holder if self.holder >= 0 else self.donors[number % len(self.donors)]
+from asyncdist.protocols.exchange.messages import Standing, Verdict
 
 
 class Report(NamedTuple):
@@ -121,44 +61,6 @@ def all_members(number: int, rank: int, members: Sequence[int]) -> None:
 def reported_weights(reports: Mapping[int, Report]) -> dict[int, float]:
     """Return the reported weights of all contributions whose norm is finite."""
     return {rank: report.weight for rank, report in reports.items() if isfinite(report.norm)}
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """One member's standing in one round.
-
-    Attributes:
-        attempt: Attempt of the last verdict that this member knows; 0 if it knows none.
-        has_merged: Whether the member has the mean.
-        weight, norm: The member's contribution, if it is captured; 0 if the member was admitted after the round had
-            begun, and only receives the mean.
-        donors, weights, norms: The verdict's donors if the member has the mean; otherwise empty.
-        scores: Further values of the member's report; see :class:`Report`.
-        donor_scores: The verdict's scores if the member has the mean; otherwise empty.
-        late: The verdict's late members if the member has the mean; otherwise empty.
-    """
-
-    round: int
-    attempt: int
-    has_merged: bool
-    weight: float
-    norm: float
-    donors: tuple[int, ...] = ()
-    weights: tuple[float, ...] = ()
-    norms: tuple[float, ...] = ()
-    scores: tuple[float, ...] = ()
-    donor_scores: tuple[tuple[float, ...], ...] = ()
-    late: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Raise ValueError if a field is out of range or contradicts another field."""
-        if self.round < 1 or not 0 <= self.attempt <= ATTEMPT_MAX:
-            raise ValueError(
-                f"round must be >= 1, and attempt from 0 to {ATTEMPT_MAX}, got round {self.round} and attempt "
-                f"{self.attempt}"
-            )
-        if self.has_merged:
-            Verdict(self.attempt, self.donors, self.weights, self.norms, scores=self.donor_scores)
 
 
 class Decide(NamedTuple):
@@ -196,6 +98,23 @@ class AwaitGrace(NamedTuple):
 Instruction: TypeAlias = Decide | TakeCensus | Retire | AwaitGrace
 
 
+@dataclass(frozen=True, slots=True)
+class Quorum:
+    """Contributions for which a round waits.
+
+    Attributes:
+        count: Number of contributions, less than the number of members; all if fewer members are left.
+        grace_s: Seconds to wait for further contributions once there is a quorum.
+        members_wait: Whether a member waits for the mean with its contribution before it contributes to other
+            fragments. If members wait for different fragments, so that no round gets a quorum, the first round is
+            decided without one.
+    """
+
+    count: int
+    grace_s: float
+    members_wait: bool
+
+
 @dataclass(slots=True, eq=False)
 class _Round:
     """State of one round that is not retired."""
@@ -225,12 +144,7 @@ class Ledger:
         weigh: Pure function that chooses the donors and their weights, equal on all members.
         partners: Pure function that chooses whose contributions a member averages, equal on all members. A member's
             verdict follows when these contributions and its own are reported, so only partners wait for each other.
-        quorum: Number of contributions after which a round is decided, or of all living members if there are fewer.
-            None waits for all members.
-        has_grace: Whether a grace period begins when the quorum is complete.
-        members_wait: Whether a member waits for the mean with its contribution before it contributes to other
-            fragments. If members wait for different fragments, so that no round gets a quorum, the first round is
-            decided without one.
+        quorum: Contributions for which a round waits; None to wait for all members.
 
     Attributes:
         census: Number of the latest census; 0 before the first.
@@ -243,17 +157,13 @@ class Ledger:
         weigh: Weighing = reported_weights,
         partners: Partners = all_members,
         *,
-        quorum: int | None = None,
-        has_grace: bool = False,
-        members_wait: bool = False,
+        quorum: Quorum | None = None,
     ) -> None:
         self.members = set(members)
         self._partners = partners
         self.retired = list(retired)
         self._weigh = weigh
         self._quorum = quorum
-        self._has_grace = has_grace
-        self._members_wait = members_wait
         self._grace_count = 0
         self.census = 0
         self._awaited: set[int] | None = None  # members whose answer to the census is awaited; None without a census
@@ -436,7 +346,7 @@ class Ledger:
 
     def _first_of_all_waits(self) -> list[Instruction]:
         """Decide the first round if all members wait for rounds, and none of these rounds will get a quorum."""
-        if self._quorum is None or not self._members_wait:
+        if self._quorum is None or not self._quorum.members_wait:
             return []
         waits = {number: each for number, each in self._rounds.items() if each.verdict is None and each.captured}
         waiting = {rank for each in waits.values() for rank in each.captured}
@@ -453,11 +363,13 @@ class Ledger:
         missing = self.members - each.excused - later - self._ending - self._paused - each.captured.keys()
         if not missing and (each.captured or later or each.attempt):  # after an attempt, all donors may be lost
             return True
-        is_grace_over = each.is_grace_over or not self._has_grace or missing <= self._behind(self._fragment(number))
+        is_grace_over = (
+            each.is_grace_over or not self._quorum.grace_s or missing <= self._behind(self._fragment(number))
+        )
         return is_grace_over and self._has_quorum(each)
 
     def _has_quorum(self, each: _Round) -> bool:
-        return self._quorum is not None and len(each.captured) >= min(self._quorum, len(self.members))
+        return self._quorum is not None and len(each.captured) >= min(self._quorum.count, len(self.members))
 
     def _later(self, number: int) -> set[int]:
         """Return the members whose contributions count in a later round, and no longer in this one.

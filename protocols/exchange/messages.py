@@ -4,9 +4,109 @@ The round number is in the frame's header. Annotations are real objects, never s
 return plain types.
 """
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
+from typing import Final
 
-from asyncdist.protocols.exchange.ledger import Standing, Verdict
+#: Largest attempt that a message may contain. A round is decided again only after a loss.
+ATTEMPT_MAX: Final = 1 << 12
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The leader's decision on a round.
+
+    Attributes:
+        attempt: Number of the decision on this round, from 1; a later decision replaces earlier ones.
+        donors: Ranks whose contributions are averaged, ascending; empty if no contribution was finite.
+        weights: Weights of the donors, in the same order.
+        norms: L2 norms of the donors' contributions, in the same order.
+        holder: Rank that has the mean already, from which all slices are requested; -1 if the donors own the slices.
+        taker: The only rank that receives this verdict's mean; it averages all slices itself. -1 if all members share
+            the mean.
+        scores: Further values of the donors' reports, in the same order; empty if the reports have none.
+        late: Members that had not contributed when the leader decided, ascending.
+    """
+
+    attempt: int
+    donors: tuple[int, ...]
+    weights: tuple[float, ...]
+    norms: tuple[float, ...]
+    holder: int = -1
+    taker: int = -1
+    scores: tuple[tuple[float, ...], ...] = ()
+    late: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if a field is out of range or contradicts another field."""
+        lengths = {len(self.donors), len(self.weights), len(self.norms), len(self.scores or self.donors)}
+        if not 1 <= self.attempt <= 2 * ATTEMPT_MAX or len(lengths) != 1:
+            raise ValueError(
+                f"attempt must be from 1 to {2 * ATTEMPT_MAX}, with a weight and a norm for each donor, got "
+                f"{self!r:.300}"
+            )
+        if list(self.donors) != sorted(set(self.donors)) or not all(weight > 0 for weight in self.weights):
+            raise ValueError(f"donors must be ascending, and weights > 0, got {self!r:.300}")
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Ranks whose data the members need: the holder, or all donors. A holder's donors may be lost."""
+        return (self.holder,) if self.holder >= 0 else self.donors
+
+    def among(self, ranks: Container[int]) -> "Verdict":
+        """Return the verdict with only those donors that are among ``ranks``."""
+        kept = [place for place, donor in enumerate(self.donors) if donor in ranks]
+        return replace(
+            self,
+            donors=tuple(self.donors[place] for place in kept),
+            weights=tuple(self.weights[place] for place in kept),
+            norms=tuple(self.norms[place] for place in kept),
+            scores=tuple(self.scores[place] for place in kept if self.scores),
+        )
+
+    def source_of(self, number: int) -> int:
+        """Return the rank that provides the mean of slice ``number``: for a taker, the taker itself."""
+        if self.taker >= 0:
+            return self.taker
+        return self.holder if self.holder >= 0 else self.donors[number % len(self.donors)]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One member's standing in one round.
+
+    Attributes:
+        attempt: Attempt of the last verdict that this member knows; 0 if it knows none.
+        has_merged: Whether the member has the mean.
+        weight, norm: The member's contribution, if it is captured; 0 if the member was admitted after the round had
+            begun, and only receives the mean.
+        donors, weights, norms: The verdict's donors if the member has the mean; otherwise empty.
+        scores: Further values of the member's report; see :class:`protocols.exchange.ledger.Report`.
+        donor_scores: The verdict's scores if the member has the mean; otherwise empty.
+        late: The verdict's late members if the member has the mean; otherwise empty.
+    """
+
+    round: int
+    attempt: int
+    has_merged: bool
+    weight: float
+    norm: float
+    donors: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+    norms: tuple[float, ...] = ()
+    scores: tuple[float, ...] = ()
+    donor_scores: tuple[tuple[float, ...], ...] = ()
+    late: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if a field is out of range or contradicts another field."""
+        if self.round < 1 or not 0 <= self.attempt <= ATTEMPT_MAX:
+            raise ValueError(
+                f"round must be >= 1, and attempt from 0 to {ATTEMPT_MAX}, got round {self.round} and attempt "
+                f"{self.attempt}"
+            )
+        if self.has_merged:
+            Verdict(self.attempt, self.donors, self.weights, self.norms, scores=self.donor_scores)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from asyncdist import BusyError, validation
 from asyncdist.collectives.agreement.messages import Agreed
-from asyncdist.protocols.exchange.exchange import Exchange, Quorum
+from asyncdist.protocols.exchange.exchange import Exchange
 from asyncdist.protocols.exchange.flights import Flight, Flights
 from asyncdist.protocols.exchange.fragment import Fragment, Mean
-from asyncdist.protocols.exchange.ledger import Report, Verdict, reported_weights
+from asyncdist.protocols.exchange.ledger import Quorum, Report, reported_weights
+from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.options import ExchangeOptions
 from asyncdist.protocols.exchange.replicas.division import parts_of
 from asyncdist.protocols.exchange.replicas.group import Readiness, ReplicaGroup, joined_replica

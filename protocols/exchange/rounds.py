@@ -20,7 +20,7 @@ from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import WINDOW_COUNT, StreamAborted
 from asyncdist.protocols.exchange.fetch import REQUEST_COUNT_MAX, Fetch, as_buffers, new_bytes
-from asyncdist.protocols.exchange.ledger import Standing, Verdict
+from asyncdist.protocols.exchange.messages import Standing, Verdict
 from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, new_memory
 from asyncdist.protocols.parameter_stream.messages import PART_CHUNK_COUNT
 from asyncdist.protocols.parameter_stream.parts import Part

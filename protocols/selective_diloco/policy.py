@@ -20,7 +20,8 @@ from asyncdist import validation
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions
 from asyncdist.protocols.diloco.policy import ELSEWHERE, DiLoCoPolicy
-from asyncdist.protocols.exchange.ledger import Report, Verdict
+from asyncdist.protocols.exchange.ledger import Report
+from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.metrics import MetricSource, due_metric

@@ -8,7 +8,7 @@ import pytest
 
 from asyncdist.protocols.async_diloco.messages import Arrived, Standing as AsyncStanding
 from asyncdist.protocols.exchange.fragment import mean_cosine
-from asyncdist.protocols.exchange.ledger import ATTEMPT_MAX, Standing, Verdict
+from asyncdist.protocols.exchange.messages import ATTEMPT_MAX, Standing, Verdict
 
 
 @pytest.mark.parametrize(

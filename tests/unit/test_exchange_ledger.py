@@ -23,11 +23,10 @@ from asyncdist.protocols.exchange.ledger import (
     Ledger,
     Report,
     Retire,
-    Standing,
     TakeCensus,
-    Verdict,
     reported_weights,
 )
+from asyncdist.protocols.exchange.messages import Standing, Verdict
 
 NAN: Final = math.nan
 

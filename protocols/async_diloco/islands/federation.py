@@ -16,7 +16,7 @@ from asyncdist.protocols.async_diloco.blocks import Layouts
 from asyncdist.protocols.async_diloco.holdings import HeldAnchor, Holdings
 from asyncdist.protocols.async_diloco.islands.regional import Regional
 from asyncdist.protocols.async_diloco.member import AsyncMember
-from asyncdist.protocols.async_diloco.server import ServerOptions
+from asyncdist.protocols.async_diloco.options import ServerOptions
 from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.scopes import PolicyScopes
