@@ -128,11 +128,7 @@ def simulate(
         raise TypeError(f"after_event must be a function without arguments, got {after_event!r}")
     if is_loop_running():
         refuse_inside_a_world()
-    inherited: Any = inherited_random
-    if isinstance(inherited, str) or not isinstance(inherited, Collection) or not set(inherited) <= INHERITABLE:
-        validation.refuse(
-            "inherited_random", inherited, f"a list of names out of {', '.join(map(repr, sorted(INHERITABLE)))}"
-        )
+    _check_inherited(inherited_random)
     run = functools.partial(_Simulation.run, options=options, until_s=until_s, after_event=after_event)
     # These contexts must exit only after the simulation's objects are freed.
     with one_at_a_time(), collecting_at_fixed_points(arguments.size):
@@ -140,6 +136,12 @@ def simulate(
     if not return_exceptions:
         report.check_ranks()
     return report
+
+
+def _check_inherited(names: Any) -> None:
+    if isinstance(names, str) or not isinstance(names, Collection) or not set(names) <= INHERITABLE:
+        allowed = f"a list of names out of {', '.join(map(repr, sorted(INHERITABLE)))}"
+        validation.refuse("inherited_random", names, allowed)
 
 
 def _run_alone(

@@ -91,14 +91,7 @@ async def fail(
     Before an abort, the result of ``tell_story()``, a report of all ranks' waits, is printed.
     """
     loop = asyncio.get_running_loop()
-    if isinstance(error, Exception) and (lost := await world.services.shared(ReplicaMates).lost_soon()):
-        verb = "is" if len(lost) == 1 else "are"
-        cause = f"{ranks_in_words(lost)} of its replica {verb} lost, and the other replicas continue"
-        _report.print_line(f"rank {world.rank} ends, because {cause}: {summarise(error)}", error)
-        world.services.cancel_tasks()
-        world.close()
-        transport.close_failed()
-        end_as_lost()
+    await _end_beside_lost_mates(world, transport, error)
     if is_consequence(error):
         await _hear_why(world, _HEAR_WHY_S)
     from_peer = is_consequence(error) and isinstance(world.services.engine.failure, RankLostError)
@@ -150,6 +143,20 @@ async def fail(
         exit_immediately(1)
     world.close()
     transport.close_failed()
+
+
+async def _end_beside_lost_mates(world: World, transport: Transport, error: BaseException) -> None:
+    """End this process as if it was lost, if a rank of its replica is lost, so that the other replicas continue."""
+    lost = await world.services.shared(ReplicaMates).lost_soon() if isinstance(error, Exception) else ()
+    if not lost:
+        return
+    verb = "is" if len(lost) == 1 else "are"
+    cause = f"{ranks_in_words(lost)} of its replica {verb} lost, and the other replicas continue"
+    _report.print_line(f"rank {world.rank} ends, because {cause}: {summarise(error)}", error)
+    world.services.cancel_tasks()
+    world.close()
+    transport.close_failed()
+    end_as_lost()
 
 
 async def _rank_that_tells(world: World, error: BaseException) -> int | None:
