@@ -157,6 +157,12 @@ class Holdings:
             found.append(self.answer.held())
         return found
 
+    def begin(self, state: Mapping[str, Any], layouts: Layouts) -> None:
+        """Begin with a saved anchor, and with the outer optimizer's state if it is saved beside the anchor."""
+        self.base = HeldAnchor.of(state, layouts)
+        if "outer" in state:
+            self.outer = self.base.version, state["outer"].clone()
+
     def load(self, state: Mapping[str, Any], layouts: Layouts, sources: Mapping[int, int], rank: int) -> None:
         """Load the anchors and contributions of a saved policy on ``rank``; for ``sources`` see :func:`renumbered`."""
         self.base, self.sequence = HeldAnchor.of(state["base"], layouts, sources), state["sequence"]

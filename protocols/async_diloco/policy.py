@@ -23,12 +23,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any, ClassVar, Final, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from asyncdist import validation
 from asyncdist.collectives.agreement.messages import Agreed
@@ -47,7 +46,7 @@ from asyncdist.protocols.async_diloco.options import (
     ServerOptions,
 )
 from asyncdist.protocols.async_diloco.server import answered_alone
-from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics, statistics_of
+from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics, result_of, statistics_of
 from asyncdist.protocols.async_diloco.timing.pace import Stopwatch
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.options import check_has_whole_tensors, counted_tokens
@@ -57,18 +56,18 @@ from asyncdist.protocols.exchange.replicas.group import Readiness
 from asyncdist.protocols.exchange.wire_layout import checksum_of_parameters
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
-from asyncdist.protocols.joining.policy import JoinablePolicy
 from asyncdist.protocols.joining.replicas import Replicas
+from asyncdist.protocols.joining.replicated import ReplicatedPolicy
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.joining.state_transfer import packed, unpacked
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.misuse import line_of_caller
 from asyncdist.protocols.options import CommonOptions, MemberOptions
 from asyncdist.protocols.selective.islands.layout import Island
-from asyncdist.protocols.starting.differences import FIRST_WEIGHTS, LEFT_OUT
-from asyncdist.protocols.step_info import NOTHING, AverageApplied, Contributed, StepInfo
-from asyncdist.protocols.wrappers import check_replica_group, reshard
-from asyncdist.tensors.flat_state import Entry, SnapshotPool
+from asyncdist.protocols.starting.differences import FIRST_WEIGHTS
+from asyncdist.protocols.step_info import NOTHING, Contributed, StepInfo
+from asyncdist.protocols.wrappers import check_replica_group
+from asyncdist.tensors.flat_state import Entry
 from asyncdist.tensors.infinities import KnownInfinities, trouble_of
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
@@ -81,7 +80,7 @@ _OWN_STATE: Final = (
 
 
 @with_options(AsyncDiLoCoOptionNames, CommonOptions, AsyncDiLoCoOptions)
-class AsyncDiLoCoPolicy(JoinablePolicy):
+class AsyncDiLoCoPolicy(ReplicatedPolicy):
     """Asynchronous DiLoCo: each rank's contribution is applied when it arrives, and no rank waits for others.
 
     ::
@@ -121,13 +120,10 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
     ) -> None:
         own = self._own_options = AsyncDiLoCoOptions.of(options)
         self._resets_optimizer = own.optimizer_state == "reset"
-        self.keeps_replicas = own.replica_size > 1
-        self.admits_restarted = not self.keeps_replicas
-        if self.keeps_replicas and isinstance(model, DistributedDataParallel):
-            model = model.module
         super().__init__(
             model,
             optimizer,
+            replica_size=own.replica_size,
             average_every=average_every,
             resets_optimizer=self._resets_optimizer,
             **among(options, MemberOptions),
@@ -136,7 +132,6 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         check_has_whole_tensors(own.merge, holds_shards=self._holds_shards())
         if own.wire.name == "topk" and own.error_feedback is None:
             warnings.warn(LOSES_VALUES, UserWarning, stacklevel=3)
-        self._layout_buffers = self._flat.new_buffers(device="meta")
         self._layouts: Layouts
         self._captures: Captures
         self._holdings: Holdings  # with `replica_size`, only on the first rank of a replica, as are the captures
@@ -150,7 +145,6 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         self._upper_holdings: Holdings  # state among all ranks; only with islands
         self._member: AsyncMember | None = None  # None before the start, and if this rank is alone
         self._admission: Admission | None = None
-        self._snapshots = SnapshotPool(self._flat)
         self._stopwatch = Stopwatch() if own.dynamic_steps or own.grace_steps else None
         self._steps = 0  # since the last capture
         self._steps_wanted = self.average_every  # until the next capture
@@ -231,12 +225,6 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
             self._upper_holdings = Holdings(self._holdings.base)  # a block is never changed
         self._take_saved()
 
-    def _choose_members(self) -> tuple[int, ...]:
-        ranks, size = self._group.ranks, self._own_options.replica_size
-        if len(ranks) > 1 and len(ranks) % size:
-            validation.refuse("replica_size", size, f"a divisor of the number of ranks ({len(ranks)})")
-        return ranks
-
     def _takers(self) -> tuple[int, ...]:
         """Return the first ranks of all replicas, which take part for their replicas."""
         return self._members[:: self._replicas.size]
@@ -246,21 +234,9 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         """True if this rank takes part for its replica, or is a replica of its own."""
         return self._crew is None or self._crew.leads
 
-    def _takes_means(self) -> bool:
-        return not self._holds_shards()  # the initial shards of a replica's ranks differ
-
-    def _holds_shards(self) -> bool:
-        """Return whether the model is sharded, so that each rank of a replica has a different part."""
-        return bool(self._flat.mesh_ranks)
-
     def _agreed_values(self) -> dict[str, str]:
-        values = {**super()._agreed_values(), _RESUMED: "no" if self._saved is None and not self._was_loaded else "yes"}
-        if self._replicas.size == 1:
-            return values | self._first_weights()
-        if self._holds_shards():  # the ranks of a replica have different shards
-            values["model"] = "sharded"
-            values.pop(LEFT_OUT, None)
-        return values
+        is_resumed = self._saved is not None or self._was_loaded
+        return {**super()._agreed_values(), _RESUMED: "yes" if is_resumed else "no"}
 
     def _first_weights(self) -> dict[str, str]:
         """Return the checksum of this rank's weights, which must be equal on all ranks with the same part."""
@@ -361,8 +337,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         state, rank, own = self._saved, self._world.rank, self._holdings
         assert state is not None, "the leader has sent its state"
         self._captures.clear_residuals()
-        own.base = HeldAnchor.of(state["served"], self._layouts)
-        own.outer = own.base.version, state["served"]["outer"].clone()
+        own.begin(state["served"], self._layouts)
         own.outstanding = own.answer = own.inherited = None  # of a state that this newcomer has loaded itself
         self._steps, self._steps_wanted, self._tokens = 0, self.average_every, 0.0
         self._captured_at, self._reported, self._is_waiting = 0, None, False
@@ -435,16 +410,9 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
             "sequence": own.sequence,
             "counts": counts,
             "reported": reported,
-            "global": self._global_state(),
+            "global": None if self._federation is None else self._federation.state(),
             **place,
         }
-
-    def _global_state(self) -> dict[str, Any] | None:
-        """Return this rank's newest global anchor, and the state that the global server also has."""
-        if self._federation is None:
-            return None
-        served = self._federation.served()
-        return self._upper_holdings.newest.state() if served is None else {**served[0].state(), "outer": served[1]}
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         if state["counts"] is not None:
@@ -462,10 +430,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
             self._captures.load_state_dict(state["captures"])
             self._holdings.load(state, self._layouts, sources, rank)
         if state["global"] is not None and self._island is not None:
-            upper = self._upper_holdings
-            upper.base = HeldAnchor.of(state["global"], self._layouts)
-            if "outer" in state["global"]:
-                upper.outer = upper.base.version, state["global"]["outer"].clone()
+            self._upper_holdings.begin(state["global"], self._layouts)
         self._steps, self._steps_wanted, self._tokens, self._captured_at, self._is_waiting = state["counts"]
         if state["reported"] is not None:
             self._reported = Arrived(*state["reported"])
@@ -541,8 +506,7 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
 
     async def _collect(self, crew: Crew, unsound: str) -> str:
         """Prepare the contribution of a replica together, and return an entry that is not finite, or ""."""
-        if self._flat.mesh_ranks:
-            reshard(self.model)
+        self._reshard()
         own = Readiness(True, unsound)
         if not (unsound or self._is_compared or self._holds_shards()):
             own = own._replace(checksum=self._checksum())
@@ -585,14 +549,11 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
 
     async def _apply(self, report: Applied, began_at: float) -> StepInfo:
         """Write the new anchor into the model."""
-        crew, trouble = (
-            self._crew,
-            trouble_of(self._known_infinities, None if self._resets_optimizer else self.optimizer),
-        )
+        crew, kept = self._crew, None if self._resets_optimizer else self.optimizer
+        trouble = trouble_of(self._known_infinities, kept)
         if crew is not None:
             trouble = (await crew.replica.agree(Readiness(True, trouble))).trouble
-        if self._flat.mesh_ranks:
-            reshard(self.model)
+        self._reshard()
         waited_s = self._world.time() - began_at
         if self._is_first:
             answer, keeps_progress = self._holdings.apply_answer(), self._captured_at < self.iteration and not trouble
@@ -605,27 +566,16 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         if self._resets_optimizer or trouble:
             reset_optimizer_state(self.optimizer)
         self._steps_wanted = report.steps
-        total = sum(report.weights)
         wire_nbytes, unencoded_nbytes = self._sent_nbytes()
-        info = StepInfo(
-            averaged_this_iteration=True,
-            round=report.version,
-            donors=report.donors,
-            weights=tuple(weight / total for weight in report.weights),
+        info = replace(
+            result_of(report),
             staleness_steps=self.iteration - self._captured_at,
             seconds=self._world.time() - began_at,
             nbytes=self._layouts.exact.nbytes if self._is_first else 0,
             recovered=trouble,
-            fragment=0,
             wire_nbytes=wire_nbytes,
-            outer_norm=None if math.isnan(report.norm) else report.norm,
-            cosine=None if math.isnan(report.cosine) else report.cosine,
             unencoded_nbytes=unencoded_nbytes,
             waited_s=waited_s,
-            fragment_count=1,
-            version=report.version,
-            staleness_versions=report.staleness,
-            grace_s=report.grace_s,
             island=-1 if self._island is None else self._island.index,
         )
         self._announce(info, report)
@@ -644,14 +594,6 @@ class AsyncDiLoCoPolicy(JoinablePolicy):
         facts = info.round, 0, self._captured_at, own.base_version, weight, own.norm, *self._sent_nbytes()
         event = Contributed(*facts)
         self._journal.note_contributed(event)
-        if on_event is None:
-            return
-        on_event(event)
-        state = self._snapshots.acquire()
-        try:
-            self._flat.snapshot(state)
-            best = report.donors[0] if report.donors else -1
-            names = state.by_name()
-            on_event(AverageApplied(info.round, info.donors, report.weights, best, self.iteration, names, info=info))
-        finally:
-            self._snapshots.release(state)
+        if on_event is not None:
+            on_event(event)
+        self._announce_average(on_event, info, report.weights)

@@ -1,11 +1,14 @@
-"""Counts of one member of an asynchronous DiLoCo policy."""
+"""Counts of one member of an asynchronous DiLoCo policy, and the results of its steps."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from asyncdist.protocols.async_diloco.messages import Applied
 from asyncdist.protocols.async_diloco.server import Server
 from asyncdist.protocols.journal import Journal, format_table
+from asyncdist.protocols.step_info import StepInfo
 from asyncdist.wording import size_in_words
 
 
@@ -102,4 +105,22 @@ def statistics_of(
         mean_grace_s=grace_s,
         lost_outer_state_count=losses,
         title=journal.title(),
+    )
+
+
+def result_of(report: Applied) -> StepInfo:
+    """Return the part of a step's result that the answer to a rank's contribution contains."""
+    total = sum(report.weights)
+    return StepInfo(
+        averaged_this_iteration=True,
+        round=report.version,
+        donors=report.donors,
+        weights=tuple(weight / total for weight in report.weights),
+        fragment=0,
+        outer_norm=None if math.isnan(report.norm) else report.norm,
+        cosine=None if math.isnan(report.cosine) else report.cosine,
+        fragment_count=1,
+        version=report.version,
+        staleness_versions=report.staleness,
+        grace_s=report.grace_s,
     )

@@ -286,7 +286,7 @@ class DiLoCoPolicy(ExchangePolicy):
         info = replace(info, seconds=seconds + waited_s, waited_s=waited_s, staleness_versions=int(landed is not None))
         if landed is None:
             info = replace(info, left_out=(), nbytes=0)
-        self._announce(info, mean.verdict)
+        self._announce_average(self._shared.on_event, info, mean.verdict.weights)
         return [info]
 
     async def settle(self) -> None:

@@ -22,7 +22,6 @@ from typing import Any, ClassVar, Final, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from asyncdist import BusyError, validation
 from asyncdist.collectives.agreement.messages import Agreed
@@ -41,17 +40,17 @@ from asyncdist.protocols.exchange.statistics import ExchangeStatistics, statisti
 from asyncdist.protocols.exchange.wire_layout import Vector, WireLayout, gather, scatter
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
-from asyncdist.protocols.joining.policy import JoinablePolicy
 from asyncdist.protocols.joining.replicas import SINGLE, Replicas
+from asyncdist.protocols.joining.replicated import ReplicatedPolicy
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.options import MemberOptions
-from asyncdist.protocols.starting.differences import FIRST_WEIGHTS, LEFT_OUT
-from asyncdist.protocols.step_info import NOTHING, AverageApplied, Contributed, StepInfo, together
-from asyncdist.protocols.wrappers import check_replica_group, reshard
+from asyncdist.protocols.starting.differences import FIRST_WEIGHTS
+from asyncdist.protocols.step_info import NOTHING, Contributed, StepInfo, together
+from asyncdist.protocols.wrappers import check_replica_group
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.codecs import Codec
-from asyncdist.tensors.flat_state import Entry, SnapshotPool
+from asyncdist.tensors.flat_state import Entry
 from asyncdist.tensors.infinities import KnownInfinities, trouble_of
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
@@ -63,7 +62,7 @@ _ROUNDS: Final = "rounds completed"
 _OWN_STATE: Final = ("fragments", "captured", "owed", "in_flight", "replica_size", "replica_index", "contributions")
 
 
-class ExchangePolicy(JoinablePolicy):
+class ExchangePolicy(ReplicatedPolicy):
     """Base class of policies on the exchange. A subclass makes the fragments, and chooses the schedule and the weights.
 
     A rank whose weights are not finite does not contribute. It takes the others' mean without mixing in its own
@@ -100,24 +99,20 @@ class ExchangePolicy(JoinablePolicy):
         grace_s: float = 0.0,
         **options: Unpack[MemberOptions],
     ) -> None:
-        resets = shared.resets_optimizer
-        self.keeps_replicas = replica_size > 1
-        self.admits_restarted = not self.keeps_replicas
-        if self.keeps_replicas and isinstance(model, DistributedDataParallel):
-            model = model.module
-        super().__init__(model, optimizer, average_every=schedule.every, resets_optimizer=resets, **options)
+        every, resets = schedule.every, shared.resets_optimizer
+        super().__init__(
+            model, optimizer, replica_size=replica_size, average_every=every, resets_optimizer=resets, **options
+        )
         self._shared = shared
         schedule = replace(schedule, every=self.average_every)  # as an int
         self._flights = Flights(schedule, skips_late=skips_late)
         self._fragment_count = schedule.fragment_count
         self._is_overlapped = schedule.overlap_steps > 0
         self._numbers_per_round = 1  # numbers of the exchange's rounds; further ones are for :meth:`_exchanged`
-        self._layout_buffers = self._flat.new_buffers(device="meta")
         self._fragments: list[Fragment] = []
         self._given_quorum, self._grace_s = quorum, grace_s
         self._quorum: Quorum | None = None  # None if a round waits for all members
         self._was_loaded = False  # whether the fragments were saved, possibly with different versions on the ranks
-        self._replica_size = replica_size
         self._replica: ReplicaGroup | None = None  # None if each rank is a replica, and if this rank is alone
         self._is_compared = False  # whether the ranks of the replica were found to train equal weights
         self._part_layouts: list[list[WireLayout]] = []  # by fragment: parts of a replica's ranks, under DDP
@@ -129,7 +124,6 @@ class ExchangePolicy(JoinablePolicy):
         self._unsound_captures: set[int] = set()  # fragments whose last contribution was not finite
         self._unfinished: set[int] = set()  # rounds that cannot end before a step, since the last call of settle
         self._given: Mapping[int, Mapping[str, Any]] = {}  # loaded contributions to such rounds, by round
-        self._snapshots = SnapshotPool(self._flat)
 
     def statistics(self) -> ExchangeStatistics:
         """Return this member's counts so far."""
@@ -238,32 +232,19 @@ class ExchangePolicy(JoinablePolicy):
         if self.is_alone:
             self._contribute_again()
 
-    def _choose_members(self) -> tuple[int, ...]:
-        ranks, size = self._group.ranks, self._replica_size
-        if len(ranks) > 1 and len(ranks) % size:
-            validation.refuse("replica_size", size, f"a divisor of the number of ranks ({len(ranks)})")
-        return ranks
-
-    def _holds_shards(self) -> bool:
-        """Return whether the model is sharded, so that each rank of a replica has a different part."""
-        return bool(self._flat.mesh_ranks)
-
-    def _takes_means(self) -> bool:
-        return not self._holds_shards()  # the initial shards of a replica's ranks differ
-
     def _agreed_values(self) -> dict[str, str]:
-        values = {**super()._agreed_values(), _ROUNDS: str([fragment.version for fragment in self._fragments])}
-        if self._quorum is not None and self._was_loaded:  # ranks that were late receive the newest state
-            return {**values, _ROUNDS: "saved"}
-        if not self.keeps_replicas:
-            return values | self._first_weights()
-        if self._holds_shards():  # the ranks of a replica have different shards
-            values["model"] = "sharded"
-            values.pop(LEFT_OUT, None)
-        return values
+        # With a quorum, ranks that were late receive the newest state.
+        rounds = "saved" if self._may_be_late() else str([fragment.version for fragment in self._fragments])
+        return {**super()._agreed_values(), _ROUNDS: rounds}
+
+    def _may_be_late(self) -> bool:
+        """Return whether this rank's anchors may differ from the others', because they were saved with a quorum."""
+        return self._quorum is not None and self._was_loaded
 
     def _first_weights(self) -> dict[str, str]:
         """Return the checksum of this rank's anchors, which must be equal on all ranks with the same part."""
+        if self._may_be_late():
+            return {}
         checksum, anchors = 0, [anchor for fragment in self._fragments for anchor in fragment.anchors]
         for anchor in anchors:
             checksum = zlib.crc32(byte_view(anchor), checksum)
@@ -594,7 +575,7 @@ class ExchangePolicy(JoinablePolicy):
             self._exchange.note_applied(self._place(fragment))
         info = self._info_of(fragment, flight, mean, ready)
         info = replace(info, seconds=self._world.time() - began_at, waited_s=waited_s)
-        self._announce(info, mean.verdict)
+        self._announce_average(self._shared.on_event, info, mean.verdict.weights)
         return info
 
     async def _write(self, fragment: int, ready: Readiness, *, is_late: bool, is_left_out: bool) -> None:
@@ -651,11 +632,6 @@ class ExchangePolicy(JoinablePolicy):
             _write_parts(await self._replica.share([self._part_layouts[each] for each in fragments], tensors), tensors)
         self._reshard()
 
-    def _reshard(self) -> None:
-        """Free the parameters that `fully_shard` has gathered, before this rank's shards are read or changed."""
-        if self._flat.mesh_ranks:
-            reshard(self.model)
-
     def _unsound(self) -> str | None:
         """Return the name of an entry of the model with an unexpected non-finite value, or None."""
         return self._known_infinities.unsound_entry_of_model()
@@ -663,18 +639,6 @@ class ExchangePolicy(JoinablePolicy):
     def _trouble(self) -> str:
         """Describe the part of this rank's weights or optimizer that is not finite; return "" if all is finite."""
         return trouble_of(self._known_infinities, None if self._shared.resets_optimizer else self.optimizer)
-
-    def _announce(self, info: StepInfo, verdict: Verdict) -> None:
-        if self._shared.on_event is None:
-            return
-        state = self._snapshots.acquire()
-        try:
-            self._flat.snapshot(state)
-            best = info.donors[0] if info.donors else -1
-            facts = info.round, info.donors, verdict.weights, best, self.iteration
-            self._shared.on_event(AverageApplied(*facts, state.by_name(), info=info))
-        finally:
-            self._snapshots.release(state)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.async_diloco.blocks import Layouts
-from asyncdist.protocols.async_diloco.holdings import HeldAnchor, Holdings
+from asyncdist.protocols.async_diloco.holdings import Holdings
 from asyncdist.protocols.async_diloco.islands.regional import Regional
 from asyncdist.protocols.async_diloco.member import AsyncMember
 from asyncdist.protocols.async_diloco.options import ServerOptions
@@ -125,7 +125,10 @@ class Federation:
             global_version=self.holdings.base.version,
         )
 
-    def served(self) -> tuple[HeldAnchor, Any] | None:
-        """Return the global anchor and its outer state, as the global server; otherwise None."""
+    def state(self) -> dict[str, Any]:
+        """Return a copy of this rank's newest global anchor, and as the global server also of its outer state."""
         upper = self._upper.server
-        return upper.held() if upper is not None and upper.has_begun else None
+        if upper is None or not upper.has_begun:
+            return self.holdings.newest.state()
+        held, outer = upper.held()
+        return {**held.state(), "outer": outer}

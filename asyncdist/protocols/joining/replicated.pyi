@@ -1,0 +1,1 @@
+from protocols.joining.replicated import *

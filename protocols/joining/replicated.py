@@ -1,0 +1,93 @@
+"""Base class of joinable policies whose replicas of the model may have several ranks, under DDP or `fully_shard`."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Unpack
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from asyncdist import validation
+from asyncdist.protocols.joining.policy import JoinablePolicy
+from asyncdist.protocols.options import MemberOptions
+from asyncdist.protocols.starting.differences import LEFT_OUT
+from asyncdist.protocols.step_info import AverageApplied, PolicyEvent, StepInfo
+from asyncdist.protocols.wrappers import reshard
+from asyncdist.tensors.flat_state import SnapshotPool
+
+
+class ReplicatedPolicy(JoinablePolicy):
+    """Base class of joinable policies whose replicas of the model may have several ranks.
+
+    Args:
+        replica_size: Number of consecutive ranks that train one replica of the model together.
+        average_every, resets_optimizer, options: The parameters of :class:`SpawnPolicy`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        replica_size: int,
+        average_every: int,
+        resets_optimizer: bool,
+        **options: Unpack[MemberOptions],
+    ) -> None:
+        self._replica_size = replica_size
+        self.keeps_replicas = replica_size > 1
+        self.admits_restarted = not self.keeps_replicas
+        if self.keeps_replicas and isinstance(model, DistributedDataParallel):
+            model = model.module
+        super().__init__(model, optimizer, average_every=average_every, resets_optimizer=resets_optimizer, **options)
+        self._layout_buffers = self._flat.new_buffers(device="meta")
+        self._snapshots = SnapshotPool(self._flat)  # memory for the weights in events
+
+    @abc.abstractmethod
+    def _first_weights(self) -> dict[str, str]:
+        """Return the checksum of this rank's weights, which must be equal on all ranks with the same part."""
+
+    def _choose_members(self) -> tuple[int, ...]:
+        ranks, size = self._group.ranks, self._replica_size
+        if len(ranks) > 1 and len(ranks) % size:
+            validation.refuse("replica_size", size, f"a divisor of the number of ranks ({len(ranks)})")
+        return ranks
+
+    def _holds_shards(self) -> bool:
+        """Return whether the model is sharded, so that each rank of a replica has a different part."""
+        return bool(self._flat.mesh_ranks)
+
+    def _reshard(self) -> None:
+        """Free the parameters that `fully_shard` has gathered, before this rank's shards are read or changed."""
+        if self._flat.mesh_ranks:
+            reshard(self.model)
+
+    def _takes_means(self) -> bool:
+        return not self._holds_shards()  # the initial shards of a replica's ranks differ
+
+    def _agreed_values(self) -> dict[str, str]:
+        values = super()._agreed_values()
+        if self._replicas.size == 1:
+            return values | self._first_weights()
+        if self._holds_shards():  # the ranks of a replica have different shards
+            values["model"] = "sharded"
+            values.pop(LEFT_OUT, None)
+        return values
+
+    def _announce_average(
+        self, on_event: Callable[[PolicyEvent], None] | None, info: StepInfo, weights: Sequence[float]
+    ) -> None:
+        """Call a user's function, if there is one, with the event of an average that this step has applied."""
+        if on_event is None:
+            return
+        state = self._snapshots.acquire()
+        try:
+            self._flat.snapshot(state)
+            best = info.donors[0] if info.donors else -1
+            facts = info.round, info.donors, tuple(weights), best, self.iteration
+            on_event(AverageApplied(*facts, state.by_name(), info=info))
+        finally:
+            self._snapshots.release(state)
