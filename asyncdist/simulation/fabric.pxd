@@ -75,7 +75,9 @@ cdef class Fabric:
     cdef _Path _path(self, Py_ssize_t source, Py_ssize_t dest)
     @cython.locals(now=double, begins_at=double)
     cdef double _sent_at(self, _Path path, Py_ssize_t source, Py_ssize_t nbytes, double transfer) except -1
-    cpdef object _enter(self, object take_in, Py_ssize_t dest, Py_ssize_t nbytes, tuple arguments)
+    @cython.locals(path=_Path, nbytes=Py_ssize_t, done_at=double, last=double)
+    cpdef object _enter(self, Message message)
+    cpdef object _enter_whole(self, object receive, Message message)
     @cython.locals(
         now=double,
         path=_Path,
