@@ -16,7 +16,7 @@ async def main(world):
     with ProcessPoolExecutor(2) as pool:
         return pool.submit(int).result()
 
-print(ad.simulate(main, ranks=2).results[0])
+print(ad.simulate(main, ranks=2, return_exceptions=True).results[0])
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")

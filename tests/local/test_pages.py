@@ -155,7 +155,7 @@ async def use(world: ad.World, text: str) -> int:
 def test_policies_in_the_table_of_methods_run() -> None:
     page = (pages.ROOT / "docs" / "diloco.md").read_text()
     rows = re.findall(r"^\| ([\w -]+) \| `(DiLoCoPolicy\(.*?\))` \|", page, re.MULTILINE)
-    assert len(rows) == 11
+    assert len(rows) == 12
     for method, text in rows:
         ranks = 1 if method == "Lookahead" else 2
         counts = ad.run_local(use, text, ranks=ranks, strict=True)
@@ -165,7 +165,7 @@ def test_policies_in_the_table_of_methods_run() -> None:
 def test_models_of_the_integrations_begin_equal() -> None:
     """Regression: the programs set no seed, so that copies of them averaged unrelated weights."""
     found = [block for block in pages.blocks(pages.ROOT / "docs" / "integrations.md") if block.language == "diff"]
-    assert len(found) == 11
+    assert len(found) == 12
     for block in found:
         text = block.program()
         made = re.search(r"^model = torch\.nn\.Linear\(|^module = Module\(|\bModel\(\), ", text, re.MULTILINE)
