@@ -210,7 +210,7 @@ class MembershipLog:
     def _reason(self, group: Group, number: int) -> AsyncdistError | None:
         for rank in (*group.ranks, *group.lease.bound_to) if self._lost_at else ():
             if self._has_lost(group, rank):
-                return RankLostError(f"rank {rank} is gone, which ends the group {short(group.ranks)}", rank=rank)
+                return RankLostError(_loss_of(rank, group), rank=rank)
         for rank, started in self._freed.get(group.tag, {}).items():
             if started < number:
                 return ClosedError(
@@ -228,3 +228,10 @@ class MembershipLog:
                     rank=rank,
                 )
         return None
+
+
+def _loss_of(rank: int, group: Group) -> str:
+    """Return the message for a collective of a group that lost ``rank``; it names the remedy."""
+    argument = "group" if group.lease.serial else ""  # Only the group of all ranks has the serial number 0.
+    remedy = f"Pass await ad.surviving_group({argument}) as the group of this call"
+    return f"rank {rank} is gone, which ends the group {short(group.ranks)}. {remedy}"

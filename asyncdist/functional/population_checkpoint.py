@@ -27,13 +27,14 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from asyncdist import validation
 from asyncdist.collectives.groups import Group
+from asyncdist.errors import RankLostError
 from asyncdist.functional import checkpoint_files, checkpoint_state
 from asyncdist.functional.checkpoint_files import ModelFormat
 from asyncdist.functional.checkpoint_state import Stateful
@@ -44,6 +45,9 @@ from asyncdist.runtime.world import World
 from asyncdist.tensors.trained_models import TrainedModels
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
+
+#: Timeout in seconds for making the group of the surviving ranks.
+_SURVIVORS_TIMEOUT_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,8 @@ async def save_population(
         keep: Number of checkpoints to keep, including this one; older ones are deleted. None keeps all.
         format: ``"torch"``, or ``"safetensors"`` for a separate weights file per rank, which
             ``safetensors.torch.load_file`` opens. Requires ``pip install 'asyncdist[safetensors]'``.
-        group: Ranks to save; by default all.
+        group: Ranks to save; by default all that were never lost. A restarted rank does not know which save the others
+            reach next. By default it saves nothing, logs a warning, and returns ``path``.
         world: World of the call; by default the current one.
 
     Returns:
@@ -106,6 +111,7 @@ async def save_population(
         TypeError: ``extra``, or the state of model, optimizer or policy, has a value that
             ``torch.load(weights_only=True)`` refuses. The other ranks get RemoteError.
         OSError: A file cannot be written. The other ranks get RemoteError.
+        RankLostError: A rank was lost while files were written, or a member of ``group`` is lost.
         ValueError: ``keep`` is not a positive integer, or ``format`` is unknown.
         ModuleNotFoundError: The package safetensors is missing.
 
@@ -114,6 +120,8 @@ async def save_population(
     """
     save = _Save(path, model, keep, format, group, world)
     await _settle(policy)
+    if save.is_left_out():
+        return Path(path)
     await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
     return await save.joint.result_or_give_up()
 
@@ -160,6 +168,8 @@ async def async_save_population(
     """
     save = _Save(path, model, keep, format, group, world, is_beside=True)
     await _settle(policy)
+    if save.is_left_out():
+        return PendingSave(Path(path), None)
     name = await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
     return PendingSave(Path(path) / name, save.joint)
 
@@ -171,16 +181,19 @@ class PendingSave:
     the save continues.
     """
 
-    def __init__(self, folder: Path, joint: JointWork[Path]) -> None:
+    def __init__(self, folder: Path, joint: JointWork[Path] | None) -> None:
         self.folder = folder
         self._joint = joint
 
     def done(self) -> bool:
         """Return whether the save has ended, successfully or not."""
-        return self._joint.is_over
+        return self._joint is None or self._joint.is_over
 
     def __await__(self) -> Generator[Any, None, Path]:
-        return self._joint.result().__await__()
+        return self._result().__await__()
+
+    async def _result(self) -> Path:
+        return self.folder if self._joint is None else await self._joint.result()
 
     def __repr__(self) -> str:
         return f"<PendingSave {self.folder}{' done' if self.done() else ''}>"
@@ -201,6 +214,7 @@ class _Save:
         is_beside: bool = False,
     ) -> None:
         self._world, self._group = place(world, group)
+        self._is_default_group = group is None
         self._path = path
         self._model = model
         self._keep = keep
@@ -209,9 +223,49 @@ class _Save:
         self._state: dict[str, Any] = {}
         self.joint: JointWork[Path] = JointWork(self._world, self._group, "save_population")
 
-    async def begin(self, take_state: Callable[[], dict[str, Any]]) -> str:
-        """Take this rank's state, begin the save when all ranks have joined, and return the folder's name."""
+    def is_left_out(self) -> bool:
+        """Return whether this rank saves nothing, because it was restarted and no group was given."""
+        is_left_out = self._is_default_group and self._world.incarnation > 0
+        if is_left_out:
+            text = "rank %d was restarted, so its state is not saved to %s; pass group= to save it"
+            logger.warning(text, self._world.rank, os.fspath(self._path))
+        return is_left_out
 
+    async def begin(self, take_state: Callable[[], dict[str, Any]]) -> str:
+        """Take this rank's state, begin the save when all ranks have joined, and return the folder's name.
+
+        By default, if a rank was lost, the ranks that were never lost save. Ranks may detect the loss at different
+        times: a rank that begins in the group of all ranks gets RankLostError, and then joins the survivors as well.
+        """
+        world = self._world
+        if self._is_default_group and world.peers.attendance.loss_count:
+            await self._move_to_survivors()
+        while True:
+            try:
+                return await self._begin_in_group(take_state)
+            except RankLostError:
+                await self._free_survivors()
+                if not (self._is_default_group and world.services.survives_loss):
+                    raise
+                await self._move_to_survivors()
+            except BaseException:
+                await self._free_survivors()
+                raise
+
+    async def _move_to_survivors(self) -> None:
+        """Replace the group by the group of the ranks that were never lost. The save still waits for earlier saves."""
+        everyone = self._world.group
+        groups = self._world.peers.groups
+        self._group = await groups.surviving_group(everyone, _SURVIVORS_TIMEOUT_S, is_restarted_in=False)
+        self.joint = JointWork(self._world, self._group, "save_population")
+        # A later save, in a new group of survivors, waits for this one.
+        self._group.lease.joint_work, everyone.lease.joint_work = everyone.lease.joint_work, self.joint
+
+    async def _free_survivors(self) -> None:
+        if self._is_default_group and self._group is not self._world.group:
+            await self._group.free()
+
+    async def _begin_in_group(self, take_state: Callable[[], dict[str, Any]]) -> str:
         async def prepare() -> str:
             if self._keep is not None:
                 validation.count("keep", self._keep, besides=" or None")
@@ -240,6 +294,7 @@ class _Save:
             raise
         finally:
             self._state = {}
+            await self._free_survivors()
         return folder
 
     async def _write(self, folder: Path) -> dict[str, Any]:
@@ -280,6 +335,9 @@ async def load_population(
     If the policy has replicas of several ranks, whole replicas are chosen, by the means of their ranks' metrics.
     With more ranks, some get copies and keep their own random states; a warning is logged.
 
+    Without ``group``, a restarted rank (``world.incarnation`` above 0) does not wait for the others, which train
+    already. It raises FileNotFoundError at once. The policy that it then enters gives it the state of another rank.
+
     Args:
         path: Path passed to :func:`save_population`, or its result.
         model, optimizer: Model and optimizer with the same layout as the saved ones; changed in place.
@@ -289,7 +347,7 @@ async def load_population(
 
     Raises:
         FileNotFoundError: There is no complete checkpoint. All members raise it, so each may catch it and start from
-            the beginning.
+            the beginning. Also raised on a restarted rank without ``group``.
         ValueError: The checkpoint has a different model (the error names the first difference), optimizer, policy or
             version, or a file is damaged.
         LocalProtocolError: The policy was already entered.
@@ -298,7 +356,13 @@ async def load_population(
     **Cancellation**: before all ranks have read and compared their files, the others get RemoteError, and no model
     changes. After that, all ranks apply the loaded state, and then the cancellation is raised.
     """
+    is_default_group = group is None
     world, group = place(world, group)
+    if is_default_group and world.incarnation:
+        raise FileNotFoundError(
+            f"rank {world.rank} was restarted, so it loads no checkpoint from {os.fspath(path)}: the other ranks do "
+            "not load one now. Enter a policy to get another rank's state, or pass a group of ranks that load together"
+        )
     loading: JointWork[LoadedPopulation] = JointWork(world, group, "load_population")
 
     async def prepare() -> tuple[str, str]:

@@ -29,6 +29,7 @@ from asyncdist.waits import WaitId, WaitKind
 _HEARD_AFTER_S: Final = 0.05
 _SUBJECT: Final = "new group"
 _OF_SURVIVORS: Final = "group of the survivors"
+_NEVER_LOST: Final = "group of the ranks that were never lost"
 
 
 class GroupCreation:
@@ -79,20 +80,23 @@ class GroupCreation:
                 meeting = self._agreements.next_meeting(members, subject)
                 self._agreements.stay_away(meeting, error if isinstance(error, Exception) else None)
 
-    async def surviving_group(self, group: Group, timeout_s: float) -> Group:
+    async def surviving_group(self, group: Group, timeout_s: float, *, is_restarted_in: bool = True) -> Group:
         """Make a group of the live members of ``group``; see :func:`asyncdist.surviving_group`.
 
         Members detect a loss at different times. A member whose request includes a lost rank gets an error and requests
         a smaller group, so all survivors request the final list equally often. The agreement is named after the
         original group, since tasks that lost a rank in different groups may request equal lists concurrently.
+
+        Without ``is_restarted_in``, restarted ranks are left out, since they may not have reached the call.
         """
         services = self._services
         origin = group.lease.origin or group.key
-        subject = f"{_OF_SURVIVORS} of {origin:x}"
+        subject = f"{_OF_SURVIVORS if is_restarted_in else _NEVER_LOST} of {origin:x}"
         give_up_at = services.time() + timeout_s
         while True:
             gone = set(services.gone)
-            live = [rank for rank in group.ranks if rank not in gone]
+            left_out = gone if is_restarted_in else gone.union(services.restarted)
+            live = [rank for rank in group.ranks if rank not in left_out]
             try:
                 left_s = max(round(give_up_at - services.time(), 3), 0.001)
                 made = await self.new_group(live, left_s, subject=subject)

@@ -154,23 +154,27 @@ async def test_saved_copy_shares_tensors_as_the_model_and_is_exact(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* of the .* ranks begin as copies of others")  # if the survivors have saved
 def test_rank_killed_during_a_save_leaves_a_whole_population(tmp_path: Path) -> None:
-    async def main(world: World) -> None:
-        save = await ad.async_save_population(tmp_path, *filled(2.0), keep=2)
+    async def main(world: World, value: float) -> None:
+        save = await ad.async_save_population(tmp_path, *filled(value), keep=2)
         for _ in range(100):
             await world.sleep(0.0001)
         await save
 
     async def first(_: World) -> None:
-        await ad.save_population(tmp_path, *filled(1.0))
+        await ad.save_population(tmp_path, *filled(-1.0))
 
     ad.simulate(first, ranks=3, strict=True).value()
-    values = set()
+    before, outcomes = -1.0, set()
     for turn in range(1, 240, 12):
-        report = ad.simulate(main, ranks=3, seed=turn, faults=[Kill(rank=turn % 3, at_turn=turn // 3 + 1)])
+        report = ad.simulate(main, float(turn), ranks=3, seed=turn, faults=[Kill(rank=turn % 3, at_turn=turn // 3 + 1)])
         assert all(result is None or isinstance(result, (RankLostError, RemoteError)) for result in report.results)
-        values.add(newest(tmp_path, ranks=3)[1])
-    assert values == {1.0, 2.0}
+        found = newest(tmp_path, ranks=3)[1]
+        assert found in (before, turn)
+        outcomes.add(found == turn)
+        before = found
+    assert outcomes == {False, True}
 
 
 # -- beside other tasks of a rank ------------------------------------------------------------------------------------

@@ -200,8 +200,7 @@ def test_rank_lost_in_a_save_is_named_and_delays_no_later_save(tmp_path: Path) -
         try:
             await ad.save_population(tmp_path, model_of(1.0))
         except RankLostError as error:
-            with pytest.raises(RankLostError):
-                await ad.save_population(tmp_path, model_of(1.0))
+            await ad.save_population(tmp_path, model_of(1.0))  # the ranks that were never lost save
             return str(error)
         return "saved"
 

@@ -449,6 +449,7 @@ def test_checkpoint_of_another_optimizer_is_refused_unchanged(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.* of the .* ranks begin as copies of others")  # if the survivors have saved
 def test_rank_killed_in_a_save_leaves_a_whole_population(tmp_path: Path) -> None:
     """At each fourth turn: the checkpoint is the new one or the one before."""
     ad.simulate(save, tmp_path, [1.0, 1.0, 1.0], ranks=3, strict=True).value()

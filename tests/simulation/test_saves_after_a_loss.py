@@ -1,0 +1,122 @@
+"""Tests saving a population after the loss of a rank, and loading it on a restarted rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import asyncdist as ad
+from asyncdist.simulation import Fault, Kill, Network, Restart, simulate
+from protocols import DiLoCoPolicy
+
+RANKS, LOST, STEPS = 4, 0, 60
+SURVIVORS = [1, 2, 3]
+LOSS = Kill(LOST, at_s=0.105)
+
+
+def made() -> tuple[torch.nn.Linear, torch.optim.Optimizer, DiLoCoPolicy]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, DiLoCoPolicy(model, optimizer, average_every=5)
+
+
+def saved_ranks(folder: Path) -> list[int]:
+    return [entry["rank"] for entry in json.loads((folder / "manifest.json").read_text())["files"]]
+
+
+async def train(world: ad.World, folder: Path, save_beside: bool = False) -> list[float]:
+    """Train, save every 10 steps, and return the weights at the last save."""
+    model, optimizer, policy = made()
+    with contextlib.suppress(FileNotFoundError):
+        await ad.load_population(folder, model, optimizer, policy=policy)
+    save = ad.async_save_population if save_beside else ad.save_population
+    pending: list[ad.PendingSave] = []
+    async with policy:
+        while policy.iteration < STEPS:
+            with torch.no_grad():
+                model.weight += 0.01 * (world.rank + 1)
+            await world.sleep(0.01)
+            await policy.step()
+            if policy.iteration % 10 == 0:
+                found = await save(folder, model, optimizer, policy=policy, extra=policy.iteration)
+                pending = [] if isinstance(found, Path) else [found]
+        for each in pending:
+            await each
+    return model.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("save_beside", [False, True])
+@pytest.mark.parametrize("detection_s", [0.0, 0.15])
+def test_survivors_save_and_a_new_job_loads(tmp_path: Path, detection_s: float, save_beside: bool) -> None:
+    """Regression: the first save after a loss raised RankLostError unless it had a group."""
+    network = Network(loss_detection_s=detection_s)
+    report = simulate(train, tmp_path, save_beside, ranks=RANKS, seed=1, faults=[LOSS], network=network)
+    weights = [report.results[rank] for rank in SURVIVORS]
+    assert all(weights), report
+    newest = max(tmp_path.glob("checkpoint-*"))
+    assert saved_ranks(newest) == SURVIVORS
+
+    async def load(world: ad.World) -> tuple[list[float], int, int]:
+        model, optimizer, policy = made()
+        found = await ad.load_population(tmp_path, model, optimizer, policy=policy)
+        return model.weight.flatten().tolist(), found.extra, policy.iteration
+
+    loaded = simulate(load, ranks=len(SURVIVORS), seed=2, strict=True).results
+    assert list(loaded) == [(each, STEPS, STEPS) for each in weights]
+
+
+def test_a_given_group_that_lost_a_member_is_refused(tmp_path: Path) -> None:
+    async def main(world: ad.World) -> str:
+        model, optimizer, _ = made()
+        async with await ad.new_group(range(RANKS)) as group:
+            await world.sleep(1.0)
+            with pytest.raises(ad.RankLostError) as caught:
+                await ad.save_population(tmp_path, model, optimizer, group=group)
+        with pytest.raises(ad.RankLostError) as of_all:
+            await ad.average_models(model)
+        assert caught.value.rank == of_all.value.rank == LOST
+        assert "Pass await ad.surviving_group(group) as the group of this call" in str(caught.value)
+        return str(of_all.value)
+
+    texts = simulate(main, ranks=RANKS, seed=1, faults=[LOSS]).results
+    expected = "the group [0, 1, 2, 3]. Pass await ad.surviving_group() as the group of this call"
+    assert all(expected in texts[rank] for rank in SURVIVORS)
+
+
+@pytest.mark.parametrize("restart_s", [0.11, 0.25])
+@pytest.mark.parametrize("prepare_s", [0.0, 0.3])
+def test_a_restarted_rank_joins_without_loading(tmp_path: Path, restart_s: float, prepare_s: float) -> None:
+    """Regression: its ``load_population`` raised RankLostError, although the named rank was alive.
+
+    The others save without waiting for it, even while it prepares its data.
+    """
+
+    async def main(world: ad.World, end: int) -> tuple[int, int, Path]:
+        model, optimizer, policy = made()
+        with contextlib.suppress(FileNotFoundError):
+            await ad.load_population(tmp_path, model, optimizer, policy=policy)
+        if world.incarnation:
+            await world.sleep(prepare_s)
+        async with policy:
+            begun, folder = policy.iteration, Path()
+            while policy.iteration < end:
+                await world.sleep(0.01)
+                await policy.step()
+                if policy.iteration % 10 == 0:
+                    folder = await ad.save_population(tmp_path, model, optimizer, policy=policy)
+        return world.incarnation, begun, folder
+
+    first = simulate(main, 10, ranks=RANKS, seed=1, strict=True)
+    assert first.results == ((0, 0, tmp_path / "checkpoint-000001"),) * RANKS
+    faults: list[Fault] = [LOSS, Restart(LOST, at_s=restart_s)]
+    results = simulate(main, 2 * STEPS, ranks=RANKS, seed=1, faults=faults, network=Network()).results
+    newest = max(tmp_path.glob("checkpoint-*"))
+    assert results[1:] == ((0, 10, newest),) * len(SURVIVORS)
+    assert saved_ranks(newest) == SURVIVORS
+    incarnation, begun, folder = results[LOST]
+    assert incarnation == 1 and begun > 10 and folder == tmp_path
