@@ -86,7 +86,7 @@ def test_quick_mutants_are_found(tmp_path: Path) -> None:
 def test_a_mutant_that_no_seed_shows_survives(tmp_path: Path) -> None:
     """On a copy whose scenario looks at nothing, the tool must not claim to have found anything."""
     top = copy_of_sources(tmp_path)
-    for name in ("tests/scripts", "tests/simulation", "tests/support"):
+    for name in ("tests/scripts", "tests/simulation", "tests/support", "tests/unit"):
         shutil.copytree(TOP / name, top / name, ignore=shutil.ignore_patterns("__pycache__"))
     scenarios = top / "tools" / "mutations" / "scenarios.py"
     text = scenarios.read_text()
