@@ -130,7 +130,9 @@ def test_a_run_saved_within_a_window_resumes_to_the_bit() -> None:
 
 def test_a_saved_delay_replaces_the_factorys() -> None:
     outer = OuterStep(functools.partial(DelayedNesterov, lr=0.5, delay=4), [torch.zeros(2)])
-    outer.load_state_dict(OuterStep(functools.partial(DelayedNesterov, lr=0.5, delay=2), [torch.zeros(2)]).state_dict())
+    saved = OuterStep(functools.partial(DelayedNesterov, lr=0.5, delay=2), [torch.zeros(2)]).state_dict()
+    with pytest.warns(UserWarning, match="the saved delay=2 replaces delay=4"):
+        outer.load_state_dict(saved)
     assert outer.state_dict()["param_groups"][0]["delay"] == 2
 
 
