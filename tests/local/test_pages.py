@@ -56,7 +56,7 @@ def test_a_cell_of_a_table_is_short() -> None:
     """Longer text belongs below a heading. Code does not count, and a link counts as its text."""
     found = 0
     for page in sorted((pages.ROOT / "docs").rglob("*.md")):
-        if page.name == "architecture.md":  # it is read as a whole
+        if page.name in ("architecture.md", "policy_designs.md"):  # they are read as a whole
             continue
         for row in re.findall(r"^\|.*\|$", without_code(page.read_text()), re.MULTILINE):
             for cell in row.strip("|").split("|"):

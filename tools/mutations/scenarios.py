@@ -2,7 +2,7 @@
 
 A scenario takes a seed and optionally faults, which replace the seed's own while a failure is being shrunk. It raises
 when an invariant is violated. Expected values are computed independently of asyncdist: decisions from the definition
-in docs/architecture.md, averages with numpy from the models, and messages by observing the simulated transport.
+in docs/policy_designs.md, averages with numpy from the models, and messages by observing the simulated transport.
 
 - ``averaging``: selective averaging with equally fast ranks and no faults. Invariants are strict, and rounds must
   succeed.

@@ -132,7 +132,7 @@ def draw_faults(rng: random.Random, ranks: int) -> tuple[Fault, ...]:
 
 
 def expected_decision(metrics: Mapping[int, float], rules: Any) -> tuple[list[int], list[int], list[float]] | None:
-    """Return the replacers, the donors and the donors' weights (sum 1) by docs/architecture.md, section 8, number 3."""
+    """Return the replacers, the donors and the donors' weights (sum 1) by rule 3 of docs/policy_designs.md."""
     count = len(metrics)
     ratio = Fraction(str(rules.replacement_ratio))
     if count < 2 or ratio == 0:
@@ -221,7 +221,7 @@ class Watch:
             )
 
     def check_decision(self, metrics: Mapping[int, float], rules: Any, found: Any) -> None:
-        """Check the coordinator's decision against the definition in docs/architecture.md."""
+        """Check the coordinator's decision against the definition in docs/policy_designs.md."""
         self.judged.append(frozenset(metrics))
         expected = expected_decision(metrics, rules)
         assert (expected is None) == (found is None), f"of {dict(metrics)} it makes {found}, not {expected}"
