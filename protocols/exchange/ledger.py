@@ -381,8 +381,15 @@ class Ledger:
         return self.members & {rank for each in later for rank in self._rounds[each].captured}
 
     def _awaited_in(self, number: int, each: _Round) -> set[int]:
-        """Return the members that contribute to a round: not those that have contributed to a later one only."""
-        passed = {rank for later, other in self._rounds.items() if later > number for rank in other.captured}
+        """Return the members that contribute to a round: not those that have passed it.
+
+        A member contributes in the order of the rounds. If it has contributed to a later round, or is excused from one
+        because the leader had contributed when it was admitted, it contributes to no earlier round.
+        """
+        passed: set[int] = set()
+        for later, other in self._rounds.items():
+            if later > number:
+                passed |= other.captured.keys() | other.excused
         return self.members - each.excused - passed
 
     def _is_shared(self, number: int) -> bool:

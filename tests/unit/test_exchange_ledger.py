@@ -295,6 +295,22 @@ def test_a_newcomer_receives_the_means_of_decided_rounds() -> None:
     assert ledger.on_merged(2, 1) == [Retire(1)]
 
 
+def test_a_newcomer_passes_the_rounds_that_its_leader_passed() -> None:
+    """Regression: a member that ends contributes to round 2 alone, and waited forever for the newcomer's part."""
+    ledger = Ledger([0, 1])
+    captured(ledger, 3, 0)
+    assert ledger.on_admitted(2, by=0) == []
+    assert captured(ledger, 2, 1) == [Decide(2, verdict(1, 1), (0, 1, 2))]
+
+
+def test_a_successor_knows_the_rounds_that_a_newcomer_passed() -> None:
+    ledger = Ledger([1, 2])
+    ledger.take_over()
+    assert ledger.on_census(1, 0, [standing(2, 1, 0)]) == []
+    (made,) = ledger.on_census(2, 0, [Standing(3, 0, False, 0.0, 0.0)])
+    assert made == Decide(2, verdict(1, 1), (1, 2))
+
+
 # -- members and losses, drawn ----------------------------------------------------------------------------------------
 
 
