@@ -2,8 +2,7 @@
 
 Each member contributes a fragment of its model, and continues to train. When all members have contributed to a round,
 its leader decides which contributions are averaged (:mod:`protocols.exchange.ledger`), and the members exchange the
-data (:mod:`protocols.exchange.rounds`). Messages and data move at safe points. If the kernel lets a peer
-read the owner's memory, the owner sends no data.
+data at safe points (:mod:`protocols.exchange.rounds`), or read each other's memory if the kernel allows it.
 
 The members, their leader, and the admission of restarted ranks are those of a
 :class:`~protocols.joining.membership.Membership`. If the leader is lost, each member sends its standing to the next
@@ -115,6 +114,7 @@ class Exchange:
         self._unreleased: set[int] = set()  # members that are ending and wait for this leader's permission
         self._early: list[tuple[int, int, ExchangeMessage]] = []  # messages to this rank before it leads
         self._orders: list[tuple[int, ExchangeMessage]] = []  # the leader's messages before this newcomer has a state
+        self._unread: list[Envelope[ExchangeMessage]] | None = []  # messages that arrived before; None when it is open
         self._is_closed = False
         self._weigh, self._partners = weighing_of(replicas, weigh), partners
         self._ledger: Ledger | None = None
@@ -136,6 +136,9 @@ class Exchange:
         membership.open(self)
         if quorum is not None and not membership.is_joining:  # members that load a state may be behind
             self._begin_leading()
+        unread, self._unread = self._unread, None
+        for envelope in unread:
+            self._on_message(envelope)
 
     # -- the policy's calls -----------------------------------------------------------------------------------------
 
@@ -345,7 +348,9 @@ class Exchange:
 
     def _on_message(self, envelope: Envelope[ExchangeMessage]) -> None:
         message, source, number = envelope.message, envelope.source, envelope.round
-        if source not in self._membership.known:
+        if self._unread is not None:
+            self._unread.append(envelope)
+        elif source not in self._membership.known:
             logger.debug("rank %d, which is not a member, sent a %s", source, type(message).__name__)
         elif isinstance(message, Captured | Merged | Paused | Ending | Census):
             self._hear(source, number, message)
@@ -494,9 +499,8 @@ class Exchange:
                 self._transfers.stop(own)
             self._transfers.retire(own)
         self._server.end_rounds(min(self._retired))
-        if holder == self._services.rank and not has_merged(
-            self._fragments, last
-        ):  # all members with newer states are lost
+        # If this member holds a state that it has not merged, all members with newer states are lost.
+        if holder == self._services.rank and not has_merged(self._fragments, last):
             self._fragments[fragment].count_lost((last - 1) // count + 1)
             self._tell_leader(Merged(), last)
         self._look_behind(fragment)

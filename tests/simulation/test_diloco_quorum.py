@@ -30,6 +30,12 @@ def test_each_difference_counts_once_under_faults(block: int) -> None:
             raise AssertionError(f"seed {seed}: {error}") from error
 
 
+@pytest.mark.parametrize("seed", [510240, 511211])
+def test_a_message_to_a_rank_that_is_still_opening_is_kept(seed: int) -> None:
+    """Regression: a member that ended at once sent a message to one whose exchange was half made."""
+    scenario(seed)
+
+
 # -- late ranks in a script -------------------------------------------------------------------------------------------
 
 
