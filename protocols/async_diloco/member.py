@@ -73,9 +73,12 @@ class AsyncMember:
         self._holdings = holdings
         self._options = options
         self._regional = regional
+        self._name = name
         self._registrations: list[HeldAnchor] = []  # answers to this member's registration
         self._early: list[tuple[int, int, AsyncMessage]] = []  # messages to this rank before it leads
         self._fetching: asyncio.Task[None] | None = None  # the task that receives an answer
+        self._is_heir = False  # whether a leader that leaves has given its anchor and outer state to this member
+        self._has_settled = False  # whether this member leaves, and inherits no longer
         self._is_closed = False
         self.server: Server | None = None
         self._contributions = Offers(services, scopes.to_members, is_overlapped=is_overlapped)
@@ -149,19 +152,38 @@ class AsyncMember:
     async def settled(self, deadline: float) -> bool:
         """Wait until this member may leave: it has its answer, and a leader has given the anchor to its successor.
 
+        A member that has inherited the anchor waits until it leads, and gives the anchor to the next member. Otherwise
+        the anchor would be lost if both ranks leave at the same time.
+
         If another rank of this rank's replica is lost, the other members no longer count this member.
 
         Returns:
-            False if the deadline passed first.
+            False if the deadline passed first, which is logged.
         """
-        wait, engine = WaitId(WaitKind.OWN_ROUND), self._services.engine
         if self.server is not None:
             self.server.thaw()
+        is_settled = await self._services.engine.until(self._may_leave, WaitId(WaitKind.OWN_ROUND), deadline=deadline)
+        if is_settled and self.server is not None and not self._membership.is_broken:
+            is_settled = await self.server.settled(deadline)
+        self._has_settled = True
+        if not is_settled:
+            self._note_late()
+        return is_settled
+
+    def _may_leave(self) -> bool:
         own, members = self._holdings, self._membership
-        is_answered = await engine.until(lambda: own.outstanding is None or members.is_broken, wait, deadline=deadline)
-        if self.server is None or members.is_broken:
-            return is_answered
-        return is_answered and await self.server.settled(deadline)
+        is_free = own.outstanding is None and (members.leads or not self._is_heir)
+        return is_free or members.is_broken
+
+    def _note_late(self) -> None:
+        """Log the part of this member's state that is lost if it leaves now."""
+        me, own = self._services.rank, self._holdings
+        if own.outstanding is not None:
+            logger.warning("rank %d leaves %s before contribution %d is answered", me, self._name, own.sequence)
+        elif self.server is not None or self._is_heir:
+            logger.warning(
+                "rank %d leaves %s before another rank has its anchor; the newest versions may be lost", me, self._name
+            )
 
     async def settle(self) -> None:
         """Notify the leader that this member makes no step now; wait for its answer, if there is none."""
@@ -205,6 +227,7 @@ class AsyncMember:
             self._contributions.note_taken(rank)
             self._anchors.note_taken(rank)
         self._report()
+        self._services.engine.recheck()
 
     def on_reachable(self, rank: int) -> None:
         """Allow messages to and from a restarted member."""
@@ -340,6 +363,9 @@ class AsyncMember:
         except (RankLostError, StreamAborted) as error:
             logger.info("anchor %d of rank %d, which leaves, did not arrive: %s", version, leader, error)
             return
+        if self._has_settled:  # the leader gives it to another member when this rank has left
+            return
+        self._is_heir = True
         self._holdings.inherited = HeldAnchor(version, given.applied, block, given.merged)
         self._holdings.outer = version, outer
         self.post(Taken(), leader, version)

@@ -115,6 +115,7 @@ class Record:
     Attributes:
         lineage: For each version from 1, the rank and the sequence number of each contribution.
         left: Contributions of ranks that had left, in versions that were lost with all their holders.
+        lost_count: Number of versions that were lost with all their holders.
         leading: The newest leader. An earlier one whose replica has lost a rank may still make versions for itself.
         outers: For each version with which a leader has begun, the version of the outer state.
     """
@@ -127,6 +128,7 @@ class Record:
         self.lineage: list[list[tuple[int, int]]] = []
         self.outers: dict[int, int] = {}
         self.left: set[tuple[int, int]] = set()
+        self.lost_count = 0
         self.leading: Server | None = None
 
     def truncate(self, version: int, outer: int) -> None:
@@ -134,6 +136,7 @@ class Record:
         for rank, sequence in [each for donors in self.lineage[version:] for each in donors]:
             if any(life.statistics is not None for (other, _), life in self.lives.items() if other == rank):
                 self.left.add((rank, sequence))  # the rank has left, so it cannot repeat the contribution
+        self.lost_count += len(self.lineage) - version
         del self.lineage[version:]
         self.outers = {begun: found for begun, found in self.outers.items() if begun <= version}
         if outer < version or version not in self.outers:  # otherwise the copy is of the last leader's first state
@@ -358,6 +361,7 @@ def run(plan: Plan, seed: int = 0) -> tuple[SimReport[Any], Record]:
     record = Record()
     with noted_steps(record):
         report = simulate_plan(train, plan, plan, record, ranks=plan.ranks, seed=seed)
+    assert plan.killed or not record.lost_count, f"{record.lost_count} versions were lost, and no rank was killed"
     counts = Counter(each for donors in record.lineage for each in donors)
     assert not counts or max(counts.values()) == 1, f"applied more than once: {counts.most_common(3)}"
     for (rank, _), life in record.lives.items():

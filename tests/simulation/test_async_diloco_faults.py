@@ -71,6 +71,30 @@ def test_a_leader_that_leaves_gives_its_anchor_and_momentum_away() -> None:
     assert len(record.outers) >= 4 and all(version == outer for version, outer in record.outers.items())
 
 
+def test_an_heir_that_leaves_gives_the_anchor_away() -> None:
+    """Regression: an heir that left at once took the last versions with it, and no rank logged the loss."""
+    record = Record()
+
+    async def main(world: ad.World) -> int:
+        model, optimizer = made()
+        policy = AsyncDiLoCoPolicy(model, optimizer, average_every=4)
+        async with policy:
+            await advance(policy, model, optimizer, range((20, 19, 8)[world.rank]), world.rank)
+            while world.rank == 1 and policy._holdings.inherited is None:
+                await world.progress()
+            if world.rank == 2:
+                await asyncio.sleep(1.0)
+                await advance(policy, model, optimizer, range(8, 16), world.rank)
+        return policy.statistics().version
+
+    with noted_steps(record):
+        network = Network(link=Link(latency_s=5e-3))
+        versions = ad.simulate(main, ranks=3, seed=1, network=network, strict=True).results
+    assert not record.lost_count
+    assert versions[2] == len(record.lineage) >= 10
+    assert [(0, 5)] in record.lineage and record.lineage[-1][0][0] == 2
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("late", ["skip", "wait"])
 def test_a_restarted_rank_begins_at_the_newest_anchor(rank: int, late: str) -> None:

@@ -107,6 +107,11 @@ def test_an_island_that_is_lost_whole_does_no_harm() -> None:
             assert record.lives[rank].infos[-5:] and any(record.lives[rank].infos[-5:])
 
 
+def test_a_global_anchor_is_not_left_to_a_rank_that_leaves() -> None:
+    """Regression: in seed 20044, the global server gave its anchor to a rank that left at once."""
+    seen_in(20044)
+
+
 @pytest.mark.parametrize("block", seeds(12))
 def test_any_faults_keep_each_contribution(block: int) -> None:
     for seed in range(block * 4, block * 4 + 4):
