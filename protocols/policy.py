@@ -59,7 +59,8 @@ from asyncdist.tensors.optimizers.recognition import has_stepped
 from asyncdist.tensors.optimizers.weights import AveragedStates, OptimizerWeights
 from asyncdist.tensors.trained_models import TrainedModels
 
-_Stage: TypeAlias = Literal["new", "starting", "open", "closed"]
+#: "lent" is the stage of an open policy whose model contains other weights than its own for a while.
+_Stage: TypeAlias = Literal["new", "starting", "open", "lent", "closed"]
 
 #: Name of the agreement that the members, and a reserved coordinator, make when a policy starts.
 START: Final = "the start of a policy"
@@ -391,8 +392,12 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
     def check_can_step(self) -> None:
         """Raise ClosedError or BusyError if a step is not possible now."""
+        self._check_can("step()")
+
+    def _check_can(self, call: str) -> None:
+        """Raise ClosedError or BusyError if a call that reads and changes the weights is not possible now."""
         if self._stepping or self._stage != "open" or self._world.is_in_use(self.model):
-            self._refuse()
+            self._refuse(call)
 
     def is_own_group(self, group: object) -> bool:
         """Return whether ``group`` is the policy's group or that group's communicator."""
@@ -572,26 +577,36 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         """Return whether the policy averages the weights of several members."""
         return True
 
-    def _refuse(self) -> None:
-        """Raise the error that explains why a step is not possible now.
+    def _check_not_lent(self, call: str) -> None:
+        """Raise BusyError if the model contains other weights than its own now."""
+        if self._stage == "lent":
+            raise BusyError(
+                f"{call} must not be called inside async with policy.anchor_weights(), while the model contains the "
+                "anchor; leave the block first",
+                state=self._stage,
+            )
+
+    def _refuse(self, call: str = "step()") -> None:
+        """Raise the error that explains why a call, by default a step, is not possible now.
 
         The error is the same on all ranks, so that the job reports it only once.
         """
         if self._stage == "new":
             raise ClosedError(
-                f"step() must be called inside async with {type(self).__name__}(...) as policy, or in blocking code "
+                f"{call} must be called inside async with {type(self).__name__}(...) as policy, or in blocking code "
                 f"inside with asyncdist.blocking.policy({type(self).__name__}(...)) as policy",
                 state=self._stage,
             )
         if self._stage == "closed":
             raise ClosedError(
-                "step() must be called inside the policy's async with block, which has ended", state=self._stage
+                f"{call} must be called inside the policy's async with block, which has ended", state=self._stage
             )
+        self._check_not_lent(call)
         if self._stepping:
             raise BusyError(
-                "step() must be called by one task at a time, but another task of this rank is inside step()"
+                f"{call} must be called by one task at a time, but another task of this rank is inside step()"
             )
         raise BusyError(
-            "step() must not be called while world.compute(...) may change the weights or a save reads them; await the "
-            "compute or the save first"
+            f"{call} must not be called while world.compute(...) may change the weights or a save reads them; await "
+            "the compute or the save first"
         )

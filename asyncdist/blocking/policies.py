@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from contextlib import ExitStack
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
 
@@ -40,6 +40,12 @@ class _SettlingPolicy(_Awaited[Any], Protocol):
     """Policy with a ``settle`` method."""
 
     async def settle(self) -> None: ...
+
+
+class _AnchoredPolicy(_Awaited[Any], Protocol):
+    """Policy with an ``anchor_weights`` method."""
+
+    def anchor_weights(self) -> AbstractAsyncContextManager[None]: ...
 
 
 class Policy(Generic[PolicyT_co]):
@@ -121,6 +127,14 @@ class Policy(Generic[PolicyT_co]):
             RuntimeError: Called outside the ``with`` block.
         """
         (self._caller or self._refuse()).call(self.awaited.settle)
+
+    def anchor_weights(self: Policy[_AnchoredPolicy]) -> AbstractContextManager[None]:
+        """Put the anchor into the model in a ``with`` block; see DiLoCoPolicy's ``anchor_weights``.
+
+        Raises:
+            RuntimeError: Called outside the policy's ``with`` block.
+        """
+        return entered(self.awaited.anchor_weights(), self._caller or self._refuse())
 
     def statistics(self: Policy[_ReportingPolicy[ReportT]]) -> ReportT:
         """Return the policy's statistics on this member so far."""

@@ -155,6 +155,12 @@ class Captures:
             if vector.role == "stepped":
                 scatter(vector, value, tensors)
 
+    @torch.no_grad()
+    def write(self, anchor: Block, tensors: Sequence[Tensor]) -> None:
+        """Write an anchor into the model, with its buffers."""
+        for vector, value in zip(self._layouts.exact.vectors, anchor[1], strict=True):
+            scatter(vector, value, tensors)
+
     def clear_residuals(self) -> None:
         """Drop the encoding errors of earlier contributions, which another worker made."""
         for each in self._residuals.values():

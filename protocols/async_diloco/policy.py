@@ -49,6 +49,7 @@ from asyncdist.protocols.async_diloco.server import answered_alone
 from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics, result_of, statistics_of
 from asyncdist.protocols.async_diloco.timing.pace import Stopwatch
 from asyncdist.protocols.declared import among, with_options
+from asyncdist.protocols.diloco.anchored import AnchoredPolicy
 from asyncdist.protocols.diloco.options import check_has_whole_tensors, counted_tokens
 from asyncdist.protocols.diloco.radial import embeddings_of
 from asyncdist.protocols.exchange.replicas.crew import Crew, joined_crew
@@ -57,7 +58,6 @@ from asyncdist.protocols.exchange.wire_layout import checksum_of_parameters
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.replicas import Replicas
-from asyncdist.protocols.joining.replicated import ReplicatedPolicy
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.joining.state_transfer import packed, unpacked
 from asyncdist.protocols.metrics import MetricSource
@@ -80,7 +80,7 @@ _OWN_STATE: Final = (
 
 
 @with_options(AsyncDiLoCoOptionNames, CommonOptions, AsyncDiLoCoOptions)
-class AsyncDiLoCoPolicy(ReplicatedPolicy):
+class AsyncDiLoCoPolicy(AnchoredPolicy):
     """Asynchronous DiLoCo: each rank's contribution is applied when it arrives, and no rank waits for others.
 
     ::
@@ -373,7 +373,11 @@ class AsyncDiLoCoPolicy(ReplicatedPolicy):
         :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="wait"``, versions
         are made, because other ranks may wait for them inside their steps. They are made without the contributions of
         the ranks that have called this method, even if there is no quorum.
+
+        Raises:
+            BusyError: The call is inside a block of :meth:`anchor_weights`.
         """
+        self._check_not_lent("settle()")
         member = self._member
         if member is not None and self._own_options.late == "wait":
             await member.settle()
@@ -435,6 +439,22 @@ class AsyncDiLoCoPolicy(ReplicatedPolicy):
         if state["reported"] is not None:
             self._reported = Arrived(*state["reported"])
         self._saved = None
+
+    # -- the anchor in the model ------------------------------------------------------------------------------------
+
+    async def _write_anchor(self, tensors: Sequence[Tensor]) -> None:
+        """Write the newest anchor that this rank has, and on the leader the newest of all, with its buffers."""
+        if self._is_first:
+            self._captures.write(self._newest_anchor(), tensors)
+        if self._crew is not None:
+            with self._crew.replica.step():
+                await self._crew.deliver(self._own_tensors())
+
+    def _newest_anchor(self) -> Block:
+        server = None if self._member is None else self._member.server
+        if server is None or server.anchor is None:
+            return self._holdings.newest.block
+        return server.anchor.copy_into(self._layouts.new_block())
 
     # -- one step ---------------------------------------------------------------------------------------------------
 

@@ -25,10 +25,11 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from asyncdist import validation
+from asyncdist import LocalProtocolError, validation
 from asyncdist.protocols.declared import among, with_options
+from asyncdist.protocols.diloco.anchored import AnchoredPolicy
 from asyncdist.protocols.diloco.eager import AnchorMean, EagerFragment, interleaved
 from asyncdist.protocols.diloco.fragment_state import FragmentState
 from asyncdist.protocols.diloco.fragments import fragments_of
@@ -113,7 +114,7 @@ _LOSES_VALUES: Final = (
 
 
 @with_options(DiLoCoOptionNames, CommonOptions, DiLoCoOptions)
-class DiLoCoPolicy(ExchangePolicy):
+class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
     """DiLoCo, Streaming DiLoCo, local SGD, and methods with another outer optimizer.
 
     ::
@@ -248,6 +249,28 @@ class DiLoCoPolicy(ExchangePolicy):
         super()._forget_own()
         self._tokens = [0.0] * len(self._tokens)
 
+    # -- the anchor in the model --------------------------------------------------------------------------------------
+
+    def _check_common(self) -> None:
+        own = self._own_options
+        if own.outer_optimizer is None:
+            raise LocalProtocolError(
+                "anchor_weights() needs an anchor, which DiLoCoPolicy has only with an outer_optimizer, got None; the "
+                "ranks' weights are equal right after a step whose StepInfo is true"
+            )
+        if own.eager and not self.is_alone and self._settled_at != self._flights.last_number():
+            raise LocalProtocolError(
+                "anchor_weights() needs an anchor that is equal on all ranks, but with eager=True the ranks' anchors "
+                "differ after a round; call await policy.settle() on all ranks first"
+            )
+
+    async def _write_anchor(self, tensors: Sequence[Tensor]) -> None:
+        for fragment in self._fragments:
+            fragment.restore(tensors)
+        if self._replica is not None and self._part_layouts:
+            with self._replica.step():
+                await self._complete(range(self._fragment_count), tensors)
+
     # -- eager outer steps --------------------------------------------------------------------------------------------
 
     def _exchanged(self) -> Sequence[Exchanged]:
@@ -294,6 +317,9 @@ class DiLoCoPolicy(ExchangePolicy):
 
         All ranks call this method after equally many steps; :func:`asyncdist.save_population` does. With ``eager``, the
         ranks' parameters are shifted by the change of their anchors. Otherwise the weights do not change.
+
+        Raises:
+            BusyError: The call is inside a block of :meth:`anchor_weights`.
         """
         await super().settle()
         await self._average_anchors()

@@ -341,6 +341,7 @@ class ExchangePolicy(ReplicatedPolicy):
         which not all ranks have contributed yet has no mean: all ranks must call this method, and the state contains
         this rank's contribution instead.
         """
+        self._check_not_lent("settle()")
         if self._quorum is not None and self._exchange is not None:
             self._exchange.pause()
             for flight in list(self._flights.in_flight.values()):
@@ -623,8 +624,8 @@ class ExchangePolicy(ReplicatedPolicy):
             with self._weights.following():
                 _write_parts(received, tensors)
 
-    async def _complete_trial(self, fragments: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        """Make the model of the replica whole after each rank has written its part of trial weights.
+    async def _complete(self, fragments: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        """Make the model of the replica whole after each rank has written its part of weights that it will take back.
 
         The weights are not those of a training, so no state of the optimizer follows them.
         """

@@ -153,7 +153,7 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
                 "step(loss=evaluate), or metric=evaluate to the policy"
             )
         share = 1.0 / donor_limit(count, self._rules)
-        complete = functools.partial(self._complete_trial, tensors=tensors)
+        complete = functools.partial(self._complete, tensors=tensors)
         try:
             metrics = await measure(self._fragments, fragment, tensors, share, self._evaluate, complete)
         finally:

@@ -12,12 +12,12 @@ The ranks of a replica measure together. Each writes trial weights into its part
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from asyncdist.protocols.diloco.anchored import restored
 from asyncdist.protocols.exchange.fragment import Fragment
 from asyncdist.protocols.exchange.wire_layout import gather, scatter
 
@@ -44,7 +44,7 @@ async def measure(
     """
     fragment = fragments[chosen]
     moved = _trial_weights(fragment, tensors, share)
-    with _restored(tensors):
+    with restored(tensors):
         for each in fragments:
             each.restore(tensors)
         await complete(range(len(fragments)))
@@ -70,15 +70,3 @@ def _trial_weights(fragment: Fragment, tensors: Sequence[Tensor], share: float) 
             own.sub_(base).add_(anchor)
         found.append(torch.lerp(anchor, own, share, out=own))
     return found
-
-
-@contextmanager
-def _restored(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Restore the tensors at the end, from copies in host memory."""
-    saved = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, own in zip(tensors, saved, strict=True):
-                tensor.copy_(own)

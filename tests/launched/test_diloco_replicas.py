@@ -21,14 +21,14 @@ def test_two_replicas_train_as_the_oracle_of_plain_torch(transport: str) -> None
     assert reports.keys() == {0, 1, 2, 3}
     for kind in ("ddp", "fully_shard"):
         for rank, found in reports.items():
-            assert found[kind]["errors"] == [0.0] * 20, (kind, rank)
+            assert found[kind]["errors"] == found[kind]["anchor_errors"] == [0.0] * 20, (kind, rank)
             assert found[kind]["donors"] == [[0, 2]] * 5
         for first in (0, 2):
             sent = [reports[first + place][kind]["sent_nbytes"] for place in (0, 1)]
             assert sum(sent) == 5 * reports[0]["nbytes"] and min(sent) > 0, "each rank sends its part"
     for rank, found in reports.items():
         for kind in ("async ddp", "async fully_shard"):
-            assert found[kind]["errors"] == [0.0] * 20, (kind, rank)
+            assert found[kind]["errors"] == found[kind]["anchor_errors"] == [0.0] * 20, (kind, rank)
             assert found[kind]["donors"] == [[0, 2]] * 5
             sent_nbytes = 5 * reports[0]["nbytes"] if rank in (0, 2) else 0
             assert found[kind]["sent_nbytes"] == sent_nbytes, "the first rank sends all"

@@ -10,6 +10,7 @@ that rank is killed, and the other replica continues alone.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import signal
 import sys
@@ -99,20 +100,33 @@ def error(model: nn.Module, oracle: Oracle, replica: int) -> float:
     return max(float((mine - theirs).detach().abs().max()) for mine, theirs in pairs)
 
 
+def anchor_error(model: nn.Module, oracle: Oracle, averaging: Any) -> float:
+    """Return the largest difference of the policy's anchor, in the model for a while, from the oracle's."""
+    own = [each.clone() for each in whole(model)]
+    with averaging.anchor_weights():
+        model(rows(0, 0)[0])  # under fully_shard this gathers the parameters
+        found = max(
+            float((mine - theirs.detach()).abs().max())
+            for mine, theirs in zip(whole(model), oracle.anchor, strict=True)
+        )
+    return found if all(map(torch.equal, own, whole(model))) else math.inf
+
+
 def train(world: ad.World, model: nn.Module, kind: str) -> dict[str, Any]:
     """Train a wrapped model, and compare it with the oracle."""
     optimizer, oracle = torch.optim.SGD(model.parameters(), lr=0.0625), Oracle(world.size // SIZE)
     policy = KINDS[kind](model, optimizer, average_every=EVERY, replica_size=SIZE, outer_optimizer=OUTER)
-    errors, donors = [], []
+    errors, anchor_errors, donors = [], [], []
     with ad.blocking.policy(policy) as averaging:
         for step in range(STEPS):
             train_step(model, optimizer, rows(world.rank, step))
             info = averaging.step()
             donors += [info.donors] if info else []
             oracle.step(step, (0, 1))
+            anchor_errors.append(anchor_error(model, oracle, averaging))
             errors.append(error(model, oracle, world.rank // SIZE))
-    statistics = policy.statistics()
-    return {"errors": errors, "donors": donors, "sent_nbytes": statistics.sent_nbytes}
+    sent_nbytes = policy.statistics().sent_nbytes
+    return {"errors": errors, "anchor_errors": anchor_errors, "donors": donors, "sent_nbytes": sent_nbytes}
 
 
 def select(world: ad.World, model: nn.Module) -> dict[str, Any]:
