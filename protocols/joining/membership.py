@@ -314,21 +314,26 @@ class Membership:
         self._services.engine.loop.call_soon(self._note_gone, rank)
 
     def _note_gone(self, rank: int) -> None:
-        """Handle a rank that is lost or has left, and with it all members of its replica."""
-        mates = self.living.intersection(self._replicas.mates(rank))
-        if not mates or self._is_closed:
+        """Handle a rank that is lost, and with it all members of its replica, or a rank that has left.
+
+        If a rank has left, the others of its replica leave later. Until then they are members, since a leader among
+        them has acted on its decisions, which may still be on their way.
+        """
+        mates = self._replicas.mates(rank)
+        gone = self.living.intersection([rank] if self._has_left(rank) else mates)
+        if not gone or self._is_closed:
             return
         if self._services.rank in mates:
             self.is_broken = True
             self._services.engine.recheck()
             return
-        self.living -= mates
-        for mate in mates:
-            self._settlings.pop(mate, None)
-        if self.leader not in mates:
-            for mate in sorted(mates):
-                self._concerned.on_lost(mate)
-                self._note_acquainted(mate)
+        self.living -= gone
+        for each in gone:
+            self._settlings.pop(each, None)
+        if self.leader not in gone:
+            for each in sorted(gone):
+                self._concerned.on_lost(each)
+                self._note_acquainted(each)
             self._look_at_settlings()
         elif self.is_joining:  # the request for admission is repeated
             self._services.engine.recheck()

@@ -166,6 +166,11 @@ def train_parts(values: list[float], steps: int = 6, **options: Any) -> Any:
     return main
 
 
+def test_all_replicas_have_the_last_mean_of_a_leader_that_left() -> None:
+    """Regression: another rank of its replica left first, and the others decided its last round again without it."""
+    scenarios.scenario(520162)
+
+
 def test_shards_of_different_sizes_average_with_counterparts() -> None:
     results = simulate(train_parts([0.0, 1.0, 2.0, 3.0], steps=2), ranks=4, seed=1, strict=True).results
     for rank, (infos, model) in enumerate(results):
