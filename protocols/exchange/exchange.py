@@ -6,12 +6,12 @@ data at safe points (:mod:`protocols.exchange.rounds`), or read each other's mem
 
 The members, their leader, and the admission of restarted ranks are those of a
 :class:`~protocols.joining.membership.Membership`. If the leader is lost, each member sends its standing to the next
-one. Messages between two ranks arrive in order, so the new leader needs no other information. A newcomer receives the
-means of all rounds that are in progress.
+leader. Messages between two ranks arrive in order, so the new leader needs no other information. A newcomer receives
+the means of all rounds that are in progress.
 
 With a quorum, a round does not wait for late members. The contribution of a late member moves to the next round of its
-fragment when the member learns that it was late. A member whose next mean no rank offers any longer is *behind*; once
-it has contributed again, it catches up (:mod:`protocols.exchange.catching_up.catch_up`).
+fragment when the member learns that it was late. A member is *behind* if no rank offers its next mean any longer.
+After its next contribution, it catches up (:mod:`protocols.exchange.catching_up.catch_up`).
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ logger = logging.getLogger("protocols.exchange")
 
 
 class Exchange:
-    """One member's side of all rounds of a policy, and the leader's if this member leads.
+    """Takes part in all rounds of a policy for one member, and decides them if this member is the leader.
 
     Rounds are numbered from 1 over all fragments: round n is round ``(n - 1) // len(fragments)`` of fragment
     ``(n - 1) % len(fragments)``.
 
     Args:
-        membership: Members of the policy, which the exchange opens.
+        membership: Membership of the policy, which the exchange opens.
         fragments: Fragments of the policy's model, which receive the means.
         is_overlapped: Whether the ranks train while data moves; equal on all members.
         weigh: Pure function by which a leader chooses the donors and their weights from the members' reports; equal on
@@ -82,7 +82,7 @@ class Exchange:
         partners: Pure function by which a leader chooses whose contributions each member averages; equal on all
             members. By default all members share one mean.
         replicas: Replicas of the ranks. Only counterparts exchange data, and a replica is a donor as a whole.
-        quorum: Contributions for which a round waits; None to wait for all members. Equal on all members.
+        quorum: When a round is decided without all members; None to wait for all members. Equal on all members.
     """
 
     def __init__(
@@ -105,16 +105,17 @@ class Exchange:
         self._is_overlapped = is_overlapped
         self._rounds: dict[int, MemberRound] = {}
         self._retired = [0] * len(fragments)  # by fragment: the last round that is retired
-        self._holders = [-1] * len(fragments)  # by fragment: a member that has the state after this round
-        self._is_paused = False  # whether this member contributes to no further round at present
+        self._holders = [-1] * len(fragments)  # by fragment: a member that has the state after the last retired round
+        self._is_paused = False  # whether rounds do not wait for this member until it contributes again
         self._is_ending = False  # whether this member contributes to no further round
         self._is_released = True  # whether this member may leave
         self._are_leaving = False  # whether another member was lost, has left, or is ending
         self._contributed: dict[int, int] = {}  # by fragment: the round in which the last contribution counts
         self._unreleased: set[int] = set()  # members that are ending and wait for this leader's permission
-        self._early: list[tuple[int, int, ExchangeMessage]] = []  # messages to this rank before it leads
-        self._orders: list[tuple[int, ExchangeMessage]] = []  # the leader's messages before this newcomer has a state
-        self._unread: list[Envelope[ExchangeMessage]] | None = []  # messages that arrived before; None when it is open
+        self._early: list[tuple[int, int, ExchangeMessage]] = []  # messages that arrived before this rank leads
+        self._orders: list[tuple[int, ExchangeMessage]] = []  # messages that arrived before this newcomer has a state
+        # Messages that arrived while this member opened the exchange; None afterwards.
+        self._unread: list[Envelope[ExchangeMessage]] | None = []
         self._is_closed = False
         self._weigh, self._partners = weighing_of(replicas, weigh), partners
         self._ledger: Ledger | None = None
@@ -134,7 +135,7 @@ class Exchange:
         if membership.leads:
             self._ledger = self._new_ledger()
         membership.open(self)
-        if quorum is not None and not membership.is_joining:  # members that load a state may be behind
+        if quorum is not None and not membership.is_joining:  # members that have loaded a checkpoint may be behind
             self._begin_leading()
         unread, self._unread = self._unread, None
         for envelope in unread:
@@ -147,7 +148,7 @@ class Exchange:
         return self._transfers.new_encoded(fragment)
 
     def note_applied(self, fragment: int) -> None:
-        """Reuse the memory of a fragment's last mean, which was applied."""
+        """Allow the memory of a fragment's last mean to be reused, after the mean was applied."""
         self._transfers.note_applied(fragment)
 
     def contribute(
@@ -163,7 +164,7 @@ class Exchange:
         self._look_behind(own.fragment)
 
     def next_open(self, fragment: int) -> int:
-        """Return a fragment's first round of which this member does not know that it was decided."""
+        """Return a fragment's first round that is not decided yet, as far as this member knows."""
         count = len(self._fragments)
         decided = [each.number for each in self._rounds.values() if each.fragment == fragment and each.attempt]
         last = max(self._newest(fragment), self._retired[fragment], *decided, 0)
@@ -199,13 +200,13 @@ class Exchange:
             await engine.until(lambda: own.has_sent or members.is_broken, wait)
 
     def pause(self) -> None:
-        """Let no round wait for this member until it contributes again; other members may be paused already."""
+        """Let no round wait for this member until it contributes again; without a quorum, change nothing."""
         if self._quorum is not None:
             self._is_paused = True
             self._tell_leader(Paused(), 0)
 
     def is_behind(self, fragment: int) -> bool:
-        """Return whether a round of a fragment was retired of which this member has no mean."""
+        """Return whether this member lacks the mean of a fragment's retired round."""
         return self._newest(fragment) < self._retired[fragment]
 
     async def settled(self, deadline: float | None = None) -> bool:
@@ -214,7 +215,7 @@ class Exchange:
         With a quorum, members that are behind lack these means. If only such members continue, wait until one of them
         has caught up.
 
-        If another rank of this rank's replica is lost, the other members no longer count this member.
+        Also return if another rank of this rank's replica is lost: the other members then no longer count this member.
 
         Returns:
             False if the deadline passed first.
@@ -230,7 +231,7 @@ class Exchange:
         return await self._services.engine.until(is_over, WaitId(WaitKind.OWN_ROUND), deadline=deadline)
 
     def leave(self) -> None:
-        """Take part in no further round. Contributions to rounds in progress are withdrawn."""
+        """Leave the exchange. Contributions to rounds in progress are withdrawn."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -260,7 +261,7 @@ class Exchange:
         await self._services.engine.until(lambda: not self.holds_means, WaitId(WaitKind.OWN_ROUND))
 
     async def settle(self, numbers: Sequence[int], progress: Sequence[int]) -> tuple[int, ...]:
-        """Wait until this member has the means of some rounds, or until no member makes a step.
+        """Wait until this member has the means of these rounds, or until all members wait here.
 
         See :meth:`Membership.settle`.
         """
@@ -283,7 +284,7 @@ class Exchange:
             in_flight: Rounds whose means this member receives, although it has not contributed to them.
         """
         for number in in_flight:
-            own = self._round(number)  # is reported in a census
+            own = self._round(number)  # this member then reports the round in a census
             self._contributed[own.fragment] = number
         self._membership.complete_joining()
         orders, self._orders = self._orders, []
@@ -322,13 +323,13 @@ class Exchange:
             self._tell_leader(Paused(), 0)
         if self._is_ending:
             self._send(Ending(), sorted(self._membership.living), 0)
-        if self._ledger is not None:  # otherwise yet another rank is lost before this one leads
+        if self._ledger is not None:  # otherwise this member keeps them until it leads
             early, self._early = self._early, []
             for each in early:
                 self._hear(*each)
 
     def on_reachable(self, rank: int) -> None:
-        """Receive the means for which a restarted member is a source."""
+        """Connect to a restarted member, and start to receive the means that it provides."""
         self._channel.admit(rank)
         self._server.channel.admit(rank)
         if self._catch_up is not None:
@@ -342,7 +343,7 @@ class Exchange:
         self._carry_out(self._ledger.on_admitted(rank, self._services.rank))
 
     def on_settling(self) -> None:
-        """Continue: rounds need no step of a member after its contribution."""
+        """Do nothing: after its contribution, a member need not make a step for the round to end."""
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -396,7 +397,7 @@ class Exchange:
         """Handle the leader's message as a member."""
         match message:
             case Decided(verdict) if number > self._retired[(number - 1) % len(self._fragments)]:
-                if number not in self._rounds and self.has_merged(number):  # part of the state that it received
+                if number not in self._rounds and self.has_merged(number):  # its state includes the mean
                     self._tell_leader(Merged(), number)
                 else:
                     self._take_verdict(self._round(number), verdict)
@@ -441,7 +442,8 @@ class Exchange:
     def _begin(self, own: MemberRound) -> None:
         """Start to receive a round's mean.
 
-        It waits for the fragment's earlier means, and for the connection to a source that was restarted.
+        The start is delayed until this member has the fragment's earlier means, and until it is connected to all
+        sources that were restarted.
         """
         verdict, index = own.verdict, (own.number - 1) // len(self._fragments)
         is_early = self._quorum is not None and index > self._fragments[own.fragment].version
@@ -481,7 +483,7 @@ class Exchange:
         self._tell_leader(Census(census, standings, tuple(self._retired), newest), 0)
 
     def _retire(self, last: int, holder: int) -> None:
-        """Free a fragment's rounds up to ``last``; if this member has no mean of them, catch up when it contributes."""
+        """Free a fragment's rounds up to ``last``; a member without their means catches up when it contributes."""
         count, fragment = len(self._fragments), (last - 1) % len(self._fragments)
         if self._quorum is None:
             self._retired = [last] * count
@@ -509,7 +511,7 @@ class Exchange:
     def _look_behind(self, fragment: int) -> None:
         """Ask for a fragment's newest state, if this member has contributed to it and is behind.
 
-        A member that has not contributed yet would be behind again when it does. It asks only if other members
+        A member that has not contributed yet would be behind again when it contributes. It asks only if other members
         leave.
         """
         if self._catch_up is None or self._is_closed:
@@ -519,11 +521,11 @@ class Exchange:
         if not number or has_merged(self._fragments, number) or not is_waiting:
             return
         holder = self._holders[fragment]
-        if holder in self._membership.living:  # otherwise the leader will name another one
+        if holder in self._membership.living:  # otherwise the leader will name another holder
             self._catch_up.ask(number, holder)
 
     def note_caught_up(self, fragment: int) -> None:
-        """Take part in a fragment's rounds after the state that was received, if it has arrived."""
+        """Resume a fragment's rounds after the received state; do nothing if no state has arrived."""
         newest = self._newest(fragment)
         if self._is_closed or not newest:
             return

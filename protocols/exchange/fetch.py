@@ -16,7 +16,7 @@ from asyncdist.protocols.parameter_stream.receiver import ask_for_part, cancel_s
 from asyncdist.protocols.parameter_stream.server import SnapshotServer
 from asyncdist.tensors.flat_state import FlatBuffers
 
-#: Number of requests to a rank that is not lost, before the caller gets the error.
+#: Largest number of requests to a living rank; the error of the last request is raised to the caller.
 REQUEST_COUNT_MAX: Final = 8
 
 
@@ -25,11 +25,11 @@ class Fetch:
 
     Args:
         server: This rank's server on the channel on which the source offers.
-        number: Round number of the offer.
+        number: Number under which the source offers the bytes.
         source: Rank that offers the bytes.
         into: Tensor of uint8 that receives the bytes.
         label: Label of the offer.
-        chunk_count: Usual number of chunks, as the source offers the bytes.
+        chunk_count: Number of chunks in which the source usually sends the bytes.
     """
 
     def __init__(

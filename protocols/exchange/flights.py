@@ -1,8 +1,8 @@
 """Tracks one member's fragments: which of them are due, which are in flight, and when their means are applied.
 
 A fragment is *owed* from the step in which it is due until its contribution is captured, and then *in flight* until its
-mean is applied. The state is the same on all members that have made equal steps, except with ``skips_late``. Nothing
-here waits, sends or reads a clock.
+mean is applied. The state is equal on all members that have made the same number of steps, except with ``skips_late``.
+Nothing here waits, sends or reads a clock.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Flight(NamedTuple):
 
     Attributes:
         base_version: Number of means of the fragment that this member had applied before the capture.
-        waits: Whether the member waits for the mean in the step of the capture, because it was behind. The others would
-            otherwise wait for several of its slow steps until its contribution has arrived.
+        waits: Whether the member waits for the mean in the step of the capture, because it was behind. Its contribution
+            is sent while it waits; during training, sending would take several of its slow steps.
     """
 
     number: int
@@ -49,7 +49,7 @@ class Flights:
         self.skips_late = skips_late
         self.in_flight: dict[int, Flight] = {}
         self._captured = [0] * schedule.fragment_count  # number of contributions by fragment
-        self._owed: list[int] = []  # in the order of capture; several after cancelled steps
+        self._owed: list[int] = []  # in the order in which they will be captured
 
     def note_step(self, step: int) -> None:
         """Record that the fragments of a step are due."""
@@ -58,7 +58,7 @@ class Flights:
                 self._owed.append(fragment)
 
     def forget_owed(self) -> None:
-        """Capture none of the fragments that are due."""
+        """Drop all owed fragments without capturing them."""
         self._owed.clear()
 
     def can_begin(self) -> bool:
@@ -86,7 +86,7 @@ class Flights:
         return fragment, number
 
     def skip_to(self, number: int) -> None:
-        """Begin with round ``number`` when its fragment is captured next, since earlier rounds were decided."""
+        """Make ``number`` the round of its fragment's next capture, because earlier rounds were decided already."""
         count = len(self._captured)
         self._captured[(number - 1) % count] = (number - 1) // count
 
@@ -108,7 +108,7 @@ class Flights:
         """Return whether a fragment's next round is the first that is neither captured nor owed.
 
         Rounds are retired in the order of their numbers, so they must be captured in this order. The fragments are
-        due in another order if their means are late, or once after a resumed training with another schedule.
+        due in another order if their means are late, or if the training was resumed with another schedule.
         """
         if self.in_any_order:
             return fragment not in self._owed

@@ -34,12 +34,13 @@ class Mean:
 
 
 class Fragment:
-    """State of one fragment.
+    """Keeps the state of one fragment whose weights are averaged.
 
     Attributes:
         version: Number of merged rounds.
         applied_version: Version of the last mean that was applied.
         mean: The last merged mean; None before the first.
+        is_frequent: Whether the memory of a round is kept for further rounds.
     """
 
     is_frequent = True
@@ -57,12 +58,12 @@ class Fragment:
 
     @property
     def anchors(self) -> tuple[Tensor, ...]:
-        """Flat tensors that must be equal on all members when they start; none if there is no anchor."""
+        """Flat tensors that must be equal on all members when they start; empty if the fragment has no anchor."""
         return ()
 
     @property
     def bases(self) -> tuple[Tensor, ...]:
-        """Flat tensors from which the next contribution is measured; none if there is no anchor."""
+        """Flat tensors from which the next contribution is measured; empty if the fragment has no anchor."""
         return self.anchors
 
     @torch.no_grad()
@@ -87,7 +88,7 @@ class Fragment:
         return True
 
     def advance(self, donor_count: int) -> None:
-        """Move the anchor before the mean is known, if the fragment does so; called after each capture.
+        """Move the anchor before the mean is known. Called after each capture; by default the anchor stays unchanged.
 
         Args:
             donor_count: Number of ranks that contribute to the round; 0 if this rank's contribution is not used.
@@ -101,7 +102,7 @@ class Fragment:
 
     @torch.no_grad()
     def merge(self, verdict: Verdict, encoded: Sequence[Tensor]) -> None:
-        """Take the encoded mean of all donors, which is kept until it is applied."""
+        """Decode the mean of all donors, and keep it until it is applied."""
         self._values = {
             place: self.layout.vectors[place].decoded(each, of_mean=True) for place, each in enumerate(encoded)
         }
@@ -114,7 +115,7 @@ class Fragment:
 
         Args:
             is_late: Whether the rank has trained since the step in which the mean was due.
-            is_whole: Whether the rank keeps nothing of its own weights, since they are not finite.
+            is_whole: Whether the mean replaces all of this rank's weights, for example because they are not finite.
         """
         del is_late, is_whole
         for place, values in self._values.items():
@@ -123,14 +124,14 @@ class Fragment:
         self.applied_version = self.version
 
     def restore(self, tensors: Sequence[Tensor]) -> None:
-        """Write the anchor into the model's parameters; change nothing if there is no anchor."""
+        """Write the anchor into the model's parameters; change nothing if the fragment has no anchor."""
 
     def begin_again(self, tensors: Sequence[Tensor]) -> None:
-        """Write the anchor into the model's parameters, which continue from there; see :meth:`restore`."""
+        """Let the training continue from the anchor, which is written into the model; see :meth:`restore`."""
         self.restore(tensors)
 
     def forget_own(self) -> None:
-        """Drop the state that belongs to another rank alone, after its whole state was loaded."""
+        """Drop the state that belongs to the donor alone, after this rank has loaded the donor's whole state."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state without the mean that is not applied yet; tensors are cloned."""
@@ -158,7 +159,7 @@ class Fragment:
             self.restore_pending(state["mean"])
 
     def count_lost(self, version: int) -> None:
-        """Count all rounds before ``version`` as merged, since their means are lost with all members that had them."""
+        """Count the first ``version`` rounds as merged, because all members that had their means are lost."""
         self.version, self._values = version, {}
         self.mean = Mean(Verdict(1, (), (), ()))
 
@@ -191,7 +192,7 @@ def mean_cosine(verdict: Verdict, norm: float) -> float | None:
 
     None if there are fewer than two donors, if all contributions are zero, or if a norm is too large.
 
-    With the sum v of all weighted contributions, |v|^2 is the sum of all products of two contributions.
+    If v is the sum of all weighted contributions, |v|^2 is the sum of the products of all pairs of contributions.
     """
     lengths = [weight * own for weight, own in zip(verdict.weights, verdict.norms, strict=True)]
     longest = max(map(abs, lengths), default=0.0)

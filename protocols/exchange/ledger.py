@@ -78,7 +78,9 @@ class TakeCensus(NamedTuple):
 
 
 class Retire(NamedTuple):
-    """Instruction: notify all members that the rounds up to ``round`` are retired; with a quorum, of its fragment only.
+    """Instruction: notify all members that the rounds up to ``round`` are retired.
+
+    With a quorum, this includes only rounds of the same fragment.
 
     Attributes:
         holder: Member that has the state after the round, or whose state counts as such; -1 without a quorum.
@@ -100,14 +102,14 @@ Instruction: TypeAlias = Decide | TakeCensus | Retire | AwaitGrace
 
 @dataclass(frozen=True, slots=True)
 class Quorum:
-    """Contributions for which a round waits.
+    """Defines when a round is decided without waiting for all members.
 
     Attributes:
-        count: Number of contributions, less than the number of members; all if fewer members are left.
+        count: Number of contributions that suffice, less than the number of members; if fewer members are left, all.
         grace_s: Seconds to wait for further contributions once there is a quorum.
         members_wait: Whether a member waits for the mean with its contribution before it contributes to other
-            fragments. If members wait for different fragments, so that no round gets a quorum, the first round is
-            decided without one.
+            fragments. If members wait for different fragments, so that no round gets a quorum, the first of these
+            rounds is decided without a quorum.
     """
 
     count: int
@@ -136,7 +138,7 @@ class _Round:
 
 
 class Ledger:
-    """The leader's view of all rounds. A fragment's rounds are ``fragment_count`` numbers apart.
+    """Decides all rounds on the leader. Round n belongs to fragment ``(n - 1) % fragment_count``.
 
     Args:
         members: Ranks that take part.
@@ -144,7 +146,7 @@ class Ledger:
         weigh: Pure function that chooses the donors and their weights, equal on all members.
         partners: Pure function that chooses whose contributions a member averages, equal on all members. A member's
             verdict follows when these contributions and its own are reported, so only partners wait for each other.
-        quorum: Contributions for which a round waits; None to wait for all members.
+        quorum: When a round is decided without all members; None to wait for all members.
 
     Attributes:
         census: Number of the latest census; 0 before the first.
@@ -171,7 +173,7 @@ class Ledger:
         self._rounds: dict[int, _Round] = {}
         self._newest: dict[int, list[int]] = {}  # by rank: the last round of each fragment whose state the rank has
         self._ending: set[int] = set()  # members that contribute to no further round
-        self._paused: set[int] = set()  # members that contribute to no further round at present
+        self._paused: set[int] = set()  # members for which rounds do not wait until they contribute again
         self._holders = [-1] * len(self.retired)  # by fragment: rank that has the state after the last retired round
 
     # -- events -----------------------------------------------------------------------------------------------------
@@ -229,7 +231,8 @@ class Ledger:
         """Record a member's answer to a census.
 
         Args:
-            retired, newest: Last round of each fragment that is retired, and whose state the member has; () for none.
+            retired: Last retired round of each fragment, as known to the member; () for none.
+            newest: Last round of each fragment whose state the member has; () for none.
         """
         if self._awaited is None or rank not in self._awaited or number < self.census:
             return []
@@ -249,7 +252,7 @@ class Ledger:
         self._ending.discard(rank)
         self._paused.discard(rank)
         self._newest[rank] = list(self._newest_of(by))
-        # With a quorum, the state may be behind.
+        # With a quorum, the newcomer's state may be behind.
         made = [] if self._quorum is None else self._all_retired()
         for number, each in sorted(self._rounds.items()):
             if by in each.captured:
@@ -264,7 +267,7 @@ class Ledger:
         return self._awaited is None
 
     def on_paused(self, rank: int) -> list[Instruction]:
-        """Record that a member contributes to no further round at present."""
+        """Record that rounds do not wait for a member until it contributes again."""
         self._paused.add(rank)
         return self._decisions()
 
@@ -275,7 +278,7 @@ class Ledger:
         return self._decisions()
 
     def released(self) -> set[int]:
-        """Return the members that may leave: their rounds are retired, and a member that continues is not behind."""
+        """Return the ending members that may leave: their rounds are retired, and a continuing member is not behind."""
         others = self.members - self._ending
         behind = set().union(*map(self._behind, range(len(self.retired))))
         if self._awaited is not None or (others and others <= behind):
@@ -320,9 +323,10 @@ class Ledger:
         return {rank for rank in self.members if self._newest_of(rank)[fragment] < self.retired[fragment]}
 
     def _decisions(self) -> list[Instruction]:
-        """Decide all rounds to which every member has contributed, every partner of a member, or a quorum in time.
+        """Decide each round with enough contributions: of all members, of a member's partners, or of a quorum.
 
-        If all ranks that have contributed to a round are lost, and no member will contribute, it has no donors.
+        If all ranks that have contributed to a round are lost, and no member will contribute, the round is decided
+        without donors.
         """
         if self._awaited is not None or not self.members:
             return []
@@ -356,7 +360,7 @@ class Ledger:
         return [self._decide(first, waits[first])]
 
     def _is_ready(self, number: int, each: _Round) -> bool:
-        """Return whether all members that will contribute to a round have done so, or the quorum has waited enough."""
+        """Return whether all expected contributions are there, or a quorum is there and its grace period is over."""
         if self._quorum is None:
             return self._awaited_in(number, each) <= each.captured.keys()
         later = self._later(number)
@@ -381,10 +385,10 @@ class Ledger:
         return self.members & {rank for each in later for rank in self._rounds[each].captured}
 
     def _awaited_in(self, number: int, each: _Round) -> set[int]:
-        """Return the members that contribute to a round: not those that have passed it.
+        """Return the members whose contributions a round needs: all that have not passed the round.
 
-        A member contributes in the order of the rounds. If it has contributed to a later round, or is excused from one
-        because the leader had contributed when it was admitted, it contributes to no earlier round.
+        Members contribute in the order of the rounds. A member has passed a round if it has contributed to a later round,
+        or if it is excused from a later round, to which the leader had contributed when the member was admitted.
         """
         passed: set[int] = set()
         for later, other in self._rounds.items():
@@ -423,7 +427,7 @@ class Ledger:
         return Verdict(each.attempt, donors, weights, norms, taker=taker, scores=given, late=late)
 
     def _retirements(self) -> list[Instruction]:
-        """Retire the rounds whose mean every member has, or that leave members behind; a fragment's rounds in order."""
+        """Retire, in order, the rounds whose mean every member has, or that leave the other members behind."""
         made: list[Instruction] = []
         if self._awaited is not None or not self.members:
             return made
@@ -493,7 +497,7 @@ class Ledger:
                     each.merged.add(rank)
                     if self._is_shared(own.round):  # otherwise each member's mean is different
                         holders.setdefault(own.round, (rank, own))
-        for number, known in self._rounds.items():  # contributions that were reported after the answer
+        for number, known in self._rounds.items():  # contributions that were reported after the member's answer
             if number <= self.retired[self._fragment(number)]:
                 continue
             each = rounds.setdefault(number, _Round())
@@ -516,7 +520,8 @@ class Ledger:
     def _count_as_retired(self) -> None:
         """Count a round as retired if a member has the state after it, but no member can offer its mean.
 
-        The member with the newest state is the holder, even if its state is older because all others are lost.
+        The member with the newest state is the holder. Its state may be older than the last retired round if all
+        members with newer states are lost.
         """
         offered = {own.round for each in self._standings.values() for own in each if own.has_merged}
         for fragment, last in enumerate(self.retired):
@@ -526,7 +531,7 @@ class Ledger:
             self.retired[fragment] = next((number for number in candidates if number not in offered), last)
 
     def _fill_gaps(self) -> None:
-        """Let rounds between others be decided without donors, if all their donors are lost."""
+        """Add the missing rounds before known rounds. They are decided without donors, because all donors are lost."""
         if self._quorum is None:
             return
         count = len(self.retired)

@@ -78,7 +78,7 @@ class Standing:
     Attributes:
         attempt: Attempt of the last verdict that this member knows; 0 if it knows none.
         has_merged: Whether the member has the mean.
-        weight, norm: The member's contribution, if it is captured; 0 if the member was admitted after the round had
+        weight, norm: Weight and L2 norm of the member's contribution; 0 if the member was admitted after the round had
             begun, and only receives the mean.
         donors, weights, norms: The verdict's donors if the member has the mean; otherwise empty.
         scores: Further values of the member's report; see :class:`protocols.exchange.ledger.Report`.
@@ -149,7 +149,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Leader to a member that is ending: a member that continues, if there is one, has the newest state."""
+    """Leader to a member that is ending: this member may leave, since no continuing member needs its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +172,10 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """Member to leader: this member's standing in each round that is not retired; it receives no mean until a verdict.
+    """Member to leader: this member's standing in each round that is not retired. It receives no mean until a verdict.
 
     Attributes:
-        number: Number of the census that is answered; 0 for a new leader, which has not asked.
+        number: Number of the census that is answered; 0 if this member reports to a new leader without being asked.
         standings: Standing in each round.
         retired: Last round of each fragment that is retired; 0 for none.
         newest: Last round of each fragment whose state the member has; 0 for none.
@@ -189,7 +189,7 @@ class Census:
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """Leader to members: the fragment's means up to this round are needed no longer, so their memory is freed.
+    """Leader to members: the fragment's means up to this round are no longer needed, so their memory is freed.
 
     Attributes:
         holder: Member from which a member without the mean receives the fragment's state; -1 without a quorum.
@@ -200,12 +200,12 @@ class Retired:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Member that is behind to a holder: it needs the fragment's state after this round, or a newer one."""
+    """From a member that is behind, to a holder: the member needs the state after this round or a later one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Holder to a member that is behind: the fragment's state after this round is offered.
+    """From a holder, to a member that is behind: the holder offers the fragment's state after this round.
 
     Attributes:
         nbytes: Size of the state in bytes.
@@ -221,7 +221,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Member to a holder: the state after this round has arrived, or is needed no longer."""
+    """From a member to a holder: the state after this round has arrived, or is no longer needed."""
 
 
 ExchangeMessage = (

@@ -65,9 +65,9 @@ _OWN_STATE: Final = ("fragments", "captured", "owed", "in_flight", "replica_size
 class ExchangePolicy(ReplicatedPolicy):
     """Base class of policies on the exchange. A subclass makes the fragments, and chooses the schedule and the weights.
 
-    A rank whose weights are not finite does not contribute. It takes the others' mean without mixing in its own
-    weights, and its optimizer's state is cleared (``StepInfo.recovered``). If ranks end their training after different
-    numbers of steps, the others continue without them.
+    A rank whose weights are not finite does not contribute. It takes the other ranks' mean without mixing in its
+    own weights, and its optimizer's state is cleared (``StepInfo.recovered``). If ranks end their training after
+    different numbers of steps, the others continue without them.
 
     With ``replica_size`` the ranks of a replica apply the same means in the same steps. Under DDP each rank exchanges a
     part of the model, and sends the result to the other ranks of its replica. Under `fully_shard` each rank exchanges
@@ -108,22 +108,22 @@ class ExchangePolicy(ReplicatedPolicy):
         self._flights = Flights(schedule, skips_late=skips_late)
         self._fragment_count = schedule.fragment_count
         self._is_overlapped = schedule.overlap_steps > 0
-        self._numbers_per_round = 1  # numbers of the exchange's rounds; further ones are for :meth:`_exchanged`
+        self._numbers_per_round = 1  # round numbers of the exchange per round of a fragment; see :meth:`_exchanged`
         self._fragments: list[Fragment] = []
         self._given_quorum, self._grace_s = quorum, grace_s
         self._quorum: Quorum | None = None  # None if a round waits for all members
-        self._was_loaded = False  # whether the fragments were saved, possibly with different versions on the ranks
+        self._was_loaded = False  # whether a saved state was loaded; the ranks' versions in it may differ
         self._replica: ReplicaGroup | None = None  # None if each rank is a replica, and if this rank is alone
         self._is_compared = False  # whether the ranks of the replica were found to train equal weights
-        self._part_layouts: list[list[WireLayout]] = []  # by fragment: parts of a replica's ranks, under DDP
+        self._part_layouts: list[list[WireLayout]] = []  # by fragment: layouts of the ranks' parts, under DDP
         self._known_infinities: KnownInfinities
         self._saved: Mapping[str, Any] | None = None
         self._exchange: Exchange | None = None  # None before the start, and if this rank is alone
         self._admission: Admission | None = None
         self._is_admitting = False
         self._unsound_captures: set[int] = set()  # fragments whose last contribution was not finite
-        self._unfinished: set[int] = set()  # rounds that cannot end before a step, since the last call of settle
-        self._given: Mapping[int, Mapping[str, Any]] = {}  # loaded contributions to such rounds, by round
+        self._unfinished: set[int] = set()  # rounds in flight that could not end in the last call of settle
+        self._given: Mapping[int, Mapping[str, Any]] = {}  # loaded contributions to unfinished rounds, by round
 
     def statistics(self) -> ExchangeStatistics:
         """Return this member's counts so far."""
@@ -136,21 +136,22 @@ class ExchangePolicy(ReplicatedPolicy):
         """Return new fragments, which contain each entry of the model at most once; called by :meth:`_prepare`."""
 
     def _exchanged(self) -> Sequence[Exchanged]:
-        """Return the contents of the exchange's rounds, in turn: by default the fragments.
+        """Return the objects that the exchange averages, in the order of their rounds: by default the fragments.
 
-        A subclass may add ``self._numbers_per_round - 1`` others after each fragment, whose rounds may be left out.
+        A subclass may add ``self._numbers_per_round - 1`` further objects after each fragment. The rounds of these
+        objects may be left out.
         """
         return self._fragments
 
     async def _conclude(self) -> None:
-        """Complete the policy with the other members, when it closes without an error."""
+        """Finish the policy together with the other members; called when it closes without an error."""
 
     def _layout(self, chosen: Sequence[int], codec: Codec, divisible: Set[str] | None = None) -> WireLayout:
-        """Return the layout of the next fragment's part that this rank exchanges; called once for each fragment.
+        """Return the layout of the part of the next fragment that this rank exchanges; called once for each fragment.
 
         Args:
             chosen: Indices of the fragment's entries.
-            codec: Codec of the stepped vector.
+            codec: Codec of the parameters.
             divisible: Names of the parameters that may be cut into pieces; None if all may be.
         """
         entries, size, rank = self._flat.entries, self._replicas.size, self._world.rank
@@ -170,7 +171,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return [dataclasses.replace(each, shape=shapes.get(each.names[0], each.shape)) for each in self._flat.entries]
 
     def _take_weight(self, fragment: int) -> float:
-        """Return the weight, above 0, of this rank's contribution that is captured now."""
+        """Return the weight (> 0) of the contribution that this rank captures now."""
         del fragment
         return 1.0
 
@@ -193,7 +194,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return reported_weights(reports)
 
     def _takes_whole(self, verdict: Verdict) -> bool:
-        """Return whether this rank keeps nothing of its own weights when it applies a mean, even if they are finite."""
+        """Return whether a mean replaces all of this rank's weights, even if these are finite."""
         del verdict
         return False
 
@@ -206,11 +207,11 @@ class ExchangePolicy(ReplicatedPolicy):
         return None
 
     def _acts_alone(self) -> bool:
-        """Return whether a rank without other members averages as well, as with an outer optimizer."""
+        """Return whether rounds are also made if this rank is the only member; an outer optimizer needs them."""
         return False
 
     def _forget_own(self) -> None:
-        """Drop the state that belongs to another rank alone, after its whole state was loaded."""
+        """Drop the state that belongs to the donor alone, after this rank has loaded the donor's whole state."""
         for fragment in self._fragments:
             fragment.forget_own()
 
@@ -233,7 +234,7 @@ class ExchangePolicy(ReplicatedPolicy):
             self._contribute_again()
 
     def _agreed_values(self) -> dict[str, str]:
-        # With a quorum, ranks that were late receive the newest state.
+        # With a quorum, saved versions may differ between ranks; ranks that were late receive the newest state.
         rounds = "saved" if self._may_be_late() else str([fragment.version for fragment in self._fragments])
         return {**super()._agreed_values(), _ROUNDS: rounds}
 
@@ -242,7 +243,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return self._quorum is not None and self._was_loaded
 
     def _first_weights(self) -> dict[str, str]:
-        """Return the checksum of this rank's anchors, which must be equal on all ranks with the same part."""
+        """Return the checksum of this rank's anchors, equal on all ranks with the same part of the model."""
         if self._may_be_late():
             return {}
         checksum, anchors = 0, [anchor for fragment in self._fragments for anchor in fragment.anchors]
@@ -318,13 +319,13 @@ class ExchangePolicy(ReplicatedPolicy):
         self._forget_own()
 
     async def _admit(self) -> None:
-        """Admit a restarted rank that has asked for it, as the leader, with the state after this step."""
+        """As the leader, admit a restarted rank that has asked to join, with the state after this step."""
         if self._exchange is None or self._admission is None or not self._admission.is_asked:
             return
-        has_quorum = self._quorum is not None  # others may then get the means that this rank has from the newcomer
+        has_quorum = self._quorum is not None  # the newcomer can then give this rank's means to the other members
         if not self._flights.skips_late and not has_quorum:
             await self._exchange.shared()
-        # Meanwhile a rank may have been lost, so that a census is in progress.
+        # A rank may have been lost during the wait, so that a census is in progress.
         if (has_quorum or not self._exchange.holds_means) and self._admission.is_asked:
             self._is_admitting = True
             try:
@@ -378,7 +379,7 @@ class ExchangePolicy(ReplicatedPolicy):
         }
 
     def _contributions(self) -> dict[int, dict[str, Any]]:
-        """Return a copy of this rank's contribution to each round that cannot end before a step."""
+        """Return a copy of this rank's contribution to each round that could not end in :meth:`settle`."""
         exchange, missing = self._exchange, [each for each in sorted(self._unfinished) if not self._has(each)]
         if exchange is None:
             return {}
@@ -396,7 +397,7 @@ class ExchangePolicy(ReplicatedPolicy):
         if self._saved is not None:
             if self._saved["fragments"]:
                 self._replicas.check_saved(self._world.rank, self._saved)
-            self._flights.in_flight.clear()  # a newcomer may have loaded a state of its own before
+            self._flights.in_flight.clear()  # a newcomer may have loaded its own checkpoint before
             for own_fragment, state in zip(self._fragments, self._saved["fragments"], strict=False):
                 own_fragment.load_state_dict(state)
             self._was_loaded = any(fragment.version for fragment in self._fragments)
@@ -408,7 +409,7 @@ class ExchangePolicy(ReplicatedPolicy):
             self._saved = None
 
     def _contribute_again(self) -> None:
-        """Contribute the loaded contributions, to rounds that had not ended when they were saved."""
+        """Offer the loaded contributions in their rounds, which had not ended when the state was saved."""
         given, self._given = self._given, {}
         for number, state in sorted(given.items()):
             fragment = (number - 1) % self._fragment_count
@@ -424,7 +425,7 @@ class ExchangePolicy(ReplicatedPolicy):
 
     async def _take_step(self, local_metric: MetricSource) -> StepInfo:
         world, step, flights = self._world, self.iteration, self._flights
-        flights.note_step(step)  # before the first await, since a cancelled step captures nothing
+        flights.note_step(step)  # before the first await: the fragments of a cancelled step are then captured later
         self._unfinished.clear()
         if self.is_alone:
             await world.safe_point()
@@ -454,7 +455,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return self._exchange.has_merged(number)
 
     def _flight(self, fragment: int) -> Flight:
-        """Return a fragment's flight, whose number is that of the round in which this rank's contribution counts."""
+        """Return a fragment's flight, with the number of the round in which this rank's contribution counts."""
         flight = self._flights.in_flight[fragment]
         if self._quorum is None or self._exchange is None:
             return flight
@@ -473,7 +474,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return self._flat.tensors(self._layout_buffers)
 
     async def _begin_round(self, step: int) -> list[StepInfo]:
-        """Begin the next round, and return the averages that this applies."""
+        """Begin the next round, and return the results of averages that were applied to begin it."""
         await self._capture(step)
         return []
 
@@ -482,7 +483,7 @@ class ExchangePolicy(ReplicatedPolicy):
         tensors = self._tensors()  # raises if the model's layout has changed; the fragment is then still owed
         fragment, number = self._flights.next()
         own, exchange = self._fragments[fragment], self._exchange
-        # This rank was admitted while the others captured the round.
+        # The round is past if this rank was admitted while the other ranks captured it, and has its mean.
         is_past, is_behind = self._quorum is None and self._has(number), False
         scores = () if is_past else await self._take_scores(fragment, tensors)
         if self._quorum is not None and exchange is not None:
@@ -507,7 +508,7 @@ class ExchangePolicy(ReplicatedPolicy):
             self._shared.on_event(event)
 
     def _place(self, fragment: int) -> int:
-        """Return the place of a fragment in :meth:`_exchanged`."""
+        """Return a fragment's index in the result of :meth:`_exchanged`."""
         return fragment * self._numbers_per_round
 
     def _first_ranks(self) -> set[int]:
@@ -544,7 +545,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return applied
 
     async def _readiness(self, fragment: int, number: int) -> Readiness:
-        """Return whether all ranks of the replica have the mean of a round, and whether their weights are finite."""
+        """Return the replica's report: whether its ranks have a round's mean, and whether their weights are finite."""
         has_mean, mean = self._has(number), self._fragments[fragment].mean
         if not has_mean and self._replica is None:
             return Readiness(False, "")
@@ -627,7 +628,7 @@ class ExchangePolicy(ReplicatedPolicy):
     async def _complete(self, fragments: Sequence[int], tensors: Sequence[Tensor]) -> None:
         """Make the model of the replica whole after each rank has written its part of weights that it will take back.
 
-        The weights are not those of a training, so no state of the optimizer follows them.
+        Trial weights are only evaluated, so no state of the optimizer follows them.
         """
         if self._replica is not None and self._part_layouts:
             _write_parts(await self._replica.share([self._part_layouts[each] for each in fragments], tensors), tensors)

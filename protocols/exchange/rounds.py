@@ -1,4 +1,4 @@
-"""Carries out the rounds of an exchange on one member: offers its contributions, and merges the means of all members.
+"""Carries out the rounds of an exchange on one member: offers its contributions, and merges the rounds' means.
 
 Each slice of a fragment has an owner, which requests the slice from all donors, averages it, and offers the mean to
 all members. Slices are requested from a :class:`SnapshotServer`, which sends them as streams, or lets ranks on the same
@@ -35,7 +35,7 @@ _YIELD_NBYTES: Final = 4 << 20  # bytes of a mean that are computed before other
 
 
 class Exchanged(Protocol):
-    """One fragment of a policy's model.
+    """Interface of an object that the exchange averages: usually a fragment of the model.
 
     Attributes:
         layout: Vectors and slices of the fragment.
@@ -64,7 +64,7 @@ class Exchanged(Protocol):
         """Take the encoded mean of all donors, one tensor for each vector; empty if there were no donors."""
 
     def count_lost(self, version: int) -> None:
-        """Count all rounds before ``version`` as merged, since their means are lost with all members that had them."""
+        """Count the first ``version`` rounds as merged, because all members that had their means are lost."""
 
     def shared_state(self) -> Any:
         """Return a tree of the state that is equal on all members with equal versions."""
@@ -74,7 +74,7 @@ class Exchanged(Protocol):
 
 
 def has_merged(fragments: Sequence[Exchanged], number: int) -> bool:
-    """Return whether this member has the mean of a round, itself or in a state that it has received."""
+    """Return whether this member has merged a round's mean, or has received a state that includes it."""
     return (number - 1) // len(fragments) < fragments[(number - 1) % len(fragments)].version
 
 
@@ -82,10 +82,10 @@ def copy_encoded(saved: Sequence[Tensor], into: Sequence[Tensor]) -> None:
     """Copy a saved contribution into encoded vectors.
 
     Raises:
-        ValueError: The vectors have other sizes.
+        ValueError: The saved contribution has other sizes than the encoded vectors.
     """
     if [each.shape for each in into] != [each.shape for each in saved]:
-        raise ValueError("the state's contributions must be encoded as by this policy. Use the saved run's wire")
+        raise ValueError("the state's contributions must be encoded as by this policy; use the saved run's wire")
     for own, each in zip(into, saved, strict=True):
         own.copy_(each)
 
@@ -97,11 +97,12 @@ class MemberRound:
     Attributes:
         contribution: This member's encoded contribution, by vector; empty before the capture.
         attempt: Attempt of the last verdict.
-        verdict: Verdict whose mean this member receives or has; None before the verdict, and while it holds.
+        verdict: Verdict whose mean this member receives or has; None before the verdict, and during
+            a census.
         scores: Further values of the member's report; see :class:`protocols.exchange.ledger.Report`.
         mean: The encoded mean, by vector; empty until it is requested.
-        has_received: Whether the member has received the mean. If replicas have several ranks, it is merged only when
-            the round is retired, otherwise at once.
+        has_received: Whether the member has received the mean. If replicas have several ranks, the mean is merged only
+            when the round is retired, otherwise at once.
         has_merged: Whether the mean is merged.
         offers: Offers of this member's slices.
     """
@@ -308,7 +309,8 @@ class RoundTransfers:
         others = [each for each in layout.slices if verdict.source_of(each.owner) != me]
         if owned and me in verdict.donors and not own.contribution:
             raise RemoteProtocolError(
-                f"the leader must average contributions to round {own.number} that were reported, got this rank's"
+                f"the leader must average only reported contributions to round {own.number}, but names this rank, "
+                "which has not contributed"
             )
         given: dict[tuple[Slice, int], Fetch] = {}
         means: dict[Slice, Fetch] = {}

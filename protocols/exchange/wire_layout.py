@@ -39,7 +39,7 @@ Role: TypeAlias = Literal["stepped", "averaged", "copied"]
 _ALIGNMENT_NBYTES: Final = 16
 _PIECE_COUNT: Final = 1 << 16  # elements that are averaged at a time; 256 KiB of float32 stay in a core's cache
 _EXACT: Final = find_codec("float32")
-_NORM_MAX: Final = 2.0**400  # larger norms count as this, so that sums of their squares are finite
+_NORM_MAX: Final = 2.0**400  # replaces larger norms, so that sums of their squares are finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +263,7 @@ class WireLayout:
                     number += 1
 
     def _pieces_of(self, vector: Vector, first: int, last: int) -> tuple[tuple[int, ...], frozenset[int]]:
-        """Return the cuts of a slice, and the pieces that are whole tensors, if there may be any."""
+        """Return a slice's cuts, and the numbers of the pieces that are whole tensors; both may be empty."""
         if vector.role != "stepped" or self._divisible is None:
             return (), frozenset()
         cuts, whole = self._cuts(vector.places, vector.count, 1 if vector.codec is None else vector.codec.block)
@@ -271,7 +271,7 @@ class WireLayout:
         return inside, frozenset(number for number, cut in enumerate(inside[:-1]) if cut in whole)
 
     def _cuts(self, places: Sequence[tuple[int, int, int]], end: int, block: int) -> tuple[list[int], set[int]]:
-        """Return the elements at which a vector with whole tensors may be cut, and the first elements of these."""
+        """Return the elements at which a vector may be cut, and the first elements of its whole tensors."""
         assert self._divisible is not None, "only a layout with whole tensors has cuts"
         cuts, whole = list[int](), set[int]()
         step = max(1, _PIECE_COUNT // block) * block
@@ -394,7 +394,7 @@ def _moved(bounds: Sequence[int], cuts: Sequence[int]) -> tuple[int, ...]:
 def norm_of(flat: Tensor) -> float:
     """Return the L2 norm of a flat tensor: finite if all values are finite, otherwise infinite or NaN.
 
-    The squares of finite float32 values overflow from 1.8e19 on, such as those of a mask of ``finfo.min``.
+    In float32, the squares of values above 1.8e19 overflow, for example in a mask that contains ``finfo.min``.
     """
     norm = float(torch.linalg.vector_norm(flat).item())
     if math.isinf(norm):

@@ -120,7 +120,7 @@ def test_a_rank_that_leaves_before_its_mates_is_named() -> None:
         return ""
 
     said = ad.run_local(main, ranks=4)
-    assert "equally many steps" in said[2] and "rank 3" in said[2] and said[0] == said[1] == said[3] == ""
+    assert "same number of steps" in said[2] and "rank 3" in said[2] and said[0] == said[1] == said[3] == ""
 
 
 def test_one_replica_alone_makes_outer_steps() -> None:

@@ -1,6 +1,6 @@
 """Sends the newest state of a fragment to a member that is behind, and receives it on that member.
 
-A member is *behind* if a round was retired of which it has no mean. The leader names a holder, which has the state
+A member is *behind* if it lacks the mean of a retired round. The leader names a holder, which has the state
 after this round or a later one. The member asks the holder, which copies the fragment's state into one block of bytes
 and offers it. The copy is freed when the member has it. If the holder is lost, the leader names another one.
 """
@@ -45,11 +45,11 @@ class Owner(Protocol):
         """Send a message with a round number to a rank."""
 
     def note_caught_up(self, fragment: int) -> None:
-        """Continue after a fragment's state was loaded, or did not arrive."""
+        """Resume a fragment's rounds after a request for its state has ended, even if no state has arrived."""
 
 
 class CatchUp:
-    """Both sides of the transfer on one member.
+    """Requests states from holders, and offers this member's states to members that are behind.
 
     Args:
         owner: The member's exchange.

@@ -58,7 +58,7 @@ class Offers:
         self._offered[key][1].add(receiver)
 
     def note_taken(self, receiver: int, number: int | None = None) -> None:
-        """Record that a rank has all blocks with this number; if ``number`` is None, that it needs no more blocks."""
+        """Record that a rank has all blocks with this number; None means that it no longer needs any block."""
         for key, (offer, receivers) in list(self._offered.items()):
             if number is None or key[0] == number:
                 receivers.discard(receiver)

@@ -34,7 +34,7 @@ class Crew:
         replica: The ranks of this rank's replica, the first of which contributes.
         links: Groups over which the first rank sends weights, with the layout of these weights in ``entries``. All
             ranks of a group get the same weights.
-        is_sharded: Whether each link belongs to one follower, which has the entries of its layout alone.
+        is_sharded: Whether each link belongs to one follower, which alone has the entries of its layout.
         entries: Entries that this rank contributes: on the first rank of a sharded replica, those of all its ranks.
         parameters: Names of those entries that are parameters.
         mates: Copies of the followers' shards on the first rank of a sharded replica; otherwise empty.
@@ -62,7 +62,7 @@ class Crew:
         self.leads = world.rank == replica.ranks[0]
 
     def tensors(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of all entries, for the model's own tensors."""
+        """Return the tensors of all entries: this rank's tensors ``own``, and the copies of the followers' shards."""
         return [*own, *self._mates]
 
     async def collect(self, own: Sequence[Tensor]) -> None:
@@ -109,7 +109,7 @@ async def joined_crew(
     """Return the crew of this rank's replica. Collective among all ranks of the policy.
 
     Args:
-        start: Start of the policy, of which this is a part.
+        start: Start of the policy; the crew's groups are created as a part of it.
         flat: State of this rank's model, or of its shards.
         ranks: All ranks of the policy's group.
         first_weights: Values that must be equal on all ranks with the same part of the model.
@@ -169,7 +169,7 @@ def _new_shard(entry: Entry) -> Tensor:
 
 
 def _described(entries: Sequence[Entry], parameters: set[str]) -> tuple[Any, ...]:
-    """Return the entries as values that can be sent."""
+    """Return the entries as a tree of values that a message can contain."""
     return tuple(
         (
             each.names,

@@ -39,7 +39,7 @@ class Readiness(NamedTuple):
         trouble: Description of a part of the weights or of the optimizer that is not finite; "" if all is finite.
         norm: L2 norm of the mean difference; None if it is unknown.
         norms: L2 norms of the donors' contributions; empty if there is no mean.
-        has_cosine: Whether the norms are those of the contributions that were sent.
+        has_cosine: Whether ``norms`` belong to the contributions that were sent, so that the cosine is known.
         checksum: Checksum of the weights, which must be equal on all ranks of the replica; None if it is not compared.
     """
 
@@ -52,7 +52,7 @@ class Readiness(NamedTuple):
 
 
 class ReplicaGroup:
-    """The ranks of this rank's replica.
+    """Keeps this rank in step with the other ranks of its replica.
 
     Args:
         group: Group of these ranks, which :meth:`free` frees.
@@ -79,7 +79,9 @@ class ReplicaGroup:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Run a step in the body. If it is interrupted, the ranks of the replica may differ afterwards.
+        """Guard a step, which the body makes. If the body is interrupted, no further step is allowed.
+
+        The ranks of the replica may differ after an interrupted step.
 
         Raises:
             ClosedError: An earlier step was interrupted.
@@ -173,8 +175,8 @@ class ReplicaGroup:
                 return combine(said)
             if len(left) < len(said):
                 raise ClosedError(
-                    f"all ranks of a replica must make equally many steps, but {ranks_in_words(left)} "
-                    f"of the replica {list(self._group.ranks)} left its policy before another rank's average"
+                    f"all ranks of a replica must make the same number of steps, but {ranks_in_words(left)} "
+                    f"of the replica {list(self._group.ranks)} left the policy while another rank waits for an average"
                 )
             return ()
 
@@ -213,7 +215,7 @@ async def joined_replica(
     """Make the group of this rank's replica, and compare the model with those of the other replicas.
 
     Args:
-        start: Start of the policy, of which this is a part.
+        start: Start of the policy; the group is created as a part of it.
         ranks: All ranks of the policy's group.
         first_weights: Values that must be equal on all ranks with the same part of the model.
     """
@@ -296,7 +298,8 @@ async def wait_until_all_leave(
     def warn() -> None:
         logger.warning(
             "rank %d has left its policy after %d steps, and waits for %s of its replica; if they wait for its "
-            "gradients, in DDP for example, they wait forever: all ranks of a replica must make equally many steps",
+            "gradients, in DDP for example, they wait forever: all ranks of a replica must make the same number of "
+            "steps",
             world.rank,
             step_count,
             ranks_in_words([rank for rank in replica.ranks if rank != world.rank]),
