@@ -58,7 +58,7 @@ class AverageAllStatistics:
         rows = [
             ("iteration", self.iteration),
             ("averages applied", self.average_count),
-            ("spent in them", f"{self.seconds:.2f} s"),
+            ("time spent on averages", f"{self.seconds:.2f} s"),
             ("averaged", size_in_words(self.nbytes)),
         ]
         return format_table(self.title, rows)

@@ -1,8 +1,8 @@
 """Keeps the anchor on the leader, and moves it with the outer optimizer for each version.
 
 The outer optimizer moves the parameters. Floating buffers, such as BatchNorm's statistics, move towards the mean of
-the version's contributions by the share of the members that have contributed: with all members they become the mean,
-as in DiLoCo. Integer and bool buffers become those of the first contribution.
+the version's contributions by the share of the members that have contributed. If all members have contributed, the
+buffers become the mean, as in DiLoCo. Integer and bool buffers become those of the first contribution.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
 
 
 class Anchor:
-    """The anchor's parameters, outer optimizer and buffers.
+    """Keeps the anchor's parameters, outer optimizer and buffers.
 
     Args:
         block: Values from which the anchor is copied.
@@ -131,7 +131,7 @@ class Anchor:
 
     @torch.no_grad()
     def merge(self, reference: Block, captured: Block | None) -> None:
-        """Make the next version after the merge of a global anchor; the outer optimizer's state is unchanged.
+        """Make the next version by merging a global anchor; the outer optimizer's state is unchanged.
 
         Args:
             reference: The captured anchor, merged with the global anchor.

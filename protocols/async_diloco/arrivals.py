@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from asyncdist.protocols.async_diloco.messages import Applications, Standing
 
-#: How the contributions to one version are weighted.
+#: Weights of the contributions to one version.
 ArrivalWeighting: TypeAlias = Literal["equal", "tokens", "rate"]
 
 
@@ -24,7 +24,7 @@ class Arrival:
     """A contribution that a worker has reported; see :class:`messages.Arrived`.
 
     Attributes:
-        rank: Rank of the worker. To the global server, the number of an island.
+        rank: Rank of the worker; on the global server, the number of an island.
         source: Rank that offers the contribution.
     """
 
@@ -39,20 +39,20 @@ class Arrival:
 
 
 class Handling(enum.Enum):
-    """What the leader does with a reported contribution."""
+    """Lists the ways in which the leader can handle a reported contribution."""
 
-    FETCH = enum.auto()  # it is new
-    ANSWER = enum.auto()  # the anchor contains it
-    IGNORE = enum.auto()  # it is known, or from a rank that is not a member
+    FETCH = enum.auto()  # the contribution is new
+    ANSWER = enum.auto()  # the anchor already contains the contribution
+    IGNORE = enum.auto()  # the contribution is known, or its rank is not a member
 
 
 class Quorum(NamedTuple):
-    """Contributions that suffice for a version.
+    """Describes the contributions that suffice for a version.
 
     Attributes:
         ranks: Ranks that have contributed.
-        reported_at: Time at which the first of them reported its contribution.
-        met_at: Time at which the last contribution that the quorum needs had arrived.
+        reported_at: Time at which the first of these ranks reported its contribution.
+        met_at: Time at which the last of these contributions had arrived.
     """
 
     ranks: frozenset[int]
@@ -61,16 +61,16 @@ class Quorum(NamedTuple):
 
 
 class Arrivals:
-    """Collects the contributions until they make a version.
+    """Collects contributions until they suffice for a version.
 
     Args:
         members: Living members.
-        quorum: Number of members whose contributions make a version; all living members if there are fewer.
+        quorum: Number of members whose contributions make a version; if fewer members live, all of them.
         applied: Sequence number of the last contribution of each rank that the anchor contains.
 
     Attributes:
         reported: Sequence number of the last contribution of each rank that this leader knows.
-        settling: Members that make no step now, so that no contribution of theirs is awaited.
+        settling: Members that make no steps at present; the leader does not wait for their contributions.
     """
 
     def __init__(self, members: Iterable[int], quorum: int, applied: Mapping[int, int] | None = None) -> None:
@@ -79,8 +79,8 @@ class Arrivals:
         self.reported = dict(self.applied)
         self.settling: set[int] = set()
         self._quorum = quorum
-        # Both are keyed by rank and sequence number, and contain the time of the report. _whole is in order of arrival,
-        # and contains the time of arrival as well.
+        # Keys are rank and sequence number, and values contain the time of the report. _whole is in the order of
+        # arrival, and its values also contain the time of arrival.
         self._fetching: dict[tuple[int, int], tuple[Arrival, float]] = {}
         self._whole: dict[tuple[int, int], tuple[Arrival, float, float]] = {}
 
@@ -126,7 +126,7 @@ class Arrivals:
 
     @property
     def is_empty(self) -> bool:
-        """True if no reported contribution waits."""
+        """True if no reported contribution waits to be applied."""
         return not self._fetching and not self._whole
 
     @property
@@ -153,25 +153,25 @@ class Arrivals:
 
         Args:
             takes_all: Whether the version contains all contributions that have arrived, as after a grace period.
-                Otherwise, it contains only those that the quorum needs.
+                Otherwise, it contains only the contributions that the quorum needs.
         """
         taken: dict[int, Arrival] = {}
         for key, (arrival, *_) in list(self._whole.items()):
             if not takes_all and taken and len(taken.keys() & self.members) >= self._needed():
                 break
-            if arrival.rank not in taken:  # otherwise it is of a restarted rank, whose former process contributes too
+            if arrival.rank not in taken:  # otherwise a restarted rank's former process has contributed too
                 taken[arrival.rank] = arrival
                 del self._whole[key]
                 self.applied[arrival.rank] = arrival.sequence
         return tuple(arrival for _, arrival in sorted(taken.items()))
 
     def applications(self) -> Applications:
-        """Return the last contribution of each worker that the anchor contains."""
+        """Return the last contribution of each worker that is part of the anchor."""
         return tuple(sorted(self.applied.items()))
 
 
 def weight_of(tokens: float, steps: int, weighting: ArrivalWeighting) -> float:
-    """Return the weight of a contribution of some training steps."""
+    """Return the weight of a contribution of ``steps`` training steps with ``tokens`` tokens."""
     if weighting == "equal":
         return 1.0
     return tokens if weighting == "tokens" else tokens * tokens / max(1, steps)
@@ -179,11 +179,12 @@ def weight_of(tokens: float, steps: int, weighting: ArrivalWeighting) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The members from which a new leader takes its state.
+    """Names the members from which a new leader takes its state.
 
     Attributes:
-        version, holder: Version of the newest anchor of a living member, and that member.
-        outer_version, outer_holder: The same for the outer optimizer's state; -1 if no member has a copy.
+        version, holder: Version of the newest anchor among the living members, and a member that has it.
+        outer_version, outer_holder: Version of the newest copy of the outer optimizer's state, and a member that has
+            it; -1 if no member has a copy.
     """
 
     version: int

@@ -20,17 +20,16 @@ from asyncdist.protocols.joining.state_transfer import state_nbytes_max
 from asyncdist.tensors.codecs import Codec, ErrorFeedback, find_codec
 from asyncdist.tensors.flat_state import Entry
 
-#: Memory of all vectors of a model, and a view for each vector.
+#: Memory for all vectors of a model, with a view for each vector.
 Block: TypeAlias = tuple[Tensor, list[Tensor]]
 
 
 class Layouts:
-    """The vectors of a model, encoded for contributions, and unencoded for anchors.
+    """Describes the vectors of a model: encoded in contributions, and unencoded in anchors.
 
     Attributes:
         wire: Layout of contributions.
-        exact: Layout of anchors, in which tensors may be whole. It has the same vectors in the same order, without a
-            codec.
+        exact: Layout of anchors. It has the same vectors in the same order, without a codec.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Layouts:
         """Allocate memory for the outer optimizer's state that rank ``source`` offers.
 
         Raises:
-            RemoteProtocolError: A state cannot have this number of bytes.
+            RemoteProtocolError: ``nbytes`` is not a possible size of the state.
         """
         limit = state_nbytes_max(self.exact.nbytes)
         if not 0 < nbytes <= limit:
@@ -70,7 +69,7 @@ class Layouts:
         return new_bytes(nbytes)
 
     def loaded_anchor(self, values: Sequence[Tensor]) -> Block:
-        """Copy saved values of an anchor into a new block; ValueError if they have other shapes."""
+        """Copy saved values of an anchor into a new block; raise ValueError if they have other shapes."""
         block = self.new_block()
         copy_all(values, block[1])
         return block
@@ -187,7 +186,7 @@ def copy_all(saved: Sequence[Tensor], own: Sequence[Tensor]) -> None:
     """
     if [each.shape for each in saved] != [each.shape for each in own]:
         raise ValueError(
-            "the state's anchor and residuals must have the shapes of this policy's. Use the model, wire and "
+            "the state's anchor and residuals must have the shapes of this policy's; use the model, wire and "
             "error_feedback of the run that saved it"
         )
     for tensor, value in zip(own, saved, strict=True):

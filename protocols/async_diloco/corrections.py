@@ -1,13 +1,12 @@
-"""Corrections of one arrival's difference, by its staleness or by its direction, before the outer step.
+"""Corrects the difference of one contribution, by its staleness or its direction, before the outer step.
 
 A correction is a function ``correct(difference, momentum, staleness)`` that returns the corrected difference. It is
 called for each tensor of the model separately:
 
 - ``difference``: The flat difference D = anchor - weights of this tensor, which may be overwritten and returned.
 - ``momentum``: The outer optimizer's momentum buffer of the same tensor, which must not be changed; None before
-  the first outer step, and without momentum.
-- ``staleness``: Number of versions of the anchor that were made since the one from which the difference is
-  measured; 0 if there were none.
+  the first outer step, or if the optimizer has no momentum.
+- ``staleness``: Number of versions of the anchor since the version from which the difference is measured.
 
 A correction keeps no state. Users may write their own.
 """
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from asyncdist import validation
 
-#: Function of a tensor's flat difference, its momentum or None, and the staleness, that returns the difference to use.
+#: Function of a tensor's flat difference, its momentum or None, and the staleness, which returns the new difference.
 Correction: TypeAlias = Callable[[Tensor, Tensor | None, int], Tensor]
 
 _BELOW_ONE: Final = 1.0 - 2.0**-53
@@ -41,7 +40,7 @@ class StalenessWeight:
     "constant" weight, and ``StalenessWeight(scale=k**-0.5)`` its "polynomial" weight.
 
     Args:
-        power: Exponent, at least 0; 0 ignores the staleness.
+        power: Exponent, at least 0; with 0, the staleness has no effect.
         scale: Weight of a difference that is not stale.
 
     Raises:
@@ -66,15 +65,15 @@ class StalenessWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CGAD:
-    """Multiplies a difference by exp(-``decay`` s) (1 + cos(pi s / ``cutoff``)) / 2, or by 0 past the cutoff.
+    """Multiplies a difference by exp(-``decay`` s) (1 + cos(pi s / ``cutoff``)) / 2, or by 0 from the cutoff on.
 
     s is the staleness. Cosine-Gated Adam-Decay (Shah and Sun, 2605.09126) scales differences in this way before Adam's
     moments, so combine it with ``outer_optimizer=functools.partial(torch.optim.Adam, lr=...)`` or ``FedAdam``. A
     difference that is not stale is unchanged.
 
-    The factor, its exponential and a cosine gate that is 0 past a cutoff are confirmed by the paper's abstract. The
-    gate's exact shape is not: this one is the usual half cosine. The paper's values of the two options are not
-    confirmed either, so they have no defaults. Its experiments have delays of up to 8.
+    The paper's abstract confirms the product of an exponential and a cosine gate that is 0 past a cutoff. It does not
+    confirm the gate's exact shape, which is the usual half cosine here. It also does not give the values of the two
+    options, so they have no defaults. The paper's experiments have delays of up to 8.
 
     Args:
         decay: Rate of the exponential per version, at least 0.
@@ -104,13 +103,13 @@ class CGAD:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeLoCo:
-    """Turns differences towards the outer momentum, and shrinks the part of a difference that opposes it.
+    """Turns differences towards the outer momentum, and shrinks the part of a difference that opposes the momentum.
 
     With c for the cosine between the difference D and the momentum m of a tensor, v = m / |m|, and the confidence
     f = |D| / (|D| + kappa |m|) (Al Asif et al., 2606.00271, algorithm 2, per tensor):
 
     - c >= ``threshold``: D is unchanged.
-    - 0 <= c < ``threshold``: D is turned towards m and keeps its norm. Its new direction is that of
+    - 0 <= c < ``threshold``: D is turned towards m and keeps its norm. Its new direction is the direction of
       (1 - b) D / |D| + b v, with b = min(``turn`` (1 - c) f, 1).
     - c < 0: D - b c |D| v, with b = min(``shrink`` (-c) f, ``shrink_max``). This removes a share b of the
       opposing part.
@@ -121,13 +120,13 @@ class HeLoCo:
     which is 1 / (1 - mu) times as long. ``momentum`` is mu, which converts the sum. Only the confidence depends on it.
 
     Two sources agree on the formula: ``canon/math/heloco.md`` of junaidaliop/zij (00728ec), and ``torchft/heloco.py``
-    of PanocularAI/torchft (0b0bae4), by the company of one of the authors. The defaults are those of torchft;
-    the paper itself was not read. According to torchft, the paper also multiplies the corrected D by 1 / sqrt(k)
+    of PanocularAI/torchft (0b0bae4), by the company of one of the authors. The defaults are torchft's. The paper
+    itself was not read. According to torchft, the paper also multiplies the corrected D by 1 / sqrt(k)
     for k ranks, and sends the ranks a - lr mu m instead of the anchor a. This class does neither.
 
     Args:
         momentum: Momentum coefficient mu of the outer optimizer.
-        threshold: Cosine from which D is unchanged (c_ok).
+        threshold: Smallest cosine with which D is unchanged (c_ok).
         turn: Strength of the turn (k_d).
         shrink: Strength of the shrinkage (k_s).
         shrink_max: Largest share of the opposing part that is removed (beta_max).
@@ -166,13 +165,13 @@ class HeLoCo:
             return difference
         cosine = torch.dot(difference, momentum).item() / (length * momentum_length)
         if not cosine < self.threshold:
-            return difference  # also if it is not a number
+            return difference  # also if the cosine is not a number
         mean_length = (1.0 - self.momentum) * momentum_length
         own, other = self.shares(cosine, length / (length + self.kappa * mean_length))
         return difference.mul_(own).add_(momentum, alpha=other * length / momentum_length)
 
     def shares(self, cosine: float, confidence: float) -> tuple[float, float]:
-        """Return p and q of the corrected difference p D + q |D| v, for a cosine below the threshold."""
+        """Return p and q, with which p D + q |D| v is the corrected difference, for a cosine below the threshold."""
         if cosine < 0.0:
             share = min(self.shrink * -cosine * confidence, self.shrink_max)
             return 1.0, -share * cosine
@@ -194,7 +193,7 @@ def correct_tensors(
         difference: Flat difference of several tensors.
         momentum: Flat momentum buffer of the same tensors, or None.
         bounds: First and last element of each tensor in the flat difference.
-        staleness: Age of the difference in versions.
+        staleness: Number of versions since the difference's base.
 
     Raises:
         ValueError: The correction returns a tensor of another shape.

@@ -1,20 +1,20 @@
-"""The outer optimizer of asynchronous DiLoCo: Nesterov momentum that is updated at every N-th arrival.
+"""Implements an outer optimizer for asynchronous DiLoCo: Nesterov momentum that is updated at every N-th arrival.
 
-With D for the difference of one arrival, a for the anchor, eps, beta, N and c for ``lr``, ``momentum``, ``delay`` and
-``activation``, the arrivals are counted in windows of N (Liu et al., 2401.09135, algorithm 3):
+D is the difference of one arrival, a the anchor, and m the momentum buffer; eps, beta, N and c are ``lr``,
+``momentum``, ``delay`` and ``activation``. Arrivals are counted in windows of N (Liu et al., 2401.09135, algorithm 3):
 
     the arrivals 1 to N - 1 of a window:    a <- a - eps (c beta m + D / N)
     its last arrival:                       m <- beta m + (sum of the window's D) / N
                                             a <- a - eps ((1 - c N + c) beta m + D / N)
 
-If all D of a window were measured from the same anchor, the window moves the anchor like one Nesterov step with their
-mean, except for rounding.
+If all D of a window are measured from the same anchor, the window moves the anchor like one Nesterov step with the mean
+of these D, except for rounding.
 
 Without the delay, each of N arrivals multiplies m by beta and adds a difference that may be old. The momentum then
 lasts for 1 / (1 - beta) arrivals instead of windows, and stale differences push it in directions that no longer
 reduce the loss.
 
-The formula is that of the paper's algorithm and of ``src/halos/opt.py`` in HALoS (4b5bf73). The published experiments
+The paper's algorithm and ``src/halos/opt.py`` of HALoS (4b5bf73) have this formula. The published experiments
 use c = 0.
 """
 
@@ -35,15 +35,15 @@ _BELOW_ONE: Final = 1.0 - 2.0**-53
 class DelayedNesterov(OuterOptimizer):
     """Steps at each arrival with D / N, and updates the momentum at every N-th arrival.
 
-    With ``delay=1`` it makes the same operations as ``torch.optim.SGD(lr=lr, momentum=momentum, nesterov=True)`` with
-    ``foreach=False``, and gives the same bits. The learning rate is outside the momentum buffer. The buffer is a sum of
-    differences, which is not multiplied by 1 - ``momentum``.
+    With ``delay=1``, each step makes the same operations as a step of ``torch.optim.SGD(lr=lr, momentum=momentum,
+    nesterov=True)`` with ``foreach=False``, and gives the same bits. The learning rate is outside the momentum buffer.
+    The buffer is a sum of differences, which is not multiplied by 1 - ``momentum``.
 
     Args:
         params: Parameters, whose gradients are the differences D.
         lr: Outer learning rate of a whole window.
         momentum: Decay of the momentum per window.
-        delay: Number N of arrivals of a window. A multiple of the number of ranks counts all of them.
+        delay: Number N of arrivals in a window. A window can count all ranks if N is a multiple of their number.
         activation: Share c of the momentum that is applied at each arrival except a window's last, 0 to 1 / ``delay``.
 
     Raises:
@@ -92,10 +92,10 @@ def _update_momentum(state: dict[str, Any], difference: Tensor, group: dict[str,
         mean = state.pop("accumulated").add_(difference).div_(group["delay"])
     if "momentum_buffer" in state:
         state["momentum_buffer"].mul_(group["momentum"]).add_(mean)
-    else:  # torch begins with the first gradient as well, instead of 0 times the decay plus it
+    else:  # like torch, begin with the first gradient itself
         state["momentum_buffer"] = mean.clone() if mean is difference else mean
 
 
 def _own(tensor: Tensor, given: Tensor) -> Tensor | None:
-    """Return the tensor if it may be overwritten: None if it is the given difference."""
+    """Return the tensor if it may be overwritten, or None if it is the given difference."""
     return None if tensor is given else tensor

@@ -1,6 +1,6 @@
-"""What one member holds: its contribution without an answer, the newest anchor, and a copy of the outer state.
+"""Keeps one member's contribution without an answer, its newest anchor, and its copy of the outer optimizer's state.
 
-A block, once complete, is never changed. It can therefore be offered to other ranks as long as it is referenced.
+A complete block is never changed, so it can be offered to other ranks as long as it is referenced.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from asyncdist.protocols.async_diloco.messages import Applications, Applied, Arr
 
 
 def renumbered(applied: Applications, sources: Mapping[int, int]) -> Applications:
-    """Return the contributions that a saved anchor contains, by present rank.
+    """Return the contributions of a saved anchor, by the ranks of this run.
 
     Args:
-        sources: By present rank, the rank of the saved run as which it continues.
+        sources: Rank in the saved run, by rank in this run.
     """
     saved = dict(applied)
     return tuple((rank, saved[source]) for rank, source in sorted(sources.items()) if source in saved)
 
 
 def sources_of(state: Mapping[str, Any], rank: int, ranks: Sequence[int]) -> dict[int, int]:
-    """Return, for each of ``ranks``, the rank of the saved run as which it continues.
+    """Return the rank in the saved run that each of ``ranks`` continues.
 
     Args:
         state: Saved state of the policy on this rank.
         rank: This rank.
 
     Raises:
-        ValueError: The state is of another rank, and was not loaded by ``load_population``.
+        ValueError: Another rank has saved the state, and it was not loaded by ``load_population``.
     """
     sources = state["sources"]
     if sources is None and state["rank"] != rank:
@@ -47,7 +47,7 @@ def sources_of(state: Mapping[str, Any], rank: int, ranks: Sequence[int]) -> dic
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outstanding:
-    """A contribution that is not answered."""
+    """Describes a contribution that is not answered yet."""
 
     sequence: int
     block: Block
@@ -59,25 +59,25 @@ class Outstanding:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], layouts: Layouts) -> Outstanding:
-        """Return the contribution that a result of :meth:`state` describes."""
+        """Return the contribution with this :meth:`state`."""
         block = layouts.new_contribution()
         copy_all([state["encoded"]], [block[0]])
         return cls(state["sequence"], block, Arrived(*state["report"]))
 
     def left_out(self) -> Outstanding:
-        """Return a contribution that is answered and not applied, since another rank continues with the same one."""
+        """Return the contribution in a form that is answered but not applied, since another rank has the same one."""
         return replace(self, report=replace(self.report, norm=math.nan))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """An anchor that contains this member's contribution, and has arrived."""
+    """Describes a received anchor that contains this member's contribution."""
 
     report: Applied
     block: Block
 
     def held(self) -> HeldAnchor:
-        """Return the anchor alone."""
+        """Return the anchor without the report."""
         return HeldAnchor(self.report.version, self.report.applied, self.block, self.report.merged)
 
     def state(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Answer:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], layouts: Layouts, sources: Mapping[int, int]) -> Answer:
-        """Return the answer that a result of :meth:`state` describes; for ``sources`` see :func:`renumbered`."""
+        """Return the answer with this :meth:`state`; see :func:`renumbered` for ``sources``."""
         report = Applied(*state["report"])
         report = replace(report, applied=renumbered(report.applied, sources))
         return cls(report, layouts.loaded_anchor(state["values"]))
@@ -94,7 +94,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldAnchor:
-    """An anchor that a member could give to a new leader.
+    """Describes an anchor that a member can give to a new leader.
 
     Attributes:
         merged: See :class:`messages.Applied`.
@@ -112,7 +112,7 @@ class HeldAnchor:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], layouts: Layouts, sources: Mapping[int, int] | None = None) -> HeldAnchor:
-        """Return the anchor that a result of :meth:`state` describes; for ``sources`` see :func:`renumbered`."""
+        """Return the anchor with this :meth:`state`; see :func:`renumbered` for ``sources``."""
         applied = tuple((rank, sequence) for rank, sequence in state["applied"])
         applied = applied if sources is None else renumbered(applied, sources)
         return cls(state["version"], applied, layouts.loaded_anchor(state["values"]), state["merged"])
@@ -120,16 +120,16 @@ class HeldAnchor:
 
 @dataclass(slots=True, eq=False)
 class Holdings:
-    """State of one member that outlives a leader.
+    """Keeps the state of one member that the loss of a leader does not affect.
 
     Attributes:
         base: The anchor from which the member trains.
-        sequence: Number of its contributions.
-        outstanding: The last contribution, unless it is answered.
+        sequence: Number of the member's contributions.
+        outstanding: The last contribution, until it is answered.
         answer: The answer to the last contribution, until it is applied.
-        inherited: An anchor that a leaving leader has given to this member, or that was saved; None if there is none.
-        outer: The newest copy of the outer optimizer's state as bytes, with its version; None if there is none.
-        on_answer: Function that is called when the answer to a contribution has arrived.
+        inherited: Anchor that this member got from a leaving leader or from a saved state, or None.
+        outer: Version and bytes of the newest copy of the outer optimizer's state, or None.
+        on_answer: Function to call when the answer to a contribution has arrived.
     """
 
     base: HeldAnchor
@@ -146,7 +146,7 @@ class Holdings:
         return max(self._anchors(), key=lambda held: held.version)
 
     def anchor_of(self, version: int) -> HeldAnchor | None:
-        """Return the anchor of a version, or None."""
+        """Return the anchor of a version, or None if this member does not have it."""
         return next((held for held in self._anchors() if held.version == version), None)
 
     def _anchors(self) -> list[HeldAnchor]:
@@ -158,13 +158,13 @@ class Holdings:
         return found
 
     def begin(self, state: Mapping[str, Any], layouts: Layouts) -> None:
-        """Begin with a saved anchor, and with the outer optimizer's state if it is saved beside the anchor."""
+        """Begin with a saved anchor, and with the saved state of the outer optimizer if there is one."""
         self.base = HeldAnchor.of(state, layouts)
         if "outer" in state:
             self.outer = self.base.version, state["outer"].clone()
 
     def load(self, state: Mapping[str, Any], layouts: Layouts, sources: Mapping[int, int], rank: int) -> None:
-        """Load the anchors and contributions of a saved policy on ``rank``; for ``sources`` see :func:`renumbered`."""
+        """Load the anchors and contributions of a saved policy on ``rank``; see :func:`renumbered` for ``sources``."""
         self.base, self.sequence = HeldAnchor.of(state["base"], layouts, sources), state["sequence"]
         if state["served"] is not None:
             self.inherited = HeldAnchor.of(state["served"], layouts, sources)
@@ -193,7 +193,7 @@ class Holdings:
         self.on_answer()
 
     def apply_answer(self) -> Answer:
-        """Return the answer, whose anchor becomes the base."""
+        """Make the answer's anchor the base, and return the answer."""
         answer, self.answer = self.answer, None
         assert answer is not None, "there is no answer to apply"
         self.base = answer.held()

@@ -1,7 +1,7 @@
-"""One member's side of asynchronous DiLoCo: it offers its contributions, and receives the anchors that contain them.
+"""Takes part in asynchronous DiLoCo for one member: offers contributions, and receives anchors that contain them.
 
 The member that leads also has a :class:`~protocols.async_diloco.server.Server`. If the leader is lost or leaves, all
-members report their standing to the next one. All messages and data move at safe points.
+members report their standing to the next leader. All messages and data move at safe points.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ logger = logging.getLogger("protocols.async_diloco")
 
 
 class AsyncMember:
-    """One member's messages and transfers.
+    """Sends one member's contributions, and receives its answers.
 
     Args:
         membership: Members of the policy, which this object opens.
-        holdings: This member's state, which outlives a leader.
+        holdings: This member's state, which a new leader needs.
         is_overlapped: Whether ranks train while data moves; equal on all members.
         options: Options of the server, if this member leads.
-        name: Name of the channel in reports.
+        name: Name of the channel in reports of waits.
         regional: The connection to the global server if this member leads its island; None without islands.
 
     Attributes:
@@ -75,7 +75,7 @@ class AsyncMember:
         self._regional = regional
         self._name = name
         self._registrations: list[HeldAnchor] = []  # answers to this member's registration
-        self._early: list[tuple[int, int, AsyncMessage]] = []  # messages to this rank before it leads
+        self._early: list[tuple[int, int, AsyncMessage]] = []  # messages that arrived before this rank leads
         self._fetching: asyncio.Task[None] | None = None  # the task that receives an answer
         self._is_heir = False  # whether a leader that leaves has given its anchor and outer state to this member
         self._has_settled = False  # whether this member leaves, and inherits no longer
@@ -111,12 +111,12 @@ class AsyncMember:
         await self._services.engine.until(lambda: own.outstanding is None or members.is_broken, wait)
 
     async def is_answered(self, deadline: float) -> bool:
-        """Wait for the answer to the contribution, if there is one; return False if the deadline passes first."""
+        """Wait until no contribution lacks an answer; return False if the deadline passes first."""
         wait = WaitId(WaitKind.OWN_ROUND)
         return await self._services.engine.until(lambda: self._holdings.outstanding is None, wait, deadline=deadline)
 
     def withdraw(self) -> None:
-        """Withdraw the contribution without an answer."""
+        """Withdraw the contribution that has no answer yet."""
         self._holdings.outstanding = None
         self._contributions.note_taken(self._membership.leader)
 
@@ -142,7 +142,7 @@ class AsyncMember:
         block = self._layouts.new_block()
         try:
             await self._anchors.fetch(leader, version, block[0])
-        except (RankLostError, StreamAborted) as error:  # this rank registers with the next leader
+        except (RankLostError, StreamAborted) as error:  # this rank registers again with the next leader
             logger.info("global anchor %d of rank %d did not arrive: %s", version, leader, error)
             return
         self._registrations.append(HeldAnchor(version, applied, block))
@@ -150,12 +150,12 @@ class AsyncMember:
         self.post(Taken(), leader, version)
 
     async def settled(self, deadline: float) -> bool:
-        """Wait until this member may leave: it has its answer, and a leader has given the anchor to its successor.
+        """Wait until this member may leave: it has its answer, and the next leader has got the anchor.
 
         A member that has inherited the anchor waits until it leads, and gives the anchor to the next member. Otherwise
         the anchor would be lost if both ranks leave at the same time.
 
-        If another rank of this rank's replica is lost, the other members no longer count this member.
+        Also return if another rank of this rank's replica is lost: the other members then no longer count this member.
 
         Returns:
             False if the deadline passed first, which is logged.
@@ -186,7 +186,7 @@ class AsyncMember:
             )
 
     async def settle(self) -> None:
-        """Notify the leader that this member makes no step now; wait for its answer, if there is none."""
+        """Notify the leader that this member makes no step at present, and wait for the answer to its contribution."""
         await self._membership.settle(lambda: self._holdings.outstanding is None)
 
     def leave(self) -> None:
@@ -202,7 +202,7 @@ class AsyncMember:
         self._channel.close()
 
     def begin_joined(self) -> None:
-        """Take part as a member, after the leader's state was loaded."""
+        """Take part in the policy as a newcomer that has loaded the leader's state."""
         self._membership.complete_joining()
 
     # -- changes of the members -------------------------------------------------------------------------------------
@@ -241,12 +241,12 @@ class AsyncMember:
         self.server.on_admitted(rank)
 
     def on_settling(self) -> None:
-        """Make versions without the members that make no step now, as the leader."""
+        """As the leader, make versions without the members that make no step at present."""
         if self.server is not None:
             self.server.on_settling()
 
     def _report(self) -> None:
-        """Begin to serve if this member leads, and send its standing to the leader."""
+        """Become the server if this member leads, and send this member's standing to the leader."""
         if self._membership.leads:
             self.server = Server(
                 self._services,
@@ -318,14 +318,14 @@ class AsyncMember:
                 self._anchors.spawn(self._inherit(leader, number, message), f"anchor {number} of rank {leader}")
 
     async def _take_answer(self, leader: int, number: int, report: Applied) -> None:
-        """Receive the anchor with this member's contribution, and the outer state if the leader offers it too."""
+        """Receive the anchor with this member's contribution, and the outer optimizer's state if it is offered too."""
         block, outer, nbytes = self._layouts.new_block(), new_bytes(0), report.outer_nbytes
         try:
             if nbytes:
                 outer = self._layouts.new_outer(nbytes, leader)
                 await self._anchors.fetch(leader, report.version, outer, SECOND)
             await self._anchors.fetch(leader, report.version, block[0])
-        except (RankLostError, StreamAborted) as error:  # the contribution is reported to the next leader
+        except (RankLostError, StreamAborted) as error:  # this member reports the contribution to the next leader
             logger.info("anchor %d of rank %d did not arrive: %s", report.version, leader, error)
             return
         finally:
@@ -345,7 +345,7 @@ class AsyncMember:
             self._services.engine.recheck()
 
     def _give(self, leader: int, version: int, *, is_outer: bool) -> None:
-        """Offer the newest anchor, or the copy of the outer state, to a new leader."""
+        """Offer the newest anchor, or the copy of the outer optimizer's state, to a new leader."""
         held, outer = self._holdings.anchor_of(version), self._holdings.outer
         if is_outer and outer is not None and outer[0] == version:
             self._anchors.offer(version, outer[1], leader, SECOND)
@@ -355,7 +355,7 @@ class AsyncMember:
             self.post(Given(held.applied, 0, held.merged), leader, version)
 
     async def _inherit(self, leader: int, version: int, given: Given) -> None:
-        """Receive the anchor and the outer state of a leader that leaves."""
+        """Receive the anchor and the outer optimizer's state from a leader that leaves."""
         block, outer = self._layouts.new_block(), self._layouts.new_outer(given.outer_nbytes, leader)
         try:
             await self._anchors.fetch(leader, version, outer, SECOND)

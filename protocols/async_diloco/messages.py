@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Final
 
-#: Largest version and sequence number, which are also round numbers in the headers of frames.
+#: Largest version or sequence number: both are sent as the round number in a frame's header.
 NUMBER_MAX: Final = 2**32 - 1
-#: The contributions that an anchor contains: rank and last sequence number of each worker, by ascending rank.
+#: Contributions that an anchor contains: the rank and last sequence number of each worker, in ascending order of ranks.
 Applications = tuple[tuple[int, int], ...]
 
 
@@ -22,7 +22,7 @@ class Arrived:
         base_version: Version of the anchor from which the worker has trained.
         steps: Number of training steps since the previous contribution.
         tokens: Number of tokens or examples of these steps.
-        norm: L2 norm of the difference; NaN or infinite if it must be left out.
+        norm: L2 norm of the difference; NaN or infinite if the contribution must be left out.
         speed: Training steps per second; 0 if unknown.
     """
 
@@ -53,7 +53,7 @@ class Applied:
         steps: Number of training steps until the worker's next contribution.
         outer_nbytes: Size in bytes of the outer optimizer's state, which the worker must also fetch; 0 without one.
         grace_s: Seconds that the leader has waited for further contributions to this version, after its quorum.
-        merged: Number of the island's last contribution whose answer this anchor contains; 0 without islands.
+        merged: Number of the island's last contribution whose answer was merged into this anchor; 0 without islands.
     """
 
     version: int
@@ -82,7 +82,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Receiver of an anchor to the rank that offered it: the anchor has arrived. The round number is its version."""
+    """Receiver of an anchor to the rank that offers it: the anchor has arrived. The round number is its version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +115,10 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """New leader to a member: it will fetch the member's newest anchor. The round number is the anchor's version.
+    """New leader to a member: the leader will fetch the member's newest anchor. The round number is its version.
 
     Attributes:
-        is_outer: Whether it will fetch the member's copy of the outer optimizer's state instead.
+        is_outer: Whether the leader will fetch the member's copy of the outer optimizer's state instead.
     """
 
     is_outer: bool

@@ -27,7 +27,7 @@ ASYNC_LR: Final = 0.07
 #: Default outer optimizer: Nesterov momentum that each contribution updates.
 NESTEROV: Final = functools.partial(torch.optim.SGD, lr=ASYNC_LR, momentum=0.9, nesterov=True)
 _ANCHOR_IS_WHOLE: Final = "DiLoCoPolicy has this option; here the anchor and each contribution are whole"
-#: Options of other policies and libraries, with the names of this policy's options.
+#: Names of options of other policies and libraries, each with a hint for the error that is raised if it is passed.
 ELSEWHERE: Final = {
     **{name: text for name, text in OF_DILOCO.items() if name not in ("matchmaking_time", "averaging_timeout")},
     **dict.fromkeys(("fragments", "fragment_pattern", "model_fragments", "fragment_sync_delay"), _ANCHOR_IS_WHOLE),
@@ -37,23 +37,24 @@ ELSEWHERE: Final = {
         "outer_optimizer=functools.partial(protocols.DelayedNesterov, lr=0.7, delay=N) updates the momentum at every "
         "N-th contribution",
     ),
-    **dict.fromkeys(("staleness", "staleness_weight", "max_staleness"), "here correct=protocols.StalenessWeight()"),
-    **dict.fromkeys(("averaging_timeout", "matchmaking_time"), "here grace_s, in seconds"),
-    **dict.fromkeys(("grace", "grace_period", "grace_share"), "here grace_s, in seconds, or grace_steps, in steps"),
-    **dict.fromkeys(("min_replica_size", "min_replicas", "target_group_size"), "here quorum, a number of ranks"),
-    **dict.fromkeys(("dylu", "dynamic_local_updates"), "here dynamic_steps=True"),
+    **dict.fromkeys(("staleness", "staleness_weight", "max_staleness"), "use correct=protocols.StalenessWeight()"),
+    **dict.fromkeys(("averaging_timeout", "matchmaking_time"), "use grace_s, in seconds"),
+    **dict.fromkeys(("grace", "grace_period", "grace_share"), "use grace_s, in seconds, or grace_steps, in steps"),
+    **dict.fromkeys(("min_replica_size", "min_replicas", "target_group_size"), "use quorum, a number of ranks"),
+    **dict.fromkeys(("dylu", "dynamic_local_updates"), "use dynamic_steps=True"),
     **dict.fromkeys(("global_lr", "outer_lr", "server_lr"), "here outer_optimizer has the outer learning rate"),
-    **dict.fromkeys(("num_lps", "num_regions"), "here islands, or island_size"),
-    **dict.fromkeys(("lps_opt_config", "regional_optimizer"), "here outer_optimizer"),
-    "gps_opt_config": "here global_optimizer",
-    "local_updates_accumulation": "here global_every",
-    "model_merge_weight": "here merge_weight",
+    **dict.fromkeys(("num_lps", "num_regions"), "use islands or island_size"),
+    **dict.fromkeys(("lps_opt_config", "regional_optimizer"), "use outer_optimizer"),
+    "gps_opt_config": "use global_optimizer",
+    "local_updates_accumulation": "use global_every",
+    "model_merge_weight": "use merge_weight",
     "delay_grad_averaging": "here no rank waits for others, unless late='wait'",
 }
 LOSES_VALUES: Final = (
     "wire='topk' without error_feedback loses the values that it does not send; pass error_feedback=0.95 or 1.0"
 )
-#: Default outer optimizer of the global server of islands: that of HALoS, whose learning rate of 0.15 is given x N.
+#: Default outer optimizer of the global server of islands, from HALoS. The learning rate of HALoS, 0.15, is for one
+#: arrival; here ``lr`` is for a window of two arrivals.
 GLOBAL_NESTEROV: Final = functools.partial(DelayedNesterov, lr=0.3, momentum=0.5, delay=2)
 _STRAGGLERS: Final = "stragglers and rounds"
 _MEMBERS: Final = "members and timeouts"
@@ -98,8 +99,8 @@ class AsyncDiLoCoOptions(Options):
     """Options of asynchronous DiLoCo."""
 
     outer_optimizer: OuterFactory = option(
-        "Function that makes the outer optimizer of a list of flat parameters. Its learning rate must be smaller than "
-        "that of synchronous DiLoCo, since it makes a step for each contribution: with 0.7, the loss can rise.",
+        "Function that makes the outer optimizer of a list of flat parameters. Use a smaller learning rate than in "
+        "synchronous DiLoCo, since the optimizer makes a step for each contribution: with 0.7, the loss can rise.",
         _factory,
         default=NESTEROV,
         shown="functools.partial(torch.optim.SGD, lr=0.07, momentum=0.9, nesterov=True)",
@@ -137,13 +138,7 @@ class AsyncDiLoCoOptions(Options):
         group=_STRAGGLERS,
         is_agreed=True,
     )
-    grace_s: float = option(
-        "Seconds to wait for further contributions to a version once there is a quorum.",
-        number(">= 0 seconds", 0.0),
-        default=0.0,
-        group=_STRAGGLERS,
-        is_agreed=True,
-    )
+    grace_s: float = like(DiLoCoOptions, "grace_s")
     grace_steps: float = option(
         "Grace period in training steps instead of `grace_s`, at most `average_every`: a rank should have the new "
         "anchor within this number of steps after its contribution, and the leader waits 0.9 of the time that is left. "
@@ -227,7 +222,7 @@ class AsyncDiLoCoOptions(Options):
 
     @property
     def layout(self) -> IslandOptions:
-        """The division into islands; ValueError if both its options are given."""
+        """Division into islands. Raises ValueError if both ``islands`` and ``island_size`` are given."""
         return IslandOptions(islands=self.islands, island_size=self.island_size)
 
     def of_global_server(self) -> AsyncDiLoCoOptions:
@@ -245,7 +240,7 @@ class AsyncDiLoCoOptions(Options):
         )
 
     def check_grace(self, average_every: int) -> None:
-        """Raise ValueError if the grace period is given twice, or ranks would wait because of ``grace_steps``."""
+        """Raise ValueError if both grace options are given, or if ranks would wait because of ``grace_steps``."""
         if not self.grace_steps:
             return
         if self.grace_s:
@@ -261,7 +256,7 @@ class AsyncDiLoCoOptions(Options):
             validation.refuse("grace_steps", self.grace_steps, f"at most average_every ({average_every})")
 
     def check_members(self, count: int) -> None:
-        """Raise ValueError if the quorum is larger than the number of members; replicas count as one."""
+        """Raise ValueError if the quorum is larger than the number of members, counting a replica as one member."""
         if self.quorum > count:
             counted = "members" if self.replica_size == 1 else "replicas"
             validation.refuse("quorum", self.quorum, f"from 1 to the number of {counted} ({count})")
@@ -281,13 +276,13 @@ class AsyncDiLoCoOptions(Options):
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Options of the server.
+    """Contains the options of the server.
 
     Attributes:
         average_every: Number of steps until the fastest worker's next contribution.
         mirror_every: Number of versions between two copies of the outer optimizer's state; 0 for no copies.
-        islands: Number of the island of each rank, for the global server, whose workers are the islands; None for a
-            server whose workers are the ranks.
+        islands: Number of each rank's island, for the global server, whose workers are the islands; None if the workers
+            are the ranks.
     """
 
     own: AsyncDiLoCoOptions
@@ -296,5 +291,5 @@ class ServerOptions:
     islands: Mapping[int, int] | None = None
 
     def worker_of(self, rank: int) -> int:
-        """Return the worker for which a rank contributes."""
+        """Return the worker for which a rank contributes: the rank or its island."""
         return rank if self.islands is None else self.islands[rank]

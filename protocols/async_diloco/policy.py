@@ -71,7 +71,7 @@ from asyncdist.tensors.flat_state import Entry
 from asyncdist.tensors.infinities import KnownInfinities, trouble_of
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
-#: Name in error messages for whether a rank begins with a saved state.
+#: Name of a compared value in error messages: whether a rank begins with a saved state.
 _RESUMED: Final = "begins with a saved state"
 _OWN_STATE: Final = (
     *("captures", "base", "answer", "outstanding", "served", "outer", "sequence", "counts", "reported", "global"),
@@ -81,7 +81,7 @@ _OWN_STATE: Final = (
 
 @with_options(AsyncDiLoCoOptionNames, CommonOptions, AsyncDiLoCoOptions)
 class AsyncDiLoCoPolicy(AnchoredPolicy):
-    """Asynchronous DiLoCo: each rank's contribution is applied when it arrives, and no rank waits for others.
+    """Trains with asynchronous DiLoCo: each contribution is applied when it arrives, and no rank waits for other ranks.
 
     ::
 
@@ -93,10 +93,11 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
     All ranks must begin with equal weights. The outer optimizer moves the parameters. Floating buffers, such as
     BatchNorm's statistics, move towards the mean of each version's contributions, by the share of the ranks that have
     contributed. Integer and bool buffers are copied from the version's first contributing rank. The inner optimizer
-    keeps its state. A rank whose weights are not finite does not contribute. It gets the anchor, and its inner
-    optimizer's state is cleared (``StepInfo.recovered``).
+    keeps its state. A rank whose weights are not finite does not contribute. Its weights are replaced by the anchor,
+    and its inner optimizer's state is cleared (``StepInfo.recovered``).
 
-    With ``late="wait"`` and a quorum of all ranks, it equals :class:`DiLoCoPolicy` with the same outer optimizer.
+    With ``late="wait"`` and a quorum of all ranks, this policy equals :class:`DiLoCoPolicy` with the same outer
+    optimizer.
 
     Args:
         model: Model that this rank trains; see :class:`SpawnPolicy`.
@@ -134,23 +135,23 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             warnings.warn(LOSES_VALUES, UserWarning, stacklevel=3)
         self._layouts: Layouts
         self._captures: Captures
-        self._holdings: Holdings  # with `replica_size`, only on the first rank of a replica, as are the captures
+        self._holdings: Holdings  # with `replica_size`, only on a replica's first rank, like _captures
         self._known_infinities: KnownInfinities
         self._crew: Crew | None = None  # None if each rank is a replica, and if this rank is alone
-        self._is_compared = False  # whether the ranks of the replica were found to train equal weights
+        self._is_compared = False  # whether the ranks of the replica were found to have equal weights
         self._is_waiting = False  # whether a contribution was captured whose answer is not applied yet
         self._alone: Anchor | None = None  # the anchor if this rank is alone
         self._island: Island | None = None  # None without islands
         self._federation: Federation | None = None  # None before the start, and without islands
-        self._upper_holdings: Holdings  # state among all ranks; only with islands
+        self._upper_holdings: Holdings  # this rank's state among all ranks; only with islands
         self._member: AsyncMember | None = None  # None before the start, and if this rank is alone
         self._admission: Admission | None = None
         self._stopwatch = Stopwatch() if own.dynamic_steps or own.grace_steps else None
-        self._steps = 0  # since the last capture
-        self._steps_wanted = self.average_every  # until the next capture
-        self._tokens = 0.0  # since the last capture
+        self._steps = 0  # training steps since the last capture
+        self._steps_wanted = self.average_every  # number of steps after which the next contribution is captured
+        self._tokens = 0.0  # tokens since the last capture
         self._captured_at = 0
-        self._reported: Arrived | None = None  # the last contribution
+        self._reported: Arrived | None = None  # report on the last contribution
         self._contribution_count = 0
         self._saved: Mapping[str, Any] | None = None
         self._was_loaded = False
@@ -171,7 +172,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             tokens: Number of tokens or examples of this step, for ``weights="tokens"``; 1 by default.
 
         Raises:
-            TypeError: ``weights`` is ``"tokens"``, and a positional number was given instead of ``tokens``.
+            TypeError: ``weights`` is ``"tokens"``, and the call has a positional number instead of ``tokens``.
             ValueError: ``tokens`` is not finite and above 0.
         """
         if self._first_call is None:
@@ -193,7 +194,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         return {"average_every": self.average_every, **self._own_options.agreed()}
 
     def _leading_order(self) -> Sequence[int]:
-        """Return the order in which the ranks may lead, or be the global server of islands: the last rank first."""
+        """Return the order in which ranks become the leader or, with islands, the global server."""
         return self._takers() if self._island is None else tuple(reversed(self._island.population))
 
     def _prepare(self) -> None:
@@ -226,12 +227,12 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         self._take_saved()
 
     def _takers(self) -> tuple[int, ...]:
-        """Return the first ranks of all replicas, which take part for their replicas."""
+        """Return the first rank of each replica, which contributes for its replica."""
         return self._members[:: self._replicas.size]
 
     @property
     def _is_first(self) -> bool:
-        """True if this rank takes part for its replica, or is a replica of its own."""
+        """True if this rank contributes for its replica, or has a replica of its own."""
         return self._crew is None or self._crew.leads
 
     def _agreed_values(self) -> dict[str, str]:
@@ -239,9 +240,9 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         return {**super()._agreed_values(), _RESUMED: "yes" if is_resumed else "no"}
 
     def _first_weights(self) -> dict[str, str]:
-        """Return the checksum of this rank's weights, which must be equal on all ranks with the same part."""
+        """Return the checksum of this rank's weights, equal on all ranks with the same part of the model."""
         if self._was_loaded or self._saved is not None:
-            return {FIRST_WEIGHTS: "saved"}  # the ranks' anchors differ, and the leader begins with the newest one
+            return {FIRST_WEIGHTS: "saved"}  # the ranks' anchors differ, and the leader begins with the newest anchor
         return {FIRST_WEIGHTS: f"{self._checksum():08x}"}
 
     def _checksum(self) -> int:
@@ -333,12 +334,12 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         self._opened()[0].begin_joined()
 
     def _take_whole(self) -> None:
-        """Begin at the leader's newest anchor, not at its weights: the leader contributes their progress itself."""
+        """Begin at the leader's newest anchor, not at its weights, whose progress the leader contributes itself."""
         state, rank, own = self._saved, self._world.rank, self._holdings
         assert state is not None, "the leader has sent its state"
         self._captures.clear_residuals()
         own.begin(state["served"], self._layouts)
-        own.outstanding = own.answer = own.inherited = None  # of a state that this newcomer has loaded itself
+        own.outstanding = own.answer = own.inherited = None  # from a checkpoint that this newcomer has loaded
         self._steps, self._steps_wanted, self._tokens = 0, self.average_every, 0.0
         self._captured_at, self._reported, self._is_waiting = 0, None, False
         own.sequence = dict(state["reported_to_leader"]).get(rank, 0)
@@ -355,24 +356,24 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         return {**state, "policy": {**state["policy"], **own, "reported_to_leader": reported}}
 
     async def _admit(self) -> None:
-        """Admit a restarted rank that has asked for it, as the leader, with the state after this step."""
+        """As the leader, admit a restarted rank that has asked to join, with the state after this step."""
         if self._admission is None or self._member is None or not self._admission.is_asked:
             return
         server = self._member.server
         assert server is not None, "only a leader is asked"
         await server.freeze()
-        if self._admission.is_asked:  # meanwhile the newcomer may have been lost
+        if self._admission.is_asked:  # the newcomer may have been lost during the wait
             self._admission.admit(self._whole_state)
         server.thaw()
 
     # -- continuing later -------------------------------------------------------------------------------------------
 
     async def settle(self) -> None:
-        """Make no further version of the anchor until the next step, so that :meth:`state_dict` fits the other ranks'.
+        """Stop making versions until the next step, so that :meth:`state_dict` matches the other ranks' states.
 
         :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="wait"``, versions
-        are made, because other ranks may wait for them inside their steps. They are made without the contributions of
-        the ranks that have called this method, even if there is no quorum.
+        are still made, because other ranks may wait for them inside their steps. The leader then does not wait for the
+        ranks that have called this method, even if there is no quorum.
 
         Raises:
             BusyError: The call is inside a block of :meth:`anchor_weights`.
@@ -393,7 +394,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             return dict.fromkeys(_OWN_STATE)
         counts = self._steps, self._steps_wanted, self._tokens, self._captured_at, self._is_waiting
         reported = None if self._reported is None else astuple(self._reported)
-        # load_population enters which rank of the saved run each rank continues as.
+        # load_population fills in ``sources``: the rank in the saved run that each rank continues.
         place = {"rank": self._world.rank, "sources": None, **self._replicas.place_of(self._world.rank)}
         if not self._is_first:
             return {**dict.fromkeys(_OWN_STATE), "counts": counts, "reported": reported, **place}
@@ -466,7 +467,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             return await self._take_step()
 
     async def _take_step(self) -> StepInfo:
-        self._steps += 1  # before the first await, since a cancelled step counts as well
+        self._steps += 1  # before the first await, so that a cancelled step is counted
         if self.is_alone:
             await self._world.safe_point()
         else:
@@ -485,7 +486,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
 
     async def _contribute(self) -> StepInfo:
         """Apply the answer to the last contribution if it has arrived, and capture the next one if it is due."""
-        if self.is_alone and self._holdings.outstanding is not None:  # of a saved run with several ranks
+        if self.is_alone and self._holdings.outstanding is not None:  # saved by a run with several ranks
             await self._apply_alone(self._holdings.outstanding)
         info = await self._take_answer()
         if self._steps >= self._steps_wanted and not self._is_waiting:
@@ -501,7 +502,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         return self._flat.tensors(self._layout_buffers)
 
     def _tensors(self) -> Sequence[Tensor]:
-        """Return the tensors of the whole model, of which the first rank of a sharded replica has copies."""
+        """Return the tensors of the whole model; the first rank of a sharded replica has copies of the other shards."""
         return self._own_tensors() if self._crew is None else self._crew.tensors(self._own_tensors())
 
     async def _capture(self) -> None:
@@ -525,7 +526,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             await self._apply_alone(Outstanding(self._holdings.sequence, block, report))
 
     async def _collect(self, crew: Crew, unsound: str) -> str:
-        """Prepare the contribution of a replica together, and return an entry that is not finite, or ""."""
+        """Prepare a replica's contribution with its other ranks; return the name of a non-finite entry, or ""."""
         self._reshard()
         own = Readiness(True, unsound)
         if not (unsound or self._is_compared or self._holds_shards()):
@@ -548,7 +549,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         """Make the next version of the anchor from this rank's contribution alone."""
         anchor, own = self._alone, self._holdings
         assert anchor is not None, "the rank is not alone"
-        own.outstanding = contribution  # until it is answered, even if this call is cancelled
+        own.outstanding = contribution  # kept until it is answered, even if this call is cancelled
         facts = self._world.rank, self._own_options.weights, self.average_every
         own.take_answer(await answered_alone(anchor, self._layouts, own.newest, contribution, *facts))
 
@@ -562,7 +563,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         report = None
         if self._is_first and self._holdings.answer is not None:
             report = self._holdings.answer.report
-        if self._crew is not None:  # its first rank decides
+        if self._crew is not None:  # the first rank of the replica decides
             first, *_ = await self._crew.replica.gathered(None if report is None else astuple(report))
             report = None if first is None else Applied(*first)
         return NOTHING if report is None else await self._apply(report, began_at)
@@ -602,12 +603,12 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         return info
 
     def _sent_nbytes(self) -> tuple[int, int]:
-        """Return the size of this rank's contribution in bytes, encoded and not; 0 if its first rank contributes."""
+        """Return the encoded and unencoded bytes of this rank's contribution; 0 if this rank does not contribute."""
         wire = self._layouts.wire if self._is_first else None
         return (0, 0) if wire is None else (wire.nbytes, wire.unencoded_nbytes)
 
     def _announce(self, info: StepInfo, report: Applied) -> None:
-        """Record the contribution, whose round is known now, and the event of its application."""
+        """Record this rank's contribution, whose round is now known, and the application of the anchor."""
         own, on_event = self._reported, self._own_options.on_event
         assert own is not None, "an anchor is applied after a contribution"
         weight = weight_of(own.tokens, own.steps, self._own_options.weights)

@@ -1,8 +1,8 @@
-"""The leader's side of asynchronous DiLoCo: it fetches contributions, makes versions of the anchor, and offers them.
+"""Serves asynchronous DiLoCo on the leader: fetches contributions, makes versions of the anchor, and offers them.
 
 A new leader begins with an election of its state (:func:`~protocols.async_diloco.arrivals.choose`): all living members
-report their standing, and it takes the newest anchor among them. Then it treats their contributions without an answer
-as newly arrived. All work is done in service tasks, never inside a step.
+report their standing, and the leader takes the newest anchor among them. It then handles their unanswered contributions
+as new arrivals. All work is done in service tasks, never inside a step.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ logger = logging.getLogger("protocols.async_diloco.server")
 
 
 class Server:
-    """Keeps the anchor on the leader.
+    """Applies contributions to the anchor, and offers the anchor to the members.
 
     Args:
         channel: The members' channel.
         holdings: This rank's own state.
-        contributions, anchors: This rank's offers of contributions and of anchors.
+        contributions, anchors: Channels on which contributions and anchors are offered and fetched.
         registrations: List that receives the global anchor if this rank registers with its own global server.
         regional: The connection to the global server; None if there are no islands, and for the global server.
 
@@ -69,7 +69,8 @@ class Server:
         staleness_sum: Sum of the staleness of these contributions in versions.
         version_count: Number of versions that this leader has made.
         grace_sum_s: Seconds that this leader has waited in grace periods.
-        lost_outer_state_count: Number of times that this leader began with an outer state older than its anchor.
+        lost_outer_state_count: Number of times that this leader began with an outer optimizer's state older than its
+            anchor.
     """
 
     def __init__(
@@ -95,19 +96,19 @@ class Server:
         self._options = options
         self._registrations = registrations
         self._regional = regional
-        self._registering: list[int] = []  # ranks that have become servers of their islands
-        self._serving: dict[int, int] = {}  # rank of each island's server, as far as it has registered
+        self._registering: list[int] = []  # new servers of islands whose registration is not answered yet
+        self._serving: dict[int, int] = {}  # by island: rank of its registered server
         self._arrivals = Arrivals(map(options.worker_of, membership.living), options.own.quorum)
         self._standings: dict[int, Standing] = {}
-        self._given: dict[tuple[int, int], Given] = {}  # answers to Wanted, by rank and version
-        self._speeds: dict[int, float] = {}  # steps per second in each living member's last contribution
-        self._early: list[tuple[int, int, Arrived]] = []  # reported during the election
+        self._given: dict[tuple[int, int], Given] = {}  # received answers to Wanted, by rank and version
+        self._speeds: dict[int, float] = {}  # steps per second, as last reported by each living member
+        self._early: list[tuple[int, int, Arrived]] = []  # contributions that were reported during the election
         # By rank and sequence number: encoded contributions that have arrived.
         self._blocks: dict[tuple[int, int], Tensor] = {}
         self._task: asyncio.Task[None] | None = None  # the election, or the task that makes versions
         self._outcome = Outcome((), (), math.nan, math.nan)
-        self._current: Block | None = None  # copy of the newest anchor, if it is offered
-        self._grace_s = 0.0  # waited for the newest version
+        self._current: Block | None = None  # copy of the newest anchor; None until the anchor is offered
+        self._grace_s = 0.0  # seconds waited in the grace period of the newest version
         self._sync_times = SyncTimes()
         self._mirrored_at = 0
         self._is_frozen = False
@@ -128,7 +129,7 @@ class Server:
         self._look()
 
     async def _elect(self) -> None:
-        """Take the newest anchor and outer state of the living members."""
+        """Begin with the newest anchor and outer optimizer's state among the living members."""
         me = self._services.rank
         held: HeldAnchor | None = None
         outer: tuple[int, Tensor] | None = None
@@ -154,7 +155,7 @@ class Server:
         self._begin(held, outer, elected.version)
 
     async def _want(self, holder: int, version: int) -> HeldAnchor | None:
-        """Fetch a member's newest anchor; None if the member is lost."""
+        """Fetch a member's newest anchor; return None if the member is lost."""
         block = self._layouts.new_block()
         given = await self._asked(holder, version, is_outer=False)
         try:
@@ -168,7 +169,7 @@ class Server:
         return HeldAnchor(version, given.applied, block, given.merged)
 
     async def _want_outer(self, holder: int, version: int) -> tuple[int, Tensor] | None:
-        """Fetch a member's copy of the outer state; None if the member is lost."""
+        """Fetch a member's copy of the outer optimizer's state; return None if the member is lost."""
         given = await self._asked(holder, version, is_outer=True)
         try:
             if given is None:
@@ -197,10 +198,11 @@ class Server:
         self._services.engine.recheck()
 
     def _begin(self, held: HeldAnchor, outer: tuple[int, Tensor] | None, elected: int) -> None:
-        """Begin with an anchor and an outer state.
+        """Begin to serve with an anchor and an outer optimizer's state.
 
         Args:
-            elected: Version of the newest anchor among the members, to which the outer state should belong.
+            elected: Version of the newest anchor among the members. The outer optimizer's state should have this
+                version.
         """
         own = self._options.own
         anchor = Anchor(self._layouts, own, held.block, held.version)
@@ -208,10 +210,10 @@ class Server:
             anchor.load_outer_state(unpacked(outer[1])["outer"])
         if elected > (0 if outer is None else outer[0]):
             self.lost_outer_state_count += 1
-            found = "no copy of the outer optimizer's state" if outer is None else f"a copy of version {outer[0]}"
+            found = "the initial version" if outer is None else f"version {outer[0]}"
             logger.warning(
-                "rank %d continues from version %d of the anchor without the last leader, but there is %s; the outer "
-                "momentum of later versions is lost",
+                "rank %d replaces the last leader and continues from version %d of the anchor, but has only %s of the "
+                "outer optimizer's state; the outer momentum of later versions is lost",
                 self._services.rank,
                 elected,
                 found,
@@ -251,7 +253,7 @@ class Server:
         self._arrivals.on_admitted(rank)
 
     def on_settling(self) -> None:
-        """Do not wait for contributions of members that make no step now."""
+        """Stop waiting for members that make no step at present."""
         self._arrivals.settling = self._membership.settling
         self._look()
         self._services.engine.recheck()
@@ -297,7 +299,7 @@ class Server:
         self._services.engine.recheck()
 
     def _look(self) -> None:
-        """Start the election once all members have reported, or make versions once enough contributions arrived."""
+        """Start the election once all members have reported, or make versions once there is a quorum."""
         if self._task is not None:
             return
         if self.anchor is None:
@@ -368,7 +370,7 @@ class Server:
             self._regional.look(anchor)
 
     def _encoded(self, arrival: Arrival) -> Sequence[Tensor]:
-        """Return the encoded vectors of a contribution; none if its norm is not finite."""
+        """Return the encoded vectors of a contribution; empty if its norm is not finite."""
         if not math.isfinite(arrival.norm):
             return ()
         own = self._holdings.outstanding
@@ -494,16 +496,16 @@ class Server:
         return self._arrivals.reported.get(rank, 0)
 
     def held(self) -> tuple[HeldAnchor, Tensor]:
-        """Return the anchor and the outer state as bytes; call this while no version is made."""
+        """Return the anchor, and the outer optimizer's state as bytes; no version may be in progress."""
         assert self.anchor is not None, "there is no anchor before the end of the election"
         held = HeldAnchor(self.anchor.version, self._arrivals.applications(), self._block(), self._merged)
         return held, self._state()
 
     async def settled(self, deadline: float) -> bool:
-        """Give the anchor and the outer state to the next leader, unless there are no other members.
+        """Give the anchor and the outer optimizer's state to the next leader, unless there are no other members.
 
         A regional server also contributes the rest of its island's progress. The next leader gets the state before each
-        contribution, so that it is not lost with this rank, and after the last one.
+        contribution, so that the state is not lost with this rank, and once more after the last contribution.
 
         Returns:
             False if the deadline passed first.
@@ -540,7 +542,7 @@ class Server:
         return True
 
     def close(self) -> None:
-        """Make no further version."""
+        """Stop making versions."""
         self._is_frozen = True
 
     # -- sending ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Counts of one member of an asynchronous DiLoCo policy, and the results of its steps."""
+"""Describes one member of an asynchronous DiLoCo policy: its counts, and the results of its steps."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from asyncdist.wording import size_in_words
 
 @dataclass(frozen=True, slots=True)
 class AsyncDiLoCoStatistics:
-    """Counts of one member's steps and contributions so far.
+    """Contains the counts of one member's steps and contributions so far.
 
     Attributes:
         iteration: Number of steps.
         version: Version of the anchor from which this member trains.
         contribution_count: Number of this member's contributions.
         average_count: Number of anchors that this member has applied.
-        postponed_count: Number of steps in which a contribution was due, while the last one had no answer.
+        postponed_count: Number of steps in which a contribution was due, while the last contribution had no answer.
         waited_s: Seconds that steps have spent waiting for anchors and applying them.
         sent_nbytes: Total encoded size in bytes of this member's contributions.
         applied_count: Number of contributions that this member has applied to the anchor as the leader.
         mean_staleness: Mean staleness of these contributions in versions.
-        mean_grace_s: Mean of the seconds that this member has waited, as the leader, for further contributions to a
-            version after its quorum.
-        lost_outer_state_count: Number of times that this member became the leader with an outer state older than the
-            anchor.
+        mean_grace_s: Mean seconds per version that this member has waited, as the leader, for further contributions
+            after the quorum.
+        lost_outer_state_count: Number of times that this member became the leader with an outer optimizer's state older
+            than the anchor.
         merge_count: Number of times that this member has merged the global anchor, as the server of its island.
         lost_progress_count: Number of times that this member became the server of its island without the state that is
             needed to contribute the island's progress since its last merge.
@@ -62,7 +62,7 @@ class AsyncDiLoCoStatistics:
             ("version", self.version),
             ("contributions", self.contribution_count),
             ("anchors applied", self.average_count),
-            ("spent in them", f"{self.waited_s:.2f} s"),
+            ("time spent on anchors", f"{self.waited_s:.2f} s"),
             ("contributed", size_in_words(self.sent_nbytes)),
         ]
         if self.applied_count:
@@ -86,7 +86,7 @@ class AsyncDiLoCoStatistics:
 def statistics_of(
     journal: Journal, server: Server | None, iteration: int, version: int, contribution_count: int, postponed_count: int
 ) -> AsyncDiLoCoStatistics:
-    """Return the statistics of a member, whose server is None if it does not lead."""
+    """Return a member's statistics; ``server`` is None if the member does not lead."""
     counts = journal.averages
     count, staleness, losses, grace_s = 0, 0, 0, 0.0
     if server is not None:
@@ -109,7 +109,7 @@ def statistics_of(
 
 
 def result_of(report: Applied) -> StepInfo:
-    """Return the part of a step's result that the answer to a rank's contribution contains."""
+    """Return a step's result, with the fields that follow from the answer to this rank's contribution."""
     total = sum(report.weights)
     return StepInfo(
         averaged_this_iteration=True,

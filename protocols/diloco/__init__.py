@@ -1,1 +1,1 @@
-"""DiLoCo and its family: ranks train alone, and an outer optimizer moves their common anchor once per round."""
+"""Implements DiLoCo and its family: ranks train alone, and an outer optimizer moves their common anchor each round."""

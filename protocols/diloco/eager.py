@@ -32,7 +32,7 @@ class EagerFragment(FragmentState):
     the mean arrives, it is -D_i(t - 1) / k. It belongs to the anchor: a newcomer takes both from the leader.
 
     Args:
-        factory, decay, tensors, mixing: As for :class:`FragmentState`.
+        factory, decay, tensors, mixing: See :class:`FragmentState`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class EagerFragment(FragmentState):
 
     @property
     def holds_mean(self) -> bool:
-        """False, since all values of a mean that are needed later are copied."""
+        """False, since the needed values of a mean are copied."""
         return False
 
     @torch.no_grad()
@@ -63,9 +63,9 @@ class EagerFragment(FragmentState):
 
     @torch.no_grad()
     def advance(self, donor_count: int) -> None:
-        """Make the outer step of a round, with this rank's share of its new difference and the rest of the last mean.
+        """Make a round's outer step, with this rank's share of its new difference and the rest of the last mean.
 
-        A rank whose contribution is not used makes the step with the rest alone; if that is zero, it makes no step.
+        A rank whose contribution is not used makes the step with the rest alone. If the rest is zero, it makes no step.
         """
         if donor_count:
             for rest, own in zip(self._rest, self._own, strict=True):
@@ -120,7 +120,7 @@ class AnchorMean(Fragment):
         self.number = 0
 
     def begin(self, number: int, version: int) -> None:
-        """Expect the mean of round ``number`` of the exchange, before which ``version`` rounds count as merged."""
+        """Expect the mean of round ``number`` of the exchange; count ``version`` earlier rounds as merged."""
         self.number, self.version = number, version
 
     @torch.no_grad()
@@ -139,9 +139,9 @@ class AnchorMean(Fragment):
         return norm
 
     def takes(self, number: int) -> bool:
-        """Return whether the round is the one to which this rank has contributed last.
+        """Return whether this rank has made its last contribution to the round.
 
-        A rank that continues while others end does not take their mean, which may arrive late.
+        If other ranks end while this rank continues, it does not use their mean, which may arrive late.
         """
         return number == self.number
 
@@ -159,7 +159,7 @@ class AnchorMean(Fragment):
             for (index, first, end), (_, begin, stop) in zip(vector.places, source.places, strict=True):
                 own, new = anchor[begin:stop], values[first:end]
                 current = values_of(vector, tensors[index])
-                # Rounded like the model's values, so that without progress they become the rounded mean on all ranks.
+                # The anchors are rounded like the model's values: a rank without progress then gets the rounded mean.
                 progress = current.to(own) - own.to(current).to(own)
                 write(vector, new + progress, tensors[index])
                 own.copy_(new)
@@ -168,5 +168,5 @@ class AnchorMean(Fragment):
 
 
 def interleaved(fragments: Sequence[Fragment], means: Sequence[AnchorMean]) -> list[Fragment]:
-    """Return the rounds of one exchange in order: each fragment is followed by all of ``means``."""
+    """Return the objects of one exchange's rounds in order: each fragment is followed by all of ``means``."""
     return [each for fragment in fragments for each in (fragment, *means)]

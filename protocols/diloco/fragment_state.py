@@ -1,6 +1,6 @@
-"""Keeps the state of one fragment of DiLoCo on one member: its anchor, outer optimizer and residual.
+"""Keeps the state of one fragment of DiLoCo on one member: its anchor, outer optimizer and encoding error.
 
-See :mod:`protocols.exchange.fragment` for a fragment without these.
+:mod:`protocols.exchange.fragment` has the fragments of policies without an anchor.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from asyncdist.tensors.codecs import ErrorFeedback
 
 
 class FragmentState(Fragment):
-    """State of one fragment, with an anchor if there is an outer optimizer.
+    """Keeps the state of one fragment, with an anchor if there is an outer optimizer.
 
     Args:
-        factory: Factory of the outer optimizer; None to average states.
-        decay: Decay of the error feedback; None for none.
+        factory: Factory of the outer optimizer; None to average the weights themselves.
+        decay: Decay of the error feedback; None for no error feedback.
         tensors: The model's tensors, from which the anchor is copied.
         mixing: Share of the rank's own parameters that it keeps when a mean is applied.
         keeps_captured: Whether the captured parameters are kept, so that a late mean can be applied.
         keeps_base: Whether the anchor may move before this rank has captured its contribution, because it is late. The
-            difference is then measured from a copy of the anchor from which the rank has trained, its *base*.
+            difference is then measured from the *base*: a copy of the anchor from which the rank has trained.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class FragmentState(Fragment):
         self._mixing = mixing
         self._captured = [vector.new_flat() for vector in layout.stepped] if keeps_captured else []
         for vector, captured in zip(layout.stepped, self._captured, strict=bool(self._captured)):
-            gather(vector, tensors, captured)  # a mean in flight that is loaded counts the progress from here
+            gather(vector, tensors, captured)  # the progress for a loaded mean in flight is measured from here
         self._outer: OuterStep | None = None
         self._residuals: dict[int, ErrorFeedback] = {}  # by vector
         if factory is not None:
@@ -97,7 +97,7 @@ class FragmentState(Fragment):
     def combine(
         self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
     ) -> None:
-        """Write the combination of all donors' encoded slices: of whole tensors, the radial-directional mean."""
+        """Write the combination of all donors' encoded slices; for whole tensors, the radial-directional mean."""
         if number in each.whole:
             self.layout.average(each, number, parts, weights, into, radial_mean_into)
         else:
@@ -105,7 +105,7 @@ class FragmentState(Fragment):
 
     @torch.no_grad()
     def merge(self, verdict: Verdict, encoded: Sequence[Tensor]) -> None:
-        """Take the encoded mean of all donors, which is kept until it is applied, and move the anchor."""
+        """Decode the mean of all donors, keep it until it is applied, and move the anchor."""
         norm = cosine = None
         vectors = self.layout.vectors
         self._values = {}
@@ -115,8 +115,8 @@ class FragmentState(Fragment):
                 stepped = [place for place, vector in enumerate(vectors) if vector.role == "stepped"]
                 differences = [self._values.pop(place) for place in stepped]
                 norm = math.hypot(*(norm_of(flat) for flat in differences))
-                # The norms are those of the differences and of their mean. With these options, other vectors are sent
-                # or the mean is another one.
+                # The cosine follows from the norms of the differences and of their plain mean. With these options,
+                # other vectors are sent, or another mean is computed.
                 is_other = bool(self._residuals) or self.layout.codec.name == "topk" or not self.layout.is_cut
                 cosine = None if is_other else mean_cosine(verdict, norm)
                 self._keep_base()
@@ -125,7 +125,7 @@ class FragmentState(Fragment):
         self.mean = Mean(verdict, norm, cosine)
 
     def _take(self, differences: Sequence[Tensor]) -> None:
-        """Take the mean differences, one for each anchor: move the anchors."""
+        """Move the anchors by the mean differences, one for each anchor."""
         self._move(differences)
 
     def _move(self, gradients: Sequence[Tensor]) -> None:
@@ -157,7 +157,7 @@ class FragmentState(Fragment):
             new = next(anchors, None) if vector.role == "stepped" else None
             if new is None:
                 if place not in self._values:
-                    continue  # no donor had finite values: without an anchor there is nothing to return to
+                    continue  # no donor had finite values, and without an anchor the rank keeps its own
                 new = self._values[place]
             if vector.role == "stepped" and mixing:
                 own = torch.empty_like(new)
@@ -182,7 +182,7 @@ class FragmentState(Fragment):
         self._values = {}
 
     def _stepped(self) -> list[Tensor]:
-        """Return the new parameters: the anchor, or the mean; the captured ones if no donor had finite values."""
+        """Return the new parameters: the anchor or the mean, or the captured parameters if no donor was finite."""
         if self._outer is not None:
             return list(self._outer.anchors)
         if not self._values:
@@ -197,7 +197,7 @@ class FragmentState(Fragment):
 
     @torch.no_grad()
     def begin_again(self, tensors: Sequence[Tensor]) -> None:
-        """Write the anchor into the model's parameters, whose progress for a late mean begins there."""
+        """Write the anchor into the model's parameters, and measure the progress for a late mean from the anchor."""
         self.restore(tensors)
         self._base = []
         for captured, anchor in zip(self._captured, self.anchors, strict=False):
@@ -205,12 +205,12 @@ class FragmentState(Fragment):
 
     @property
     def bases(self) -> tuple[Tensor, ...]:
-        """The flat tensors from which the next difference is measured: the anchor, or an older one if it has moved."""
+        """Flat tensors from which the next difference is measured: the base if there is one, otherwise the anchor."""
         return tuple(self._base) or self.anchors
 
     @property
     def anchors(self) -> tuple[Tensor, ...]:
-        """The anchor's flat tensors; none without an outer optimizer."""
+        """Flat tensors of the anchor; empty without an outer optimizer."""
         return () if self._outer is None else self._outer.anchors
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,7 +233,7 @@ class FragmentState(Fragment):
         return {**super().shared_state(), "anchors": anchors, "outer": self._outer.state_dict()}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Load another member's anchor and outer state; this rank's buffers stay as they are."""
+        """Load another member's anchor and outer state; this rank's buffers are unchanged."""
         assert self._outer is not None, "members can be behind only with an outer optimizer"
         self._keep_base()
         super().load_shared_state(state)
@@ -242,7 +242,7 @@ class FragmentState(Fragment):
         self._outer.load_state_dict(state["outer"])
 
     def forget_own(self) -> None:
-        """Drop the encoding errors of the other rank's contributions."""
+        """Drop the encoding errors of the donor's contributions."""
         for each in self._residuals.values():
             each.residual.zero_()
 
@@ -253,14 +253,14 @@ class FragmentState(Fragment):
         shapes = [anchor.shape for anchor in anchors], [each.shape for each in state["residuals"]]
         if shapes != ([anchor.shape for anchor in own_anchors], [each.residual.shape for each in residuals]):
             raise ValueError(
-                "the state's anchors and residuals must have the shapes of this policy's. Use the model, "
+                "the state's anchors and residuals must have the shapes of this policy's; use the model, "
                 "outer_optimizer, fragments and error_feedback of the run that saved it, and with error_feedback its "
                 "wire"
             )
         super().load_state_dict(state)
         self._base = [flat.clone() for flat in state["base"]]
         self._is_in_flight = state["is_in_flight"]
-        for flat, saved in zip(self._captured, state["captured"], strict=False):  # none if the option late differs
+        for flat, saved in zip(self._captured, state["captured"], strict=False):  # empty if late has changed
             flat.copy_(saved)
         for anchor, saved in zip(own_anchors, anchors, strict=True):
             anchor.copy_(saved)

@@ -15,7 +15,7 @@ from asyncdist import validation
 from asyncdist.tensors.flat_state import Entry
 from asyncdist.tensors.optimizers.weights import STATE_PREFIX
 
-#: How entries are divided: by layers, by sizes, or by a list of names or modules for each fragment.
+#: Division of the entries: by layers, by sizes, or by a list of names of tensors or modules for each fragment.
 FragmentPattern: TypeAlias = Literal["strided", "balanced"] | Sequence[Sequence[str]]
 
 _ALLOWED: Final = "'strided', 'balanced' or a list of names of modules and parameters for each fragment"
@@ -29,10 +29,10 @@ def fragments_of(entries: Sequence[Entry], count: int, pattern: FragmentPattern)
         pattern: One of:
 
             - ``"strided"``: Layer i goes to fragment i modulo ``count``, as in Streaming DiLoCo. An entry's layer is
-              the first number in its first name: 3 for ``"h.3.attn.weight"``. The layers that exist are counted in the
-              order of these numbers, without gaps. Entries without a layer, such as embeddings and the head, go to
-              fragment 0.
-            - ``"balanced"``: The entries, by falling size in bytes, each go to the fragment that is smallest so far.
+              the first number in its first name: 3 for ``"h.3.attn.weight"``. These numbers are then
+              replaced by 0, 1, 2, ... in ascending order. Entries without a layer, such as embeddings and the head, go
+              to fragment 0.
+            - ``"balanced"``: Each entry goes to the fragment that is smallest so far, the largest entry in bytes first.
               Entries of equal size are taken by name.
             - A list for each fragment, with names of modules (for all of their entries) and of parameters or buffers.
 
@@ -57,7 +57,7 @@ def _strided(entries: Sequence[Entry], count: int) -> tuple[tuple[int, ...], ...
     ranks = {layer: rank for rank, layer in enumerate(sorted({layer for layer in layers if layer is not None}))}
     if count > max(1, len(ranks)):
         raise ValueError(
-            f"fragments must be at most the number of the model's layers, {len(ranks)}, got {count}. "
+            f"fragments must be at most the number of the model's layers, {len(ranks)}, got {count}; "
             "fragment_pattern='balanced' allows as many fragments as the model has tensors"
         )
     return _gathered([0 if layer is None else ranks[layer] % count for layer in layers], count)
@@ -132,5 +132,5 @@ def _is_list_of_names(names: Any) -> bool:
 
 
 def _gathered(chosen: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """Return the indices of the entries of each fragment from the fragment of each entry."""
+    """Return the indices of each fragment's entries; ``chosen`` has the fragment of each entry."""
     return tuple(tuple(i for i, each in enumerate(chosen) if each == fragment) for fragment in range(count))

@@ -20,11 +20,11 @@ from asyncdist.protocols.diloco.outer_step import OuterFactory, check_factory
 from asyncdist.protocols.exchange.options import ExchangeOptionNames, ExchangeOptions
 from asyncdist.tensors.codecs import Codec, find_codec
 
-#: How the ranks' contributions are weighted: equally, or by the tokens passed to `step`.
+#: Weights of the ranks' contributions: equal, or the numbers of tokens passed to `step`.
 Weighting: TypeAlias = Literal["equal", "tokens"]
-#: How the ranks' differences are combined: by their mean, or per tensor by their mean norm and direction.
+#: Combination of the ranks' differences: their mean, or tensor by tensor their mean norm and mean direction.
 Merge: TypeAlias = Literal["mean", "radial"]
-#: Whether a step waits for a mean that has not arrived when it is due.
+#: Behavior of a step whose mean is due and has not arrived: it waits for the mean, or skips it.
 Late: TypeAlias = Literal["wait", "skip"]
 #: Outer optimizer of the DiLoCo paper.
 NESTEROV: Final = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -68,7 +68,7 @@ def _codec(name: str, value: Any) -> Codec:
 
 
 def truth(name: str, value: Any) -> bool:
-    """Return a value that is True or False."""
+    """Return the option's value; raise an error unless it is True or False."""
     if not isinstance(value, bool):
         validation.refuse(name, value, "True or False", TypeError)
     return value
@@ -184,7 +184,7 @@ class DiLoCoOptions(ExchangeOptions):
         is_agreed=True,
     )
     grace_s: float = option(
-        "Seconds to wait for further contributions to a round once there is a quorum.",
+        "Seconds to wait for further contributions once a quorum of ranks has contributed.",
         number(">= 0 seconds", 0.0),
         default=0.0,
         group=_STRAGGLERS,
@@ -245,7 +245,7 @@ class DiLoCoOptions(ExchangeOptions):
             validation.refuse("quorum", self.quorum, "None with replicas of several ranks")
         if self.eager:
             validation.refuse(
-                "quorum", self.quorum, "None with eager=True, since all ranks make equally many eager steps"
+                "quorum", self.quorum, "None with eager=True, since all ranks make the same number of eager steps"
             )
 
     def _check_beside_eager(self) -> None:
@@ -261,7 +261,7 @@ class DiLoCoOptions(ExchangeOptions):
             (
                 "late",
                 "wait",
-                "'wait' with eager=True, since ranks must average their anchors after equally many rounds",
+                "'wait' with eager=True, since ranks must average their anchors after the same round",
             ),
             (
                 "weights",
@@ -298,7 +298,7 @@ def counted_tokens(tokens: float | None, metric: object, weights: str) -> float:
         metric: Positional argument of ``step``; None for a policy that needs a metric.
 
     Raises:
-        TypeError: The weights are tokens, and the step has a positional number instead of ``tokens``.
+        TypeError: ``weights`` is ``"tokens"``, and the step has a positional number instead of ``tokens``.
         ValueError: ``tokens`` is not finite and above 0.
     """
     if tokens is not None:
@@ -312,9 +312,9 @@ def counted_tokens(tokens: float | None, metric: object, weights: str) -> float:
 
 
 def described(factory: OuterFactory) -> str:
-    """Return an outer optimizer's class and the options that are not its defaults, to compare members.
+    """Return an outer optimizer's class, and its options that differ from the defaults, to compare members.
 
-    The optimizer is made to read them, because two functions with equal names may make different optimizers.
+    The optimizer is built to read its options, because functions with equal names may build different optimizers.
     """
     optimizer = factory([nn.Parameter(torch.ones(2, device="cpu"))])
     defaults = {name: text_of(each.default) for name, each in inspect.signature(type(optimizer)).parameters.items()}
@@ -325,7 +325,7 @@ def described(factory: OuterFactory) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Return an option as a string that is the same on all ranks, and for equal numbers of different types.
+    """Return an option as a string that is equal on all ranks, and for equal numbers of different types.
 
     The address of an object in memory, as in the representation of a function, is left out.
     """

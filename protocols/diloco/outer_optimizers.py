@@ -116,8 +116,7 @@ class FedAdam(_FedOptimizer):
 
     Args:
         params: Parameters, whose gradients are the differences D.
-        lr: Outer learning rate; the anchor moves by about ``lr`` per round in each element where D is much larger than
-            ``tau``.
+        lr: Outer learning rate. If D is much larger than ``tau``, the anchor moves by about ``lr`` per round.
         betas: Decay of m and of v per round.
         tau: Smallest denominator. A large ``tau`` makes the steps less adaptive.
 

@@ -32,12 +32,12 @@ _ALLOWED: Final = "a factory for the outer parameters such as functools.partial(
 
 
 class OuterStep:
-    """Holds one fragment's anchor, as flat tensors, and the outer optimizer that moves it.
+    """Keeps one fragment's anchor, as flat tensors, and the outer optimizer that moves it.
 
     Args:
-        factory: Builds the optimizer; called once, with one parameter per anchor.
-        anchors: 1-D float32 or float64 tensors, made outside inference mode. The parameters share their memory. There
-            may be none, and each may be empty.
+        factory: Function that builds the optimizer; called once, with the pieces of the anchors as parameters.
+        anchors: 1-D float32 or float64 tensors, made outside inference mode, whose memory the parameters share. The
+            list and each tensor may be empty.
 
     Attributes:
         anchors: The given tensors, which :meth:`step` changes in place.
@@ -65,7 +65,7 @@ class OuterStep:
         """Move the anchors by one step of the outer optimizer.
 
         Args:
-            differences: For each anchor D = anchor - mean of the ranks' weights, with its shape, dtype and device.
+            differences: D = anchor - mean of the ranks' weights for each anchor, with its shape, dtype and device.
         """
         try:
             for parameter, difference in zip(self._parameters, _pieces(differences), strict=True):
@@ -115,7 +115,7 @@ class OuterStep:
         and remain the factory's.
 
         Raises:
-            ValueError: The state belongs to another optimizer's class or to anchors of other sizes.
+            ValueError: The state belongs to an optimizer of another class, or to anchors of other sizes.
         """
         saved = (state["optimizer"], list(state["sizes"]))
         present = (type(self._optimizer).__name__, self._sizes())
@@ -135,8 +135,7 @@ class OuterStep:
     def _warn_of_changes(self, own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
         """Warn of saved numbers that differ from the factory's, if they are options of the optimizer's class.
 
-        Other numbers in a parameter group, such as a count of steps, are state. Python shows equal warnings of several
-        fragments once.
+        Other numbers in a parameter group, such as a count of steps, are state, and cause no warning.
         """
         options = inspect.signature(type(self._optimizer)).parameters
         changes = {
@@ -155,11 +154,11 @@ class OuterStep:
 @torch.inference_mode(False)
 @torch.no_grad()
 def check_factory(factory: object) -> None:
-    """Check the option ``outer_optimizer`` by building it on a parameter of two elements, and by two steps.
+    """Check the option ``outer_optimizer``: build an optimizer of a parameter of two elements, and make two steps.
 
     Raises:
-        TypeError: It is not a function, or does not return a ``torch.optim.Optimizer``.
-        ValueError: It fails, or returns an optimizer that cannot move an anchor.
+        TypeError: The factory is not a function, or does not return a ``torch.optim.Optimizer``.
+        ValueError: The factory fails, or returns an optimizer that cannot move an anchor.
     """
     if isinstance(factory, torch.optim.Optimizer):
         _refuse(f"an optimizer ({type(factory).__name__}) that has parameters already. Pass the factory", TypeError)
@@ -202,7 +201,7 @@ def _check_optimizer(optimizer: object, parameters: Sequence[nn.Parameter]) -> N
 
 
 def _check_steps(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
-    """Raise ValueError unless a zero difference leaves the parameter alone, and the optimizer leaves D alone.
+    """Raise ValueError if a zero difference changes the parameter, or if the optimizer changes or keeps D.
 
     The zero difference finds weight decay under any name.
     """

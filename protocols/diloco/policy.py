@@ -6,14 +6,14 @@ difference as its gradient, and becomes the new weights of all ranks:
 
     D = sum(w_i D_i) / sum(w_i),    a = outer(a, D),    theta_i = a
 
-(DiLoCo: Douillard et al., 2311.08105.) With ``fragments`` the parts of the model take turns, and with ``overlap_steps``
-(tau) and ``mixing`` (alpha) the ranks continue to train while the data moves, and then mix: theta_i = alpha theta_i +
-(1 - alpha) a (Streaming DiLoCo: Douillard et al., 2501.18512). Without an outer optimizer, the weights themselves are
-averaged (local SGD; with ``weights="tokens"`` federated averaging: McMahan et al., 2017).
+(DiLoCo: Douillard et al., 2311.08105.) With ``fragments``, parts of the model are averaged in turn, and with
+``overlap_steps`` (tau) and ``mixing`` (alpha) the ranks continue to train while the data moves, and then mix: theta_i =
+alpha theta_i + (1 - alpha) a (Streaming DiLoCo: Douillard et al., 2501.18512). Without an outer optimizer, the weights
+themselves are averaged (local SGD; with ``weights="tokens"`` federated averaging: McMahan et al., 2017).
 
-The ranks wait for each other where a mean is applied, unless ``late="skip"``: then each rank applies a mean when it has
-arrived, and keeps the progress that it has made since it captured its weights. If a rank is lost, the mean is that of
-the others (:mod:`protocols.exchange.ledger`). The anchor and the outer optimizer's state stay equal on all ranks.
+The ranks wait for each other when a mean is applied. With ``late="skip"``, each rank instead applies a mean after its
+arrival, and keeps the progress that it has made since it captured its weights. If a rank is lost, the other ranks are
+averaged (:mod:`protocols.exchange.ledger`). The anchor and the outer optimizer's state stay equal on all ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.step_info import StepInfo
 from asyncdist.protocols.wrappers import reshard
 
-#: Options of other libraries, with the names of this policy's options.
+#: Names of options in other libraries, each with a hint for the error that is raised if it is passed here.
 ELSEWHERE: Final = {
     **dict.fromkeys(
         ("sync_every", "local_sgd_steps", "target_batch_size", "H"),
@@ -87,7 +87,7 @@ ELSEWHERE: Final = {
         ("matchmaking_time", "averaging_timeout", "grace", "grace_period"),
         "here grace_s, in seconds, is the time for which a round waits once a quorum of ranks has contributed",
     ),
-    **dict.fromkeys(("min_replica_size", "min_replicas", "target_group_size"), "here quorum, a number of ranks"),
+    **dict.fromkeys(("min_replica_size", "min_replicas", "target_group_size"), "use quorum, a number of ranks"),
     "use_local_updates": "here ranks always make local updates",
     "batch_size_per_step": "here step(tokens=n) reports the size of a step, for weights='tokens'",
     "average_state_every": "here parameters and floating buffers are averaged in each round",
@@ -97,12 +97,12 @@ ELSEWHERE: Final = {
         "choose by metric",
     ),
     "momentum": "outer_optimizer=functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9) sets the outer momentum, and "
-    "mixing the share of the rank's own weights",
+    "mixing sets the share of the rank's own weights",
 }
 
 
 class Landed(NamedTuple):
-    """A flight whose mean has arrived, and the seconds for which a step waited for it."""
+    """A round in flight whose mean has arrived, and the seconds for which a step waited for the mean."""
 
     flight: Flight
     waited_s: float
@@ -115,7 +115,7 @@ _LOSES_VALUES: Final = (
 
 @with_options(DiLoCoOptionNames, CommonOptions, DiLoCoOptions)
 class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
-    """DiLoCo, Streaming DiLoCo, local SGD, and methods with another outer optimizer.
+    """Trains with DiLoCo, Streaming DiLoCo, local SGD, or another method of the family.
 
     ::
 
@@ -126,8 +126,8 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
 
     All ranks must begin with equal weights. The outer optimizer moves the parameters. Floating buffers, such as
     BatchNorm's statistics, are averaged. Integer and bool buffers are copied from the first contributing rank. The
-    inner optimizer keeps its state. A rank whose weights are not finite does not contribute. It gets the others' mean,
-    and its inner optimizer's state is cleared (``StepInfo.recovered``).
+    inner optimizer keeps its state. A rank whose weights are not finite does not contribute. It gets the other ranks'
+    mean, and its inner optimizer's state is cleared (``StepInfo.recovered``).
 
     If ranks end their training after different numbers of steps, the others continue without them.
 
@@ -150,7 +150,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         **options: Unpack[DiLoCoOptionNames],
     ) -> None:
         own = self._own_options = DiLoCoOptions.of(options)
-        overlap_steps = average_every if own.eager else own.overlap_steps  # an eager mean travels for a whole round
+        overlap_steps = average_every if own.eager else own.overlap_steps  # an eager mean travels for a round
         schedule = Schedule(average_every, own.fragments, overlap_steps, own.warmup_steps)
         super().__init__(
             model,
@@ -186,12 +186,12 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         """Take part in the policy once per training step; see :meth:`SpawnPolicy.step`.
 
         Args:
-            local_metric, loss, score: Metric of the rank, which reports and the live table show; it is read in steps
-                that capture a contribution, and has no effect on the averages.
+            local_metric, loss, score: Metric of this rank for reports and the live table. It is read in steps that
+                capture a contribution, and does not affect the averages.
             tokens: Number of tokens or examples of this step, for ``weights="tokens"``; 1 by default.
 
         Raises:
-            TypeError: ``weights`` is ``"tokens"``, and a positional number was given instead of ``tokens``.
+            TypeError: ``weights`` is ``"tokens"``, and the call has a positional number instead of ``tokens``.
             ValueError: ``tokens`` is not finite and above 0.
         """
         if self._first_call is None:
@@ -233,7 +233,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
 
     def _take_weight(self, fragment: int) -> float:
         tokens, self._tokens[fragment] = self._tokens[fragment], 0.0
-        # After cancelled steps, a fragment may be captured twice in one step: the second time without new tokens.
+        # After cancelled steps, a fragment may be captured twice in one step, the second time without new tokens.
         return max(tokens, LEAST_TOKENS) if self._own_options.weights == "tokens" else 1.0
 
     def _own_state(self) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         return interleaved(self._fragments, self._anchor_means) if self._own_options.eager else self._fragments
 
     async def _apply_due(self, step: int) -> list[StepInfo]:
-        """Wait for the means that are due; an eager step contains them only when the fragment is captured again."""
+        """Wait for the means that are due; with ``eager``, each is applied when its fragment is captured again."""
         if not self._own_options.eager:
             return await super()._apply_due(step)
         for fragment, flight in self._flights.due(step):
@@ -292,13 +292,13 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
             return await super()._begin_round(step)
         began_at, fragment = self._world.time(), self._flights.next()[0]
         own = self._fragments[fragment]
-        mean = own.mean  # of the previous round
+        mean = own.mean  # the mean of the previous round
         await self._capture(step)
         landed = self._landed.pop(fragment, None)
         flight = Flight(0, step, step) if landed is None else landed.flight
         ready = await self._readiness(fragment, flight.number)
         await self._write(fragment, ready, is_late=False, is_left_out=False)
-        if mean is None or landed is None:  # the first step contains this rank's share alone
+        if mean is None or landed is None:  # the first eager step contains only this rank's share
             ready = ready._replace(norm=None, has_cosine=False)
             count = 0 if fragment in self._unsound_captures else 1
             mean = Mean(Verdict(1, (self._world.rank,) * count, (1.0,) * count, (0.0,) * count))
@@ -315,8 +315,9 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
     async def settle(self) -> None:
         """Wait for the means in flight; with ``eager``, also average the ranks' anchors.
 
-        All ranks call this method after equally many steps; :func:`asyncdist.save_population` does. With ``eager``, the
-        ranks' parameters are shifted by the change of their anchors. Otherwise the weights do not change.
+        All ranks call this method after the same number of steps; :func:`asyncdist.save_population` does. With
+        ``eager``, the ranks' parameters are shifted by the change of their anchors. Otherwise the weights do not
+        change.
 
         Raises:
             BusyError: The call is inside a block of :meth:`anchor_weights`.
@@ -328,7 +329,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         await self._average_anchors()
 
     async def _average_anchors(self) -> None:
-        """Replace the anchors by their mean over the ranks that do the same after the same round."""
+        """Replace the anchors by their mean over the ranks that call this method after the same round."""
         exchange, last = self._exchange, self._flights.last_number()
         if exchange is None or not self._anchor_means or self._settled_at == last:
             return
@@ -338,7 +339,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         place_count = len(self._fragments) * self._numbers_per_round
         is_sound = self._unsound() is None
         for number, each in enumerate(self._anchor_means, first):
-            if each.number != number:  # otherwise an earlier call was cancelled
+            if each.number != number:  # equal if an earlier call was cancelled
                 version, place = divmod(number - 1, place_count)
                 each.begin(number, version)
                 encoded = exchange.new_encoded(place)
@@ -357,7 +358,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
     # -- beginning again with a new model ---------------------------------------------------------------------------
 
     def _can_begin_again(self) -> bool:
-        """Return True if there is an anchor, from which the new model begins."""
+        """Return whether there is an anchor, from which a new model can begin."""
         return self._own_options.outer_optimizer is not None
 
     def take_model_of(self, other: SpawnPolicy) -> bool:

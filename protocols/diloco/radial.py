@@ -1,4 +1,4 @@
-"""Computes the radial-directional mean of tensors: the mean of their norms times the direction of their mean direction.
+"""Computes the radial-directional mean of tensors, which has the mean of their norms and their mean direction.
 
 For tensors v_i with weights w_i, and phi(x) = x / |x| with phi(0) = 0 (Decoupled DiLoCo, 2604.21428):
 
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from asyncdist.tensors.means import weighted_mean_into
 
-#: Length of the mean direction, from 0 to 1, up to which directions count as cancelled. It is above the rounding errors
-#: of float32, which would otherwise become a direction.
+#: Largest length (0 to 1) of a mean direction that counts as 0. Rounding errors of float32 are shorter, and would
+#: otherwise become a direction.
 CANCELLED: Final = 1e-5
 
 
@@ -36,7 +36,7 @@ def radial_mean_into(into: Tensor, parts: Sequence[Tensor], weights: Sequence[fl
     if len(parts) == 1:
         into.copy_(parts[0])
         return
-    largest = max(weights)  # only the ratios count, and products of large weights and norms would overflow
+    largest = max(weights)  # scaled by the largest, since products of large weights and norms would overflow
     shares = [weight / largest for weight in weights]
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64).item() for part in parts]
     total = math.fsum(shares)
@@ -53,6 +53,6 @@ def radial_mean_into(into: Tensor, parts: Sequence[Tensor], weights: Sequence[fl
 
 
 def embeddings_of(model: nn.Module) -> set[str]:
-    """Return all names of the weights of the model's embeddings, also of weights that are tied to them."""
+    """Return all names of the weights of the model's embeddings, including tied weights."""
     tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
     return {name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in tables}

@@ -387,7 +387,7 @@ class Ledger:
     def _awaited_in(self, number: int, each: _Round) -> set[int]:
         """Return the members whose contributions a round needs: all that have not passed the round.
 
-        Members contribute in the order of the rounds. A member has passed a round if it has contributed to a later round,
+        Members contribute in the order of the rounds. A member has passed a round if it has contributed to a later one,
         or if it is excused from a later round, to which the leader had contributed when the member was admitted.
         """
         passed: set[int] = set()

@@ -53,8 +53,8 @@ class ExchangeStatistics:
             ("averages applied", self.average_count),
         ]
         if len(self.versions) > 1:
-            rows.append(("of each fragment", _by_number(self.versions)))
-        rows.append(("waited for them", f"{self.waited_s:.2f} s, at most {self.waited_max_s:.2f} s"))
+            rows.append(("averages by fragment", _by_number(self.versions)))
+        rows.append(("waited for averages", f"{self.waited_s:.2f} s, at most {self.waited_max_s:.2f} s"))
         contributed = f"{plural(self.contribution_count, 'time')}, {size_in_words(self.sent_nbytes)}"
         if self.sent_nbytes != self.unencoded_nbytes:
             contributed += f" ({size_in_words(self.unencoded_nbytes)} as float32)"

@@ -44,7 +44,7 @@ def test_a_new_leader_continues_with_the_mirrored_momentum() -> None:
     assert record.outers[first] == first
 
 
-@pytest.mark.parametrize(("mirror_every", "found"), [(0, "no copy"), (4, "a copy of version")])
+@pytest.mark.parametrize(("mirror_every", "found"), [(0, "only the initial version"), (4, "only version")])
 def test_a_lost_momentum_is_logged_and_counted(mirror_every: int, found: str, caplog: pytest.LogCaptureFixture) -> None:
     plan = Plan(steps=STEPS, mirror_every=mirror_every, faults=(Kill(0, at_s=0.15),))
     with caplog.at_level(logging.WARNING, logger="protocols.async_diloco.server"):

@@ -113,7 +113,7 @@ def test_statistics_count_contributions_averages_and_waits(results: list[Seen]) 
         assert found.waited_max_s == max(info.waited_s for info in infos)
         assert (found.outer_norm, found.cosine) == (infos[-1].outer_norm, infos[-1].cosine)
         lines = [re.split(r"  +", line.strip()) for line in str(found).splitlines()]
-        assert ["of each fragment", "0: 4, 1: 4"] in lines and ["averages without rank", "3: 1"] in lines
+        assert ["averages by fragment", "0: 4, 1: 4"] in lines and ["averages without rank", "3: 1"] in lines
 
 
 def test_a_recording_has_each_contribution_and_average(recording: Recording, results: list[Seen]) -> None:

@@ -1,8 +1,8 @@
-"""One rank's side of asynchronous DiLoCo with islands: its island's anchor, and the global anchor.
+"""Takes part in asynchronous DiLoCo with islands for one rank: keeps its island's anchor and the global anchor.
 
-Two policies' worth of objects run on each rank: one among the ranks of the island, and one among all ranks, in which
-only the servers of islands contribute. The global server is the last rank, so that the loss of one rank is not the loss
-of both servers.
+Each rank is a member of two groups: its island, and the group of all ranks, in which only the servers of islands
+contribute. The global server is the last rank, so that the loss of one rank does not affect a regional and the global
+server at once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ logger = logging.getLogger("protocols.async_diloco.islands")
 
 
 class Federation:
-    """One rank's contributions to its island, and its island's contributions to the global server.
+    """Sends one rank's contributions to its island, and the island's contributions to the global server.
 
     Args:
         scopes: Scopes of the policy of all ranks.
-        everyone: Members of the policy, in the order in which they may be the global server.
+        everyone: Members of the policy, in the order in which they become the global server.
         holdings: This rank's state in its island.
         options: Options of the regional servers.
 
@@ -96,26 +96,26 @@ class Federation:
             self.member.server.on_merge_due()
 
     async def settled(self, deadline: float) -> None:
-        """Wait until this rank may leave all ranks' policy, after its island has settled."""
+        """Wait until this rank may leave the group of all ranks, after its island has settled."""
         self._upper.withdraw()
         await self._upper.settled(deadline)
 
     def leave(self) -> None:
-        """Leave the policy of all ranks."""
+        """Leave the group of all ranks."""
         self._upper.leave()
 
     async def freeze(self) -> None:
-        """Make no further version of the global anchor until :meth:`thaw`."""
+        """Stop making versions of the global anchor until :meth:`thaw`."""
         if self._upper.server is not None:
             await self._upper.server.freeze()
 
     def thaw(self) -> None:
-        """Make versions of the global anchor again."""
+        """Resume making versions of the global anchor."""
         if self._upper.server is not None:
             self._upper.server.thaw()
 
     def counted(self, found: AsyncDiLoCoStatistics) -> AsyncDiLoCoStatistics:
-        """Return a member's statistics with this rank's counts as a server."""
+        """Return the statistics with this rank's counts as a regional and global server added."""
         upper = self._upper.server
         return replace(
             found,
@@ -126,7 +126,7 @@ class Federation:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return a copy of this rank's newest global anchor, and as the global server also of its outer state."""
+        """Return a copy of this rank's newest global anchor; on the global server, also of its outer state."""
         upper = self._upper.server
         if upper is None or not upper.has_begun:
             return self.holdings.newest.state()

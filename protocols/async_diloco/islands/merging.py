@@ -1,15 +1,14 @@
 """Computes a regional server's contributions to the global server, and merges the global anchor (HALoS, 2506.04531).
 
-With theta for the island's anchor, r for the *reference* from which its progress is measured, and alpha for
-``merge_weight``:
+theta is the island's anchor, r the *reference* from which its progress is measured, and alpha is ``merge_weight``:
 
     after K versions:           c <- theta, and D = r - c is sent to the global server, which steps its anchor g with D
     when g arrives:             r <- (1 - alpha) c + alpha g,    theta <- r + (theta - c)
 
 HALoS sets theta <- (1 - alpha) theta + alpha g and r <- theta instead (``src/halos/simulation/exec_halos.py`` and
-``ps.py``, 4b5bf73, and a second implementation on OpenDiLoCo). The two are equal if the island's anchor has not changed
-while the contribution was on its way. Otherwise, HALoS never contributes this change. (The help text of HALoS's
-``--model_merge_weight`` exchanges alpha and 1 - alpha.)
+``ps.py``, 4b5bf73, and a second implementation on OpenDiLoCo). Both rules are equal if the island's anchor does not
+change while the contribution is in flight. Otherwise, HALoS never contributes this change. (The help text of HALoS's
+``--model_merge_weight`` confuses alpha and 1 - alpha.)
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def encode_difference(layouts: Layouts, reference: Block, own: Block, encoded: S
 
     Args:
         reference: The island's anchor after the last merge.
-        own: The island's anchor now.
+        own: The island's current anchor.
     """
     norm = 0.0
     vectors = zip(layouts.wire.vectors, reference[1], own[1], encoded, strict=True)
@@ -47,7 +46,7 @@ def encode_difference(layouts: Layouts, reference: Block, own: Block, encoded: S
 
 @torch.no_grad()
 def merge_into(layouts: Layouts, own: Sequence[Tensor], given: Sequence[Tensor], weight: float) -> None:
-    """Merge a global anchor into an island's anchor. Integer and bool buffers remain those of the island.
+    """Merge a global anchor into an island's anchor. Integer and bool buffers are unchanged.
 
     Args:
         own: Values of the island's anchor, which are changed.
@@ -59,16 +58,16 @@ def merge_into(layouts: Layouts, own: Sequence[Tensor], given: Sequence[Tensor],
             continue
         if weight == 1.0:
             mine.copy_(other)
-        else:  # equal values remain, since the sum of equal infinities of opposite signs would be NaN
+        else:  # keep equal values, since the difference of equal infinities is NaN
             merged = mine.mul(1.0 - weight).add_(other, alpha=weight)
             mine.copy_(torch.where(mine == other, mine, merged))
 
 
 @torch.no_grad()
 def rebase(layouts: Layouts, own: Sequence[Tensor], captured: Sequence[Tensor], reference: Sequence[Tensor]) -> None:
-    """Replace the part of an island's anchor that was contributed by the new reference: own + (reference - captured).
+    """Move an island's anchor by the change that the merge has made: own + (reference - captured).
 
-    Floating buffers become those of the reference. Integer and bool buffers remain.
+    Floating buffers become the reference's buffers. Integer and bool buffers are unchanged.
 
     Args:
         own: Values of the island's anchor, which are changed.

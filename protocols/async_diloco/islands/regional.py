@@ -9,10 +9,10 @@ If the regional server is lost, the next member of the island registers with the
 
 - The global server drops the island's contributions that it has not applied, and answers with its anchor and with the
   number of the last contribution that it has applied.
-- If the island's anchor does not contain the answer to that contribution, it is merged now.
+- If the island's anchor does not contain the answer to this last contribution, the answer is merged now.
 - After each capture and each merge, the island's members receive the regional server's state together with an anchor,
-  until one of them has it. A contribution is sent only then. So the next server has the anchor from which the last
-  contribution was computed, unless several members are lost at once.
+  until one member has the state. Only then is the contribution sent. The next server therefore has the anchor from
+  which the last contribution was computed, unless several members are lost at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger("protocols.async_diloco.islands")
 
 
 class Upper(Protocol):
-    """This rank's side of the contributions to the global server."""
+    """Interface through which this rank contributes to the global server."""
 
     async def registered(self) -> HeldAnchor:
         """Register this rank as its island's server, and return the global anchor."""
@@ -45,11 +45,11 @@ class Upper(Protocol):
 
 
 class Regional:
-    """The part of a regional server that concerns the global server.
+    """Exchanges a regional server's contributions and answers with the global server.
 
     Args:
-        upper: This rank's side of the contributions to the global server.
-        holdings: This rank's state in it.
+        upper: Interface through which this rank contributes to the global server.
+        holdings: This rank's state among all ranks.
         island: Number of the island.
         every: Number K of versions between two contributions.
         weight: Weight alpha of the global anchor.
@@ -80,11 +80,11 @@ class Regional:
         self._every = every
         self._weight = weight
         self._membership = membership
-        self._reference: Block | None = None  # None before it serves
+        self._reference: Block | None = None  # None before this rank serves
         self._measured_from = 0  # version of the anchor to which the reference corresponds
         self._captured: tuple[int, Block] | None = None  # the anchor of the last contribution, until its merge
-        self._unsent: tuple[Block, Arrived] | None = None  # a contribution that may not be sent yet
-        self._first = holdings.base  # the anchor with which all ranks have begun
+        self._unsent: tuple[Block, Arrived] | None = None  # a captured contribution that must not be sent yet
+        self._first = holdings.base  # the anchor with which all ranks began
         self._is_mirrored = True  # whether another member has the state after the last merge
         self._mirrors: set[tuple[int, int]] = set()  # ranks that receive this state, with versions of the anchor
         self.merged = 0
@@ -104,8 +104,8 @@ class Regional:
         applied = dict(given.applied).get(self._island, 0)
         if applied > held.merged and applied > held.version:
             logger.warning(
-                "the server of island %d was lost, with all members that had version %d of its anchor, which is in the "
-                "global anchor; the island continues from the global anchor, and drops %d contributions",
+                "the server of island %d was lost together with all members that had version %d of its anchor; the "
+                "island continues from the global anchor, which contains this version, and drops %d contributions",
                 self._island,
                 applied,
                 len(sent),
@@ -167,7 +167,7 @@ class Regional:
         return held
 
     def state(self) -> dict[str, Any]:
-        """Return the state that the next server of the island needs, in addition to the anchor."""
+        """Return the state that the island's next server needs in addition to the anchor."""
         assert self._reference is not None, "the island's server has not begun"
         captured_at, captured = (0, []) if self._captured is None else (self._captured[0], self._captured[1][1])
         return {
@@ -181,7 +181,7 @@ class Regional:
     # -- contributions ----------------------------------------------------------------------------------------------
 
     def look(self, anchor: Anchor) -> None:
-        """Capture a contribution if K versions were made since the last capture, and the last one is merged."""
+        """Capture a contribution, if K versions were made since the last capture and its answer is merged."""
         if self._captured is None and anchor.version - self._measured_from >= self._every:
             self.capture(anchor)
 
@@ -203,7 +203,7 @@ class Regional:
     def needs_mirror(self, rank: int, version: int) -> bool:
         """Return whether a member must receive the state together with a version of the anchor.
 
-        All members do, until one has it. So each anchor of a living member can be continued if this rank is lost.
+        All members receive it until one member has it. If this rank is lost, the next server then has the state.
         """
         if not self._is_mirrored:
             self._mirrors.add((rank, version))
@@ -247,12 +247,12 @@ class Regional:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def prepare_leaving(self, anchor: Anchor) -> None:
-        """Capture the rest of the island's progress; the next server must get the state before it is contributed."""
+        """Capture the rest of the island's progress. The next server must get the state before :meth:`has_merged`."""
         if self._captured is None and anchor.version > self._measured_from:
             self.capture(anchor)
 
     async def has_merged(self, anchor: Anchor, deadline: float) -> bool:
-        """Contribute the captured progress, of which the next server has the state, and merge the answer.
+        """Contribute the captured progress after the next server has got the state, and merge the answer.
 
         Returns:
             False if there is nothing to contribute, or the deadline passed first.

@@ -1,1 +1,1 @@
-"""Numbers of steps and grace periods that depend on the ranks' measured speeds."""
+"""Computes numbers of steps and grace periods from the ranks' measured speeds."""

@@ -1,8 +1,8 @@
 """Computes the length of a grace period that is given in training steps. No clock is read.
 
-Once there is a quorum, the leader may wait for further contributions as long as no rank loses time by it: the rank
-trains while its contribution is applied. Decoupled DiLoCo (2604.21428) waits for a share g < 1 of the time that is
-left of tau steps:
+Once there is a quorum, the leader can wait for further contributions without a loss of time, because the ranks train
+while their contributions are applied. Decoupled DiLoCo (2604.21428) waits for a share g < 1 of the time that remains of
+tau steps:
 
     grace = max(0, g (tau step_s - quorum_s - sync_s))
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-#: Share g of the remaining time. The paper only says that it is below 1; the rest is for steps of varying duration.
+#: Share g of the remaining time. The paper only requires g < 1. The unused time allows for steps of varying duration.
 SHARE: Final = 0.9
 
 
@@ -34,7 +34,7 @@ def grace_period(steps: float, step_s: float, quorum_s: float, sync_s: float, *,
 
 
 class SyncTimes:
-    """Measures the time from the decision on a version until each contributing rank has the anchor."""
+    """Measures, for each contributing rank, the time from the decision on a version until the rank has the anchor."""
 
     def __init__(self) -> None:
         self._decided_at: dict[int, tuple[int, float]] = {}  # version and time of the last decision, by rank
@@ -56,5 +56,5 @@ class SyncTimes:
         self._seconds.pop(rank, None)
 
     def longest(self, ranks: Iterable[int]) -> float:
-        """Return the longest of some ranks' last times in seconds; 0 if none is known."""
+        """Return the longest last measured time of ``ranks`` in seconds; 0 if no time is known."""
         return max((self._seconds.get(rank, 0.0) for rank in ranks), default=0.0)

@@ -1,4 +1,4 @@
-"""Number of local steps per contribution, from the ranks' step times. No clock is read.
+"""Computes the number of local steps per contribution from the ranks' speeds. No clock is read.
 
 Ranks of different speeds finish the same number of steps at very different times, and the slow ranks' differences are
 then stale. With dynamic local updates (Liu et al., 2401.09135) each rank makes a number of steps that is proportional
@@ -38,10 +38,10 @@ def local_steps(average_every: int, speed: float, fastest: float, *, least: int 
 
 
 def steps_at_speed(average_every: int, rank: int, speeds: Mapping[int, float]) -> int:
-    """Return :func:`local_steps` of a rank; ``average_every`` as long as its speed is not known.
+    """Return :func:`local_steps` of a rank, or ``average_every`` if its speed is not known.
 
     Args:
-        speeds: Steps per second, by rank, of the ranks whose speeds are known.
+        speeds: Known speeds in steps per second, by rank.
     """
     if rank not in speeds:
         return average_every
