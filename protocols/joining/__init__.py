@@ -1,1 +1,1 @@
-"""Lets members of a policy follow losses, elect leaders, and admit restarted ranks; used by several policies."""
+"""Lets the members of a policy notice losses, elect leaders, and admit restarted ranks; used by several policies."""

@@ -2,7 +2,8 @@
 
 A newcomer finds the policy through the board that all policies of a rank share
 (:mod:`protocols.joining.newcomers`). The leader copies its state inside its next ``step``, and admits the
-newcomer at the same moment, so the state and the newcomer's first round fit together. Newcomers are admitted in turn.
+newcomer at the same moment, so that the newcomer's first round is the one after this state. Newcomers are admitted in
+turn.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Admission:
 
         Args:
             nbytes: Size of the model, which limits the size of the state.
-            timeout_s: Time limit of the start, in seconds, whose end is ``deadline``.
+            timeout_s: Time limit of the start in seconds, for the error message; it ends at ``deadline``.
 
         Raises:
             StartTimeoutError: The leader did not admit this rank before the deadline.
@@ -104,7 +105,7 @@ class Admission:
             number, limit = membership.admission, state_nbytes_max(nbytes)
             data: torch.Tensor = await self._states.take(leader, number, nbytes_max=limit, deadline=deadline)
         except AsyncdistError as error:
-            if isinstance(error, StreamAborted):  # its notice of leaving may arrive later, with another tag
+            if isinstance(error, StreamAborted):  # the leader's Left may arrive later, with another tag
                 wait = WaitId(WaitKind.POLICY_ADMISSION)
                 await self._services.engine.until(has_left, wait, deadline=deadline)
             if not has_left():
@@ -128,7 +129,7 @@ class Admission:
         return True
 
     def _answer_kept(self) -> None:
-        """Answer the newcomers that have asked before this rank led, since they do not ask again soon."""
+        """Answer newcomers that asked before this rank led, since they repeat their requests only after some time."""
         requests, self._requests = self._requests, {}
         for rank, request in requests.items():
             if rank not in self._services.gone:
@@ -147,7 +148,7 @@ class Admission:
 
 
 def newest_left(services: Services, ranks: Sequence[int], values: Mapping[str, str]) -> int:
-    """Return the newest policy of this kind that this rank has left, and does not ask to join again; 0 for none."""
+    """Return the newest policy with these values that this rank has left and must not join again; 0 for none."""
     return services.shared(Board).newest_left(key_of(ranks, values))
 
 
@@ -163,7 +164,7 @@ async def welcomed(
     """Ask all members for admission, and return the leader's answer and rank.
 
     Args:
-        left: Result of :func:`newest_left` before the first attempt to join.
+        left: Result of :func:`newest_left`, called before the first attempt to join.
         attempt: Number of this attempt to join, from 1.
 
     Raises:

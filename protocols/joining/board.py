@@ -24,12 +24,12 @@ SuccessionMessage: TypeAlias = Nomination | TakeOver | Declined
 IslandMessage: TypeAlias = Emigrant | Invitation | Declined
 BoardMessage: TypeAlias = SuccessionMessage | IslandMessage | Request | Welcome | Refusal | Over | Ambiguous
 
-#: Number of policies that a rank remembers after leaving them. Policies left before these no longer have members.
+#: Number of policies that a rank remembers after leaving them. Older policies are assumed to have no members left.
 LEFT_COUNT_MAX: Final = 1024
 
 
 class Board:
-    """Passes messages about coordinators to this rank's policies, and answers those about policies that it has left.
+    """Passes messages about coordinators to this rank's policies, and answers messages about policies that it has left.
 
     Each rank has one board.
     """
@@ -56,7 +56,7 @@ class Board:
         key: int | None = None,
         on_request: Callable[[Request, int], bool] = lambda *_: False,
     ) -> None:
-        """Call ``handler(message, source)`` for each message about a policy from now on.
+        """Start to call ``handler(message, source)`` for each message about a policy.
 
         Args:
             policy: Number of the policy, or the number that the policies of all islands share.

@@ -1,14 +1,14 @@
 """Tracks the members of a policy with a leader: losses, succession, clean leaves and admissions.
 
-The leader is the first member that is neither lost nor has left. If it is lost, each member follows the next one.
+The leader is the first member that is neither lost nor has left. If the leader is lost, each member follows the next.
 Messages between two ranks arrive in order, so a new leader and its members need not agree on its succession.
 
 The leader admits restarted ranks (*newcomers*) one at a time. It copies its whole state, and from then on the newcomer
 is a member. The newcomer gets the state when all other members count it as a member. If the leader is lost, the next
-leader therefore knows every newcomer that has a state; the others ask again (:mod:`protocols.joining.admission`).
+leader therefore knows every newcomer that has a state; other newcomers ask again (:mod:`protocols.joining.admission`).
 
-Before their states are saved, the members can wait for each other (:meth:`Membership.settle`). No member makes a step
-meanwhile, so that the states fit together.
+Before the members save their states, they can wait for each other (:meth:`Membership.settle`). No member makes a step
+meanwhile, so the states are consistent.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ class Concerned(Protocol):
     """Interface through which a membership notifies the policy's mechanism of changes."""
 
     def may_admit(self) -> bool:
-        """Return whether this leader's state is currently fit for a newcomer."""
+        """Return whether a newcomer could now continue from this leader's state."""
 
     def on_lost(self, rank: int) -> None:
-        """Handle a member other than the leader that is lost or has left."""
+        """Handle the loss or the leaving of a member that is not the leader."""
 
     def on_new_leader(self) -> None:
         """Handle the loss of the leader: :attr:`Membership.leader` is the next one, possibly this rank."""
 
     def on_reachable(self, rank: int) -> None:
-        """Open this rank's channels to a restarted member, to whose new process this rank is connected."""
+        """Open this rank's channels to a restarted member; this rank is connected to the member's new process."""
 
     def on_admitted(self, rank: int) -> None:
-        """Count a newcomer as a member, as the leader, whose state the newcomer receives."""
+        """As the leader, count a newcomer as a member; the newcomer receives this rank's state."""
 
     def on_settling(self) -> None:
-        """Handle a change of :attr:`Membership.settling`, as the leader."""
+        """As the leader, handle a change of :attr:`Membership.settling`."""
 
 
 class Membership:
-    """One member's view of all members of a policy, and the admissions by this rank if it leads.
+    """Tracks all members of a policy for one member, and admits newcomers if this member leads.
 
     Args:
         members: Ranks that take part, in the order in which they may lead, including this rank.
@@ -68,8 +68,8 @@ class Membership:
         admitted: Number of restarts of each member that was restarted.
         leader: Rank that has answered this newcomer's request for admission; None for a member from the start.
         attempt: Number of this newcomer's attempt to join; 0 for a member from the start.
-        replicas: Replicas of the ranks, all or the first of whose ranks are members. If a rank is lost or leaves, no
-            rank of its replica remains a member.
+        replicas: Replicas of the ranks. The members are all ranks, or the first rank of each replica. If a rank is lost
+            or leaves, no rank of its replica remains a member.
 
     Attributes:
         leader: Rank of the current leader.
@@ -94,14 +94,14 @@ class Membership:
     ) -> None:
         self._services = services
         self._scope = wire.scope_of((), f"membership of policy {scopes.policy}", 0)
-        self._order = list(members)  # members in the order in which they may lead; newcomers are the last
-        # Last incarnation and attempt, by rank, of restarted members, and of members that have left.
+        self._order = list(members)  # members in the order in which they may lead, newcomers last
+        # By rank: last incarnation and attempt of members that were restarted or have left.
         self._admitted = {rank: (incarnation, 0) for rank, incarnation in (admitted or {}).items()}
         self._left: dict[int, tuple[int, int]] = {}
         self._waiting: dict[int, tuple[int, int]] = {}  # incarnation and attempt of newcomers with open channels
         self._admission_count = 0
         self._newcomer: tuple[int, int, int] | None = None  # the newcomer that this leader admits now
-        self._unacquainted: set[int] = set()  # members that do not count it as a member yet; then the newcomer itself
+        self._unacquainted: set[int] = set()  # members that do not count the newcomer yet; then the newcomer itself
         self._on_admission_end: Callable[[], None] = lambda: None
         self._on_leading: Callable[[], None] = lambda: None
         self._attempt = attempt
@@ -121,7 +121,7 @@ class Membership:
         self.admission = 0
 
     def open(self, concerned: Concerned) -> None:
-        """Begin to follow the members, and notify ``concerned`` of changes from now on."""
+        """Begin to follow the members, and to notify ``concerned`` of changes."""
         services = self._services
         self._concerned = concerned
         self._channel = services.open_channel(
@@ -164,7 +164,7 @@ class Membership:
         return rank in self._left and self._left[rank] >= self._identity_of(rank)
 
     def leave(self) -> None:
-        """Notify the other members that this rank leaves, and stop following them."""
+        """Notify the other members that this rank leaves, and stop tracking the members."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -178,15 +178,14 @@ class Membership:
     # -- waiting for each other ---------------------------------------------------------------------------------------
 
     async def settle(self, is_over: Callable[[], bool], progress: Sequence[int] = ()) -> tuple[int, ...]:
-        """Wait, between two steps, until all members have called this method equally often.
+        """Wait, between two steps, until all members have called this method the same number of times.
 
         Args:
-            is_over: Whether this member need not wait any longer.
-            progress: Numbers that grow with this member's steps.
+            is_over: Function that returns whether this member need no longer wait.
+            progress: Counters that grow with this member's steps.
 
         Returns:
-            The smallest of the members' numbers, one for each entry of ``progress``; ``progress`` if not all members
-            have called.
+            The smallest value of each counter among the members; ``progress`` if not all members have called.
         """
         if self._is_closed:
             return tuple(progress)
@@ -200,7 +199,7 @@ class Membership:
 
     @property
     def settling(self) -> set[int]:
-        """On the leader: members that make no step now, since they wait for the others in :meth:`settle`."""
+        """On the leader: members that make no step at present, since they wait in :meth:`settle`."""
         return {rank for rank in self.living if self._settle_count_of(rank) > self._settled.count}
 
     def _settle_count_of(self, rank: int) -> int:
@@ -218,7 +217,7 @@ class Membership:
         self._look_at_settlings()
 
     def _look_at_settlings(self) -> None:
-        """Answer the waiting members, as the leader, if all members have called :meth:`settle` once more."""
+        """As the leader, answer the waiting members once all members have called :meth:`settle` again."""
         if not self._settlings or not self.leads:
             return
         count = min(map(self._settle_count_of, self.living))
@@ -238,7 +237,7 @@ class Membership:
 
     @property
     def can_admit(self) -> bool:
-        """True if this rank leads, admits no newcomer at present, and its state is fit for a newcomer."""
+        """True if this rank leads, admits no newcomer at present, and a newcomer could continue from its state."""
         return self.leads and self._newcomer is None and not self._is_closed and self._concerned.may_admit()
 
     def is_waiting(self, newcomer: tuple[int, int, int]) -> bool:
@@ -246,7 +245,7 @@ class Membership:
         return self._waiting.get(newcomer[0]) == newcomer[1:]
 
     def dismiss(self, rank: int, incarnation: int, attempt: int) -> bool:
-        """Count a member's earlier process or attempt as lost, since the member has asked for admission again.
+        """Count a member's earlier process or attempt as lost, because the member has asked for admission again.
 
         Returns:
             False if this incarnation and attempt, or a later one, has been admitted already: the request is outdated.
@@ -260,7 +259,7 @@ class Membership:
         """Admit a restarted rank with its incarnation and attempt; return the number of the state to offer to it.
 
         Args:
-            on_end: Function called when the newcomer has the state or is lost.
+            on_end: Function to call when the newcomer has the state or is lost.
         """
         me, rank = self._services.rank, newcomer[0]
         assert self.can_admit, "only a leader that is not busy admits"
@@ -278,7 +277,7 @@ class Membership:
         return self._admission_count
 
     def _note_acquainted(self, member: int) -> None:
-        """Complete a part of the admission, as the leader, when the last member that it awaits has answered or left."""
+        """As the leader, continue the admission when the last awaited member has answered or left."""
         if self._newcomer is None:
             return
         rank, is_given = self._newcomer[0], self._newcomer[0] in self._unacquainted
@@ -314,10 +313,10 @@ class Membership:
         self._services.engine.loop.call_soon(self._note_gone, rank)
 
     def _note_gone(self, rank: int) -> None:
-        """Handle a rank that is lost, and with it all members of its replica, or a rank that has left.
+        """Handle the loss of a rank, and with it of all members of its replica, or the leaving of a rank.
 
-        If a rank has left, the others of its replica leave later. Until then they are members, since a leader among
-        them has acted on its decisions, which may still be on their way.
+        If a rank has left, the other ranks of its replica leave later. Until then they are members: if one of them
+        leads, decisions on which it has acted may not have arrived yet.
         """
         mates = self._replicas.mates(rank)
         gone = self.living.intersection([rank] if self._has_left(rank) else mates)
@@ -335,7 +334,7 @@ class Membership:
                 self._concerned.on_lost(each)
                 self._note_acquainted(each)
             self._look_at_settlings()
-        elif self.is_joining:  # the request for admission is repeated
+        elif self.is_joining:  # this newcomer repeats its request for admission
             self._services.engine.recheck()
         else:
             self.leader = next(each for each in self._order if each in self.living)
@@ -371,12 +370,12 @@ class Membership:
                 self._note_settled(message)
 
     def _note_admitted(self, number: int, message: Admitted) -> None:
-        """Record the members after an admission, possibly this rank's own."""
+        """Record the members after an admission, possibly of this rank."""
         rank, *_ = message.newcomer
         ranks = [each for each, *_ in message.order]
         is_sound = message.newcomer in message.order and len(set(ranks)) == len(ranks) and self.known.issuperset(ranks)
         if not is_sound or self._services.rank not in ranks:
-            logger.warning("rank %d sent members that cannot be right: %.300r", self.leader, message)
+            logger.warning("rank %d sent an invalid list of members, which is ignored: %.300r", self.leader, message)
             return
         self._order = ranks
         self._admission_count = max(self._admission_count, number)

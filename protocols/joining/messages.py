@@ -43,8 +43,8 @@ class Declined:
 class Emigrant:
     """Announces the best member of an island, which can be a donor in another island.
 
-    The coordinator of the member's island sends this message to a rank of the other island. That rank forwards it once,
-    to its coordinator.
+    The coordinator of the member's island sends this message to a rank of the other island. The receiver forwards it
+    once, to its coordinator.
 
     Attributes:
         digest: Digest of the class, name, model and options of the policy.
@@ -79,7 +79,8 @@ class Left:
     """Member to all members: this rank is no longer a member.
 
     Attributes:
-        incarnation, attempt: Numbers of the sender's restarts and of its attempt to join; a later attempt may follow.
+        incarnation, attempt: Number of the sender's restarts, and number of its attempt to join; later attempts may
+            follow.
     """
 
     incarnation: int
@@ -90,7 +91,7 @@ class Left:
 class Waiting:
     """Newcomer to leader: this newcomer has opened its channels, and waits for its admission.
 
-    A message that arrives before the channels are open may be lost, if the newcomer has closed them after an attempt.
+    The leader waits for this message, because messages to closed channels may be lost after a failed attempt.
     """
 
     incarnation: int
@@ -104,8 +105,8 @@ class Admitted:
     The frame's round is the number of the admission.
 
     Attributes:
-        order: Rank, incarnation and attempt of all members, in the order in which they may lead, with the sender.
-        newcomer: The restarted rank among them that was admitted now, with its incarnation and attempt.
+        order: Rank, incarnation and attempt of each member, including the sender, in the order in which they may lead.
+        newcomer: Rank, incarnation and attempt of the member that is admitted now.
         settle_count: Number of the sender's calls of `settle`.
     """
 
@@ -127,11 +128,11 @@ class Acquainted:
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """Member to leader: this member makes no step until all members have called `settle` equally often.
+    """Member to leader: this member makes no step until all members have called `settle` the same number of times.
 
     Attributes:
         count: Number of this member's calls of `settle`.
-        progress: Numbers that grow with the member's steps, as many on all members.
+        progress: Counters that grow with the member's steps; all members have the same number of counters.
     """
 
     count: int
@@ -143,7 +144,7 @@ class Settled:
     """Leader to members: all members have called `settle` at least ``count`` times.
 
     Attributes:
-        least: The smallest of the members' numbers, one for each entry of their progress.
+        least: The smallest value of each counter among the members.
     """
 
     count: int

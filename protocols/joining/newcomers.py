@@ -29,8 +29,8 @@ class Request:
     Attributes:
         key: Number that identifies all policies of this class and name on these ranks.
         digest: Digest of the policy's class, name, model and options on the newcomer.
-        left: Number of the policy that the newcomer's process has left, and must not join again; 0 for none.
-        attempt: Number of the newcomer's attempt to join; a new one begins if the leader is lost before the admission.
+        left: Number of the policy that the newcomer's process has left and must not join again; 0 for none.
+        attempt: Number of the newcomer's attempt to join. A new attempt begins if the leader is lost before admission.
     """
 
     key: int
@@ -42,10 +42,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Coordinator to newcomer: the newcomer will be admitted between two rounds. Contains the message scopes to use.
+    """Coordinator to newcomer: the newcomer will be admitted between two rounds, and must use these message scopes.
 
     Attributes:
-        members: Ranks of the present members, with their incarnations. Only they may become the coordinator.
+        members: Ranks and incarnations of the present members. Only these members may become the coordinator.
         between: Number that the policies of all islands share.
     """
 
@@ -60,7 +60,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Coordinator to newcomer: the running policy has different options or another model, listed in ``values``."""
+    """Coordinator to newcomer: the running policy has other options or another model; ``values`` lists its own."""
 
     key: int
     values: tuple[tuple[str, str], ...]
@@ -68,7 +68,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Answers a newcomer's request: the sender waits for admission itself or, if ``has_ended``, has left the policy."""
+    """Answers a newcomer's request: the sender itself waits for admission or, if ``has_ended``, has left the policy."""
 
     key: int
     has_ended: bool
@@ -76,7 +76,7 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Ambiguous:
-    """Answers a newcomer's request: the sender is in ``count`` policies with that class and name on the same ranks."""
+    """Answers a newcomer's request: the sender is in ``count`` policies with this class and name on the same ranks."""
 
     key: int
     count: int
@@ -110,7 +110,7 @@ class Application:
 
     Args:
         timeout_s: Seconds to wait for each answer of the coordinator.
-        left: Policy with this class and name that this process has left; 0 for none.
+        left: Number of the policy with this class and name that this process has left; 0 for none.
         attempt: Number of this attempt to join.
     """
 
@@ -151,7 +151,7 @@ class Application:
         if self._answer_s is None:
             self._answer_s = self._services.time() - self._began_at
         match message:
-            case Welcome() if self._policy in (None, message.policy):  # answers from a later policy are ignored
+            case Welcome() if self._policy in (None, message.policy):  # answers about a later policy are ignored
                 self._welcome = message, source
                 self._deadline = self._services.time() + self._timeout_s
             case Over(_, has_ended):
@@ -177,7 +177,7 @@ class Application:
         self._services.engine.recheck()
 
     def note_round(self) -> None:
-        """Restart the timeout, since a round has named this rank."""
+        """Restart the timeout, because a round has named this rank."""
         self._deadline = self._services.time() + self._timeout_s
 
     def close(self) -> None:
@@ -243,12 +243,12 @@ class Application:
                 return
             self._met |= {rank for rank in self._ranks if not services.is_unmet(rank)} | services.left_world()
             is_time_up = services.time() >= self._deadline
-            # The policy may run on ranks that have not connected, or have connected since the last request.
+            # The policy may run on ranks that have not connected yet, or that have connected since the last request.
             others = self._others()
             are_over = self._over.issuperset(others)
             is_over_everywhere = are_over and self._met.issuperset(self._ranks)
             if self._policy is None and self._have_left.intersection(others):
-                is_over_everywhere = False  # ranks that have left this policy may still start the next one
+                is_over_everywhere = False  # ranks that have left this policy may still start the next policy
             if not (is_over_everywhere or is_time_up):
                 continue
             if are_over and (self._have_left or services.left_world().intersection(self._ranks)):

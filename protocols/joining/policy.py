@@ -29,7 +29,7 @@ class JoinablePolicy(SpawnPolicy):
     takes_metric: ClassVar[bool] = False
     admits_restarted = True
     _replicas: Replicas = SINGLE
-    #: Names of the agreed values that change while the policy runs, so that a newcomer does not share them.
+    #: Names of the agreed values that change while the policy runs, and therefore differ on a newcomer.
     progress_names: ClassVar[tuple[str, ...]] = ()
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ class JoinablePolicy(SpawnPolicy):
 
     @abc.abstractmethod
     def _opened_admission(self) -> Admission:
-        """Return the admission that :meth:`_open` has made."""
+        """Return the admission that :meth:`_open` has created."""
 
     def _takers(self) -> tuple[int, ...]:
         """Return the ranks that are members: by default, all ranks that start the policy."""
@@ -48,11 +48,11 @@ class JoinablePolicy(SpawnPolicy):
 
     @abc.abstractmethod
     def _begin_joined(self) -> None:
-        """Take part as a member, after the leader's state was loaded."""
+        """Take part as a member, after this newcomer has loaded the leader's state."""
 
     @abc.abstractmethod
     def _take_whole(self) -> None:
-        """Complete the loading of another rank's state, and drop the parts that belong to that rank alone."""
+        """Complete the loading of the leader's state, and drop the parts that belong to the leader alone."""
 
     # -- starting and joining ---------------------------------------------------------------------------------------
 
@@ -73,7 +73,7 @@ class JoinablePolicy(SpawnPolicy):
         return Admission(self._services, membership, scopes, self._members, self._shared_values())
 
     def _shared_values(self) -> dict[str, str]:
-        """Return the values that a restarted rank must share with the members, whose state has advanced."""
+        """Return the values that must be equal on a restarted rank and on the members, which have trained meanwhile."""
         return {name: value for name, value in self._agreed_values().items() if name not in self.progress_names}
 
     async def _join(self) -> None:
@@ -84,11 +84,11 @@ class JoinablePolicy(SpawnPolicy):
                 "a running policy; the other replicas continue without it. To train with all replicas again, end the "
                 "job, and start it from its last checkpoint"
             )
-        # Until it is admitted, other ranks must not count this rank as a member.
+        # Other ranks must not count this rank as a member before it is admitted.
         was_admitted, self._services.is_admitted = self._services.is_admitted, False
         deadline = self._world.time() + self._start_timeout_s
         values = self._shared_values()
-        left = newest_left(self._services, self._members, values)  # later also the policy of a repeated attempt
+        left = newest_left(self._services, self._members, values)  # before an attempt can change it
         attempt = 1
         try:
             while not await self._has_joined(deadline, values, left, attempt, may_start=was_admitted):
@@ -102,7 +102,7 @@ class JoinablePolicy(SpawnPolicy):
     async def _has_joined(
         self, deadline: float, values: Mapping[str, str], left: int, attempt: int, *, may_start: bool
     ) -> bool:
-        """Try once to join; return False if the leader is lost while it sends its state."""
+        """Try to join once; return False if the leader is lost while it sends its state."""
         try:
             welcome, leader = await welcomed(
                 self._services, self._members, values, self._start_timeout_s, left=left, attempt=attempt
@@ -137,14 +137,14 @@ class JoinablePolicy(SpawnPolicy):
         return True
 
     def _whole_state(self) -> dict[str, Any]:
-        """Return this rank's state after the current step: what a newcomer needs to continue as this rank."""
+        """Return this rank's state after the current step, from which a newcomer can continue."""
         weights = self._flat.new_buffers()
         self._flat.snapshot(weights)
         policy = {**self.state_dict(), "iteration": self.iteration + 1}
         return {"weights": weights.by_name(), "optimizer": self.optimizer.state_dict(), "policy": policy}
 
     def _restore_whole(self, state: Mapping[str, Any]) -> None:
-        """Load another rank's whole state, except the parts that belong to that rank alone."""
+        """Load the leader's whole state, except the parts that belong to the leader alone."""
         weights = self._flat.new_buffers()
         for name, tensor in weights.by_name().items():
             tensor.copy_(state["weights"][name])

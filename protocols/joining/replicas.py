@@ -13,7 +13,7 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Division of ``ranks`` into replicas of ``size`` consecutive ranks; if ``size`` is 1, each rank is a replica.
+    """Divides ``ranks`` into replicas of ``size`` consecutive ranks; if ``size`` is 1, each rank is a replica.
 
     Attributes:
         ranks: All ranks of the policy, in the group's order.
@@ -23,7 +23,7 @@ class Replicas:
     size: int = 1
 
     def mates(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the replica of ``rank``, which is one of them."""
+        """Return the ranks of the replica of ``rank``, including ``rank``."""
         if self.size == 1:
             return (rank,)
         first = self.ranks.index(rank) // self.size * self.size
@@ -34,11 +34,11 @@ class Replicas:
         return self.mates(rank).index(rank)
 
     def counterparts(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that have the same part of the model as ``rank``, which is one of them."""
+        """Return the ranks that have the same part of the model as ``rank``, including ``rank``."""
         return self.ranks if self.size == 1 else self.ranks[self.index(rank) :: self.size]
 
     def place_of(self, rank: int) -> dict[str, int]:
-        """Return the entries of a state that tell which part of the model ``rank`` has."""
+        """Return the entries of a state that identify the part of the model of ``rank``."""
         return {"replica_size": self.size, "replica_index": self.index(rank)}
 
     def check_saved(self, rank: int, state: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ class Replicas:
                 f"rank {each['replica_index']} of a replica with {each['replica_size']} ranks" for each in (own, saved)
             )
             raise ValueError(
-                f"the state must be of {ours}, got that of {theirs}. Use the replica_size of the run that saved it; "
+                f"the state must be of {ours}, got a state of {theirs}. Use the replica_size of the run that saved it; "
                 "load each rank's own state, or call load_population with policy="
             )
 

@@ -20,7 +20,7 @@ from asyncdist.tensors.flat_state import SnapshotPool
 
 
 class ReplicatedPolicy(JoinablePolicy):
-    """Base class of joinable policies whose replicas of the model may have several ranks.
+    """Base class of policies that restarted ranks can join, and whose replicas of the model may have several ranks.
 
     Args:
         replica_size: Number of consecutive ranks that train one replica of the model together.
@@ -48,7 +48,7 @@ class ReplicatedPolicy(JoinablePolicy):
 
     @abc.abstractmethod
     def _first_weights(self) -> dict[str, str]:
-        """Return the checksum of this rank's weights, which must be equal on all ranks with the same part."""
+        """Return the checksum of this rank's weights, equal on all ranks with the same part of the model."""
 
     def _choose_members(self) -> tuple[int, ...]:
         ranks, size = self._group.ranks, self._replica_size
@@ -80,7 +80,7 @@ class ReplicatedPolicy(JoinablePolicy):
     def _announce_average(
         self, on_event: Callable[[PolicyEvent], None] | None, info: StepInfo, weights: Sequence[float]
     ) -> None:
-        """Call a user's function, if there is one, with the event of an average that this step has applied."""
+        """Call the user's function, if there is one, with the event of an average that this step has applied."""
         if on_event is None:
             return
         state = self._snapshots.acquire()

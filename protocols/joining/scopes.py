@@ -10,7 +10,7 @@ from asyncdist.protocols.joining.newcomers import Welcome
 
 
 class PolicyScopes:
-    """Numbers that separate a policy's messages from messages of other policies; equal on all of its ranks.
+    """Contains the numbers that separate a policy's messages from other policies' messages; equal on all of its ranks.
 
     Args:
         population: Name that the policies of all islands share.
@@ -19,7 +19,8 @@ class PolicyScopes:
         to_members, to_coordinator: Scopes of messages to the members and to the coordinator.
         between: Number that the policies of all islands share.
         values: Class, name, model and options of the policy, on which all members agree.
-        marks: Up to two different checksums of the members' initial weights; one if all weights are equal.
+        marks: Up to two different checksums of the members' initial weights; a single checksum if all weights are
+            equal.
     """
 
     def __init__(self, ranks: tuple[int, ...], agreed: Agreed, population: str = "") -> None:

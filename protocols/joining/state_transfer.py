@@ -24,7 +24,7 @@ from asyncdist.tensors.byte_views import byte_view, split
 logger = logging.getLogger("protocols.joining.state_transfer")
 
 _ALIGNMENT_NBYTES: Final = 16
-#: First item of a tuple that describes a tensor; the others are its dtype, its shape, and the offset of its bytes.
+#: First item of a tuple that describes a tensor; the other items are its dtype, its shape, and its bytes' offset.
 _TENSOR: Final = "asyncdist tensor"
 _LENGTH_NBYTES: Final = 8
 #: Largest state that a rank accepts: this number of bytes plus this multiple of its model's size.
@@ -123,7 +123,7 @@ def _mapped(change: Any, node: Any) -> Any:
 
 
 def _chunks(state: torch.Tensor | None, nbytes: int) -> list[memoryview] | None:
-    """Return the chunks of the encoded size of the state, or of the state, if they have ``nbytes`` bytes; else None."""
+    """Return the chunks of the state or of its encoded size, whichever has ``nbytes`` bytes; None if neither has."""
     if state is not None and nbytes == _LENGTH_NBYTES:
         return [memoryview(bytearray(state.numel().to_bytes(_LENGTH_NBYTES, "little")))]
     return split(byte_view(state), CHUNK_NBYTES) if state is not None and nbytes == state.numel() else None

@@ -7,7 +7,7 @@ larger scores are better. The *gain* of a rank is the second score minus the fir
 - the norm of its difference is above ``outlier_factor`` times the median norm of all ranks; or
 - enough other ranks have larger gains (``donor_ratio``, and ``averaging_strategy="best_only"``).
 
-All functions are pure, so that each rank that leads, before and after a loss, decides in the same way.
+All functions are pure, so that every leader makes the same decision, even after the loss of a leader.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from asyncdist.protocols.declared import Options, number, one_of, option
 from asyncdist.protocols.exchange.ledger import Report
 from asyncdist.protocols.ranking import order_worst_first
 
-#: Weights of the donors' differences: by gain, equal, or the best difference alone.
+#: Weights of the donors' differences: proportional to their gains, equal, or only the best difference.
 DifferenceStrategy: TypeAlias = Literal["weighted_mean", "mean", "best_only"]
 
 #: Largest difference between the ranks' scores of one anchor, as a share of the largest score.
 _SCORE_TOLERANCE: Final = 1e-3
-#: Number of consecutive rounds with different scores after which the user is warned.
+#: Number of consecutive rounds with different scores of one anchor, after which a warning is logged.
 _UNEQUAL_COUNT: Final = 3
 
 
@@ -42,8 +42,8 @@ class DonorRules(Options):
     """
 
     averaging_strategy: DifferenceStrategy = option(
-        'Weights of the donors: `"weighted_mean"`: proportional to the gain of each. `"mean"`: equal. `"best_only"`: '
-        "the difference with the largest gain is the only one.",
+        'Weights of the donors: `"weighted_mean"` (proportional to their gains), `"mean"` (equal), or `"best_only"` '
+        "(only the difference with the largest gain is used).",
         one_of(DifferenceStrategy),
         default="weighted_mean",
         is_agreed=True,
@@ -57,8 +57,9 @@ class DonorRules(Options):
         is_agreed=True,
     )
     outlier_factor: float = option(
-        "A rank is left out if the norm of its difference is above this multiple of the median norm. In a weighted "
-        "mean, a gain counts as at most this multiple of the donors' median gain. At least 1; infinity sets no limit.",
+        "Limit as a multiple, at least 1, of a median. A rank is left out if the norm of its difference is above this "
+        "multiple of the median norm. In a weighted mean, gains are limited to this multiple of the donors' median "
+        "gain. Infinity sets no limit.",
         number(">= 1, possibly infinite", 1.0, math.inf),
         default=3.0,
         group="donors",
@@ -67,7 +68,7 @@ class DonorRules(Options):
 
 
 class Choice(NamedTuple):
-    """The donors of a round.
+    """Names the donors of a round, and the reasons for leaving out other ranks.
 
     Attributes:
         weights: Weight of each donor, above 0, by rank.
@@ -123,12 +124,12 @@ def choose_donors(reports: Mapping[int, Report], rules: DonorRules) -> Choice:
     weights = {rank: reports[rank].weight * share for rank, share in _shares(gains, rules).items()}
     for rank in [rank for rank, weight in weights.items() if not weight > 0]:
         del weights[rank]
-        left_out[rank] = f"its gain, {gains[rank]:.3g}, is too small beside the others' gains"
+        left_out[rank] = f"its gain, {gains[rank]:.3g}, is too small compared with the other gains"
     return Choice(weights, left_out)
 
 
 def _shares(gains: Mapping[int, float], rules: DonorRules) -> dict[int, float]:
-    """Return the factor, up to 1, by which each donor's weight is multiplied."""
+    """Return the factor (at most 1) by which each donor's weight is multiplied."""
     if rules.averaging_strategy != "weighted_mean" or not gains:
         return dict.fromkeys(gains, 1.0)
     limit = rules.outlier_factor * statistics.median_low(gains.values())
@@ -144,7 +145,7 @@ class AnchorScores:
         self._count: int | None = 0  # consecutive rounds with different scores; None after the warning
 
     def add(self, reports: Iterable[Report]) -> tuple[float, float] | None:
-        """Add the reports of a round; return the smallest and largest score once, if the user should be warned."""
+        """Add the reports of a round; return the smallest and largest score if a warning is due."""
         scores = [report.scores[0] for report in reports if len(report.scores) == 2 and math.isfinite(report.scores[0])]
         if self._count is None or len(scores) < 2:
             return None

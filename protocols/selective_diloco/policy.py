@@ -1,9 +1,9 @@
-"""DiLoCo whose ranks' differences count by their gain on held-out data, so that bad differences do no harm.
+"""Implements selective DiLoCo: each rank's difference is weighted by its gain on held-out data.
 
 Each rank measures how much a step along its own difference improves a held-out metric of the anchor
 (:mod:`protocols.selective_diloco.trials`), and reports the result with its contribution. The leader of the exchange
-chooses the donors and their weights from all reports (:mod:`protocols.selective_diloco.donors`). Everything else is
-as in DiLoCo (:mod:`protocols.diloco.policy`).
+chooses the donors and their weights from all reports (:mod:`protocols.selective_diloco.donors`). In all other respects,
+the policy equals DiLoCo (:mod:`protocols.diloco.policy`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ELSEWHERE["replacement_ratio"] = "here donor_ratio is the largest share of rank
 
 @with_options(SelectiveDiLoCoOptionNames, CommonOptions, DiLoCoOptions, TrialOptions, DonorRules)
 class SelectiveDiLoCoPolicy(DiLoCoPolicy):
-    """DiLoCo in which only differences that improve a held-out metric are averaged, weighted by their gain.
+    """Trains with DiLoCo, but averages only differences that improve a held-out metric, weighted by their gain.
 
     ::
 
@@ -55,11 +55,11 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
                 train_step(model, optimizer, batch)
                 await policy.step(loss=evaluate)
 
-    When a rank's contribution is due, the policy calls ``evaluate`` twice: with the common anchor in the model, and
-    with the anchor moved along the rank's difference, by the share of one donor in the mean. The improvement is the
-    rank's gain. Ranks without a gain, and ranks with an unusually large difference, are left out of the round. They
-    take the new weights as all ranks do. If all ranks are left out, all return to the anchor, and the outer optimizer
-    makes no step.
+    When a rank's contribution is due, the policy calls ``evaluate`` twice: first with the common anchor in the model,
+    then with the anchor after a step along the rank's difference. With k donors, this step is 1 / k of the difference.
+    The improvement is the rank's gain. Ranks without a gain, and ranks with an unusually large difference, are left out
+    of the round. They get the new weights like all other ranks. If all ranks are left out, all return to the anchor,
+    and the outer optimizer makes no step.
 
     ``evaluate`` must give the same result on all ranks for equal weights. A metric of each rank's own data prefers
     ranks with easy data.
@@ -93,7 +93,7 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         self._membership: Membership | None = None  # None before the start, and if this rank is alone
         self._evaluation: MetricSource = None  # metric of the current step
         self._anchor_scores = AnchorScores()
-        # With BatchNorm, scores of one anchor differ, since each rank has its own statistics.
+        # With BatchNorm, the ranks' scores of one anchor differ, since each rank has its own statistics.
         has_statistics = any(getattr(each, "running_mean", None) is not None for each in model.modules())
         own = self._own_options
         self._compares_scores = not has_statistics and own.late == "wait" and own.quorum is None
@@ -143,7 +143,7 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
     async def _take_scores(self, fragment: int, tensors: Sequence[Tensor]) -> tuple[float, ...]:
         """Return the anchor's score and the score after a trial step; () if the replica's weights are not finite."""
         count = 0 if self._unsound() is not None else self._replica_count()
-        if self._replica is not None:  # all of its ranks try the same step, even if only some know of a loss
+        if self._replica is not None:  # all ranks of a replica try the same step, even if only some have noticed a loss
             count = await self._replica.smallest(count)
         if not count:
             return ()
@@ -166,7 +166,7 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         return 1 if self._membership is None else len(self._membership.living) // self._replicas.size
 
     async def _evaluate(self) -> float:
-        """Return the metric of the model's current weights: in a replica, the mean of its ranks' metrics."""
+        """Return the metric of the model's current weights; in a replica, the mean of its ranks' metrics."""
 
         def evaluate() -> float:
             return due_metric(self._evaluation, self.iteration)
@@ -191,7 +191,7 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         return tuple(gain_of(Report(1.0, 0.0, scores)) for scores in verdict.scores)
 
     def _takes_whole(self, verdict: Verdict) -> bool:
-        """Return True if this replica was left out: its weights are bad, so it keeps no share of them."""
+        """Return whether this replica was left out: it then keeps no share of its bad weights."""
         return self._world.rank not in (*verdict.donors, *verdict.late)
 
 

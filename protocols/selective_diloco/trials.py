@@ -1,11 +1,11 @@
 """Measures how much one rank's difference improves a held-out metric, with trial weights in the rank's own model.
 
 The metric is evaluated twice: at the anchor, which is equal on all ranks, and after a *trial step*, the anchor plus a
-share of this rank's change of one fragment. The share is that of one donor in the mean: with k donors, 1 / k. Whole
-differences would be judged wrongly: late in a training, each rank's own weights are often worse than the anchor because
-of the noise in its steps, although the mean of all differences improves it. Noise costs the metric in proportion to the
-square of the share, and progress gains in proportion to the share. If the donors' noise is independent, a trial step of
-share 1 / k has 1 / k of the gain of the mean.
+share of this rank's change of one fragment. With k donors, the share is 1 / k, the share of one donor in the mean. A
+trial step of the whole difference would be misleading: late in a training, each rank's own weights are often worse than
+the anchor because of the noise in its steps, although the mean of all differences improves the anchor. The loss of
+the metric by noise is proportional to the square of the share, and the gain by progress is proportional to the share.
+If the donors' noise is independent, a trial step of share 1 / k has 1 / k of the gain of the mean.
 
 The ranks of a replica measure together. Each writes trial weights into its part of the model.
 """
@@ -39,8 +39,8 @@ async def measure(
         chosen: Index of the fragment whose difference is tried.
         tensors: The model's tensors.
         share: Length of the trial step as a share of the difference.
-        evaluate: Returns the metric of the model's current weights.
-        complete: Gets the other parts of some fragments from the ranks of this rank's replica.
+        evaluate: Function that returns the metric of the model's current weights.
+        complete: Function that receives the other parts of some fragments from the other ranks of this rank's replica.
     """
     fragment = fragments[chosen]
     moved = _trial_weights(fragment, tensors, share)

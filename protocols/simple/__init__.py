@@ -1,1 +1,1 @@
-"""Policies without a coordinator and without metrics, each of which is a rule: a set of pure functions in one file."""
+"""Implements policies without a coordinator and metrics; each is a rule: a set of pure functions in one file."""

@@ -1,4 +1,4 @@
-"""Carries out the rules of simple policies (:mod:`protocols.simple.rule`) by the exchange."""
+"""Carries out the rules of simple policies (:mod:`protocols.simple.rule`) with an exchange."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SimplePolicy(ExchangePolicy):
     """Base class of policies that consist of a :class:`~protocols.simple.rule.Rule`.
 
     The rule decides about floating and complex entries. Integer and bool entries are copied from the first donor. In
-    each due step, the ranks wait for the slowest one.
+    each due step, all ranks wait for the slowest rank.
 
     Args:
         rule: The checked options.
@@ -61,7 +61,7 @@ class SimplePolicy(ExchangePolicy):
         return [_RuleFragment(layout, self._rule, share)]
 
     def weigh(self, reports: Mapping[int, Report]) -> Mapping[int, float]:
-        """Return the weights that the rule gives to the donors."""
+        """Return the donors' weights according to the rule."""
         return self._rule.weights(reports)
 
     def partners(self, number: int, rank: int, members: Sequence[int]) -> Sequence[int] | None:
@@ -69,7 +69,7 @@ class SimplePolicy(ExchangePolicy):
         return self._rule.partners(number, rank, members)
 
     def _trouble(self) -> str:
-        """Describe this rank's non-finite state; "" if it cannot be replaced, since only a share is exchanged."""
+        """Describe this rank's non-finite state, or return "" if the exchange of a share cannot replace it."""
         trouble = super()._trouble()
         if not trouble or self._takes_all:
             return trouble
@@ -85,7 +85,7 @@ class SimplePolicy(ExchangePolicy):
 
 @dataclass(frozen=True)
 class _RuleSchedule(Schedule):
-    """The steps in which a rule's only fragment is due."""
+    """Determines the steps in which a rule's only fragment is due."""
 
     rule: Rule
 
@@ -94,7 +94,7 @@ class _RuleSchedule(Schedule):
 
 
 class _RuleFragment(Fragment):
-    """The whole model, or a share of it that each round draws anew, as the fragment of a rule."""
+    """Keeps a rule's fragment: the whole model, or a random share of it that changes with each round."""
 
     def __init__(self, layout: WireLayout, rule: Rule, share: Share | None) -> None:
         super().__init__(layout)
@@ -129,7 +129,7 @@ class _RuleFragment(Fragment):
                 if vector.role != "copied" and not is_whole:
                     own = values_of(vector, picked[index]).to(vector.dtype)
                     mean_here = new.to(own.device)
-                    # An infinity minus the same infinity, as of a mask, would become NaN.
+                    # Equal infinities, such as in a mask, are kept, since their difference would be NaN.
                     new = torch.where(own == mean_here, own, self._rule.apply(own, mean_here, number))
                 write(vector, new, picked[index])
         if self._share is not None and self._values:

@@ -1,4 +1,4 @@
-"""PAPA: moves each rank's weights a little towards the mean of all ranks at regular intervals.
+"""Implements PAPA, which regularly moves each rank's weights a little towards the mean of all ranks.
 
 Every ``average_every`` steps, each rank i takes a step towards the mean of all k ranks:
 
@@ -41,7 +41,7 @@ class PopulationAveragingOptions(ExchangeOptionNames, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullToMean(Rule):
-    """Each rank moves a share of the way to the mean."""
+    """Moves each rank a share of the way to the mean."""
 
     average_every: int = option(
         "Number of steps between averages: step i, counted from 0, averages if (i + 1) % average_every == 0.",
@@ -65,7 +65,7 @@ class PullToMean(Rule):
 
 @with_options(PopulationAveragingOptions, CommonOptions, PullToMean)
 class PopulationAveragingPolicy(SimplePolicy):
-    """PAPA: every ``average_every`` steps, each rank's weights move a little towards the mean of all ranks.
+    """Trains with PAPA: every ``average_every`` steps, each rank's weights move a little towards the mean of all ranks.
 
     ::
 
@@ -76,7 +76,7 @@ class PopulationAveragingPolicy(SimplePolicy):
 
     Floating buffers, such as BatchNorm's statistics, move in the same way. Integer and bool buffers are copied from the
     first contributing rank. Each rank keeps its optimizer's state. A rank whose weights are not finite does not
-    contribute, and takes the others' mean whole.
+    contribute, and its weights are replaced by the mean of the other ranks.
 
     Args:
         model: Model that this rank trains; see :class:`SpawnPolicy`.

@@ -1,8 +1,8 @@
 """Base class of the rules of simple policies: options, and pure functions that decide who averages what, when and how.
 
-A rule is a frozen dataclass of options. Its methods depend on their arguments and the options alone, and keep no
-state. They are called on all members with equal arguments, so that all decide the same without a message. A method
-that draws random numbers takes them from :func:`drawn`, by the round.
+A rule is a frozen dataclass of options. Its methods depend only on their arguments and the options, and keep no state.
+They are called on all members with equal arguments, so that all members make the same decision without a message. A
+method that needs random numbers calls :func:`drawn` with the round.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INT64_MAX: Final = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule(ExchangeOptions):
-    """Options and decisions of a simple policy. By default, all ranks take the mean of all ranks.
+    """Contains the options and decisions of a simple policy. By default, all ranks take the mean of all ranks.
 
     A round is one exchange. Rounds are numbered from 1, and all members make the same rounds.
     """
@@ -42,9 +42,9 @@ class Rule(ExchangeOptions):
     def partners(self, round: int, rank: int, members: Sequence[int]) -> Sequence[int] | None:
         """Return the members whose values a rank combines in a round, or None if all members share one mean.
 
-        A rank waits in a due step for its partners only. With partners, a rank receives S bytes from each; without,
-        2 S (k - 1) / k bytes in all, with k ranks and S bytes of values. If a rank is lost, the partners of the ranks
-        that still wait for a mean are chosen again.
+        In a due step, a rank waits only for its partners. With k ranks and S bytes of values, a rank receives S bytes
+        from each partner, or 2 S (k - 1) / k bytes in all if the members share one mean. If a rank is lost, the
+        partners of the ranks that still wait for a mean are chosen again.
 
         Args:
             members: Ranks that take part, ascending, ``rank`` included. They change when a rank is lost or joins.
@@ -59,16 +59,17 @@ class Rule(ExchangeOptions):
         """Return the indices of the parameters' values that a round exchanges, or None for all.
 
         Args:
-            count: Number of values, which are all of the parameters' values in one flat vector.
+            count: Number of all values of the parameters.
 
         Returns:
-            Ascending int64 indices without repetition. Their number may depend on ``count`` and the options only.
+            Ascending int64 indices without repetition. The number of indices may depend only on ``count`` and the
+            options.
         """
         del round, count
         return None
 
     def weights(self, reports: Mapping[int, Report]) -> Mapping[int, float]:
-        """Return the weight of each donor by rank, from the reports of all members; the others are left out.
+        """Return the weight of each donor by rank, from the reports of all members; other members are left out.
 
         A rank's report has the norm of its values, which is not finite if the rank must be left out.
         """
@@ -99,10 +100,10 @@ class Rule(ExchangeOptions):
 
 
 def drawn(seed: int, round: int, count: int) -> Tensor:
-    """Return ``count`` random integers from 0 to 2 ** 63 - 1, which depend on the arguments alone.
+    """Return ``count`` random integers from 0 to 2 ** 63 - 1, which depend only on the arguments.
 
-    The numbers are those of SplitMix64 (Steele, Lea and Flood, 2014), whose state is drawn from the seed and the round.
-    They are equal on all machines and in all versions of torch, unlike those of torch's generators.
+    The generator is SplitMix64 (Steele, Lea and Flood, 2014), whose initial state depends on the seed and the round.
+    Unlike torch's generators, it gives equal numbers on all machines and in all versions of torch.
     """
     (state,) = _mixed(torch.tensor([seed % (1 << 63)], device="cpu") * _GOLDEN + round).tolist()
     return _mixed(state + _GOLDEN * torch.arange(1, count + 1, device="cpu")) & _INT64_MAX
@@ -114,7 +115,7 @@ _FACTORS: Final = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64
 
 
 def _mixed(values: Tensor) -> Tensor:
-    """Return the output function of SplitMix64 of int64 values, whose products are taken modulo 2 ** 64."""
+    """Apply SplitMix64's output function to int64 values; products are taken modulo 2 ** 64."""
     values = (values ^ _shifted(values, 30)) * _FACTORS[0]
     values = (values ^ _shifted(values, 27)) * _FACTORS[1]
     return values ^ _shifted(values, 31)

@@ -1,7 +1,7 @@
-"""Exchanges a share of a model's parameters: the values at indices that each round draws anew.
+"""Selects a share of a model's parameters for an exchange: the values at random indices, which each round draws.
 
-For the exchange, a share is a model with one tensor for each dtype, which contains the chosen values. Floating buffers
-are exchanged whole, and integers are copied from the first donor, as in all policies.
+To the exchange, a share is a model with one tensor per dtype, which contains the chosen values. As in all policies,
+floating buffers are exchanged whole, and integers are copied from the first donor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Share:
 
     def __init__(self, whole: WireLayout, entries: Sequence[Entry], rule: Rule) -> None:
         self._rule = rule
-        self._kept: dict[Vector, tuple[int, Tensor]] = {}  # the last round's number and indices
+        self._kept: dict[Vector, tuple[int, Tensor]] = {}  # by vector: the last round's number and its indices
         self._vectors = whole.stepped
         self._others = [index for each in whole.vectors if each.role != "stepped" for index, *_ in each.places]
         self._bounds = [
@@ -51,7 +51,7 @@ class Share:
 
     def _chosen(self, round: int, vector: Vector) -> Tensor:
         kept = self._kept.get(vector)
-        if kept is not None and kept[0] == round:  # drawn when the round was captured
+        if kept is not None and kept[0] == round:  # the indices were drawn when the round was captured
             return kept[1]
         chosen = self._rule.chosen(round, vector.count)
         assert chosen is not None, "a rule that exchanges all values needs no share"
@@ -59,7 +59,7 @@ class Share:
         return chosen
 
     def take(self, tensors: Sequence[Tensor], round: int) -> list[Tensor]:
-        """Return the exchanged tensors: new tensors with the chosen values, and the model's unselected tensors."""
+        """Return the tensors to exchange: new tensors with the chosen values, and the model's buffers."""
         picked = []
         for vector, bounds in zip(self._vectors, self._bounds, strict=True):
             chosen = self._chosen(round, vector)
@@ -82,7 +82,7 @@ class Share:
 
 
 def _parts(vector: Vector, bounds: Tensor, chosen: Tensor) -> list[tuple[tuple[int, int, int], int, int]]:
-    """Return the tensors' places that contain chosen values, each with its first index and end in ``chosen``."""
+    """Return the places of tensors that contain chosen values, each with its first index and end in ``chosen``."""
     cuts = torch.searchsorted(chosen, bounds).tolist()
     parts = zip(vector.places, pairwise(cuts), strict=True)
     return [(place, begin, end) for place, (begin, end) in parts if begin < end]

@@ -1,7 +1,7 @@
-"""SPARTA: averages a small random share of the parameters in each step.
+"""Implements SPARTA, which averages a small random share of the parameters in each step.
 
-In round r, all ranks draw the same indices M_r from the seed and r, with a share p = ``fraction`` of all parameters'
-values, and average these values alone:
+In round r, all ranks draw the same indices M_r from the seed and r: a share p = ``fraction`` of all values of the
+parameters. Only these values are averaged:
 
     theta_i[M_r] = mean(theta_1[M_r], ..., theta_k[M_r])
 
@@ -41,7 +41,7 @@ class SparseAveragingOptions(ExchangeOptionNames, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomShare(Rule):
-    """All ranks take the mean of the values at random indices, which differ from round to round."""
+    """Averages the values at random indices, which differ from round to round."""
 
     fraction: float = option(
         "Share of the parameters' values that a round averages, above 0 and at most 1.",
@@ -57,7 +57,7 @@ class RandomShare(Rule):
     )
 
     def chosen(self, round: int, count: int) -> Tensor:
-        """Return ``fraction`` of all indices: one from each of n ranges of equal length with a random offset."""
+        """Return ``fraction`` of all indices: one from each range of equal length, with a random offset."""
         share = min(count, max(1, int(count * self.fraction + 0.5)))
         bounds = torch.arange(share + 1, device="cpu") * count // max(share, 1)
         numbers = drawn(self.seed, round, share + 1)
@@ -70,7 +70,7 @@ class RandomShare(Rule):
 
 @with_options(SparseAveragingOptions, CommonOptions, RandomShare)
 class SparseAveragingPolicy(SimplePolicy):
-    """SPARTA: in each step, all ranks average a small random share of the parameters.
+    """Trains with SPARTA: in each step, all ranks average a small random share of the parameters.
 
     ::
 
