@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -84,6 +84,16 @@ class Merged(NamedTuple):
     merged: int
 
 
+class Ended(NamedTuple):
+    """A rank has left."""
+
+    island: int
+    rank: int
+
+
+Event: TypeAlias = Begun | Made | Captured | Merged | Ended
+
+
 @dataclass
 class Life:
     """The steps of a rank."""
@@ -100,7 +110,7 @@ class Record:
     """All events in the order of their times."""
 
     islands: Mapping[int, int]
-    events: list[Begun | Made | Captured | Merged] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     lives: dict[int, Life] = field(default_factory=dict)
     last_global: tuple[int, Arrays] = (0, [])
 
@@ -169,6 +179,7 @@ async def train(world: ad.World, options: dict[str, Any], own: Plan, record: Rec
         life.weights.append(weights_of(model))
     await policy.__aexit__(None, None, None)
     life.sequence, life.statistics = policy._holdings.sequence, policy.statistics()
+    record.events.append(Ended(record.islands[rank], rank))
 
 
 def run(plan: IslandPlan, seed: int = 0) -> tuple[SimReport[None], Record]:
@@ -207,11 +218,14 @@ class Level:
         self.donors: dict[int, tuple[tuple[int, int], ...]] = {}
         self.version = 0
 
-    def begin(self, elected: int, outer: int) -> None:
+    def begin(self, elected: int, outer: int) -> list[tuple[int, int]]:
+        """Continue from a version, and return the donors of the versions that are lost."""
         self.version = elected
         self.momenta[elected] = self.momenta[outer] if outer else []
+        lost = [each for version, donors in self.donors.items() if version > elected for each in donors]
         for version in [each for each in self.donors if each > elected]:
             del self.donors[version]
+        return lost
 
     def put(self, version: int, anchor: Arrays) -> None:
         self.anchors[version], self.momenta[version] = anchor, self.momenta[self.version]
@@ -286,6 +300,9 @@ class Oracle:
         self.contributions: dict[tuple[int, int], Arrays] = {}
         self.snapshots: dict[tuple[int, int], Arrays] = {}
         self.is_adopted = self.has_lost_progress = False
+        # A rank that has left cannot repeat a contribution that is lost with the server and all ranks that had it.
+        self.ended: set[int] = set()
+        self.left: set[tuple[int, int, int]] = set()  # by island (-1 for the global server), worker and number
         self.workers = {
             rank: Worker(own, rank, life, self.regions[record.islands[rank]]) for rank, life in record.lives.items()
         }
@@ -295,7 +312,7 @@ class Oracle:
             while rank not in own.killed and worker.step < len(worker.life.infos):
                 worker.advance()
 
-    def replay(self, event: Begun | Made | Captured | Merged) -> None:
+    def replay(self, event: Event) -> None:
         level = self.upper if event.island < 0 else self.regions[event.island]
         match event:
             case Made(island, version, donors):
@@ -312,6 +329,8 @@ class Oracle:
                 self.merge(island, version, given, merged)
             case Begun():
                 self.begin(level, event)
+            case Ended(_, rank):
+                self.ended.add(rank)
 
     def merge(self, island: int, version: int, given: int, merged: int) -> None:
         """Replace the part of the island's anchor that was contributed."""
@@ -330,7 +349,10 @@ class Oracle:
 
     def begin(self, level: Level, event: Begun) -> None:
         island = event.island
-        level.begin(event.elected, event.outer)
+        for worker, number in level.begin(event.elected, event.outer):
+            ranks = {worker} if island >= 0 else {rank for rank, own in self.record.islands.items() if own == worker}
+            if ranks <= self.ended:
+                self.left.add((island, worker, number))
         if island < 0:
             return
         if event.version == event.elected + 1 and event.has_reference:
@@ -372,17 +394,21 @@ def _flat(arrays: Arrays) -> Arrays:
 
 def check_complete(plan: IslandPlan, record: Record, oracle: Oracle) -> None:
     """Check that each contribution of a living rank, and each island's whole progress, was applied."""
+    assert plan.plan.killed or not oracle.left, f"lost although no rank was killed: {sorted(oracle.left)}"
     assert not oracle.is_adopted and not oracle.has_lost_progress, "no island has lost its newest anchor"
     for rank, life in record.lives.items():
         if rank in plan.plan.killed or life.statistics is None:
             continue
         level = oracle.regions[record.islands[rank]]
         applied = {number for donors in level.donors.values() for other, number in donors if other == rank}
-        missing = set(range(1, life.sequence + 1)) - applied
+        left = {number for island, other, number in oracle.left if island == record.islands[rank] and other == rank}
+        missing = set(range(1, life.sequence + 1)) - applied - left
         assert not missing, f"rank {rank}: contributions {missing} were not applied"
     for island, level in enumerate(oracle.regions):
         sent = [number for donors in oracle.upper.donors.values() for other, number in donors if other == island]
         assert sent == sorted(sent)
+        if any(upper < 0 and worker == island for upper, worker, _ in oracle.left):
+            continue
         after = [version for version in level.donors if version > max(sent, default=0)]
         last = {rank for rank, other in record.islands.items() if other == island}
         if not last & plan.plan.killed and after:
