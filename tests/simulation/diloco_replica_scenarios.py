@@ -115,16 +115,18 @@ def check_replicas(
     replicas: ReplicaPlan, record: Record, tolerance: Callable[[Any], float] = within
 ) -> dict[int, tuple[int, ...]]:
     """Compare all ranks with the oracle, and return the donors of each round, which are equal for all parts."""
-    plan = dataclasses.replace(
-        replicas.plan, faults=tuple(Kill(replica, at_s=0.0) for replica in sorted(replicas.lost)), dies_at={}
-    )
     if not any(record.infos.values()):
         return {}
+    lost = set(replicas.lost)
+    if lost:  # a loss may have ended the start of another replica
+        lost |= {rank // replicas.size for rank in range(replicas.ranks) if not record.infos[rank]}
+    kills = tuple(Kill(replica, at_s=0.0) for replica in sorted(lost))
+    plan = dataclasses.replace(replicas.plan, faults=kills, dies_at={})
     whole: dict[int, tuple[int, ...]] = {}
     for index in range(replicas.size):
         own = of_index(replicas, record, index)
         check(plan, own, tolerance)
-        for number, donors in own.donors(replicas.lost)[0].items():
+        for number, donors in own.donors(lost)[0].items():
             assert whole.setdefault(number, donors) == donors, f"round {number}: {donors} and {whole[number]}"
     for first in range(0, replicas.ranks, replicas.size):
         weights = [record.weights[first + place] for place in range(replicas.size)]
