@@ -86,7 +86,7 @@ async def train(world: ad.World, replicas: ReplicaPlan, seen: Seen) -> None:
 def run(replicas: ReplicaPlan, seed: int = 0) -> tuple[SimReport[Any], Seen]:
     """Simulate replicas, and check that each contribution of a whole replica is applied exactly once."""
     plan = replace(replicas.plan, steps=replicas.plan.steps or (18,) * replicas.plan.ranks)
-    replicas, seen = replace(replicas, plan=plan), Seen(Record(replicas.size))
+    replicas, seen = replace(replicas, plan=plan), Seen(Record(replicas.size, replicas.lost))
     with noted_steps(seen.record):
         report = simulate_plan(train, plan, replicas, seen, ranks=replicas.ranks, seed=seed)
     sound = [rank for rank in range(replicas.ranks) if rank // replicas.size not in replicas.lost]

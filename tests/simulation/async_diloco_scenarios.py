@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -111,6 +111,7 @@ class Record:
 
     Args:
         size: Number of ranks of a replica. If it is above 1, "rank" below means the number of a replica.
+        lost: Replicas that a fault may end. The others may continue while a rank of such a replica still leads itself.
 
     Attributes:
         lineage: For each version from 1, the rank and the sequence number of each contribution.
@@ -120,8 +121,9 @@ class Record:
         outers: For each version with which a leader has begun, the version of the outer state.
     """
 
-    def __init__(self, size: int = 1) -> None:
+    def __init__(self, size: int = 1, lost: Set[int] = frozenset()) -> None:
         self.size = size
+        self.lost = lost
         self.lives: dict[tuple[int, int], Life] = defaultdict(Life)
         self.without: set[int] = set()  # ranks whose start was ended by a loss
         self.late: set[int] = set()  # restarted ranks that found no running policy
@@ -130,6 +132,14 @@ class Record:
         self.left: set[tuple[int, int]] = set()
         self.lost_count = 0
         self.leading: Server | None = None
+
+    def is_parted(self, server: Server) -> bool:
+        """Return whether a server belongs to a lost replica, while one of a sound replica leads the others."""
+        leading = self.leading
+        if leading is None or leading._membership._is_closed:
+            return False
+        of_new, of_old = (each._services.rank // self.size for each in (server, leading))
+        return of_new in self.lost and of_old not in self.lost
 
     def truncate(self, version: int, outer: int) -> None:
         """Note that a new leader continues from a version, since all ranks with later versions are lost."""
@@ -161,9 +171,10 @@ def noted_steps(record: Record) -> Iterator[None]:
         await make(self, arrivals)
 
     def beginning(self: Server, held: HeldAnchor, outer: tuple[int, torch.Tensor] | None, elected: int) -> None:
-        assert held.version <= len(record.lineage)
-        record.leading = self
-        record.truncate(held.version, 0 if outer is None else outer[0])
+        if not record.is_parted(self):
+            assert held.version <= len(record.lineage)
+            record.leading = self
+            record.truncate(held.version, 0 if outer is None else outer[0])
         begin(self, held, outer, elected)
 
     try:
