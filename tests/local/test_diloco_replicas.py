@@ -83,6 +83,7 @@ def test_a_trainers_fsdp_around_the_model_is_refused(monkeypatch: pytest.MonkeyP
         ad.run_local(main, ranks=2)
 
 
+@pytest.mark.long  # as with ReplicaAveragingPolicy
 def test_ddp_over_ranks_outside_the_replica_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: ad.current_world().rank)

@@ -65,7 +65,7 @@ def test_ddp_over_all_ranks_is_refused_with_both_lists(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "outer",
     [
-        pytest.param(lambda wrapped: torch.compile(wrapped), id="compiled"),
+        pytest.param(lambda wrapped: torch.compile(wrapped), id="compiled", marks=pytest.mark.long),
         pytest.param(lambda wrapped: nn.ModuleDict({"net": wrapped}), id="one of several"),
     ],
 )

@@ -57,7 +57,7 @@ def test_each_rank_equals_the_oracle_whatever_is_lost(block: int) -> None:
 
 
 @pytest.mark.parametrize("rule", [{}, {"fragments": 2, "overlap_steps": 1, "every": 4}], ids=["plain", "streaming"])
-@pytest.mark.parametrize("lost", [(0,), (0, 1)], ids=str)
+@pytest.mark.parametrize("lost", [(0,), pytest.param((0, 1), marks=pytest.mark.long)], ids=str)
 def test_a_lost_leader_changes_no_decision_at_any_moment(lost: tuple[int, ...], rule: dict[str, Any]) -> None:
     """The leader, and then its successor, is lost at each of many moments around two rounds."""
     parted = 0

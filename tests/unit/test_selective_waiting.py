@@ -118,7 +118,7 @@ def test_slow_rank_takes_part_if_it_delays_rounds_by_a_tenth() -> None:
 near_times = st.sampled_from([0.0, 0.1, 1.0, 3.0, 5.0, 9.0, 30.0])
 
 
-@settings(LAWS, max_examples=2000)
+@settings(LAWS, max_examples=1000)
 @given(
     st.dictionaries(
         st.integers(0, 4),
