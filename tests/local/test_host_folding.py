@@ -316,7 +316,9 @@ def test_memory_can_be_neither_cut_nor_stretched() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", ["memfd_create", "posix_fallocate", "fcntl"])
+@pytest.mark.parametrize(
+    "step", ["memfd_create", *(pytest.param(each, marks=pytest.mark.long) for each in ("posix_fallocate", "fcntl"))]
+)
 def test_without_shared_memory_a_flat_tensor_is_ordinary(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptor_count()
 

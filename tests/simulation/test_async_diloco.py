@@ -54,7 +54,7 @@ def test_each_contribution_is_applied_exactly_once() -> None:
 
 
 @pytest.mark.parametrize("outer", ["dyadic", "default", "plain"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.long)])
 def test_a_quorum_of_all_equals_diloco_bit_for_bit(
     outer: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

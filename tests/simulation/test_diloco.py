@@ -45,7 +45,7 @@ def test_fifty_rounds_equal_the_oracle(outer: str, rule: str) -> None:
     assert sum(oracle.versions) >= 50 and max(abs(array).max() for array in oracle.anchor) < 1e6
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("rule", ["plain", "streaming", "warm-up"])
 @pytest.mark.parametrize("outer", ["none", "dyadic", "heavy ball"])
 def test_dyadic_options_equal_the_oracle_bit_for_bit(outer: str, rule: str, dtype: torch.dtype) -> None:

@@ -48,7 +48,7 @@ async def advance(policy: Any, model: nn.Module, optimizer: Any, steps: range, r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [7, 10])
+@pytest.mark.parametrize("at", [7, pytest.param(10, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", SAVED)
 def test_a_saved_population_continues_to_the_bit(kind: str, at: int, tmp_path: Path) -> None:
     options = {"average_every": 5, **SAVED[kind]}

@@ -192,7 +192,7 @@ def test_the_mean_of_encoded_slices_is_that_of_the_whole(codec: Codec, owner_cou
 
 
 @pytest.mark.parametrize("share", [1e-6, 0.03, 0.1, 0.3, 1.0])
-@pytest.mark.parametrize("ranks", [1, 2, 4, 5])
+@pytest.mark.parametrize("ranks", [1, 4, *(pytest.param(count, marks=pytest.mark.long) for count in (2, 5))])
 def test_the_mean_of_top_k_vectors_is_exact(share: float, ranks: int) -> None:
     """Regression: the mean was encoded like a contribution, which lost 0.67 of its norm with four ranks."""
     weights = [1.0, 2.0, 0.5, 3.0, 1.0][:ranks]
