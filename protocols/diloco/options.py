@@ -120,7 +120,7 @@ class DiLoCoOptions(ExchangeOptions):
         is_agreed=True,
     )
     fragments: int = option(
-        "Number of parts of the model that are averaged one after the other (Streaming DiLoCo), from 1 to "
+        "Number of parts of the model that are averaged in turn (Streaming DiLoCo), from 1 to "
         "`average_every`. Each part is averaged every `average_every` steps.",
         whole(1, "; fragment_pattern lists the modules of each fragment"),
         default=1,
@@ -175,8 +175,8 @@ class DiLoCoOptions(ExchangeOptions):
         is_agreed=True,
     )
     quorum: int | None = option(
-        "Number of ranks whose contributions make a round, from 1 to the number of members; fewer if members are lost "
-        "or leave. The contribution of a rank that is late counts in the next round. None waits for all members. "
+        "Number of contributions that complete a round, from 1 to the number of members; fewer if members are lost "
+        "or leave. The contribution of a late rank counts in the next round. None waits for all members. "
         "Results then depend on timing.",
         or_none(whole(1)),
         default=None,
@@ -191,9 +191,9 @@ class DiLoCoOptions(ExchangeOptions):
         is_agreed=True,
     )
     eager: bool = option(
-        "Whether no rank waits for the average of the same round: each rank moves its anchor by its own share of the "
-        "round and by the other ranks' shares of the previous round (eager outer steps). The ranks' anchors then "
-        "differ. They are averaged at the end and in checkpoints.",
+        "Whether each rank moves its anchor by its own share of the round and by the other ranks' shares of the "
+        "previous round (eager outer steps), so that no rank waits for the average of the same round. The ranks' "
+        "anchors then differ. They are averaged at the end and in checkpoints.",
         truth,
         default=False,
         group=_STRAGGLERS,

@@ -63,7 +63,7 @@ class SelectiveRules(JudgingRules):
         group=_ROUNDS,
     )
     grace_s: float | None = option(
-        "Seconds to wait for the other members after the quorum is met. None: as long as no later round is delayed.",
+        "Seconds to wait for the other members after the quorum is met. None: until a later round would be delayed.",
         or_none(number(">= 0 seconds and finite, or None", 0.0)),
         default=None,
         group=_ROUNDS,

@@ -101,7 +101,7 @@ class Patience:
 
     Args:
         grace_s: Maximum wait in seconds, set by the user, both after the quorum and for a slow rank in a round. None to
-            wait only as long as no later round is delayed.
+            wait only until a later round would be delayed.
         stream_safe_points: Number of safe points that the sender and the receiver of one snapshot each need.
 
     Attributes:
