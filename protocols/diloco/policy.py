@@ -53,6 +53,7 @@ from asyncdist.protocols.options import CommonOptions, MemberOptions
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.step_info import StepInfo
 from asyncdist.protocols.wrappers import reshard
+from asyncdist.tensors.flat_state import Entry
 
 #: Names of options in other libraries, each with a hint for the error that is raised if it is passed here.
 ELSEWHERE: Final = {
@@ -228,6 +229,12 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
             for layout in layouts
         ]
 
+    def _whole_entries(self) -> Sequence[Entry]:
+        """Return the model's entries with the shapes of the whole tensors, even if this rank has only their shards."""
+        whole = {name: tuple(each.shape) for name, each in self.model.named_parameters(remove_duplicate=False)}
+        shapes = whole if self._flat.mesh_ranks else {}
+        return [replace(each, shape=shapes.get(each.names[0], each.shape)) for each in self._flat.entries]
+
     def _acts_alone(self) -> bool:
         return self._own_options.outer_optimizer is not None
 
@@ -267,7 +274,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
     async def _write_anchor(self, tensors: Sequence[Tensor]) -> None:
         for fragment in self._fragments:
             fragment.restore(tensors)
-        if self._replica is not None and self._part_layouts:
+        if self._replica is not None and self._parts is not None:
             with self._replica.step():
                 await self._complete(range(self._fragment_count), tensors)
 

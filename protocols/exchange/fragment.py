@@ -8,15 +8,21 @@ in another way. All changes of the model's weights are made by :meth:`Fragment.a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from asyncdist.protocols.exchange.flights import Flight, Flights
 from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, gather, norm_of, scatter
+from asyncdist.tensors.byte_views import byte_view
+
+#: Entries of a policy's state that belong to the exchange.
+ENTRIES: Final = ("fragments", "captured", "owed", "in_flight", "replica_size", "replica_index", "contributions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +191,44 @@ class Fragment:
         donors, weights, norms, scores, late = (tuple(state[name]) for name in names)
         verdict = Verdict(1, donors, weights, norms, scores=tuple(map(tuple, scores)), late=late)
         self.mean = Mean(verdict, state["norm"], state["cosine"])
+
+
+def state_of(
+    fragments: Sequence[Fragment], flights: Flights, in_flight: Mapping[int, Flight], arrived: Collection[int]
+) -> dict[str, Any]:
+    """Return the state of all fragments and of the rounds in flight, with cloned tensors.
+
+    Args:
+        in_flight: Rounds in flight, by fragment.
+        arrived: Fragments whose means have arrived and are not applied.
+    """
+    return {
+        "fragments": [fragment.state_dict() for fragment in fragments],
+        **flights.state(),
+        "in_flight": [
+            (fragment, *flight, fragments[fragment].pending() if fragment in arrived else None)
+            for fragment, flight in in_flight.items()
+        ],
+    }
+
+
+def restore(state: Mapping[str, Any], fragments: Sequence[Fragment], flights: Flights) -> None:
+    """Load the fragments and the rounds in flight from a result of :func:`state_of`."""
+    flights.in_flight.clear()  # a newcomer may have loaded its own checkpoint before
+    for fragment, saved in zip(fragments, state["fragments"], strict=False):
+        fragment.load_state_dict(saved)
+    for place, *flight, pending in state["in_flight"]:
+        flights.in_flight[place] = Flight(*flight)
+        if pending is not None:
+            fragments[place].restore_pending(pending)
+
+
+def checksum_of_anchors(fragments: Iterable[Fragment]) -> int:
+    """Return a checksum of the anchors of all fragments."""
+    checksum = 0
+    for anchor in (anchor for fragment in fragments for anchor in fragment.anchors):
+        checksum = zlib.crc32(byte_view(anchor), checksum)
+    return checksum
 
 
 def mean_cosine(verdict: Verdict, norm: float) -> float | None:

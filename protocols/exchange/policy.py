@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import dataclasses
 import logging
 import math
-import zlib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, ClassVar, Final, Unpack
@@ -27,17 +25,17 @@ from asyncdist import BusyError, validation
 from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.protocols.exchange.exchange import Exchange
 from asyncdist.protocols.exchange.flights import Flight, Flights
-from asyncdist.protocols.exchange.fragment import Fragment, Mean
+from asyncdist.protocols.exchange.fragment import ENTRIES, Fragment, Mean, checksum_of_anchors, restore, state_of
 from asyncdist.protocols.exchange.ledger import Quorum, Report, reported_weights
 from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.options import ExchangeOptions
-from asyncdist.protocols.exchange.replicas.division import parts_of
 from asyncdist.protocols.exchange.replicas.group import Readiness, ReplicaGroup, joined_replica
-from asyncdist.protocols.exchange.results import result_of
+from asyncdist.protocols.exchange.replicas.parts import ReplicaParts, write_parts
+from asyncdist.protocols.exchange.results import in_round, result_of
 from asyncdist.protocols.exchange.rounds import Exchanged, copy_encoded, has_merged
 from asyncdist.protocols.exchange.schedule import Schedule
 from asyncdist.protocols.exchange.statistics import ExchangeStatistics, statistics_of
-from asyncdist.protocols.exchange.wire_layout import Vector, WireLayout, gather, scatter
+from asyncdist.protocols.exchange.wire_layout import WireLayout
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.replicas import SINGLE, Replicas
@@ -48,9 +46,7 @@ from asyncdist.protocols.options import MemberOptions
 from asyncdist.protocols.starting.differences import FIRST_WEIGHTS
 from asyncdist.protocols.step_info import NOTHING, Contributed, StepInfo, together
 from asyncdist.protocols.wrappers import check_replica_group
-from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.codecs import Codec
-from asyncdist.tensors.flat_state import Entry
 from asyncdist.tensors.infinities import KnownInfinities, trouble_of
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
@@ -58,8 +54,6 @@ logger = logging.getLogger("protocols.exchange.policy")
 
 #: Name in error messages for the number of completed rounds of each fragment.
 _ROUNDS: Final = "rounds completed"
-
-_OWN_STATE: Final = ("fragments", "captured", "owed", "in_flight", "replica_size", "replica_index", "contributions")
 
 
 class ExchangePolicy(ReplicatedPolicy):
@@ -115,7 +109,7 @@ class ExchangePolicy(ReplicatedPolicy):
         self._was_loaded = False  # whether a saved state was loaded; the ranks' versions in it may differ
         self._replica: ReplicaGroup | None = None  # None if each rank is a replica, and if this rank is alone
         self._is_compared = False  # whether the ranks of the replica were found to train equal weights
-        self._part_layouts: list[list[WireLayout]] = []  # by fragment: layouts of the ranks' parts, under DDP
+        self._parts: ReplicaParts | None = None  # parts of the replica's ranks, under DDP
         self._known_infinities: KnownInfinities
         self._saved: Mapping[str, Any] | None = None
         self._exchange: Exchange | None = None  # None before the start, and if this rank is alone
@@ -159,16 +153,8 @@ class ExchangePolicy(ReplicatedPolicy):
         donor_count = len(self._members) // size
         if size == 1 or self._holds_shards():
             return WireLayout(entries, chosen, parameters, donor_count, codec, divisible)
-        parts = parts_of(entries, chosen, parameters, size)
-        layouts = [WireLayout(entries, part, parameters, donor_count, codec, divisible) for part in parts]
-        self._part_layouts.append(layouts)
-        return layouts[self._replicas.index(rank)]
-
-    def _whole_entries(self) -> Sequence[Entry]:
-        """Return the model's entries with the shapes of the whole tensors, even if this rank has only their shards."""
-        whole = {name: tuple(each.shape) for name, each in self.model.named_parameters(remove_duplicate=False)}
-        shapes = whole if self._flat.mesh_ranks else {}
-        return [dataclasses.replace(each, shape=shapes.get(each.names[0], each.shape)) for each in self._flat.entries]
+        self._parts = self._parts or ReplicaParts(size, self._replicas.index(rank))
+        return self._parts.divide(entries, chosen, parameters, donor_count, codec, divisible)
 
     def _take_weight(self, fragment: int) -> float:
         """Return the weight (> 0) of the contribution that this rank captures now."""
@@ -221,7 +207,7 @@ class ExchangePolicy(ReplicatedPolicy):
         """Make the fragments from the model, and load a saved state."""
         self._known_infinities = KnownInfinities(self._flat)
         self._replicas = Replicas(self._members, 1 if self.is_alone else self._replica_size)
-        self._part_layouts = []
+        self._parts = None
         count, quorum = len(self._members), self._given_quorum
         if quorum is not None and quorum > count:
             validation.refuse("quorum", quorum, f"None, or from 1 to the number of members ({count})")
@@ -246,10 +232,7 @@ class ExchangePolicy(ReplicatedPolicy):
         """Return the checksum of this rank's anchors, equal on all ranks with the same part of the model."""
         if self._may_be_late():
             return {}
-        checksum, anchors = 0, [anchor for fragment in self._fragments for anchor in fragment.anchors]
-        for anchor in anchors:
-            checksum = zlib.crc32(byte_view(anchor), checksum)
-        return {FIRST_WEIGHTS: f"{checksum:08x}"}
+        return {FIRST_WEIGHTS: f"{checksum_of_anchors(self._fragments):08x}"}
 
     async def _agree(self) -> Agreed:
         if not self.keeps_replicas:
@@ -361,19 +344,14 @@ class ExchangePolicy(ReplicatedPolicy):
 
     def _own_state(self) -> dict[str, Any]:
         if self._stage == "new" and self._saved is not None:
-            return {name: self._saved[name] for name in _OWN_STATE}
-        flights = {fragment: self._flight(fragment) for fragment in self._flights.in_flight}
-        for flight in flights.values():
-            is_saved = self._is_admitting or flight.number in self._unfinished
-            if not self._has(flight.number) and not is_saved:
+            return {name: self._saved[name] for name in ENTRIES}
+        in_flight = {fragment: self._flight(fragment) for fragment in self._flights.in_flight}
+        arrived = [fragment for fragment, flight in in_flight.items() if self._has(flight.number)]
+        for fragment, flight in in_flight.items():
+            if fragment not in arrived and not self._is_admitting and flight.number not in self._unfinished:
                 raise BusyError(f"await policy.settle() before state_dict(): round {flight.number} is in flight")
         return {
-            "fragments": [fragment.state_dict() for fragment in self._fragments],
-            **self._flights.state(),
-            "in_flight": [
-                (fragment, *flight, self._fragments[fragment].pending() if self._has(flight.number) else None)
-                for fragment, flight in flights.items()
-            ],
+            **state_of(self._fragments, self._flights, in_flight, arrived),
             **(SINGLE.place_of(0) if self._stage == "new" else self._replicas.place_of(self._world.rank)),
             "contributions": {} if self._is_admitting else self._contributions(),
         }
@@ -397,14 +375,8 @@ class ExchangePolicy(ReplicatedPolicy):
         if self._saved is not None:
             if self._saved["fragments"]:
                 self._replicas.check_saved(self._world.rank, self._saved)
-            self._flights.in_flight.clear()  # a newcomer may have loaded its own checkpoint before
-            for own_fragment, state in zip(self._fragments, self._saved["fragments"], strict=False):
-                own_fragment.load_state_dict(state)
+            restore(self._saved, self._fragments, self._flights)
             self._was_loaded = any(fragment.version for fragment in self._fragments)
-            for fragment, *flight, pending in self._saved["in_flight"]:
-                self._flights.in_flight[fragment] = Flight(*flight)
-                if pending is not None:
-                    self._fragments[fragment].restore_pending(pending)
             self._given = dict(self._saved["contributions"])
             self._saved = None
 
@@ -552,18 +524,9 @@ class ExchangePolicy(ReplicatedPolicy):
         own = Readiness(has_mean, self._trouble())
         if mean is not None:
             own = own._replace(norm=mean.norm, norms=mean.verdict.norms, has_cosine=mean.cosine is not None)
-        if self._part_layouts and not own.trouble and not self._is_compared:
-            own = own._replace(checksum=self._checksum(fragment))
+        if self._parts is not None and not own.trouble and not self._is_compared:
+            own = own._replace(checksum=self._parts.checksum(fragment, self._tensors()))
         return own if self._replica is None else await self._replica.agree(own)
-
-    def _checksum(self, fragment: int) -> int:
-        """Return a checksum of a fragment's parameters, which are equal on all ranks of a replica under DDP."""
-        found, tensors = 0, self._tensors()
-        for vector in (vector for layout in self._part_layouts[fragment] for vector in layout.stepped):
-            flat = vector.new_flat()
-            gather(vector, tensors, flat)
-            found = zlib.crc32(byte_view(flat), found)
-        return found
 
     async def _apply(self, fragment: int, flight: Flight, began_at: float, ready: Readiness) -> StepInfo:
         """Write a fragment's merged mean into the model, with the other ranks of the replica."""
@@ -598,20 +561,10 @@ class ExchangePolicy(ReplicatedPolicy):
 
     def _info_of(self, fragment: int, flight: Flight, mean: Mean, ready: Readiness) -> StepInfo:
         """Return the result of a step that applies a mean, without its durations."""
-        own, number, staleness = self._fragments[fragment], flight.number, 0
-        if self._quorum is not None:  # the anchor may have moved before the capture, and again before this step
-            number = (own.version - 1) * self._fragment_count + fragment + 1
-            staleness = own.version - 1 - flight.base_version
-        info = result_of(own, mean, ready, self._replicas, self._first_ranks())
-        return replace(
-            info,
-            round=number,
-            fragment=fragment,
-            fragment_count=self._fragment_count,
-            staleness_steps=self.iteration - flight.captured_at,
-            gains=self._gains_of(mean.verdict),
-            staleness_versions=staleness,
-        )
+        info = result_of(self._fragments[fragment], mean, ready, self._replicas, self._first_ranks())
+        count, has_quorum = self._fragment_count, self._quorum is not None
+        info = in_round(info, flight, fragment, count, self.iteration, has_quorum=has_quorum)
+        return replace(info, gains=self._gains_of(mean.verdict))
 
     def _gains_of(self, verdict: Verdict) -> tuple[float, ...]:
         """Return the gain of each donor's contribution on held-out data; empty if it is not measured."""
@@ -620,18 +573,18 @@ class ExchangePolicy(ReplicatedPolicy):
 
     async def _share(self, fragments: Sequence[int], tensors: Sequence[Tensor]) -> None:
         """Write the parts that the other ranks of the replica have applied into the model, under DDP."""
-        if self._replica is not None and self._part_layouts:
-            received = await self._replica.share([self._part_layouts[each] for each in fragments], tensors)
+        if self._replica is not None and self._parts is not None:
+            received = await self._parts.share(self._replica, fragments, tensors)
             with self._weights.following():
-                _write_parts(received, tensors)
+                write_parts(received, tensors)
 
     async def _complete(self, fragments: Sequence[int], tensors: Sequence[Tensor]) -> None:
         """Make the model of the replica whole after each rank has written its part of weights that it will take back.
 
         Trial weights are only evaluated, so no state of the optimizer follows them.
         """
-        if self._replica is not None and self._part_layouts:
-            _write_parts(await self._replica.share([self._part_layouts[each] for each in fragments], tensors), tensors)
+        if self._replica is not None and self._parts is not None:
+            write_parts(await self._parts.share(self._replica, fragments, tensors), tensors)
         self._reshard()
 
     def _unsound(self) -> str | None:
@@ -641,10 +594,3 @@ class ExchangePolicy(ReplicatedPolicy):
     def _trouble(self) -> str:
         """Describe the part of this rank's weights or optimizer that is not finite; return "" if all is finite."""
         return trouble_of(self._known_infinities, None if self._shared.resets_optimizer else self.optimizer)
-
-
-@torch.no_grad()
-def _write_parts(received: Sequence[tuple[Vector, Tensor]], tensors: Sequence[Tensor]) -> None:
-    """Write the parts of the other ranks of a replica into the model."""
-    for vector, flat in received:
-        scatter(vector, flat, tensors)
