@@ -262,6 +262,7 @@ def test_grace(bench: Bench) -> None:
         assert all(0 < found["share"] <= 1 for found in by_window.values())
 
 
+@pytest.mark.long
 def test_async_diloco_on_ranks_of_different_speeds(bench: Bench) -> None:
     """The order holds for each seed, with DiLoCo's learning rate for delayed Nesterov as well."""
     results = bench("async-diloco")

@@ -414,7 +414,7 @@ def test_grid_chances_are_exact_and_buffer_items_are_usable() -> None:
     ("transport", "clients", "iterations"),
     [
         pytest.param("mpi", [[0, 2], [1]], 16, marks=[pytest.mark.mpi, pytest.mark.long]),
-        ("torch", [[0, 1]], 8),
+        pytest.param("torch", [[0, 1]], 8, marks=pytest.mark.long),
     ],
 )
 def test_the_whole_demo_with_replay_buffers(

@@ -13,7 +13,9 @@ from support import mpi, torchrun
 @pytest.mark.parametrize(
     ("start", "count"),
     [
-        pytest.param(mpi.run_ranks, 150, marks=pytest.mark.mpi, id="mpi"),  # each makes a communicator
+        pytest.param(
+            mpi.run_ranks, 150, marks=[pytest.mark.mpi, pytest.mark.long], id="mpi"
+        ),  # each makes a communicator
         pytest.param(torchrun.run_ranks, 950, marks=pytest.mark.long, id="torch"),
     ],
 )

@@ -175,6 +175,7 @@ ACCELERATE_STEPS = """
 
 
 @pytest.mark.mpi
+@pytest.mark.long  # as with Lightning's optimizer
 def test_a_step_of_accelerates_optimizer_is_a_step_of_the_policy(tmp_path: Path) -> None:
     """Regression: beside optimizer.step(), which does nothing while gradients are accumulated, step changed weights."""
     script = tmp_path / "program.py"

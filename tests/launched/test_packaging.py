@@ -153,6 +153,7 @@ def test_a_wheel_has_nothing_of_earlier_builds(checkout: tuple[Path, ModuleType]
     assert "protocols/policy.py" in names and "protocols/gone.py" not in names
 
 
+@pytest.mark.long
 def test_pip_makes_a_pure_wheel_where_no_compiler_is(checkout: tuple[Path, ModuleType], tmp_path: Path) -> None:
     folder, copy = checkout
     pretend_to_compile(copy)

@@ -18,7 +18,7 @@ from support import mpi, torchrun
 from asyncdist.host_memory import cross_memory_attach
 from protocols import AverageApplied
 
-SIZES = (2, 4)
+SIZES = (pytest.param(2, marks=pytest.mark.long), 4)
 MIB = 1 << 20
 STATE = flat_state(Mixed())
 FLOATING_NBYTES = sum(tensor.nbytes for name, tensor in STATE.items() if name.startswith("float"))

@@ -33,9 +33,8 @@ def check_same(result: subprocess.CompletedProcess[str], count_min: int) -> None
     assert int(found[1]) >= count_min, "rounds have taken place"
 
 
-@pytest.mark.parametrize(
-    "transport", [pytest.param("mpi", marks=pytest.mark.mpi), pytest.param("torch", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
 def test_a_run_with_a_straggler_happens_again(tmp_path: Path, transport: str) -> None:
     options = ("120", "--collectives", "20")
     recorded = record(tmp_path, transport, *options)

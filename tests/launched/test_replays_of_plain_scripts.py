@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support import mpi
 
 #: Before the world is open it draws with torch's own seed, which is another one in each process, and with a new one.
@@ -45,6 +46,7 @@ def test_numbers_drawn_before_the_world_opened_are_drawn_again(tmp_path: Path) -
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.long
 def test_a_replay_of_replicas_under_ddp_is_refused_in_a_line(tmp_path: Path) -> None:
     """Regression: it waited for ever, in one thread, for the other ranks of the process group."""
     script = tmp_path / "script.py"

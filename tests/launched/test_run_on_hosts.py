@@ -211,7 +211,13 @@ HEEDS_CTRL_C = "python -c 'import os, signal as s, sys; s.signal(2, s.SIG_DFL); 
 @pytest.mark.parametrize(
     ("how", "after", "code", "said"),
     [
-        ("kill", "", 137, r"^asyncdist run: rank 2 was killed by SIGKILL .*; stopping the others \(--survive lets"),
+        pytest.param(
+            "kill",
+            "",
+            137,
+            r"^asyncdist run: rank 2 was killed by SIGKILL .*; stopping the others \(--survive lets",
+            marks=pytest.mark.long,
+        ),
         ("stay", "kill -INT $job", 130, r"^asyncdist: rank 3 (?:was interrupted|stopped: .*); rank 3 was waiting for "),
     ],
 )

@@ -67,6 +67,7 @@ TRANSFORMERS_COMPILED = """
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_a_loss_observer_in_transformers_is_not_compiled(tmp_path: Path) -> None:
     """Regression: it broke the model's graph, of which torch warned in 13 lines on each rank."""
     script = tmp_path / "program.py"
