@@ -65,22 +65,27 @@ def meant(name: str, allowed: Collection[str], otherwise: str | None = None) -> 
     return f"the names are {', '.join(sorted(allowed))}" if otherwise is None else otherwise
 
 
-def names_options(*, refused: Mapping[str, str] | None = None) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Decorate a constructor so that its error for an unknown option suggests the nearest known option.
+def names_options(
+    *, refused: Mapping[str, str] | None = None, called: Callable[[str, Sequence[Any]], str] | None = None
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Decorate a constructor so that its errors for unknown options and positional arguments help.
 
     Before Python 3.13, Python's own error for a misspelled keyword has no suggestion. The known options are the
     constructor's parameters and the keys of the TypedDict that annotates its ``**options``. ``refused`` maps options
-    that only similar constructors have to the reason why this one lacks them.
+    that only similar constructors have to the reason why this one lacks them. ``called`` explains too many positional
+    arguments, which follow the order of a similar constructor: it gets the class's name and all of them.
     """
 
     def decorate(init: Callable[P, None]) -> Callable[P, None]:
         parameters = inspect.signature(init).parameters
         named = frozenset(name for name in parameters if parameters[name].kind is not inspect.Parameter.VAR_KEYWORD)
+        in_order = [each for each in parameters.values() if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD][1:]
 
         @functools.wraps(init)
         def checked(*args: P.args, **options: P.kwargs) -> None:
-            for name in options.keys() - named:
-                _check_name(init, type(args[0]), name, refused or {})
+            if len(args) - 1 > len(in_order):
+                _refuse_positional(type(args[0]).__name__, args[1:], [each.name for each in in_order], called)
+            _check_names(init, type(args[0]), [name for name in options if name not in named], refused or {})
             init(*args, **options)
 
         checked.refused_options = refused or {}  # type: ignore[attr-defined]
@@ -96,16 +101,29 @@ def check_option_names(kind: type, names: Iterable[str]) -> None:
     """
     init: Any = kind.__init__  # type: ignore[misc]
     if hasattr(init, "refused_options"):
-        for name in names:
-            _check_name(init, kind, name, init.refused_options)
+        _check_names(init, kind, names, init.refused_options)
 
 
-def _check_name(init: Callable[..., None], kind: type, name: str, refused: Mapping[str, str]) -> None:
-    if name in refused:
-        raise TypeError(f"{kind.__name__} has no option {name!r}: {refused[name]}")
-    allowed = option_names(init)
-    if name not in allowed:
-        raise TypeError(f"{kind.__name__} has no option {name!r}; {meant(name, allowed)}")
+def _check_names(init: Callable[..., None], kind: type, names: Iterable[str], refused: Mapping[str, str]) -> None:
+    """Raise TypeError with all names that are not options; each has its reason, or the nearest option."""
+    wrong = []
+    for name in names:
+        if name in refused:
+            wrong.append(f"no option {name!r}: {refused[name]}")
+        elif name not in (allowed := option_names(init)):
+            wrong.append(f"no option {name!r}; {meant(name, allowed)}")
+    if wrong:
+        raise TypeError(f"{kind.__name__} has {'; '.join(wrong)}")
+
+
+def _refuse_positional(
+    kind: str, given: Sequence[Any], names: Sequence[str], called: Callable[[str, Sequence[Any]], str] | None
+) -> NoReturn:
+    explained = "" if called is None else called(kind, given)
+    raise TypeError(
+        f"{kind} takes {len(names)} positional arguments, {' and '.join(names)}, got {len(given)}; "
+        f"{explained or 'pass the others by name'}"
+    )
 
 
 @functools.cache  # resolving the annotations takes 0.3 ms

@@ -76,8 +76,8 @@ class Averaging(Callback, Generic[PolicyT]):
         monitor: Name of the logged metric by which ranks are judged, if the policy judges them. By default, ranks are
             judged by the mean training loss since their last report.
         optimizer_index: Index of the optimizer to use, if the module has several.
-        options: Options of the policy. With ``weights="tokens"`` the tokens of a step are the examples of its batches.
-            With ``replica_size``, as for :class:`SelectiveAveraging`.
+        options: Options of the policy. With ``weights="tokens"`` or ``"rate"`` the tokens of a step are the examples of
+            its batches. With ``replica_size``, as for :class:`SelectiveAveraging`.
 
     Attributes:
         last_info: Events of the policy's last step.
@@ -99,7 +99,7 @@ class Averaging(Callback, Generic[PolicyT]):
         size = options.get("replica_size", 1)
         self._set_up(training, monitor, optimizer_index, size)
         self._count_name = "averages"
-        self._counts_examples = options.get("weights") == "tokens"
+        self._counts_examples = options.get("weights", "equal") != "equal"
         self._policy_name = policy.__name__ if size == 1 else f"{policy.__name__}, replicas of {size}"
 
     def _set_up(

@@ -75,9 +75,9 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         policy: Class of the policy, for example :class:`protocols.DiLoCoPolicy`.
         monitor: Name of the evaluation metric by which ranks are judged, if the policy judges them. By default, ranks
             are judged by the mean training loss since their last report, as the trainer logs it.
-        options: Options of the policy. With ``weights="tokens"`` the tokens of a step are those that have a label, if
-            the trainer counts them for its loss; otherwise they are the examples of its batches. With ``replica_size``,
-            as for :class:`SelectiveAveraging`.
+        options: Options of the policy. With ``weights="tokens"`` or ``"rate"`` the tokens of a step are those that have
+            a label, if the trainer counts them for its loss; otherwise they are the examples of its batches. With
+            ``replica_size``, as for :class:`SelectiveAveraging`.
 
     Attributes:
         last_info: Events of the policy's last step.
@@ -90,7 +90,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         training = averaging(policy, options, monitor=monitor)
         self._set_up(training, monitor, options.get("replica_size", 1))
         self._count_name = "averages"
-        self._counts_tokens = options.get("weights") == "tokens"
+        self._counts_tokens = options.get("weights", "equal") != "equal"
 
     def _set_up(self, training: Training[PolicyT], monitor: str | None, replica_size: int) -> None:
         self.monitor = monitor

@@ -14,9 +14,9 @@ from asyncdist.protocols.async_diloco.arrivals import ArrivalWeighting
 from asyncdist.protocols.async_diloco.corrections import Correction
 from asyncdist.protocols.async_diloco.delayed_nesterov import DelayedNesterov
 from asyncdist.protocols.declared import Options, function, like, number, one_of, option, or_none, whole
+from asyncdist.protocols.diloco.elsewhere import ELSEWHERE as OF_DILOCO
 from asyncdist.protocols.diloco.options import DiLoCoOptions, Late, Merge, described, truth
 from asyncdist.protocols.diloco.outer_step import OuterFactory, check_factory
-from asyncdist.protocols.diloco.policy import ELSEWHERE as OF_DILOCO
 from asyncdist.protocols.options import AveragingOptions, MemberOptions, OptimizerState
 from asyncdist.protocols.selective.islands.layout import IslandOptions
 from asyncdist.protocols.step_info import PolicyEvent
@@ -48,7 +48,10 @@ ELSEWHERE: Final = {
     "gps_opt_config": "use global_optimizer",
     "local_updates_accumulation": "use global_every",
     "model_merge_weight": "use merge_weight",
-    "delay_grad_averaging": "here no rank waits for others, unless late='wait'",
+    **dict.fromkeys(
+        ("delay_state_averaging", "delay_grad_averaging", "delay_optimizer_step"),
+        "here no rank waits for others, unless late='wait'",
+    ),
 }
 LOSES_VALUES: Final = (
     "wire='topk' without error_feedback loses the values that it does not send; pass error_feedback=0.95 or 1.0"

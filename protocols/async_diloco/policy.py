@@ -50,8 +50,10 @@ from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics, r
 from asyncdist.protocols.async_diloco.timing.pace import Stopwatch
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.anchored import AnchoredPolicy
-from asyncdist.protocols.diloco.options import check_has_whole_tensors, counted_tokens
+from asyncdist.protocols.diloco.elsewhere import call_of_library
+from asyncdist.protocols.diloco.options import check_has_whole_tensors
 from asyncdist.protocols.diloco.radial import embeddings_of
+from asyncdist.protocols.diloco.step_tokens import StepTokens
 from asyncdist.protocols.exchange.replicas.crew import Crew, joined_crew
 from asyncdist.protocols.exchange.replicas.group import Readiness
 from asyncdist.protocols.exchange.wire_layout import checksum_of_parameters
@@ -110,7 +112,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
 
     progress_names: ClassVar[tuple[str, ...]] = (FIRST_WEIGHTS, _RESUMED)
 
-    @validation.names_options(refused=ELSEWHERE)
+    @validation.names_options(refused=ELSEWHERE, called=call_of_library)
     def __init__(
         self,
         model: nn.Module,
@@ -149,6 +151,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         self._stopwatch = Stopwatch() if own.dynamic_steps or own.grace_steps else None
         self._steps = 0  # training steps since the last capture
         self._steps_wanted = self.average_every  # number of steps after which the next contribution is captured
+        self._step_tokens = StepTokens(own.weights)
         self._tokens = 0.0  # tokens since the last capture
         self._captured_at = 0
         self._reported: Arrived | None = None  # report on the last contribution
@@ -169,15 +172,17 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
 
         Args:
             local_metric, loss, score: Ignored.
-            tokens: Number of tokens or examples of this step, for ``weights="tokens"``; 1 by default.
+            tokens: Number of tokens or examples of this step, for ``weights="tokens"`` or ``"rate"``. Pass it in all
+                steps, on all ranks, or in none: then each step counts as 1.
 
         Raises:
-            TypeError: ``weights`` is ``"tokens"``, and the call has a positional number instead of ``tokens``.
-            ValueError: ``tokens`` is not finite and above 0.
+            TypeError: ``weights`` is not ``"equal"``, and the call has a positional number instead of ``tokens``.
+            ValueError: ``tokens`` is not finite and above 0, is given in only some steps, or is given although
+                ``weights`` is ``"equal"``.
         """
         if self._first_call is None:
             self.note_call(line_of_caller())
-        self._tokens += counted_tokens(tokens, local_metric, self._own_options.weights)
+        self._tokens += self._step_tokens.count(tokens, local_metric)
         return super().step(local_metric, loss=loss, score=score)
 
     def statistics(self) -> AsyncDiLoCoStatistics:

@@ -29,8 +29,6 @@ Late: TypeAlias = Literal["wait", "skip"]
 #: Outer optimizer of the DiLoCo paper.
 NESTEROV: Final = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
-#: Smallest number of tokens of a step, and smallest weight of a contribution by tokens.
-LEAST_TOKENS: Final = 1e-9
 _GROUP: Final = "fragments and bytes"
 _STRAGGLERS: Final = "stragglers and rounds"
 
@@ -289,26 +287,6 @@ def check_has_whole_tensors(merge: Merge, *, holds_shards: bool) -> None:
     if merge == "radial" and holds_shards:
         allowed = "'mean' if replicas are sharded, since no rank has whole tensors; replicas under DDP have them"
         validation.refuse("merge", merge, allowed)
-
-
-def counted_tokens(tokens: float | None, metric: object, weights: str) -> float:
-    """Return the number of tokens or examples of a step: ``tokens``, or 1 if it is None.
-
-    Args:
-        metric: Positional argument of ``step``; None for a policy that needs a metric.
-
-    Raises:
-        TypeError: ``weights`` is ``"tokens"``, and the step has a positional number instead of ``tokens``.
-        ValueError: ``tokens`` is not finite and above 0.
-    """
-    if tokens is not None:
-        return validation.real("tokens", tokens, "a finite number > 0 (of a tensor, tokens.item())", low=LEAST_TOKENS)
-    if weights == "tokens" and metric is not None:
-        raise TypeError(
-            "step() takes the number of tokens by name: step(tokens=n). A positional number is a metric, and has no "
-            "effect on the weights"
-        )
-    return 1.0
 
 
 def described(factory: OuterFactory) -> str:

@@ -31,16 +31,12 @@ from asyncdist import LocalProtocolError, validation
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.anchored import AnchoredPolicy
 from asyncdist.protocols.diloco.eager import AnchorMean, EagerFragment, interleaved
+from asyncdist.protocols.diloco.elsewhere import ELSEWHERE, call_of_library
 from asyncdist.protocols.diloco.fragment_state import FragmentState
 from asyncdist.protocols.diloco.fragments import fragments_of
-from asyncdist.protocols.diloco.options import (
-    LEAST_TOKENS,
-    DiLoCoOptionNames,
-    DiLoCoOptions,
-    check_has_whole_tensors,
-    counted_tokens,
-)
+from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions, check_has_whole_tensors
 from asyncdist.protocols.diloco.radial import embeddings_of
+from asyncdist.protocols.diloco.step_tokens import LEAST_TOKENS, StepTokens
 from asyncdist.protocols.exchange.flights import Flight
 from asyncdist.protocols.exchange.fragment import Mean
 from asyncdist.protocols.exchange.messages import Verdict
@@ -54,52 +50,6 @@ from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.step_info import StepInfo
 from asyncdist.protocols.wrappers import reshard
 from asyncdist.tensors.flat_state import Entry
-
-#: Names of options in other libraries, each with a hint for the error that is raised if it is passed here.
-ELSEWHERE: Final = {
-    **dict.fromkeys(
-        ("sync_every", "local_sgd_steps", "target_batch_size", "H"),
-        "here average_every is the number of inner steps per round",
-    ),
-    "fragment_sync_delay": "here overlap_steps is the number of steps between capture and application",
-    **dict.fromkeys(("fragment_update_alpha", "alpha"), "here mixing is the share of the rank's own weights"),
-    **dict.fromkeys(
-        ("should_quantize", "grad_compression", "state_averaging_compression"),
-        "here wire='int8' or another codec encodes the data",
-    ),
-    **dict.fromkeys(("use_bucketization", "bucket_cap_mb"), "data is always sent in slices, one for each rank"),
-    "inner_optimizer": "here optimizer, the second argument, is the inner optimizer",
-    "model_fragments": "here fragment_pattern lists the names of the modules of each fragment",
-    **dict.fromkeys(("backup_device", "pin_memory"), "here the anchor is always in host memory"),
-    **dict.fromkeys(
-        ("manager", "pg", "use_async_quorum", "accelerator", "dht", "run_id"),
-        "the ranks are those of group, by default all ranks of the job",
-    ),
-    **dict.fromkeys(
-        ("state_dict", "load_state_dict"),
-        "here policy.state_dict() returns the anchor and the outer optimizer's state, and "
-        "asyncdist.save_population(..., policy=policy) saves them",
-    ),
-    **dict.fromkeys(
-        ("timeout", "quorum_timeout"),
-        "a round has no time limit; grace_s is the time for which it waits once a quorum of ranks has contributed",
-    ),
-    **dict.fromkeys(
-        ("matchmaking_time", "averaging_timeout", "grace", "grace_period"),
-        "here grace_s, in seconds, is the time for which a round waits once a quorum of ranks has contributed",
-    ),
-    **dict.fromkeys(("min_replica_size", "min_replicas", "target_group_size"), "use quorum, a number of ranks"),
-    "use_local_updates": "here ranks always make local updates",
-    "batch_size_per_step": "here step(tokens=n) reports the size of a step, for weights='tokens'",
-    "average_state_every": "here parameters and floating buffers are averaged in each round",
-    **dict.fromkeys(
-        ("metric", "metric_mode", "replacement_ratio", "averaging_strategy"),
-        "here all ranks are averaged, whatever their metrics; SelectiveDiLoCoPolicy and AsyncSelectiveAveragingPolicy "
-        "choose by metric",
-    ),
-    "momentum": "outer_optimizer=functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9) sets the outer momentum, and "
-    "mixing sets the share of the rank's own weights",
-}
 
 
 class Landed(NamedTuple):
@@ -141,7 +91,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
 
-    @validation.names_options(refused=ELSEWHERE)
+    @validation.names_options(refused=ELSEWHERE, called=call_of_library)
     def __init__(
         self,
         model: nn.Module,
@@ -169,6 +119,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         if own.wire.name == "topk" and own.error_feedback is None:
             warnings.warn(_LOSES_VALUES, UserWarning, stacklevel=3)
         self._chosen = fragments_of(self._whole_entries(), own.fragments, own.fragment_pattern)
+        self._step_tokens = StepTokens(own.weights)
         self._tokens = [0.0] * own.fragments  # since each fragment's previous contribution
         self._landed: dict[int, Landed] = {}  # by fragment: the mean that the next eager step contains
         self._anchor_means: list[AnchorMean] = []  # by fragment; empty unless steps are eager
@@ -189,15 +140,17 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         Args:
             local_metric, loss, score: Metric of this rank for reports and the live table. It is read in steps that
                 capture a contribution, and does not affect the averages.
-            tokens: Number of tokens or examples of this step, for ``weights="tokens"``; 1 by default.
+            tokens: Number of tokens or examples of this step, for ``weights="tokens"``. Pass it in all steps, on all
+                ranks, or in none: then each step counts as 1.
 
         Raises:
-            TypeError: ``weights`` is ``"tokens"``, and the call has a positional number instead of ``tokens``.
-            ValueError: ``tokens`` is not finite and above 0.
+            TypeError: ``weights`` is not ``"equal"``, and the call has a positional number instead of ``tokens``.
+            ValueError: ``tokens`` is not finite and above 0, is given in only some steps, or is given although
+                ``weights`` is ``"equal"``.
         """
         if self._first_call is None:
             self.note_call(line_of_caller())
-        count = counted_tokens(tokens, None if self.takes_metric else local_metric, self._own_options.weights)
+        count = self._step_tokens.count(tokens, None if self.takes_metric else local_metric)
         self._tokens = [each + count for each in self._tokens]
         return super().step(local_metric, loss=loss, score=score)
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from asyncdist import validation
 from asyncdist.protocols.declared import among, with_options
+from asyncdist.protocols.diloco.elsewhere import ELSEWHERE, call_of_library
 from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions
-from asyncdist.protocols.diloco.policy import ELSEWHERE, DiLoCoPolicy
+from asyncdist.protocols.diloco.policy import DiLoCoPolicy
 from asyncdist.protocols.exchange.ledger import Report
 from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.joining.membership import Membership
@@ -76,7 +77,7 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
     takes_metric: ClassVar[bool] = True
     calls_metric: ClassVar[bool] = True
 
-    @validation.names_options(refused=_ELSEWHERE)
+    @validation.names_options(refused=_ELSEWHERE, called=call_of_library)
     def __init__(
         self,
         model: nn.Module,
@@ -113,11 +114,13 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
                 called twice when this rank's contribution is due, with trial weights in the model.
             score: Callable like ``loss``, for a metric whose larger values are better.
             local_metric: Callable like ``loss``; ``metric_mode`` defines which values are better.
-            tokens: Number of tokens or examples of this step, for ``weights="tokens"``; 1 by default.
+            tokens: Number of tokens or examples of this step, for ``weights="tokens"``. Pass it in all steps, on all
+                ranks, or in none: then each step counts as 1.
 
         Raises:
             TypeError: A metric is not callable.
-            ValueError: A contribution is due and no metric was given; or ``tokens`` is not finite and above 0.
+            ValueError: A contribution is due and no metric was given; or ``tokens`` is refused, see
+                :meth:`DiLoCoPolicy.step`.
         """
         if self._first_call is None:
             self.note_call(line_of_caller())

@@ -14,6 +14,7 @@ import pytest
 import torch
 from scripts.population import Mixed, clone_state, equal_states, sgd, values
 from support.local import run
+from support.tokens import tokens_for
 from torch import nn
 
 import asyncdist as ad
@@ -389,7 +390,7 @@ def test_masks_with_infinities_are_averaged_like_all_else(policy: Any, options: 
         async with policy(model, sgd(model), average_every=1, **options) as averages:
             for _ in range(6):
                 move(model.layer, world.rank + 1.0)
-                infos.append(await averages.step(tokens=world.rank + 1))
+                infos.append(await averages.step(tokens=tokens_for(averages, world.rank + 1)))
         expected = Masked()
         assert torch.equal(model.frozen, expected.frozen) and torch.equal(model.mask, expected.mask)
         assert not any(info.recovered for info in infos)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from support import pages
+from support.tokens import tokens_for
 
 import asyncdist as ad
 import protocols
@@ -147,7 +148,7 @@ async def use(world: ad.World, text: str) -> int:
             optimizer.zero_grad()
             model(torch.ones(2)).sum().backward()
             optimizer.step()
-            await policy.step(tokens=world.rank + 1)
+            await policy.step(tokens=tokens_for(policy, world.rank + 1))
         return int(policy.statistics().average_count)
 
 

@@ -128,7 +128,7 @@ def without_loop() -> None:
                 with torch.no_grad():
                     for place, parameter in enumerate(model.parameters()):
                         parameter.add_(torch.from_numpy(drift(world.rank, step, place, parameter.shape)))
-                policy.step(tokens=1)
+                policy.step()
                 record.weights[world.rank].append(weights_of(model))
         report(world.rank, {"blocking": seen_by(record, world.rank)})
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from scripts.population import sgd
+from support.tokens import tokens_for
 
 import asyncdist as ad
 from asyncdist.simulation import Compute, Kill, SimReport
@@ -70,7 +71,7 @@ async def train(world: ad.World, replicas: ReplicaPlan, seen: Seen) -> None:
                 life.infos, life.weights = seen.infos[rank], seen.weights[rank]
             for step in range(plan.steps[replica]):
                 await advance(plan, model, replica, step)
-                info = await policy.step(tokens=replica + 1)
+                info = await policy.step(tokens=tokens_for(policy, replica + 1))
                 seen.infos[rank].append(info)
                 seen.weights[rank].append(weights_of(model))
             before = weights_of(model)

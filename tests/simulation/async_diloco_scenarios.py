@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from scripts.population import sgd
+from support.tokens import tokens_for
 
 import asyncdist as ad
 from asyncdist.protocols.async_diloco.arrivals import Arrival
@@ -197,7 +198,7 @@ async def train(world: ad.World, plan: Plan, record: Record) -> None:
         life.first_sequence, life.holdings = policy._holdings.sequence, policy._holdings
         while policy.iteration < plan.steps[rank]:
             await advance(plan, model, rank, policy.iteration)
-            info = await policy.step(tokens=rank + 1)
+            info = await policy.step(tokens=tokens_for(policy, rank + 1))
             life.infos.append(info)
             life.weights.append(weights_of(model))
     life.statistics = policy.statistics()

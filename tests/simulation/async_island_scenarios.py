@@ -175,7 +175,7 @@ async def train(world: ad.World, options: dict[str, Any], own: Plan, record: Rec
             for place, parameter in enumerate(model.parameters()):
                 parameter.add_(torch.from_numpy(drift(rank, policy.iteration, place, parameter.shape)).to(own.dtype))
         await asyncio.sleep(own.step_s * (1 + 0.2 * rank))
-        life.infos.append(await policy.step(tokens=rank + 1))
+        life.infos.append(await policy.step())
         life.weights.append(weights_of(model))
     await policy.__aexit__(None, None, None)
     life.sequence, life.statistics = policy._holdings.sequence, policy.statistics()

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+from support.tokens import tokens_for
 from torch import Tensor, nn
 
 import asyncdist as ad
@@ -122,7 +123,7 @@ async def _train(world: ad.World, plan: Plan, life: Life) -> None:
                     parameter.add_((world.rank + 1) * (step + 1) * (place + 1) / 64)
                     optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, step + 1)
             await asyncio.sleep(STEP_S * (1 + 0.2 * world.rank))
-            await policy.step(tokens=world.rank + 1)
+            await policy.step(tokens=tokens_for(policy, world.rank + 1))
     _check_that_memory_is_free(policy)
     life.has_ended = True
 

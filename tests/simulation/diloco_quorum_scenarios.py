@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from scripts.population import sgd
+from support.tokens import tokens_for
 
 import asyncdist as ad
 from asyncdist.simulation import Compute, Fault, Kill, Link, Network, SlowRank, Stall, Uniform, simulate
@@ -138,7 +139,7 @@ async def train(world: ad.World, plan: Plan, logs: dict[int, Log]) -> None:
         log.events.append((step,))
         first, last, stop_s = plan.stops.get(rank, (1, 0, 0.0))
         await asyncio.sleep(stop_s if first <= step <= last else 0.01 * (1 + 0.02 * rank))
-        await policy.step(tokens=rank + 1)
+        await policy.step(tokens=tokens_for(policy, rank + 1))
         log.weights.append(weights_of(model))
         step += 1
     log.step_s = (world.time() - began_at) / max(1, step)

@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from scripts.population import sgd
+from support.tokens import tokens_for
 
 import asyncdist as ad
 from asyncdist.simulation import Fault, SimReport
@@ -105,7 +106,7 @@ def tokens_of(rank: int, step: int) -> int:
 
 async def stepped(policy: DiLoCoPolicy, rank: int, scores: Iterator[float]) -> StepInfo:
     """Make a step with some tokens; a selective policy evaluates the next scores."""
-    count = tokens_of(rank, policy.iteration)
+    count = tokens_for(policy, tokens_of(rank, policy.iteration))
     if isinstance(policy, SelectiveDiLoCoPolicy):
         return await policy.step(score=lambda: next(scores), tokens=count)
     return await policy.step(tokens=count)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.seeds import seeds
+from support.tokens import tokens_for
 from torch import nn
 
 import asyncdist as ad
@@ -150,7 +151,7 @@ async def advance(policy: Any, model: nn.Module, optimizer: Any, steps: range, r
         (model(x) - x[:, :1]).square().mean().backward()
         optimizer.step()
         await asyncio.sleep(0.01 + 0.001 * rank)
-        await policy.step(tokens=1 + (step + rank) % 3)
+        await policy.step(tokens=tokens_for(policy, 1 + (step + rank) % 3))
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 import torch
 from scripts.population import Mixed, clone_state, equal_states, sgd
 from support.facts import names, naming
+from support.tokens import tokens_for
 from torch import nn
 
 import asyncdist as ad
@@ -44,7 +45,7 @@ async def advance(policy: Any, model: nn.Module, optimizer: Any, steps: range, r
         optimizer.zero_grad()
         (model(x) - x[:, :1]).square().mean().backward()
         optimizer.step()
-        await policy.step(tokens=1 + (step + rank) % 3)
+        await policy.step(tokens=tokens_for(policy, 1 + (step + rank) % 3))
 
 
 @pytest.mark.slow
@@ -198,9 +199,9 @@ def test_several_captures_in_one_step_after_cancelled_steps(weights: str) -> Non
             for _ in range(2 + world.rank):
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0):
-                        await policy.step(tokens=3)
+                        await policy.step(tokens=tokens_for(policy, 3))
             for _ in range(4 - world.rank):
-                await policy.step(tokens=3)
+                await policy.step(tokens=tokens_for(policy, 3))
             return policy.statistics().average_count
 
     for ranks in (1, 2):

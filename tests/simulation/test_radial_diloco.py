@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.facts import naming
+from support.tokens import tokens_for
 from torch import nn
 from unit.test_radial import expected
 
@@ -41,7 +42,7 @@ async def train(world: ad.World, kind: Any, options: dict[str, Any], steps: int)
             with torch.no_grad():
                 for place, parameter in enumerate(model.parameters()):
                     parameter.add_(torch.from_numpy(drift(world.rank, step, place, parameter.shape)))
-            if info := await policy.step(tokens=world.rank + 1):
+            if info := await policy.step(tokens=tokens_for(policy, world.rank + 1)):
                 found.append([parameter.detach().numpy().copy() for parameter in model.parameters()])
                 assert info.cosine is None, "the norm of this mean says nothing about the ranks' agreement"
     return found

@@ -12,7 +12,8 @@ from support.facts import naming
 
 import asyncdist.tensors.codecs
 import protocols
-from protocols import DiLoCoPolicy, FedAdam, TopK
+from protocols import AsyncDiLoCoPolicy, DiLoCoPolicy, FedAdam, SelectiveDiLoCoPolicy, TopK
+from protocols.diloco.elsewhere import ELSEWHERE
 from protocols.diloco.options import DiLoCoOptions
 
 SGD = torch.optim.SGD
@@ -50,6 +51,12 @@ def make(**options: Any) -> DiLoCoPolicy:
         ("batch_size_per_step", "step(tokens=n)"),
         ("averaging_timeout", "grace_s"),
         ("min_replicas", "quorum"),
+        ("enabled", "leaves the policy out"),
+        ("params", "model"),
+        ("scheduler", "the training loop"),
+        ("delay_state_averaging", "overlap_steps"),
+        ("client_mode", "each rank trains"),
+        ("average_opt_statistics", "stays on its rank"),
         ("momentum", "outer_optimizer"),
         ("metric", "AsyncSelectiveAveragingPolicy"),
     ],
@@ -57,6 +64,38 @@ def make(**options: Any) -> DiLoCoPolicy:
 def test_an_option_of_another_library_has_another_name(name: str, fact: str) -> None:
     with pytest.raises(TypeError, match=naming("DiLoCoPolicy", f"{name!r}", fact)):
         make(**{name: 1})
+
+
+MODEL = torch.nn.Linear(2, 2)
+INNER = SGD(MODEL.parameters(), lr=0.1)
+OUTER = SGD(MODEL.parameters(), lr=0.7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "facts"),
+    [
+        ((object(), [MODEL], INNER, OUTER, 100), {}, ("got 5", "torchft's DiLoCo(", "average_every=sync_every")),
+        ((object(), [MODEL], INNER, [OUTER]), {"sync_every": 100}, ("got 4", "torchft's DiLoCo(", "FUNCTION")),
+        ((object(), MODEL, INNER, OUTER, 100), {}, ("got 5", "torchft's DiLoCo(")),
+        ((object(), MODEL, INNER, 100), {}, ("got 4", "torchft's LocalSGD(", "outer_optimizer=None")),
+        ((object(), MODEL, 8), {}, ("got 3", "Accelerate's LocalSGD(", "average_every=local_sgd_steps")),
+        ((MODEL, INNER, 100), {}, ("got 3", "pass the others by name")),
+    ],
+)
+@pytest.mark.parametrize("kind", [DiLoCoPolicy, AsyncDiLoCoPolicy, SelectiveDiLoCoPolicy])
+def test_the_positional_arguments_of_another_library(
+    kind: Any, arguments: tuple[Any, ...], options: dict[str, Any], facts: tuple[str, ...]
+) -> None:
+    """Regression: Python's own error counted self and named no option."""
+    with pytest.raises(TypeError, match=naming(kind.__name__, "model and optimizer", *facts)):
+        kind(*arguments, **options)
+
+
+def test_all_options_of_another_library_are_explained_at_once() -> None:
+    given = {"accelerator": None, "model": MODEL, "local_sgd_steps": 8, "enabled": True}
+    facts = [f"{name!r}: {ELSEWHERE[name]}" for name in given if name != "model"]
+    with pytest.raises(TypeError, match=naming(*facts)):
+        DiLoCoPolicy(**given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

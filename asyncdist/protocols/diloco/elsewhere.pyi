@@ -1,0 +1,1 @@
+from protocols.diloco.elsewhere import *

@@ -1,0 +1,1 @@
+from protocols.diloco.step_tokens import *

@@ -1,0 +1,56 @@
+"""Checks the numbers of tokens that a training loop passes to the ``step`` of DiLoCo's policies."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from asyncdist import validation
+
+#: Smallest number of tokens of a step, and smallest weight of a contribution by tokens.
+LEAST_TOKENS: Final = 1e-9
+
+
+class StepTokens:
+    """Returns the number of tokens of each step, and checks that all steps of a rank report it, or none.
+
+    Args:
+        weights: Option ``weights`` of the policy. ``"equal"`` counts no tokens.
+    """
+
+    def __init__(self, weights: str) -> None:
+        self._weights = weights
+        self._are_given: bool | None = None  # None before the first step
+
+    def count(self, tokens: float | None, metric: object) -> float:
+        """Return the number of tokens or examples of a step: ``tokens``, or 1 if it is None.
+
+        Args:
+            metric: Positional argument of ``step``; None for a policy that needs a metric.
+
+        Raises:
+            TypeError: The weights are tokens, and the step has a positional number instead of ``tokens``.
+            ValueError: ``tokens`` is not finite and above 0, has no effect, or is given in only some steps.
+        """
+        if tokens is None and metric is not None and self._weights != "equal":
+            raise TypeError(
+                "step() takes the number of tokens by name: step(tokens=n). A positional number is a metric, and has "
+                "no effect on the weights"
+            )
+        count = 1.0
+        if tokens is not None:
+            count = validation.real(
+                "tokens", tokens, "a finite number > 0 (of a tensor, tokens.item())", low=LEAST_TOKENS
+            )
+            if self._weights == "equal":
+                raise ValueError(
+                    f"tokens must be None with weights='equal', where it has no effect, got {tokens!r:.80}; pass "
+                    "weights='tokens' to the policy, or call step() without tokens"
+                )
+        if self._are_given not in (None, tokens is not None):
+            given, other = ("None", "a number") if tokens is None else (repr(tokens), "None")
+            raise ValueError(
+                f"tokens must be given in all steps or in none with weights={self._weights!r}, which adds them up, got "
+                f"{given} after steps with {other}; a step without tokens would count as 1"
+            )
+        self._are_given = tokens is not None
+        return count
