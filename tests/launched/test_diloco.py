@@ -9,10 +9,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripts.diloco import BLOCKING, CALM, EAGER, KILLED, LATE, LATE_COUNT, SELECTIVE_KILLED, record_of
+from scripts.diloco import (
+    BLOCKING,
+    CALM,
+    EAGER,
+    KILLED,
+    LATE,
+    LATE_COUNT,
+    QUORUM,
+    QUORUM_PLAN,
+    QUORUM_WAIT,
+    SELECTIVE_KILLED,
+    record_of,
+)
 from simulation import eager_scenarios
+from simulation.diloco_quorum_scenarios import Log, Oracle
 from simulation.diloco_scenarios import Plan, Record, check, exactly, run, within
 from support import mpi, torchrun
+
+from protocols import Contributed
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "diloco.py"
 TRANSPORTS = [pytest.param("mpi", marks=pytest.mark.mpi), pytest.param("torch", marks=pytest.mark.long)]
@@ -30,6 +45,7 @@ def test_real_ranks_have_the_weights_of_the_simulator(transport: str) -> None:
     reports = start(4, SCRIPT, "calm", timeout_s=100).check().reports
     check_eager(reports)
     check_late([reports[rank][LATE] for rank in range(4)])
+    check_quorum({rank: Log.of_json(reports[rank][QUORUM]) for rank in range(4)})
     for name, record in records(reports, CALM).items():
         simulated = run(CALM[name])[1]
         for rank in range(4):
@@ -52,6 +68,15 @@ def check_eager(reports: Any) -> None:
 def check_late(steps: list[int]) -> None:
     """Check that with ``late="skip"`` the fast ranks did not wait: a rank that waits averages in every second step."""
     assert all(count > 4 * 2 * LATE_COUNT for count in steps[:-1]), steps
+
+
+def check_quorum(logs: dict[int, Log]) -> None:
+    """Check that each difference counts once, in the donors' means, although one rank was late for many rounds."""
+    oracle = Oracle(QUORUM_PLAN, logs)
+    assert logs[0].late[3] >= QUORUM_WAIT - 5, "two fragments have a round in every second step"
+    counted = [number for number, (donors, _) in oracle.donors.items() if 3 in donors]
+    made = sum(isinstance(event, Contributed) for _, *events in logs[3].events for event in events)
+    assert len(counted) == made >= 8
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -80,6 +80,12 @@ def test_options_of_islands_are_checked() -> None:
         policy(islands=2, global_optimizer=3)
 
 
+@pytest.mark.parametrize("option", ["islands", "island_size"])
+def test_islands_of_replicas_with_several_ranks_are_refused(option: str) -> None:
+    with pytest.raises(ValueError, match=naming("replica_size", 2, 1, "islands")):
+        policy(**{option: 2}, replica_size=2)
+
+
 def test_ranks_that_do_not_divide_into_islands_are_refused() -> None:
     async def train(world: ad.World, options: dict[str, Any]) -> None:
         async with policy(**options):

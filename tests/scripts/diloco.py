@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 import torch
-from simulation import eager_scenarios
+from simulation import diloco_quorum_scenarios, eager_scenarios
 from simulation.diloco_scenarios import Plan, Record, train
 from simulation.training_runs import Layers, drift, weights_of
 from support.mpi import report
@@ -49,6 +49,9 @@ EAGER = {
         outer="plain", steps=STEPS, every=4, wire="int8", merge="radial", dtype=torch.float32
     ),
 }
+#: Story of a quorum: the last rank makes no third step before the others have made 30 steps.
+QUORUM, QUORUM_WAIT = "quorum", 30
+QUORUM_PLAN = diloco_quorum_scenarios.Plan(every=2, quorum=3, steps=(50, 50, 50, 12), fragments=2)
 #: The same for selective DiLoCo.
 SELECTIVE_KILLED = {
     "selective killed": Plan(selects=True, outer="default", steps=STEPS, every=2, dies_at={0: 5, 2: 10})
@@ -98,6 +101,22 @@ async def train_beside_slow(world: ad.World) -> int:
     return policy.iteration
 
 
+async def train_with_quorum(world: ad.World) -> dict[str, Any]:
+    """Train with a quorum, without which no rank but the last one would make 30 steps; return this rank's log."""
+    logs, is_late = {world.rank: diloco_quorum_scenarios.Log()}, world.rank == world.size - 1
+    others: list[asyncio.Task[None]] = []
+
+    async def before_step(step: int) -> None:
+        if is_late and step == 2:
+            await ad.barrier()
+        elif not is_late and step == QUORUM_WAIT:
+            others.append(asyncio.create_task(ad.barrier()))
+
+    await diloco_quorum_scenarios.train(world, QUORUM_PLAN, logs, before_step)
+    await asyncio.gather(*others)
+    return logs[world.rank].as_json()
+
+
 def _compute(seconds: float) -> None:
     """Take the time of a training step, in which nothing is awaited."""
     time.sleep(seconds)
@@ -107,6 +126,7 @@ async def main(world: ad.World, job: str) -> None:
     found: dict[str, Any] = {}
     if job == "calm":
         found[LATE] = await train_beside_slow(world)
+        found[QUORUM] = await train_with_quorum(world)
         for name, eager in EAGER.items():
             lives: eager_scenarios.Lives = {}
             await eager_scenarios.train(world, eager, lives)

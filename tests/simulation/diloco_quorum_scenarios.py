@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +23,7 @@ from scripts.population import sgd
 from support.tokens import tokens_for
 
 import asyncdist as ad
+from asyncdist.protocols.step_info import NOTHING
 from asyncdist.simulation import Compute, Fault, Kill, Link, Network, SlowRank, Stall, Uniform, simulate
 from protocols import AverageApplied, Contributed, DiLoCoPolicy
 from simulation.diloco_scenarios import LAYER_COUNT, OUTERS, Arrays, Layers, drift, layer_of, weights_of
@@ -93,6 +95,31 @@ class Log:
     step_s: float = 0.0
     lost_count: int = 0  # rounds whose means were lost with all members that had them
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the parts that the oracle needs as JSON values."""
+        events = [(step, *map(_event_as_json, events)) for step, *events in self.events]
+        weights = [[array.tolist() for array in each] for each in self.weights]
+        return {"events": events, "weights": weights, "donors": [*self.donors.items()], "late": [*self.late.items()]}
+
+    @classmethod
+    def of_json(cls, found: dict[str, Any]) -> Log:
+        """Return the log that a result of :meth:`as_json` describes."""
+        weights = [[np.array(array) for array in each] for each in found["weights"]]
+        donors = {number: (tuple(ranks), tuple(given)) for number, (ranks, given) in found["donors"]}
+        events = [(step, *itertools.starmap(_event_of_json, events)) for step, *events in found["events"]]
+        return cls(events, weights, donors, Counter(dict(found["late"])))
+
+
+def _event_as_json(event: Any) -> tuple[int, int]:
+    """Return the fragment of a contribution and -1, or the fragment and version of an average."""
+    return (event.fragment, -1) if isinstance(event, Contributed) else (event.info.fragment, event.info.version)
+
+
+def _event_of_json(fragment: int, version: int) -> Contributed | AverageApplied:
+    if version < 0:
+        return Contributed(0, fragment, 0, 0, 1.0, 1.0, 0, 0)
+    return AverageApplied(0, (), (), -1, 0, {}, info=replace(NOTHING, fragment=fragment, version=version))
+
 
 def watch(policy: DiLoCoPolicy, log: Log) -> None:
     """Record the donors of each mean when this rank merges it."""
@@ -115,8 +142,10 @@ def note_lost(log: Log, fragment: Any, count_lost: Any, version: int) -> None:
     count_lost(version)
 
 
-async def train(world: ad.World, plan: Plan, logs: dict[int, Log]) -> None:
-    """Train on one rank, and record each step."""
+async def train(
+    world: ad.World, plan: Plan, logs: dict[int, Log], before_step: Callable[[int], Awaitable[None]] | None = None
+) -> None:
+    """Train on one rank, and record each step. ``before_step`` is called with the number of each step."""
     model, log, rank = Layers(), logs[world.rank], world.rank
     step = 0
 
@@ -137,6 +166,8 @@ async def train(world: ad.World, plan: Plan, logs: dict[int, Log]) -> None:
             for place, parameter in enumerate(model.parameters()):
                 parameter.add_(torch.from_numpy(drift(rank, step, place, parameter.shape)))
         log.events.append((step,))
+        if before_step is not None:
+            await before_step(step)
         first, last, stop_s = plan.stops.get(rank, (1, 0, 0.0))
         await asyncio.sleep(stop_s if first <= step <= last else 0.01 * (1 + 0.02 * rank))
         await policy.step(tokens=tokens_for(policy, rank + 1))

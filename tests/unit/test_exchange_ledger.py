@@ -11,16 +11,18 @@ import math
 import random
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import pytest
 from support.seeds import seeds
 
 from asyncdist.protocols.exchange.ledger import (
+    AwaitGrace,
     Decide,
     Instruction,
     Ledger,
+    Quorum,
     Report,
     Retire,
     TakeCensus,
@@ -146,6 +148,104 @@ def test_rounds_are_retired_in_order() -> None:
     assert ledger.on_merged(1, 1) == [Retire(1), Retire(2)]
     assert ledger.on_merged(1, 1) == captured(ledger, 2, 0, 1) == [], "messages about retired rounds are ignored"
     assert ledger.retired == [2]
+
+
+# -- quorum -----------------------------------------------------------------------------------------------------------
+
+
+def with_quorum(
+    count: int, *members: int, grace_s: float = 0.0, members_wait: bool = False, fragments: int = 1
+) -> Ledger:
+    quorum = Quorum(count, grace_s, members_wait)
+    return Ledger(members, (0,) * fragments, quorum=quorum)
+
+
+def late_verdict(late: tuple[int, ...], attempt: int, *donors: int) -> Verdict:
+    return replace(verdict(attempt, *donors), late=late)
+
+
+def test_a_quorum_decides_and_names_the_late_members() -> None:
+    ledger = with_quorum(2, 0, 1, 2)
+    assert captured(ledger, 1, 2) == []
+    assert captured(ledger, 1, 0) == [Decide(1, late_verdict((1,), 1, 0, 2), (0, 1, 2))]
+    assert captured(ledger, 1, 1) == [], "a contribution after the verdict counts in no verdict on this round"
+    assert captured(ledger, 2, 1) == []
+    assert captured(ledger, 2, 0) == [Decide(2, late_verdict((2,), 1, 0, 1), (0, 1, 2))]
+
+
+def test_a_grace_period_lets_further_contributions_count() -> None:
+    ledger = with_quorum(2, 0, 1, 2, 3, grace_s=1.0)
+    captured(ledger, 1, 0)
+    assert captured(ledger, 1, 2) == [AwaitGrace(1, 1)], "it begins with the quorum"
+    assert captured(ledger, 1, 3) == [] and ledger.is_in_grace(1, 1)
+    assert ledger.on_grace_over(1, 2) == [], "an earlier grace period, before a census, does not count"
+    assert ledger.on_grace_over(1, 1) == [Decide(1, late_verdict((1,), 1, 0, 2, 3), (0, 1, 2, 3))]
+    assert not ledger.is_in_grace(1, 1) and ledger.on_grace_over(1, 1) == []
+
+
+def test_a_round_of_all_members_needs_no_grace_period() -> None:
+    ledger = with_quorum(2, 0, 1, 2, grace_s=1.0)
+    assert captured(ledger, 1, 0, 1) == [AwaitGrace(1, 1)]
+    assert captured(ledger, 1, 2) == [Decide(1, verdict(1, 0, 1, 2), (0, 1, 2))]
+
+
+def test_a_quorum_of_more_than_the_living_is_all_of_them() -> None:
+    ledger = with_quorum(3, 0, 1, 2, 3)
+    captured(ledger, 1, 0, 1)
+    assert ledger.on_gone(2) == []
+    assert ledger.on_gone(3) == [Decide(1, verdict(1, 0, 1), (0, 1))]
+
+
+def test_a_grace_period_awaits_no_paused_or_ending_member() -> None:
+    ledger = with_quorum(1, 0, 1, 2, grace_s=1.0)
+    assert captured(ledger, 1, 0) == [AwaitGrace(1, 1)]
+    assert ledger.on_paused(1) == []
+    assert ledger.on_ending(2) == [Decide(1, late_verdict((1, 2), 1, 0), (0, 1, 2))]
+
+
+def test_a_round_is_retired_when_the_next_one_is_decided() -> None:
+    """Member 2 is then behind, and the leader names a member from which it receives the state."""
+    ledger = with_quorum(2, 0, 1, 2)
+    captured(ledger, 1, 0, 1)
+    assert ledger.on_merged(0, 1) == ledger.on_merged(1, 1) == []
+    captured(ledger, 2, 0, 1)
+    assert ledger.on_merged(1, 2) == [Retire(1, 0)]
+    assert ledger.retired == [1]
+    assert ledger.on_merged(2, 1) == [], "it has caught up"
+
+
+def test_a_state_holder_that_is_lost_leads_to_a_census() -> None:
+    ledger = with_quorum(2, 0, 1, 2)
+    captured(ledger, 1, 0, 1)
+    ledger.on_merged(0, 1)
+    captured(ledger, 2, 0, 1)
+    ledger.on_merged(0, 2)
+    assert ledger.retired == [2], "members 1 and 2 have no mean of round 1, and are behind"
+    assert ledger.on_gone(0) == [TakeCensus(1)]
+
+
+def test_members_that_all_wait_get_the_first_round() -> None:
+    """Without this rule, no round gets its quorum, and all members wait forever."""
+    ledger = with_quorum(2, 0, 1, members_wait=True, fragments=2)
+    assert captured(ledger, 1, 0) == []
+    assert captured(ledger, 2, 1) == [Decide(1, late_verdict((1,), 1, 0), (0, 1))]
+    free = with_quorum(2, 0, 1, fragments=2)
+    assert captured(free, 1, 0) == captured(free, 2, 1) == [], "members that do not wait contribute later"
+
+
+def test_a_leaving_member_leaves_no_member_behind() -> None:
+    ledger = with_quorum(1, 0, 1)
+    captured(ledger, 1, 0)
+    ledger.on_merged(0, 1)
+    captured(ledger, 2, 0)
+    ledger.on_merged(0, 2)
+    ledger.on_ending(0)
+    assert ledger.released() == set(), "member 1 has no state after the rounds of member 0"
+    ledger.on_merged(1, 2)
+    assert ledger.released() == {0}
+
+
+# -- losses -----------------------------------------------------------------------------------------------------------
 
 
 def test_messages_of_strangers_and_lost_ranks_are_ignored() -> None:

@@ -64,6 +64,16 @@ def test_a_lost_rank_takes_its_replica_out_of_a_decided_round() -> None:
     assert isinstance(decided, Decide) and decided.verdict.donors == (0, 1, 5, 7) and decided.verdict.attempt == 2
 
 
+def test_a_lost_mate_leaves_no_half_replica_as_donor() -> None:
+    """The leader is notified of a replica's ranks in turn, and decides when the first one is lost."""
+    ledger = Ledger(REPLICAS.ranks, weigh=weighing_of(REPLICAS, reported_weights))
+    for rank in (0, 1, 4, 5, 7):
+        assert not ledger.on_captured(rank, 1, 1.0, 1.0)
+    (decided,) = ledger.on_gone(2)
+    assert isinstance(decided, Decide) and decided.verdict.donors == (0, 1, 5, 7)
+    assert ledger.on_gone(4) == [], "no verdict needs the rest of the replica"
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
 def test_parts_contain_each_entry_once_and_are_of_similar_size(count: int) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 8))

@@ -16,6 +16,8 @@ SAVED: Final = "simulation.saved_scenarios:scenario"
 LATE: Final = "simulation.diloco_law_scenarios:late"
 FEEDBACK: Final = "simulation.diloco_law_scenarios:feedback"
 UNSOUND: Final = "simulation.diloco_law_scenarios:unsound"
+# Moments that drawn runs rarely have.
+CERTAIN: Final = "simulation.certain_scenarios:"
 
 EXCHANGE_MUTANTS: Final = (
     Mutant(
@@ -392,7 +394,7 @@ EXCHANGE_MUTANTS: Final = (
         "selective-trial-kept",
         "selective diloco",
         "the trial weights stay in the model",
-        "protocols/selective_diloco/trials.py",
+        "protocols/diloco/anchored.py",
         "                tensor.copy_(own)\n",
         "                tensor.copy_(own if len(tensors) < 2 else tensor)\n",
         SELECTIVE_DILOCO,
@@ -432,5 +434,52 @@ EXCHANGE_MUTANTS: Final = (
         "        return own if self._replica is None else await self._replica.agree(own)\n",
         "        return own if self._replica is None or own.trouble else own\n",
         REPLICAS,
+    ),
+    Mutant(
+        "async-repeated-applied",
+        "async diloco",
+        "a contribution that is repeated to a new leader is applied again",
+        "protocols/async_diloco/server.py",
+        "        self._arrivals = Arrivals(members, own.quorum, dict(held.applied))\n",
+        "        self._arrivals = Arrivals(members, own.quorum)\n",
+        CERTAIN + "repeated",
+    ),
+    Mutant(
+        "async-outer-copy-dropped",
+        "async diloco",
+        "a member does not keep its copy of the outer optimizer's state",
+        "protocols/async_diloco/member.py",
+        "        if report.outer_nbytes:\n            self._holdings.outer = report.version, outer\n",
+        "",
+        CERTAIN + "mirrored",
+    ),
+    Mutant(
+        "exchange-half-merged-left",
+        "exchange",
+        "a round that needs a lost rank is not decided again if a member has the mean",
+        "protocols/exchange/ledger.py",
+        "            is_needed |= each.needs(rank)\n",
+        "            is_needed |= each.needs(rank) and not each.merged\n",
+        CERTAIN + "half_merged",
+    ),
+    Mutant(
+        "exchange-memory-read",
+        "exchange",
+        "the memory of a contribution is reused while a stream reads it",
+        "protocols/exchange/rounds.py",
+        "            offer.on_free = on_free\n            self._server.withdraw(offer)\n        if not offers:\n",
+        "            self._server.withdraw(offer)\n        if offers or not remaining:\n",
+        CERTAIN + "read_memory",
+    ),
+    Mutant(
+        "replica-half-reported",
+        "replicas",
+        "a replica of which one rank has reported is a donor",
+        "protocols/exchange/replicas/division.py",
+        "            if all(rank in reports for rank in mates):\n"
+        "                whole[first] = _joint([reports[rank] for rank in mates])\n",
+        "            if any(rank in reports for rank in mates):\n"
+        "                whole[first] = _joint([reports[rank] for rank in mates if rank in reports])\n",
+        CERTAIN + "half_reported",
     ),
 )
