@@ -95,7 +95,7 @@ def names_options(
 
 
 def check_option_names(kind: type, names: Iterable[str]) -> None:
-    """Raise the TypeError of :func:`names_options` if the constructor of ``kind`` has no option of one of the names.
+    """Raise the TypeError of :func:`names_options` if the constructor of ``kind`` lacks one of these options.
 
     Nothing is checked if that constructor is not decorated.
     """

@@ -200,7 +200,7 @@ class LoopCaller(Caller):
         self._context = contextvars.copy_context()  # the context of main
         self._loop: IdleLoop
         self._host: asyncio.Task[Outcome[None]]
-        self._next: BegunCall | None = None  # call that main continues next
+        self._next: BegunCall | None = None  # the begun call that main resumes next
         self._awaited: BegunCall | None = None  # None after an interrupt, even while main still runs the call
         self._waiter: asyncio.Future[None]  # main waits for this future between calls
         self._is_ended = False  # the block has ended, and main must end

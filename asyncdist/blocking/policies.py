@@ -51,7 +51,7 @@ class _AnchoredPolicy(_Awaited[Any], Protocol):
 class Policy(Generic[PolicyT_co]):
     """Wraps a policy for code without an event loop: ``with ad.blocking.policy(...) as policy``.
 
-    Weights change only inside ``step``, on the caller's thread. All other attributes are those of the wrapped policy.
+    Weights change only inside ``step``, on the caller's thread. All other attributes are taken from the wrapped policy.
     If no world is open, the ``with`` block opens one and closes it at the end.
 
     Args:

@@ -196,7 +196,7 @@ def open_world(
     """Open a world for code without an event loop: ``with ad.blocking.open_world() as world``.
 
     The body runs as one rank, under every launcher that :func:`asyncdist.run` supports, and may be a notebook cell.
-    Under ``asyncdist sim``, each simulated rank runs the whole script. The arguments are those of
+    Under ``asyncdist sim``, each simulated rank runs the whole script. The arguments are the same as for
     :func:`asyncdist.run`.
 
     Signals: the first SIGINT raises KeyboardInterrupt in the body, the first SIGTERM raises SystemExit. The second

@@ -5,7 +5,7 @@ such starts in opposite order, each would wait for the other forever. Tasks may 
 each rank, however. Each start therefore makes two agreements:
 
 1. **All members have requested the start.** A rank may be in any number of these agreements at once. The leader gives
-   the start a number that is larger than those of all starts known to a member (Lamport, "Time, clocks, and the
+   the start a number that is larger than the numbers of all starts known to a member (Lamport, "Time, clocks, and the
    ordering of events in a distributed system", 1978). The numbers define one order of all starts, equal on all ranks.
 2. **All members are ready for the start.** A rank joins this agreement for one start at a time: the first start in this
    order that all members have requested. If an earlier start appears, the rank asks the leader to release it from the

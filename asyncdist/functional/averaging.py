@@ -77,7 +77,7 @@ async def average_state(
     """Average ``state``, a part of the model's and possibly of the optimizer's state, over the group, in place.
 
     If ``state`` is None, the whole model is averaged. Otherwise, ``state`` is kept for the next call until the world's
-    scratch memory drops the model. Means and errors are those of :func:`average_models`.
+    scratch memory drops the model. Means and errors are the same as for :func:`average_models`.
     """
     world, group = place(world, training_group)
     outcome = await attempt(lambda: _Models(model, world, state), lambda models: models.summary)

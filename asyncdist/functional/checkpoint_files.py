@@ -116,7 +116,7 @@ def read_rank(folder: Path, index: int, entry: Mapping[str, Any]) -> dict[str, A
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Convert any error about the file's content, whatever its type, to a ValueError that names the file."""
+    """Convert an error of any type about the file's content to a ValueError that names the file."""
     try:
         yield
     except (OSError, ImportError, MemoryError):

@@ -159,8 +159,8 @@ def report_load_imbalance(all_timing_dict: Sequence[Timing], world_size: int | N
 def report_time_info(all_timing_dict: Sequence[Timing], world_size: int | None = None) -> TimeInfo:
     """Print and return each step's mean and total time on each rank, and the largest and mean total over the ranks.
 
-    The arguments are those of :func:`report_load_imbalance`: one dict per rank, and optionally the number of dicts to
-    use.
+    The arguments are the same as for :func:`report_load_imbalance`: one dict per rank, and optionally the number of
+    dicts to use.
     """
     timings = _checked(all_timing_dict, world_size)
     times = tuple(

@@ -189,7 +189,7 @@ async def gather_scalar_from_all_ranks(
     """Compute one number on every rank. Return all numbers on ``root``, and None on other ranks.
 
     A number is a bool, int, float or complex, a NumPy scalar, or a tensor with one element; each keeps its type.
-    Arguments and errors are those of :func:`gather_from_all_ranks`.
+    Arguments and errors are the same as for :func:`gather_from_all_ranks`.
 
     Raises:
         TypeError: ``fn`` did not return a number on this rank; the other members get RemoteError.

@@ -158,7 +158,7 @@ async def async_save_population(
     A second save by the group copies nothing until the first one has ended. A rank whose ``main`` returns completes the
     save before it ends. If the rank or the job fails, the save is abandoned with a warning.
 
-    The arguments are those of :func:`save_population`.
+    The arguments are the same as for :func:`save_population`.
 
     Raises:
         TypeError, ValueError, OSError: The errors of :func:`save_population`. An error in writing a file is logged, and

@@ -174,8 +174,8 @@ class Averaging(pytorch.Averaging[PolicyT]):
 class SelectiveAveraging(Averaging[Selective], pytorch.SelectiveAveraging):
     """Replaces the worst ranks' weights with the average of good ranks' weights, in a loop that uses Accelerate.
 
-    The arguments are those of :class:`asyncdist.integrations.pytorch.SelectiveAveraging`, except that ``replica_size``
-    raises TypeError. Steps are those of :class:`Averaging`.
+    The arguments are the same as for :class:`asyncdist.integrations.pytorch.SelectiveAveraging`, except that
+    ``replica_size`` raises TypeError. Steps work as in :class:`Averaging`.
     """
 
     @validation.names_options(refused=dict.fromkeys(("replica_size", "swap_every"), _ONE_RANK))

@@ -123,7 +123,7 @@ def averaging(kind: type[PolicyT], options: Mapping[str, Any], *, monitor: str |
     """Return a :class:`Training` that runs a policy of the class ``kind`` with these options.
 
     Unless the options have a ``metric_mode``, smaller metrics are better. Raises TypeError or ValueError if ``kind`` is
-    not the class of a policy, or has no option of one of the names; values are checked when the training begins.
+    not the class of a policy, or lacks one of the options; values are checked when the training begins.
     """
     given_kind: object = kind
     if not (isinstance(given_kind, type) and issubclass(given_kind, SpawnPolicy)):

@@ -110,7 +110,7 @@ class FrameWriter:
 
 
 class FrameBuffer:
-    """Writes frames that have the same route and size into one buffer, each over the previous frame."""
+    """Writes frames that have the same route and size into one buffer; each frame overwrites the previous one."""
 
     def __init__(self, route: bytes, buffer: bytearray, payload_nbytes: int) -> None:
         view = memoryview(buffer)

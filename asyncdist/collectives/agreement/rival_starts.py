@@ -57,7 +57,7 @@ class OpenStart:
 
     Attributes:
         have_all_come: Whether all members have joined.
-        rivals: Rival starts because of which this rank has objected, by their text.
+        rivals: Rival starts that are reasons for this rank's objection, by their text.
         doubted_since: Arrival time of the first reminder of each other start, by key, in seconds on the loop's clock.
     """
 

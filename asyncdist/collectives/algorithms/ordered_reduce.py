@@ -42,7 +42,7 @@ _WHAT: Final = WaitId(WaitKind.ORDERED_REDUCTION)
 
 @dataclass(frozen=True, slots=True)
 class ReductionPiece:
-    """A range of elements, of which each rank reduces ``share_count``; the last ranks' shares may be shorter."""
+    """Describes a range of elements; each rank reduces ``share_count`` of them, the last ranks possibly fewer."""
 
     start: int
     count: int

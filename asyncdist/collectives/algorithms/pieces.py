@@ -46,7 +46,7 @@ def piece_of(view: memoryview, low: int, high: int) -> memoryview:
 
 
 async def attempt(work: Awaitable[object]) -> AsyncdistError | None:
-    """Await ``work``; return, instead of raising, an error of which the other members must be notified."""
+    """Await ``work``; return its error instead of raising it, so that the other members can be notified."""
     try:
         await work
     except (RankLostError, LocalProtocolError, TruncationError) as error:

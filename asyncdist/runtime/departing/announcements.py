@@ -191,6 +191,6 @@ class Announcements:
             self._send(message, rank)
 
     def _send(self, message: Departed | EndHeard | Failure, rank: int) -> None:
-        # Losses are detected elsewhere, and a busy rank is sent the message again later.
+        # Losses are handled elsewhere, and the message to a busy rank is repeated later.
         with contextlib.suppress(RankLostError, BusyError):
             self._channel.send_nowait(message, rank)

@@ -427,7 +427,7 @@ def _serve(rendezvous: Rendezvous, port: int) -> Any:
 
 
 def _reach(rendezvous: Rendezvous, port: int, deadline: float) -> Any:
-    """Return a connection to a store that was just listening, with a short timeout in case it has closed."""
+    """Connect to a store that was listening a moment ago, with a short timeout in case the store has closed."""
     connect_s = min(max(_SHORTEST_CONNECT_S, deadline - time.monotonic()), serving.TIMEOUT.total_seconds())
     try:
         store = TCPStore(
