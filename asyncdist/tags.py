@@ -53,7 +53,7 @@ class TagRegistry:
         holder = self._owners.setdefault(tag, owner)
         if holder != owner:
             raise LocalProtocolError(
-                f"tag must be one that is not in use, got {tag} for {owner}, which {holder} uses", tag=tag
+                f"tag must not be in use already, got {tag} for {owner}, which {holder} uses", tag=tag
             )
 
     def release(self, tag: int) -> None:

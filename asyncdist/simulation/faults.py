@@ -210,6 +210,6 @@ def check_plan(faults: Sequence[Fault], size: int) -> None:
     joins = [fault.rank for fault in faults if isinstance(fault, Join)]
     for fault in faults:
         if isinstance(fault, Join) and joins.count(fault.rank) > 1:
-            raise ValueError(f"faults must have at most one Join for each rank, got another one in {fault!r}")
+            raise ValueError(f"faults must have at most one Join for each rank, got another Join: {fault!r}")
         if isinstance(fault, Join) and len(joins) == size:
             raise ValueError(f"faults must leave at least one of the {size} ranks without a Join, got {fault!r}")

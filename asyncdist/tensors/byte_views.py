@@ -55,7 +55,7 @@ def to_host(tensor: Tensor) -> Tensor:
 def byte_view(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous dense CPU tensor, of any dtype, without a copy. Raise ValueError for others."""
     if not tensor.is_cpu:
-        raise ValueError(f"a tensor to send must be in CPU memory, got one on {tensor.device}")
+        raise ValueError(f"a tensor to send must be in CPU memory, got a tensor on {tensor.device}")
     if not tensor.is_contiguous():
         raise ValueError(
             f"a tensor to send must be contiguous, got shape {tuple(tensor.shape)} and stride {tensor.stride()}; pass "

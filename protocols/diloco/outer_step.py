@@ -53,7 +53,7 @@ class OuterStep:
         self.anchors: tuple[Tensor, ...] = tuple(anchors)
         with torch.inference_mode(False):  # the parameters outlive the caller's inference mode
             self._parameters = [nn.Parameter(piece) for piece in _pieces(anchors)]
-            # torch refuses an optimizer without parameters, so that a fragment without anchors gets an empty one.
+            # torch refuses an optimizer without parameters, so a fragment without anchors gets an empty parameter.
             parameters = self._parameters or [nn.Parameter(torch.empty(0, device="cpu"))]
             self._optimizer = factory(list(parameters))
         _check_optimizer(self._optimizer, parameters)

@@ -309,8 +309,8 @@ class RoundTransfers:
         others = [each for each in layout.slices if verdict.source_of(each.owner) != me]
         if owned and me in verdict.donors and not own.contribution:
             raise RemoteProtocolError(
-                f"the leader must average only reported contributions to round {own.number}, but names this rank, "
-                "which has not contributed"
+                f"the leader must choose ranks that have contributed to round {own.number}, but chose this rank, "
+                "which has not"
             )
         given: dict[tuple[Slice, int], Fetch] = {}
         means: dict[Slice, Fetch] = {}

@@ -135,7 +135,7 @@ def test_a_rank_that_would_come_when_all_have_ended_does_not() -> None:
         ([Join(2, at_s=0.1)], "rank 2"),
         (
             [Join(1, at_s=0.1), Join(1, at_s=0.2)],
-            r"at most one Join for each rank, got another one in Join\(rank=1, at_s=0.1\)",
+            r"at most one Join for each rank, got another Join: Join\(rank=1, at_s=0.1\)",
         ),
         ([Join(0, at_s=0.1), Join(1, at_s=0.2)], "must leave at least one of the 2 ranks without a Join"),
     ],

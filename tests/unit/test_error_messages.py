@@ -172,7 +172,10 @@ def test_a_checkpoint_without_a_model_is_named() -> None:
         (lambda: check_dtype("text"), "the dtype must be one of torch, got 'text'"),
         (lambda: pytrees.lines_from_text("?"), re.escape("the text must be the JSON of a tree, got '?'")),
         (lambda: pytrees.lines_from_text('[["a", "b"], ["a", "c"]]'), "each path of a tree must occur once, got "),
-        (lambda: byte_view(torch.ones(2, device="meta")), "a tensor to send must be in CPU memory, got one on meta"),
+        (
+            lambda: byte_view(torch.ones(2, device="meta")),
+            "a tensor to send must be in CPU memory, got a tensor on meta",
+        ),
     ],
 )
 def test_values_that_no_rank_sends_are_named(call: Callable[[], Any], words: str) -> None:

@@ -150,7 +150,7 @@ class LedAgreements:
         return heard
 
     def on_inquiry(self, inquiry: Inquiry) -> None:
-        """Refuse an agreement because a member's timeout has passed. In a large agreement, ask missing members first."""
+        """Refuse an agreement because a member's timeout has passed. In a large agreement, ask absent members first."""
         joins = self.joins.get(inquiry.key, {})
         missing = tuple(sorted(inquiry.key.members() - joins.keys()))
         if not joins or not missing:

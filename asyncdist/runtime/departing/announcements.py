@@ -22,7 +22,7 @@ from asyncdist.messaging.services import Services
 from asyncdist.runtime.departing.departures import Departed, Departure, Departures, EndHeard, Stage
 from asyncdist.waits import WaitId, WaitKind
 
-#: How long announcements are delayed, in seconds, so that several can share a message. At the root, the delay is a
+#: Seconds by which announcements are delayed, so that several can share a message. At the root, the delay is a
 #: fraction of the time since the first announcement, up to a maximum. Each level below halves it, down to a minimum.
 _DELAY_PART: Final = 0.5
 _DELAY_MAX_S: Final = 1.0

@@ -116,8 +116,8 @@ def check_replayable(recording: Recording) -> None:
     capabilities = recording.ranks[0].conditions().capabilities
     if capabilities.one_sided_reads and "OneSidedSelectiveAveragingPolicy" in _policies_of(recording):
         raise RecordingError(
-            "a run whose ranks read each other's memory without messages cannot be replayed, as those of "
-            "OneSidedSelectiveAveragingPolicy did in this run"
+            "a run whose ranks read each other's memory without messages cannot be replayed, and this run "
+            "used OneSidedSelectiveAveragingPolicy"
         )
 
 
