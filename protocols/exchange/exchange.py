@@ -114,8 +114,7 @@ class Exchange:
         self._unreleased: set[int] = set()  # members that are ending and wait for this leader's permission
         self._early: list[tuple[int, int, ExchangeMessage]] = []  # messages that arrived before this rank leads
         self._orders: list[tuple[int, ExchangeMessage]] = []  # messages that arrived before this newcomer has a state
-        # Messages that arrived while this member opened the exchange; None afterwards.
-        self._unread: list[Envelope[ExchangeMessage]] | None = []
+        self._unread: list[Envelope[ExchangeMessage]] | None = []  # messages before the opening; None afterwards
         self._is_closed = False
         self._weigh, self._partners = weighing_of(replicas, weigh), partners
         self._ledger: Ledger | None = None
@@ -511,8 +510,7 @@ class Exchange:
     def _look_behind(self, fragment: int) -> None:
         """Ask for a fragment's newest state, if this member has contributed to it and is behind.
 
-        A member that has not contributed yet would be behind again when it contributes. It asks only if other members
-        leave.
+        A member that has not contributed would be behind again when it contributes, so it asks only if others leave.
         """
         if self._catch_up is None or self._is_closed:
             return

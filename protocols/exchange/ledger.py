@@ -190,7 +190,7 @@ class Ledger:
             return []
         self._paused.discard(rank)
         found = self._round(round)
-        if self._quorum is None or found.verdict is None:  # otherwise it is late, and is reported for a later round
+        if self._quorum is None or found.verdict is None:  # otherwise it is late, and counts in a later round
             found.captured[rank] = Report(weight, norm, scores)
         return self._decisions()
 

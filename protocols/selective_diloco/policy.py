@@ -152,8 +152,8 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
             return ()
         if self._evaluation is None:
             raise ValueError(
-                f"step() must get a metric at iteration {self.iteration}, where a contribution is due, got None; pass "
-                "step(loss=evaluate), or metric=evaluate to the policy"
+                f"step() must get a metric at iteration {self.iteration}, because a contribution is due, got None; "
+                "pass step(loss=evaluate), or metric=evaluate to the policy"
             )
         share = 1.0 / donor_limit(count, self._rules)
         complete = functools.partial(self._complete, tensors=tensors)
