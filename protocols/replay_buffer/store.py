@@ -163,7 +163,7 @@ class RowLayout:
 def check_dtype(name: str) -> None:
     """Raise ValueError if ``name`` is not the name of a torch dtype."""
     if not isinstance(getattr(torch, name, None), torch.dtype):
-        raise ValueError(f"the dtype must be one of torch, got {name!r:.80}")
+        raise ValueError(f"the dtype must be a dtype of torch, got {name!r:.80}")
 
 
 def _parts(batch: Any) -> tuple[Form, dict[str, Any]]:
