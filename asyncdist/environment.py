@@ -245,7 +245,7 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
         job=run_id,
         empty_count=variables.number(EMPTY_VARIABLE) or 0,
         why_missing=why_missing,
-        secret=_secret_of_job(own, environ["MASTER_ADDR"], launch.expected_size),
+        secret=_secret_of_job(own, environ["MASTER_ADDR"], port, launch.expected_size),
         is_loopback=is_loopback,
     )
 
@@ -377,18 +377,24 @@ def given_secret(environ: Mapping[str, str] | None = None) -> str | None:
     return secret_files.read(path) if path else None
 
 
-def _secret_of_job(environ: Mapping[str, str], address: str, size: int) -> JobSecret:
-    """Return the secret of a job whose ranks meet at ``address``; on a single host, by default the user's secret."""
+def _secret_of_job(environ: Mapping[str, str], address: str, port: int, size: int) -> JobSecret:
+    """Return the secret of a job whose ranks meet at ``address`` and ``port``.
+
+    On a single host, the secret is derived from the user's secret by default.
+    """
     text = given_secret(None if environ is os.environ else environ)
     is_on_one_host = local_host.is_loopback(address) or local_size(environ) == size
     if text is None and is_on_one_host and size > 1:
         text = secret_files.shared(secret_directories(environ))
-    return JobSecret((text or "").encode())
+    return JobSecret((text or "").encode()).at_port(port)
 
 
-def secret_of_group(address: str, size: int, environ: Mapping[str, str] = os.environ) -> JobSecret:
-    """Return the secret of a job that has created its own process group, whose store is at ``address`` (or "")."""
-    return _secret_of_job(environ, address, size)
+def secret_of_group(address: str, port: int, size: int, environ: Mapping[str, str] = os.environ) -> JobSecret:
+    """Return the secret of a job that has created its own process group.
+
+    Its store is at ``address`` and ``port``, which are "" and 0 for a store that is not at a port.
+    """
+    return _secret_of_job(environ, address, port, size)
 
 
 def is_slurm_job(environ: Mapping[str, str] = os.environ) -> bool:

@@ -122,7 +122,7 @@ def main(host: str, port: int, count: int, version: str) -> None:
     from asyncdist.trust.job_secret import JobSecret
 
     is_store = False
-    secret = JobSecret((environment.given_secret() or "").encode())
+    secret = JobSecret((environment.given_secret() or "").encode()).at_port(port)
     try:
         common = TCPStore(host, port, None, False, timedelta(seconds=_CONNECT_S), wait_for_workers=False)
         is_store = True

@@ -26,7 +26,7 @@ def main(address: str, port: int, *, is_open: bool) -> None:
     from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
     from asyncdist.trust.job_secret import JobSecret
 
-    secret = JobSecret((environment.given_secret() or "").encode())
+    secret = JobSecret((environment.given_secret() or "").encode()).at_port(port)
     carry_out(SealedStore(serving.serve(address, port, is_open=is_open), secret), sys.stdin)
 
 

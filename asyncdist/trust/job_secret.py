@@ -34,6 +34,14 @@ class JobSecret:
         """Whether the job has no secret, so that a process trusts every process that connects to it."""
         return not self.key
 
+    def at_port(self, port: int) -> JobSecret:
+        """Return the secret of the job whose ranks meet at this port of a host.
+
+        A user's jobs may share a secret. With the port in the key, a value that another user has copied from the store
+        of one job is not valid in the store of another job.
+        """
+        return self if self.is_missing else JobSecret(self._digest("port", str(port), b""))
+
     def seal(self, name: str, value: bytes) -> bytes:
         """Return the value preceded by its seal, which is valid only for this name."""
         return self._digest("value", name, value) + value

@@ -302,9 +302,10 @@ def test_a_task_of_srun_takes_the_secret_out_of_its_environment(monkeypatch: pyt
     task = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_NODELIST": "localhost"}
     for name, text in {**task, environment.SECRET_VARIABLE: "a secret of some length"}.items():
         monkeypatch.setenv(name, text)
-    assert environment.torch_rendezvous().secret.key == b"a secret of some length"
+    first = environment.torch_rendezvous().secret
+    assert not first.is_missing
     assert environment.SECRET_VARIABLE not in os.environ
-    assert environment.torch_rendezvous().secret.key == b"a secret of some length"
+    assert environment.torch_rendezvous().secret == first
 
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
@@ -331,6 +332,22 @@ def test_ranks_of_one_host_share_the_secret_of_their_user(
     assert found.secret == again.secret
     files = list(tmp_path.glob("*/*"))
     assert [(path.name, path.stat().st_mode & 0o777) for path in files] == [("secret", 0o600)] * shares
+
+
+def test_one_job_ignores_values_of_the_users_other_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: another user copied a port from one store into another, and ranks of two jobs met and averaged."""
+    monkeypatch.setattr(environment, "secret_directories", lambda _: [str(tmp_path)])
+    given = {environment.SECRET_VARIABLE: "a secret of some length"}
+    for own in ({}, given):
+        jobs = [
+            environment.torch_rendezvous({**TORCHRUN, **own, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).secret
+            for port in ("29500", "29500", "29501")
+        ]
+        sealed = jobs[0].seal("asyncdist/port", b"4711")
+        assert [job.unseal("asyncdist/port", sealed) for job in jobs] == [b"4711", b"4711", None]
+        groups = [environment.secret_of_group("127.0.0.1", port, 2, own) for port in (29500, 29501)]
+        assert groups[0] != groups[1]
+    assert JobSecret().at_port(29500).is_missing
 
 
 @pytest.mark.parametrize("variable", ["TMPDIR", "XDG_RUNTIME_DIR"])
@@ -390,10 +407,11 @@ def test_a_programs_own_process_group_says_where_its_store_is(
     store: Callable[[], Any], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: ranks of mp.spawn, which receive rank and size as arguments, had no secret on one host."""
-    assert rendezvous._address_of(store()) == address
+    found, port = rendezvous._place_of_store(store())
+    assert (found, port > 0) == (address, address != "")
     monkeypatch.setattr(environment, "secret_directories", lambda _: [str(tmp_path)])
-    assert environment.secret_of_group(address, 2, {}).is_missing is (address == "")
-    assert environment.secret_of_group(address, 1, {}).is_missing
+    assert environment.secret_of_group(address, port, 2, {}).is_missing is (address == "")
+    assert environment.secret_of_group(address, port, 1, {}).is_missing
 
 
 def test_processes_that_draw_the_users_secret_at_once_agree(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: f
     if rendezvous is not None:
         return join_world(rendezvous, timeout_s)[0]
     of_group = dist.distributed_c10d._get_default_store()
-    store = SealedStore(of_group, environment.secret_of_group(_address_of(of_group), size))
+    store = SealedStore(of_group, environment.secret_of_group(*_place_of_store(of_group), size))
     gathering = _Gathering(store, rank, size, time.monotonic() + timeout_s)
     gathering.come()
     gathering.let_go()
@@ -142,11 +142,11 @@ def join_world(
     return gathering.world, gathering.token
 
 
-def _address_of(store: Any) -> str:
-    """Return the address at which the user's store is served; "" for a file or an unknown store."""
+def _place_of_store(store: Any) -> tuple[str, int]:
+    """Return the address and port at which the user's store is served; "" and 0 for a file or an unknown store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    return str(getattr(store, "host", ""))
+    return str(getattr(store, "host", "")), int(getattr(store, "port", 0))
 
 
 def open_store(rendezvous: Rendezvous, deadline: float) -> SealedStore:
