@@ -22,6 +22,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from numbers import Real
 from typing import Any, Final, NoReturn, ParamSpec
 
+from asyncdist.errors import AsyncdistError
+
 P = ParamSpec("P")
 
 #: Oldest supported torch. Ranks that join later clone the torch.distributed store, which older versions do not support.
@@ -137,6 +139,24 @@ def option_names(init: Callable[..., None]) -> tuple[str, ...]:
         elif parameter.name not in ("self", "model", "optimizer"):
             names.append(parameter.name)
     return tuple(names)
+
+
+@contextlib.contextmanager
+def reading_state(of: str) -> Iterator[None]:
+    """Convert errors about the content of a saved state to a ValueError that says whose state is damaged.
+
+    Errors that already name the problem, ValueErrors and asyncdist's own, are kept.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, AssertionError, ArithmeticError, RuntimeError) as error:
+        if isinstance(error, AsyncdistError):
+            raise
+        lines = str(error).strip().splitlines() or [""]
+        raise ValueError(
+            f"the state of {of} must be a result of its state_dict(), but reading it raised {type(error).__name__}: "
+            f"{lines[0]:.200}"
+        ) from error
 
 
 def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:

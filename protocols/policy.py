@@ -426,7 +426,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
         Raises:
             LocalProtocolError: The policy was entered before.
-            ValueError: The state is from a different class or version, or lacks an entry. The policy is unchanged.
+            ValueError: The state is from a different class or version, lacks an entry, or is damaged.
         """
         if self._stage != "new":
             raise LocalProtocolError(
@@ -435,23 +435,24 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
                 state=self._stage,
             )
         own = self.state_dict()
-        for key in ("policy", "version"):
-            if state.get(key) != own[key]:
-                raise ValueError(f"the state's {key!r} must be {own[key]!r}, got {state.get(key)!r:.80}")
-        missing = sorted(own.keys() - state.keys())
-        if missing:
-            raise ValueError(
-                f"the state of {own['policy']} must have the entry {missing[0]!r}, got only "
-                f"{', '.join(map(str, state))}"
-            )
-        self._restore(state)
+        with validation.reading_state(own["policy"]):
+            for key in ("policy", "version"):
+                if state.get(key) != own[key]:
+                    raise ValueError(f"the state's {key!r} must be {own[key]!r}, got {state.get(key)!r:.80}")
+            missing = sorted(own.keys() - state.keys())
+            if missing:
+                found = ", ".join(map(str, state))
+                raise ValueError(f"the state of {own['policy']} must have the entry {missing[0]!r}, got only {found}")
+            self._restore(state)
         self.has_loaded = True
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Load a state that has been checked or was received from another member."""
-        self.iteration = validation.count("iteration", state["iteration"], least=0)
-        self._journal.metric = state["metric"]
+        iteration, metric = validation.count("iteration", state["iteration"], least=0), state["metric"]
+        if type(metric) not in (int, float, type(None)):
+            validation.refuse("metric", metric, "a number or None")
         self._load_own_state(state)
+        self.iteration, self._journal.metric = iteration, metric
 
     def _own_state(self) -> dict[str, Any]:
         """Return the entries of :meth:`state_dict` that a subclass adds."""

@@ -430,9 +430,12 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
 
     def _take_saved(self) -> None:
         """Load the state that :meth:`load_state_dict` has given, if any."""
-        state = self._saved
-        if state is None:
-            return
+        if self._saved is not None:
+            with validation.reading_state(type(self).__name__):
+                self._take(self._saved)
+            self._saved = None
+
+    def _take(self, state: Mapping[str, Any]) -> None:
         self._was_loaded, rank = True, self._world.rank
         self._replicas.check_saved(rank, state)
         sources = sources_of(state, rank, self._members)
@@ -444,7 +447,6 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         self._steps, self._steps_wanted, self._tokens, self._captured_at, self._is_waiting = state["counts"]
         if state["reported"] is not None:
             self._reported = Arrived(*state["reported"])
-        self._saved = None
 
     # -- the anchor in the model ------------------------------------------------------------------------------------
 

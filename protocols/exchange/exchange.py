@@ -381,8 +381,10 @@ class Exchange:
             case Ending():
                 self._unreleased.add(source)
                 self._carry_out(ledger.on_ending(source))
-            case Census(census, standings, retired, newest):
+            case Census(census, standings, retired, newest) if len(retired) == len(self._fragments):
                 self._carry_out(ledger.on_census(source, census, standings, retired, newest))
+            case Census():
+                logger.warning("rank %d sent standings that cannot be right: %.300r", source, message)
         self._release(ledger)
 
     def _release(self, ledger: Ledger) -> None:

@@ -186,6 +186,13 @@ class Census:
     retired: tuple[int, ...]
     newest: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        """Raise ValueError if a number is negative, or the fragments of the fields differ."""
+        if min((self.number, *self.retired, *self.newest)) < 0 or len(self.retired) != len(self.newest):
+            raise ValueError(
+                f"number, retired and newest must be >= 0, and retired and newest of equal length, got {self!r:.300}"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Retired:

@@ -367,18 +367,22 @@ class ExchangePolicy(ReplicatedPolicy):
         count = len(state["fragments"]) or self._fragment_count
         if count != self._fragment_count:
             raise ValueError(f"the state must have {self._fragment_count} fragments, like this policy, got {count}")
-        self._saved = state
         self._flights.load(state)
+        self._saved = state
 
     def _take_saved(self) -> None:
         """Load the state that :meth:`load_state_dict` or another rank has given, if any."""
         if self._saved is not None:
-            if self._saved["fragments"]:
-                self._replicas.check_saved(self._world.rank, self._saved)
-            restore(self._saved, self._fragments, self._flights)
-            self._was_loaded = any(fragment.version for fragment in self._fragments)
-            self._given = dict(self._saved["contributions"])
+            with validation.reading_state(type(self).__name__):
+                self._take(self._saved)
             self._saved = None
+
+    def _take(self, saved: Mapping[str, Any]) -> None:
+        if saved["fragments"]:
+            self._replicas.check_saved(self._world.rank, saved)
+        restore(saved, self._fragments, self._flights)
+        self._was_loaded = any(fragment.version for fragment in self._fragments)
+        self._given = dict(saved["contributions"])
 
     def _contribute_again(self) -> None:
         """Offer the loaded contributions in their rounds, which had not ended when the state was saved."""

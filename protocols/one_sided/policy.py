@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -248,6 +249,8 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         draws = state["draws"]
         # JSON has turned the tuples into lists.
         self._draws = None if draws is None else (draws[0], tuple(draws[1]), draws[2])
+        if self._draws is not None:
+            random.Random().setstate(self._draws)  # raises an error if the state is damaged
 
     # -- one step ---------------------------------------------------------------------------------------------------
 

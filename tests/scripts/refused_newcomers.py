@@ -43,7 +43,10 @@ async def main(world: ad.World) -> None:
     if world.rank == 2:
         elsewhere = {"MASTER_ADDR": "localhost"}  # so that the lock of this rank is not found, as on another host
         said = await asyncio.gather(
-            refused(), refused(**elsewhere), refused(TORCHELASTIC_RUN_ID="another"), refused("0.0.0", **elsewhere)
+            refused(),
+            refused(**elsewhere),
+            refused(TORCHELASTIC_RUN_ID="another", ASYNCDIST_RUN_ID="another"),
+            refused("0.0.0", **elsewhere),
         )
     total = await ad.all_reduce(torch.ones(1))
     report(world.rank, said or float(total))

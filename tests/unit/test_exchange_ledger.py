@@ -12,11 +12,15 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, Final
+from unittest.mock import Mock
 
 import pytest
 from support.seeds import seeds
 
+from asyncdist.errors import RemoteProtocolError
+from asyncdist.protocols.exchange.catching_up.catch_up import CatchUp
 from asyncdist.protocols.exchange.ledger import (
     AwaitGrace,
     Decide,
@@ -28,7 +32,7 @@ from asyncdist.protocols.exchange.ledger import (
     TakeCensus,
     reported_weights,
 )
-from asyncdist.protocols.exchange.messages import Standing, Verdict
+from asyncdist.protocols.exchange.messages import Census, Standing, Verdict
 
 NAN: Final = math.nan
 
@@ -56,6 +60,25 @@ def better_half(reports: Mapping[int, Report]) -> dict[int, float]:
     finite = [rank for rank, report in reports.items() if math.isfinite(report.norm)]
     best = sorted(finite, key=lambda rank: reports[rank].scores, reverse=True)[: (len(reports) + 1) // 2]
     return {rank: reports[rank].scores[0] for rank in best if reports[rank].scores[0] > 0}
+
+
+# -- false messages ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields", [(-1, (), (0,), (0,)), (1, (), (-1,), (0,)), (1, (), (0,), (-1,)), (1, (), (0,), ())]
+)
+def test_a_census_with_impossible_numbers_is_refused(fields: Any) -> None:
+    with pytest.raises(ValueError, match="must be >= 0"):
+        Census(*fields)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1 << 50])
+async def test_a_state_that_is_too_large_is_not_allocated(nbytes: int) -> None:
+    fragment: Any = SimpleNamespace(layout=SimpleNamespace(unencoded_nbytes=8), version=0)
+    owner, services, offers = Mock(), Mock(), Mock()
+    with pytest.raises(RemoteProtocolError, match=f"state of rank 2 after round 5 must have .* got {nbytes}"):
+        await CatchUp(owner, services, offers, [fragment])._take(0, 2, 5, nbytes)
 
 
 # -- decisions --------------------------------------------------------------------------------------------------------

@@ -11,13 +11,14 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from asyncdist import RankLostError
+from asyncdist import RankLostError, RemoteProtocolError
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
 from asyncdist.protocols.exchange.catching_up.offers import Offers
 from asyncdist.protocols.exchange.fetch import new_bytes
 from asyncdist.protocols.exchange.messages import Asked, ExchangeMessage, Given, Taken
-from asyncdist.protocols.joining.state_transfer import packed, unpacked
+from asyncdist.protocols.exchange.wire_layout import WireLayout
+from asyncdist.protocols.joining.state_transfer import packed, state_nbytes_max, unpacked
 
 logger = logging.getLogger("protocols.exchange.catching_up")
 
@@ -26,9 +27,11 @@ class Shared(Protocol):
     """State of one fragment that is equal on all members after equal rounds.
 
     Attributes:
+        layout: Vectors of the fragment.
         version: Number of merged rounds.
     """
 
+    layout: WireLayout
     version: int
 
     def shared_state(self) -> Any:
@@ -99,7 +102,14 @@ class CatchUp:
         self._offers.close()
 
     async def _take(self, fragment: int, source: int, number: int, nbytes: int) -> None:
-        block, own = new_bytes(nbytes), self._fragments[fragment]
+        own = self._fragments[fragment]
+        limit = state_nbytes_max(own.layout.unencoded_nbytes)
+        if not 0 < nbytes <= limit:
+            raise RemoteProtocolError(
+                f"the state of rank {source} after round {number} must have from 1 to {limit} bytes, got {nbytes}",
+                rank=source,
+            )
+        block = new_bytes(nbytes)
         try:
             await self._offers.fetch(source, number, block)
             if own.version * len(self._fragments) < number:
