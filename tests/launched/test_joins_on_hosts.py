@@ -41,6 +41,6 @@ def test_a_rank_of_another_host_joins_by_the_first_hosts_name(tmp_path: Path) ->
     secret.chmod(0o600)
     result = hosts.run(2, ["bash", "-c", STORY.format(**names)]).check()
     assert result.stdout == "stranger 2\njoined 0\n"
-    assert len([line for line in result.stderr.splitlines() if "another secret" in line]) == 1
+    assert len([line for line in result.stderr.splitlines() if "secret differs from this command's" in line]) == 1
     assert "rank 2 of 3" in result.stderr
     assert {rank: report["incarnation"] for rank, report in result.reports.items()} == {0: 0, 1: 0, 2: 1}
