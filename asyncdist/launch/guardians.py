@@ -55,6 +55,8 @@ _IGNORING_SIGUSR1: Final = ("/bin/sh", "-c", "trap '' USR1; exec \"$@\"", "sh")
 GROUP_VARIABLE: Final = "ASYNCDIST_TERMINAL_GROUP"
 #: Variable with the launcher's pid, its descriptor for reports, and the token that marks reports on standard error.
 REPORTS_VARIABLE: Final = "ASYNCDIST_REPORTS"
+#: Prefix of the folders of FIFOs for reports.
+REPORTS_FOLDER: Final = "/tmp/asyncdist-reports-"
 _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 #: Maximum seconds to wait until the launcher has read the report of a rank's end.
 _READ_S: Final = 1.0
@@ -97,7 +99,7 @@ def report_mark(token: str) -> bytes:
 
 def reports_path(token: str) -> str:
     """Return the path of this host's FIFO for reports. It contains the host's name, since containers may share /tmp."""
-    return f"/tmp/asyncdist-reports-{token}-{os.uname().nodename}/fifo"
+    return f"{REPORTS_FOLDER}{token}-{os.uname().nodename}/fifo"
 
 
 def die_with_parent(parent: int) -> None:

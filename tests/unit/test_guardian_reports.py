@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,22 @@ def test_reports_are_told_in_order_and_nothing_is_left(token: str) -> None:
     agent.close()
     assert told == [f"3 guarded {os.getpid()}", "3 ended -9"]
     assert not os.path.exists(os.path.dirname(guardians.reports_path(token)))
+
+
+def test_folders_of_killed_agents_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a killed agent's folder stayed in /tmp."""
+    monkeypatch.setattr(guardians, "REPORTS_FOLDER", f"{tmp_path}/reports-")
+    left, new, open_to_all, read = (tmp_path / f"reports-{name}" for name in ("left", "new", "open", "read"))
+    for folder in (left, new, open_to_all, read):
+        folder.mkdir(mode=0o700)
+        os.mkfifo(folder / "fifo")
+    reader = os.open(read / "fifo", os.O_RDWR)
+    open_to_all.chmod(0o755)
+    for folder in (left, open_to_all, read):
+        os.utime(folder, (0, 0))
+    GuardianReports("token", lambda _: None).close()
+    os.close(reader)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["reports-new", "reports-open", "reports-read"]
 
 
 def test_without_an_agent_the_end_is_a_marked_line(token: str, capfd: pytest.CaptureFixture[str]) -> None:

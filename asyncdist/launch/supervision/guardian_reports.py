@@ -7,17 +7,23 @@ longer reads its ranks' output when it stops them.
 from __future__ import annotations
 
 import contextlib
+import errno
+import glob
 import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
 from asyncdist.launch import guardians
+from asyncdist.trust import private_folders
 
 #: Line that makes the reading thread end.
 _OVER: Final = b"over\n"
+#: Age in seconds from which a folder whose FIFO no process reads is removed; an agent may be about to open a newer one.
+_LEFT_S: Final = 60.0
 
 
 class GuardianReports:
@@ -28,6 +34,7 @@ class GuardianReports:
         self._pidfds: dict[int, int] = {}
         self._path = guardians.reports_path(token)
         self._reader: threading.Thread | None = None
+        _remove_left()
         with contextlib.suppress(OSError):  # without a FIFO, guardians write reports to their ranks' output
             os.mkdir(os.path.dirname(self._path), mode=0o700)
             os.mkfifo(self._path, mode=0o600)
@@ -59,3 +66,22 @@ class GuardianReports:
                 elif what == "ended" and int(rank) in self._pidfds:
                     os.close(self._pidfds.pop(int(rank)))
                 self._tell(line.decode().rstrip("\n"))
+
+
+def _remove_left() -> None:
+    """Remove the folders of this user's jobs whose agent was killed."""
+    for path in glob.glob(f"{guardians.REPORTS_FOLDER}*"):
+        # The folder belongs to another user, or its agent has just removed it.
+        with contextlib.suppress(OSError), private_folders.opened(path) as folder:
+            is_old = time.time() - os.fstat(folder).st_mtime > _LEFT_S
+            if is_old and not _is_read(folder):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_read(folder: int) -> bool:
+    """Return whether a process has opened the FIFO in this folder for reading."""
+    try:
+        os.close(os.open("fifo", os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder))
+    except OSError as error:
+        return error.errno not in (errno.ENXIO, errno.ENOENT)
+    return True
