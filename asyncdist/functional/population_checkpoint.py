@@ -368,7 +368,7 @@ async def load_population(
     async def prepare() -> tuple[str, str]:
         try:
             return _choose(Path(path), group.size) if group.index == 0 else ("", "")
-        except FileNotFoundError as error:  # all ranks raise this error, so that they may start anew
+        except FileNotFoundError as error:  # all ranks raise this error, so that they may start again
             return "", str(error)
 
     async def work(own: Group, chosen: tuple[str, str]) -> LoadedPopulation:

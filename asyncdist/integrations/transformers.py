@@ -195,7 +195,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         return call_with_seed
 
     def _saving_state(self, save: Callable[[str], None]) -> Callable[[str], None]:
-        """Wrap ``save`` to write the policy's state beside the optimizer's."""
+        """Wrap ``save`` so that it also writes the policy's state, next to the optimizer's."""
 
         def save_both(output_dir: str) -> None:
             save(output_dir)

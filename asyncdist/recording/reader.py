@@ -77,7 +77,7 @@ class RankRecording:
             return schema.read_conditions(data)
         except (ValueError, RecursionError) as error:
             why = f"{self.path} has a header from which no replay can start: {schema.why_refused(error)}"
-            raise RecordingError(f"{why}; record the run anew") from error
+            raise RecordingError(f"{why}; record the run again") from error
 
     def events(self) -> Iterator[Event]:
         """Iterate over the events, oldest first, up to the first damage. Each call yields the same events."""

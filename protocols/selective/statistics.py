@@ -228,7 +228,7 @@ _LABELS: Final = {
     "unapplied_count": "averages not applied",
     "last_round": "last round",
     "reduction_count": "parts added up for others",
-    "reasked_count": "parts asked for anew",
+    "reasked_count": "parts requested again",
     "sent_nbytes": "sent",
     "received_nbytes": "received",
     "read_nbytes": "read in memory of this host",

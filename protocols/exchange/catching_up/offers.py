@@ -70,7 +70,7 @@ class Offers:
         self._services.engine.recheck()
 
     def note_lost(self, living: Container[int]) -> None:
-        """Offer no more blocks to ranks that are not among ``living``."""
+        """Stop offering blocks to ranks that are not among ``living``."""
         for receiver in {rank for _, receivers in self._offered.values() for rank in receivers if rank not in living}:
             self.note_taken(receiver)
 
@@ -100,7 +100,7 @@ class Offers:
         self._server.channel.admit(rank)
 
     def close(self) -> None:
-        """Cancel all tasks, and offer no more blocks."""
+        """Cancel all tasks, and stop offering blocks."""
         for task in list(self._tasks):
             task.cancel()
         for offer, _ in self._offered.values():
