@@ -79,7 +79,7 @@ class ReplayedJob:
             raise self._difference
 
     def _judge(self) -> None:
-        """Find the first difference from the records. Only the first call counts, since cancelled ranks decide again."""
+        """Find the first difference from the records; only the first call counts: cancelled ranks decide again."""
         if self._is_judged:
             return
         self._is_judged = True
