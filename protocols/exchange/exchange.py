@@ -115,6 +115,7 @@ class Exchange:
         self._early: list[tuple[int, int, ExchangeMessage]] = []  # messages that arrived before this rank leads
         self._orders: list[tuple[int, ExchangeMessage]] = []  # messages that arrived before this newcomer has a state
         self._unread: list[Envelope[ExchangeMessage]] | None = []  # messages before the opening; None afterwards
+        self._is_slow = False  # whether this leader delays the rounds, and abdicates after the present message
         self._is_closed = False
         self._weigh, self._partners = weighing_of(replicas, weigh), partners
         self._ledger: Ledger | None = None
@@ -306,8 +307,8 @@ class Exchange:
     def on_new_leader(self) -> None:
         """Report this member's standing to the new leader, which takes a census."""
         self._forget_lost()
-        if self._membership.leads:
-            self._ledger = self._new_ledger()
+        self._ledger = self._new_ledger() if self._membership.leads else None  # this rank may have abdicated
+        self._unreleased.clear()
         self._begin_leading()
 
     def _new_ledger(self) -> Ledger:
@@ -356,6 +357,9 @@ class Exchange:
             self._hear(source, number, message)
             if isinstance(message, Ending):
                 self._look_behind_after_all()
+            if self._is_slow:
+                self._is_slow = False
+                self._membership.abdicate()
         elif isinstance(message, Asked | Given | Taken):
             if self._catch_up is not None:
                 self._catch_up.on_message(source, number, message)
@@ -369,6 +373,8 @@ class Exchange:
         """Handle a member's message as the leader, or keep it until this rank notices that it leads."""
         ledger = self._ledger
         if ledger is None:
+            if isinstance(message, Census):  # earlier messages were for a leader that has abdicated
+                self._early = [each for each in self._early if each[0] != source]
             self._early.append((source, number, message))
             return
         match message:
@@ -566,6 +572,7 @@ class Exchange:
         for instruction in instructions:
             match instruction:
                 case Decide(number, verdict, dests):
+                    self._is_slow = self._is_slow or self._delays_rounds(number, verdict)
                     self._send(Decided(verdict), dests, number)
                 case TakeCensus(number):
                     self._send(Hold(number), sorted(self._membership.living), 0)
@@ -574,13 +581,22 @@ class Exchange:
                 case AwaitGrace(number, grace):
                     self._services.spawn_service(self._await_grace(number, grace), name=f"grace of round {number}")
 
+    def _delays_rounds(self, number: int, verdict: Verdict) -> bool:
+        """Return whether this leader contributes to so few rounds that it should abdicate."""
+        if self._quorum is None or self._services.rank not in verdict.late:
+            return False
+        count = len(self._fragments)
+        last = self._contributed.get((number - 1) % count, 0)
+        return self._quorum.is_missed_by_slow((number - last) // count, len(self._membership.living))
+
     async def _await_grace(self, number: int, grace: int) -> None:
         """Decide a round, as the leader, when its grace period is over."""
         assert self._quorum is not None, "only a quorum has a grace period"
         ledger, deadline = self._ledger, self._services.time() + self._quorum.grace_s
 
         def is_over() -> bool:
-            return self._is_closed or ledger is None or not ledger.is_in_grace(number, grace)
+            is_former = ledger is not self._ledger  # this rank has abdicated
+            return self._is_closed or ledger is None or is_former or not ledger.is_in_grace(number, grace)
 
         await self._services.engine.until(is_over, WaitId(WaitKind.CONTRIBUTIONS), deadline=deadline)
         if ledger is not None and not is_over():

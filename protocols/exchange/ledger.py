@@ -23,7 +23,7 @@ All functions are pure: messages and losses in, decisions out.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from math import ceil, isfinite
 from typing import NamedTuple, TypeAlias
 
 from asyncdist.protocols.exchange.messages import Standing, Verdict
@@ -115,6 +115,18 @@ class Quorum:
     count: int
     grace_s: float
     members_wait: bool
+
+    def is_missed_by_slow(self, missed: int, members: int) -> bool:
+        """Return whether a member that has missed the last rounds makes longer steps than the others.
+
+        If the leader does, all members wait for its steps. Among equally fast members, each one contributes to one of
+        ``members / count`` rounds; it may miss another one by chance.
+
+        Args:
+            missed: Number of a fragment's rounds since the member's last contribution.
+            members: Number of living members.
+        """
+        return missed > ceil(members / self.count) + 1
 
 
 @dataclass(slots=True, eq=False)

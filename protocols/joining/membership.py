@@ -1,7 +1,9 @@
 """Tracks the members of a policy with a leader: losses, succession, clean leaves and admissions.
 
 The leader is the first member that is neither lost nor has left. If the leader is lost, each member follows the next.
-Messages between two ranks arrive in order, so a new leader and its members need not agree on its succession.
+Messages between two ranks arrive in order, so a new leader and its members need not agree on its succession. A leader
+may also *abdicate*: it then follows the next member, and leads again only after all members that have abdicated less
+often. This order does not depend on the order in which messages of several such leaders arrive.
 
 The leader admits restarted ranks (*newcomers*) one at a time. It copies its whole state, and from then on the newcomer
 is a member. The newcomer gets the state when all other members count it as a member. If the leader is lost, the next
@@ -14,6 +16,7 @@ meanwhile, so the states are consistent.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -22,6 +25,7 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.joining.messages import (
+    Abdicated,
     Acquainted,
     Admitted,
     Left,
@@ -95,11 +99,13 @@ class Membership:
         self._services = services
         self._scope = wire.scope_of((), f"membership of policy {scopes.policy}", 0)
         self._order = list(members)  # members in the order in which they may lead, newcomers last
+        self._abdications: Counter[int] = Counter()  # by rank, since the last admission
         # By rank: last incarnation and attempt of members that were restarted or have left.
         self._admitted = {rank: (incarnation, 0) for rank, incarnation in (admitted or {}).items()}
         self._left: dict[int, tuple[int, int]] = {}
         self._waiting: dict[int, tuple[int, int]] = {}  # incarnation and attempt of newcomers with open channels
         self._admission_count = 0
+        self._is_welcoming = False  # whether this leader has answered a newcomer that it has not admitted yet
         self._newcomer: tuple[int, int, int] | None = None  # the newcomer that this leader admits now
         self._unacquainted: set[int] = set()  # members that do not count the newcomer yet; then the newcomer itself
         self._on_admission_end: Callable[[], None] = lambda: None
@@ -147,7 +153,8 @@ class Membership:
 
     def members(self) -> tuple[int, ...]:
         """Return the living members in the order in which they may lead."""
-        return tuple(rank for rank in self._order if rank in self.living)
+        order = sorted(self._order, key=self._abdications.__getitem__) if self._abdications else self._order
+        return tuple(rank for rank in order if rank in self.living)
 
     def is_reachable(self, rank: int) -> bool:
         """Return whether this rank is connected to the process of a member that was admitted."""
@@ -253,6 +260,7 @@ class Membership:
         if (incarnation, attempt) <= self._identity_of(rank):
             return False
         self._note_gone(rank)
+        self._is_welcoming = True
         return True
 
     def admit(self, newcomer: tuple[int, int, int], on_end: Callable[[], None]) -> int:
@@ -265,6 +273,8 @@ class Membership:
         assert self.can_admit, "only a leader that is not busy admits"
         self._admission_count += 1
         self._order = [*self.members(), rank]
+        self._abdications.clear()
+        self._is_welcoming = False
         self.living.add(rank)
         self._admitted[rank] = newcomer[1:]
         self._make_reachable(rank)
@@ -337,13 +347,33 @@ class Membership:
         elif self.is_joining:  # this newcomer repeats its request for admission
             self._services.engine.recheck()
         else:
-            self.leader = next(each for each in self._order if each in self.living)
-            logger.info("rank %d now leads, after rank %d", self.leader, rank)
-            self._concerned.on_new_leader()
-            self._report_settling()
-            self._look_at_settlings()
-            if self.leads:
-                self._on_leading()
+            self._follow_next()
+
+    def _follow_next(self) -> None:
+        """Follow the first member in the order, if it is not the leader already."""
+        former, self.leader = self.leader, self.members()[0]
+        if self.leader == former:
+            return
+        logger.info("rank %d now leads, after rank %d", self.leader, former)
+        self._concerned.on_new_leader()
+        self._report_settling()
+        self._look_at_settlings()
+        if self.leads:
+            self._on_leading()
+
+    def abdicate(self) -> None:
+        """Let the next member lead, unless there is none or a newcomer waits for this leader."""
+        me, others = self._services.rank, self.living - {self._services.rank}
+        if not self.leads or not others or self._newcomer is not None or self._is_welcoming or self._is_closed:
+            return
+        count = self._abdications[me] + 1
+        for rank in sorted(others):
+            self._post(Abdicated(count), rank)
+        self._note_abdicated(me, count)
+
+    def _note_abdicated(self, rank: int, count: int) -> None:
+        self._abdications[rank] = count
+        self._follow_next()
 
     def _on_message(self, envelope: Envelope[MembershipMessage]) -> None:
         message, source = envelope.message, envelope.source
@@ -358,6 +388,8 @@ class Membership:
                 self._left[source] = max(self._left.get(source, (0, 0)), (incarnation, attempt))
                 if self._has_left(source):
                     self._note_gone(source)
+            case Abdicated(count) if source in self.living:
+                self._note_abdicated(source, count)
             case Waiting(incarnation, attempt):
                 self._waiting[source] = incarnation, attempt
             case Acquainted() if message.newcomer == self._newcomer:
@@ -378,6 +410,7 @@ class Membership:
             logger.warning("rank %d sent an invalid list of members, which is ignored: %.300r", self.leader, message)
             return
         self._order = ranks
+        self._abdications.clear()
         self._admission_count = max(self._admission_count, number)
         if message.newcomer == self._me():
             self.admission = number

@@ -88,6 +88,17 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
+class Abdicated:
+    """Leader to all members: the next member leads, and this rank follows.
+
+    Attributes:
+        count: Number of times that the sender has abdicated since the last admission.
+    """
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Waiting:
     """Newcomer to leader: this newcomer has opened its channels, and waits for its admission.
 
@@ -151,4 +162,4 @@ class Settled:
     least: tuple[int, ...] = ()
 
 
-MembershipMessage = Left | Waiting | Admitted | Acquainted | Settling | Settled
+MembershipMessage = Left | Abdicated | Waiting | Admitted | Acquainted | Settling | Settled

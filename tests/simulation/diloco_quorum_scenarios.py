@@ -364,6 +364,17 @@ def draw_plan(seed: int) -> Plan:
     )
 
 
+def draw_slow_leader_plan(seed: int) -> Plan:
+    """Return the drawn run of a seed whose first rank, and possibly the second one, is slow."""
+    rng, plan = random.Random(f"slow leader {seed}"), draw_plan(seed)
+    factors = {0: rng.choice((5.0, 30.0, 100.0))}
+    if rng.random() < 0.4:
+        factors[1] = rng.choice((5.0, 50.0))
+    stops = {0: (0, 100, rng.choice((0.05, 0.2, 0.5)))} if rng.random() < 0.6 else plan.stops
+    quorum = rng.randint(1, max(1, plan.ranks - 1))
+    return replace(plan, compute=Compute(step_s=2e-3, factors=factors), quorum=quorum, stops=stops)
+
+
 def scenario(seed: int) -> tuple[dict[int, Log], Oracle | None]:
     """Run one seed."""
     return run(draw_plan(seed), seed)

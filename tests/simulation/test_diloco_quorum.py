@@ -14,9 +14,10 @@ from support.facts import naming
 from support.seeds import seeds
 
 import asyncdist as ad
+from asyncdist.protocols.joining.membership import Membership
 from asyncdist.simulation import Compute, Kill, Restart, simulate
 from protocols import AverageApplied, DiLoCoPolicy, SelectiveDiLoCoPolicy, StepInfo
-from simulation.diloco_quorum_scenarios import LIMIT_S, Log, Plan, run, scenario
+from simulation.diloco_quorum_scenarios import LIMIT_S, Log, Plan, draw_slow_leader_plan, run, scenario
 
 SGD = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5, nesterov=True)
 
@@ -128,10 +129,52 @@ def test_no_rank_waits_for_one_that_is_100_times_slower(late: str) -> None:
     assert results[3][1] >= 1, "the slow rank takes part"
 
 
-def test_beside_a_slow_leader_a_round_takes_one_of_its_steps() -> None:
+@pytest.mark.parametrize("late", ["wait", "skip"])
+def test_a_leader_that_is_100_times_slower_abdicates(late: str) -> None:
+    """Regression: rounds waited for the leader's steps, so that the others made a tenth of theirs."""
     compute = Compute(step_s=0.01, factors={0: 100.0})
-    results = simulate(counts, 10.0, {"quorum": 3}, ranks=4, compute=compute).results
-    assert [average_count for _, average_count, _ in results[1:]] == [10, 10, 10]
+    alone = simulate(counts, 60.0, None, ranks=4, compute=compute).results
+    results = simulate(counts, 60.0, {"quorum": 3, "late": late}, ranks=4, compute=compute).results
+    for rank in range(1, 4):
+        step_count, average_count, _ = results[rank]
+        assert step_count >= 0.9 * alone[rank][0]
+        assert average_count >= 0.9 * alone[rank][0] / 10
+    assert results[0][1] >= 1, "the slow rank takes part"
+
+
+def abdications(plan: Plan, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Run a plan against the oracle, and return the ranks that have abdicated."""
+    found: list[int] = []
+    abdicate = Membership.abdicate
+
+    def note(self: Membership) -> None:
+        found.append(self._services.rank)
+        abdicate(self)
+
+    monkeypatch.setattr(Membership, "abdicate", note)
+    run(plan, seed)
+    return found
+
+
+def test_slow_leaders_abdicate_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 1 are slow, rank 2 follows them and is lost, and the others continue."""
+    stops = {0: (0, 100, 0.3), 1: (0, 100, 0.4)}
+    plan = Plan(ranks=5, steps=(14, 12, 300, 300, 300), every=2, quorum=2, stops=stops, faults=(Kill(2, at_s=4.5),))
+    assert abdications(plan, 0, monkeypatch)[:2] == [0, 1]
+
+
+def test_equally_fast_ranks_seldom_abdicate(monkeypatch: pytest.MonkeyPatch) -> None:
+    for quorum in (1, 2, 3):
+        assert len(abdications(Plan(steps=(80,) * 4, every=2, quorum=quorum), 0, monkeypatch)) <= 1
+
+
+@pytest.mark.parametrize("block", seeds(6))
+def test_no_fault_beside_slow_leaders_counts_a_difference_twice(block: int) -> None:
+    for seed in range(block * 5, block * 5 + 5):
+        try:
+            run(draw_slow_leader_plan(seed), seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
 
 
 # -- losses, restarts, saved states -----------------------------------------------------------------------------------
@@ -149,8 +192,12 @@ def test_a_loss_during_the_grace_period_does_not_end_the_round(lost: int) -> Non
     assert first.donors == tuple(sorted({0, 1, 2} - {lost})) and 3 in first.left_out
 
 
-def test_a_restarted_rank_joins_beside_a_slow_rank() -> None:
-    """Regression: the leader waited to admit until the slow rank had all means, while the others made new ones."""
+@pytest.mark.parametrize("slow", [3, 0])
+def test_a_restarted_rank_joins_beside_a_slow_rank(slow: int) -> None:
+    """Regression: the leader waited to admit until the slow rank had all means, while the others made new ones.
+
+    A slow leader abdicates only after it has admitted the rank that has asked it.
+    """
     rounds: dict[tuple[int, int], list[int]] = {}
     versions: dict[tuple[int, int], list[torch.Tensor]] = {}
 
@@ -161,10 +208,10 @@ def test_a_restarted_rank_joins_beside_a_slow_rank() -> None:
         own = rounds.setdefault((world.rank, world.incarnation), [])
         options: dict[str, Any] = {"quorum": 2, "grace_s": 0.005, "outer_optimizer": SGD, "drain_timeout_s": 60.0}
         async with DiLoCoPolicy(model, torch.optim.SGD(model.parameters(), 0.1), average_every=2, **options) as policy:
-            while policy.iteration < (6 if world.rank == 3 else 60):
+            while policy.iteration < (12 if world.rank == slow else 200):
                 with torch.no_grad():
                     model.weight.add_((world.rank + 1) / 64)
-                await asyncio.sleep(0.5 if world.rank == 3 else 0.01)
+                await asyncio.sleep(0.5 if world.rank == slow else 0.01)
                 if info := await policy.step():
                     own.append(info.round)
                     anchors = [anchor.clone() for anchor in policy._fragments[0].anchors]

@@ -256,6 +256,12 @@ def test_members_that_all_wait_get_the_first_round() -> None:
     assert captured(free, 1, 0) == captured(free, 2, 1) == [], "members that do not wait contribute later"
 
 
+@pytest.mark.parametrize(("count", "members", "most"), [(3, 4, 3), (1, 4, 5), (2, 5, 4), (3, 2, 2)])
+def test_a_member_that_misses_more_than_its_share_is_slow(count: int, members: int, most: int) -> None:
+    quorum = Quorum(count, 0.0, False)
+    assert [quorum.is_missed_by_slow(missed, members) for missed in (1, most, most + 1)] == [False, False, True]
+
+
 def test_a_leaving_member_leaves_no_member_behind() -> None:
     ledger = with_quorum(1, 0, 1)
     captured(ledger, 1, 0)
