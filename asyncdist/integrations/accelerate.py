@@ -41,7 +41,7 @@ from asyncdist.integrations.joining import (
     note_out_of_memory,
     settle_open_trainings,
 )
-from asyncdist.integrations.random_numbers import draw_apart, shuffle_apart
+from asyncdist.integrations.random_numbers import draw_apart, forget_order, saves_order, shuffle_apart
 from asyncdist.protocols import StepInfo
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
 from asyncdist.protocols.step_info import NOTHING
@@ -81,6 +81,7 @@ def _shuffle_loaders_apart(kind: Any) -> None:
         loader = prepare(self, *args, **options)
         if self.num_processes == 1 and (world := _world()).size > 1:
             shuffle_apart(loader, world.rank)
+            forget_order(loader)
         return loader
 
     kind.prepare_data_loader = prepare_for_rank
@@ -100,6 +101,8 @@ def _load_states_apart(kind: Any) -> None:
             draw_apart(world.rank)
             for loader in self._dataloaders:  # loaders have the samplers of the loaded state
                 shuffle_apart(loader, world.rank)
+                if saves_order(loader):
+                    forget_order(loader)
 
     kind.load_state = load_for_rank
 

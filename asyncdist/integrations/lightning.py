@@ -38,7 +38,7 @@ from asyncdist.integrations.joining import (
     selective_averaging,
 )
 from asyncdist.integrations.metrics import RunningLoss
-from asyncdist.integrations.random_numbers import draw, shuffle_apart
+from asyncdist.integrations.random_numbers import draw, saves_order, shuffle_apart
 from asyncdist.integrations.replicas import Replica, show_replica, state_of_rank, states_of_replica
 from asyncdist.protocols import StepInfo
 from asyncdist.protocols.metrics import NOT_MEASURED
@@ -57,6 +57,8 @@ logger = logging.getLogger("asyncdist.integrations")
 
 #: Lightning callbacks that average weights over time.
 _AVERAGES: Final = frozenset(("StochasticWeightAveraging", "WeightAveraging"))
+#: Key in a checkpoint for the number of the rank, or of the replica, that has saved it.
+_NUMBER: Final = "asyncdist_number"
 #: Packages that contain Lightning's ``Trainer``, each with the name of its Fabric package.
 _LIBRARIES: Final = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
@@ -121,6 +123,7 @@ class Averaging(Callback, Generic[PolicyT]):
         self._spent: Any = None
         self._spent_value: float | None = None
         self._last_state: dict[str, Any] = {}
+        self._has_loaded_other = False  # whether this fit resumes from another rank's checkpoint
         self._world = join()
         self._folder = f"rank{self._world.rank}"
         rank_zero_only.rank = 0  # type: ignore[attr-defined]  # each rank writes its own files; in a replica, one rank
@@ -179,6 +182,8 @@ class Averaging(Callback, Generic[PolicyT]):
             if trainer.training:
                 seed = draw() if self._replica_size == 1 else int(environment.VARIABLES.get("PL_GLOBAL_SEED", 0))
                 shuffle_apart(loader, self._number, size=self._replica_size, seed=seed)
+                if self._has_loaded_other and saves_order(loader):
+                    trainer.fit_loop._combined_loader_states_to_load = []
             return loader
 
         strategy.process_dataloader = process_for_rank
@@ -212,6 +217,7 @@ class Averaging(Callback, Generic[PolicyT]):
         """Forget the states of earlier fits; Lightning calls this method before it loads a checkpoint."""
         if stage == "fit":
             self._last_state = {}
+            self._has_loaded_other = False
             self._training.forget_state()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -343,6 +349,18 @@ class Averaging(Callback, Generic[PolicyT]):
             self._training.load_state_dict(state_of_rank(self._replica, state_dict))
         else:
             self._training.load_state_dict(state_dict)
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add the number of this rank, or of its replica, to the checkpoint."""
+        checkpoint[_NUMBER] = self._number
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Note whether another rank or replica has saved the checkpoint: its loaders' order of rows is not used."""
+        self._has_loaded_other = checkpoint.get(_NUMBER) != self._number
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave the policy because the trainer has raised an exception. Checkpoint callbacks save after this method."""

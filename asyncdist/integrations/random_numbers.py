@@ -6,8 +6,9 @@ in the same way.
 
 - Weights are initialised before a training begins, so the program's seed determines them.
 - :func:`draw_apart` makes the global generators differ when the training begins.
-- :func:`shuffle_apart` does so for samplers with their own seed or generator. The ranks of one replica keep the same
-  order, which their library divides among them.
+- :func:`shuffle_apart` does so for samplers with their own seed or generator, and for a loader's generator, which seeds
+  its workers. The ranks of one replica keep the same order, which their library divides among them.
+- :func:`forget_order` makes a stateful loader forget an order of rows that it has drawn or loaded.
 
 Neither the clock nor the system's entropy is used, so a reproducible program stays reproducible.
 """
@@ -63,7 +64,7 @@ def draw_apart(number: int) -> None:
 
 
 def shuffle_apart(loader: Any, number: int, *, size: int = 1, seed: int | None = None) -> None:
-    """Make a loader's samplers use a different order for each ``number``.
+    """Make a loader's samplers and workers use a different order and different random numbers for each ``number``.
 
     The samplers' seeds and generators are mixed with ``number``. A sampler that divides rows among a number of
     processes other than ``size`` is left unchanged, because the user has divided the rows among all ranks.
@@ -84,6 +85,38 @@ def shuffle_apart(loader: Any, number: int, *, size: int = 1, seed: int | None =
         for name in _SEEDS:
             if is_of_library and isinstance(given := getattr(sampler, name, None), int):
                 setattr(sampler, name, mix(given, number))
+    generator = getattr(loader, "generator", None)
+    if isinstance(generator, torch.Generator) and not any(
+        value is generator for sampler in _samplers_of(loader, size) for value in vars(sampler).values()
+    ):
+        generator.manual_seed(mix(generator.initial_seed(), number))
+
+
+def saves_order(loader: Any) -> bool:
+    """Return whether the loader's state contains its order of rows, as that of a shuffling StatefulDataLoader does."""
+    return _is_stateful(loader) and any(
+        type(sampler).__module__.startswith("torchdata.") and hasattr(sampler, "generator")
+        for sampler in _samplers_of(loader, 1)
+    )
+
+
+def forget_order(loader: Any) -> None:
+    """Make a StatefulDataLoader, possibly wrapped by Accelerate, begin its next epoch without a state.
+
+    Accelerate makes the loader's iterator early, so that its workers already draw the first rows; a loaded state
+    contains the order of the rank that has saved it.
+    """
+    if not _is_stateful(loader):
+        return
+    inner = getattr(loader, "base_dataloader", loader)
+    inner.load_state_dict({})  # drops the iterator
+    inner.next_iter_state = None
+    if inner is not loader:
+        loader.dl_state_dict = {}
+
+
+def _is_stateful(loader: Any) -> bool:
+    return hasattr(getattr(loader, "base_dataloader", loader), "next_iter_state")
 
 
 def _is_of_library(sampler: Any) -> bool:

@@ -129,14 +129,23 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
             )
         if self._seed is None:
             self._seed = args.seed
-        if self._world.size > 1 and not hasattr(args, "asyncdist_rank"):  # no earlier trainer has changed the arguments
-            args.asyncdist_rank = self._world.rank  # type: ignore[attr-defined]
-            output = str(args.output_dir)
-            if args.hub_model_id is None:
-                args.hub_model_id = Path(output).absolute().name  # the trainer would name the repository rank0
-            if (logs := getattr(args, "logging_dir", None)) is not None:  # exists in transformers 4 and earlier
-                args.logging_dir = _logs_of_rank(logs, output, self._folder)  # type: ignore[attr-defined]
-            args.output_dir = os.path.join(output, self._folder)
+        if self._world.size == 1:
+            return
+        owner = getattr(args, "asyncdist_rank", self._world.rank)
+        if owner != self._world.rank:
+            raise ValueError(
+                f"rank {self._world.rank} must have its own TrainingArguments, got those of rank {owner}, which writes "
+                f"to {str(args.output_dir)!r}: make TrainingArguments inside the function that trains"
+            )
+        args.asyncdist_rank = owner  # type: ignore[attr-defined]
+        output = str(args.output_dir)
+        if self._folder in Path(output).parts:  # an earlier trainer has changed the arguments, perhaps before a copy
+            return
+        if args.hub_model_id is None:
+            args.hub_model_id = Path(output).absolute().name  # the trainer would name the repository rank0
+        if (logs := getattr(args, "logging_dir", None)) is not None:  # exists in transformers 4 and earlier
+            args.logging_dir = _logs_of_rank(logs, output, self._folder)  # type: ignore[attr-defined]
+        args.output_dir = os.path.join(output, self._folder)
 
     @contextlib.contextmanager
     def _attached(self, trainer: Trainer) -> Iterator[None]:

@@ -1,7 +1,8 @@
-"""Pushes to the Hugging Face Hub from transformers' Trainer, with a fake hub and without a job."""
+"""Uses transformers' Trainer without a job: pushes to the Hugging Face Hub, with a fake hub, and folders of ranks."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,3 +72,28 @@ def test_only_rank_0_of_a_trainer_pushes_to_the_hub(
     assert hub.created == (["mine"] if rank == 0 else [])
     assert hub.uploads == (["me/mine"] * 2 if rank == 0 else [])
     assert caplog.text.count("only rank 0 pushes") == (1 if rank == 0 else 0)
+
+
+def test_arguments_belong_to_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: ranks in one process, as in a notebook, that shared arguments all wrote to one rank's folder.
+
+    A copy of arguments that a trainer had changed got the folder rank0/rank0.
+    """
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(joining, "hide_ranks", lambda: None)
+    integration = importlib.import_module("asyncdist.integrations.transformers")
+    progress = transformers.trainer.DEFAULT_PROGRESS_CALLBACK
+    monkeypatch.setattr(transformers.trainer, "DEFAULT_PROGRESS_CALLBACK", progress)
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path / "mine"), use_cpu=True, report_to=[])
+
+    def train(rank: int, given: Any) -> str:
+        monkeypatch.setattr(integration, "join", lambda: SimpleNamespace(rank=rank, size=2))
+        averaging = integration.SelectiveAveraging(average_every=2)
+        return str(transformers.Trainer(Model(), given, callbacks=[averaging]).args.output_dir)
+
+    folder = str(tmp_path / "mine" / "rank0")
+    assert train(0, arguments) == folder
+    assert train(0, arguments) == folder
+    assert train(0, dataclasses.replace(arguments)) == folder
+    with pytest.raises(ValueError, match="rank 1 must have its own TrainingArguments, got those of rank 0"):
+        train(1, arguments)

@@ -9,6 +9,7 @@ rank reports, by library, its first weights, the rows of its first epoch, what i
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,11 @@ def dataset() -> TensorDataset:
 
 def loader(**options: Any) -> DataLoader[Any]:
     return DataLoader(dataset(), batch_size=BATCH, shuffle=True, **options)
+
+
+def stateful_loader(**options: Any) -> Any:
+    stateful = importlib.import_module("torchdata.stateful_dataloader")
+    return stateful.StatefulDataLoader(dataset(), batch_size=BATCH, shuffle=True, **options)
 
 
 def _on_one_rank(save: Callable[[], object]) -> None:
@@ -113,6 +119,8 @@ def _accelerate(data: DataLoader[Any], *, shared: Path | None = None, **options:
     model, optimizer, data = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1), data)
     averaging = SelectiveAveraging(model, optimizer, NEVER)
     if shared is not None:
+        if options.get("use_stateful_dataloader"):
+            next(iter(data))  # else its state is empty
         _on_one_rank(lambda: accelerator.save_state(str(shared)))
         accelerator.load_state(str(shared))
     for (row,) in data:
@@ -141,8 +149,22 @@ def accelerate_generator(_: Path) -> Model:
     return _accelerate(loader(generator=torch.Generator().manual_seed(1)))
 
 
-def _lightning(data: DataLoader[Any], *, is_estimated: bool = False, **options: Any) -> Model:
+def accelerate_stateful(_: Path) -> Model:
+    return _accelerate(stateful_loader(), use_stateful_dataloader=True)
+
+
+def accelerate_stateful_workers(_: Path) -> Model:
+    data: Any = DataLoader(dataset(), batch_size=BATCH, shuffle=True, num_workers=1, multiprocessing_context="fork")
+    return _accelerate(data, use_stateful_dataloader=True)
+
+
+def accelerate_stateful_resumed(folder: Path) -> Model:
+    return _accelerate(stateful_loader(), shared=folder / "shared_stateful", use_stateful_dataloader=True)
+
+
+def _lightning(data: Any, *, is_estimated: bool = False, shared: Path | None = None, **options: Any) -> Model:
     import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
 
     from asyncdist.integrations.lightning import SelectiveAveraging
 
@@ -150,6 +172,9 @@ def _lightning(data: DataLoader[Any], *, is_estimated: bool = False, **options: 
         def __init__(self) -> None:
             super().__init__()
             self.net = Model()
+
+        def on_train_epoch_start(self) -> None:
+            self.net.rows.clear()
 
         def training_step(self, batch: Any, _: int) -> Any:
             return self.net(batch[0])["loss"]
@@ -162,17 +187,19 @@ def _lightning(data: DataLoader[Any], *, is_estimated: bool = False, **options: 
     pl.seed_everything(0, workers=True)
     module = Module()
     averaging = SelectiveAveraging(NEVER, **options)
-    trainer = pl.Trainer(
-        max_epochs=1,
-        callbacks=[averaging],
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    plain: dict[str, Any] = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
         **({"devices": 2, "strategy": "ddp"} if options else {"devices": 1}),
-    )
-    trainer.fit(module, data)
+    }
+    if shared is not None:
+        saving = ModelCheckpoint(shared, "{step}", every_n_train_steps=1, save_top_k=-1)
+        _on_one_rank(lambda: pl.Trainer(max_epochs=1, callbacks=[saving], **plain).fit(Module(), data))
+    epochs = 1 if shared is None else 2  # an epoch that is resumed reads the rest
+    trainer = pl.Trainer(max_epochs=epochs, callbacks=[averaging], enable_checkpointing=False, **plain)
+    trainer.fit(module, data, ckpt_path=None if shared is None else shared / "step=3.ckpt")
     return module.net
 
 
@@ -186,6 +213,11 @@ def lightning_workers(_: Path) -> Model:
 
 def lightning_generator(_: Path) -> Model:
     return _lightning(loader(generator=torch.Generator().manual_seed(1)))
+
+
+def lightning_stateful_resumed(folder: Path) -> Model:
+    """From the middle of an epoch of a run of one process."""
+    return _lightning(stateful_loader(), shared=folder / "shared_lightning")
 
 
 def lightning_replicas(_: Path) -> Model:
@@ -299,7 +331,9 @@ LIBRARIES: dict[str, Callable[[Path], Model]] = {
     each.__name__: each
     for each in (
         *(plain, fabric, accelerate, accelerate_seedable, accelerate_generator, accelerate_resumed),
+        *(accelerate_stateful, accelerate_stateful_workers, accelerate_stateful_resumed),
         *(lightning, lightning_workers, lightning_generator, lightning_replicas, lightning_sampler_of_replicas),
+        lightning_stateful_resumed,
         *(transformers, transformers_init, transformers_data_seed, transformers_search, transformers_lengths),
         transformers_resumed,
         *(transformers_replicas, transformers_lengths_of_replicas),

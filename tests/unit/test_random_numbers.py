@@ -16,6 +16,7 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -90,6 +91,32 @@ def test_a_sampler_inside_a_batch_sampler_is_found() -> None:
 def of_package(package: str, base: type[Sampler[Any]]) -> Any:
     """A subclass of a sampler that belongs to a package, which need not be installed."""
     return type("PackagedSampler", (base,), {"__module__": f"{package}.samplers"})
+
+
+@pytest.mark.parametrize("shuffles", [True, False])
+def test_workers_of_a_seeded_loader_draw_other_numbers(shuffles: bool) -> None:
+    """Regression: a loader's generator, if no sampler used it, seeded the workers of all ranks alike."""
+
+    def seed_of_workers(number: int) -> int:  # as a loader makes it when an epoch begins
+        sampler = RandomSampler(ROWS) if shuffles else SequentialSampler(ROWS)
+        loader: DataLoader[int] = DataLoader(ROWS, sampler=sampler, generator=seeded())  # type: ignore[arg-type]
+        shuffle_apart(loader, number)
+        return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
+
+    assert len({seed_of_workers(number) for number in range(4)}) == 4
+    assert seed_of_workers(1) == seed_of_workers(1)
+
+
+def test_a_generator_that_the_users_sampler_has_too_is_unchanged() -> None:
+    class Divides(SequentialSampler):
+        def __init__(self, generator: torch.Generator) -> None:
+            super().__init__(ROWS)
+            self.drawing = generator
+
+    generator = seeded()
+    sampler: Any = Divides(generator)
+    shuffle_apart(DataLoader(ROWS, sampler=sampler, generator=generator), 1)  # type: ignore[arg-type]
+    assert generator.initial_seed() == 3
 
 
 @pytest.mark.parametrize("package", ["torchdata", "trl", "sentence_transformers"])
