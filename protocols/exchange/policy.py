@@ -116,6 +116,7 @@ class ExchangePolicy(ReplicatedPolicy):
         self._admission: Admission | None = None
         self._is_admitting = False
         self._unsound_captures: set[int] = set()  # fragments whose last contribution was not finite
+        self._found_finite_at = -1  # step that found the whole model finite, which has not changed since
         self._unfinished: set[int] = set()  # rounds in flight that could not end in the last call of settle
         self._given: Mapping[int, Mapping[str, Any]] = {}  # loaded contributions to unfinished rounds, by round
 
@@ -471,9 +472,10 @@ class ExchangePolicy(ReplicatedPolicy):
             return
         weight, encoded = self._take_weight(fragment), self._new_encoded(fragment)
         # A non-finite parameter of the fragment makes the norm non-finite, so only the other entries are checked.
-        unsound = self._known_infinities.unsound_entry_of_model(own.layout.stepped_entries)
+        unsound = self._known_infinities.unsound_entry_of_model(own.measured_entries)
         norm = math.nan if unsound is not None else own.capture(tensors, encoded)
         (self._unsound_captures.discard if math.isfinite(norm) else self._unsound_captures.add)(fragment)
+        self._found_finite_at = step if math.isfinite(norm) else -1
         own.advance(len(self._first_ranks()) if math.isfinite(norm) else 0)
         version = own.version if self._quorum is None else own.applied_version
         facts = number, fragment, step, version, weight, norm, own.layout.nbytes, own.layout.unencoded_nbytes
@@ -505,7 +507,9 @@ class ExchangePolicy(ReplicatedPolicy):
             return
         chosen = self.weigh({self._world.rank: report})
         verdict = Verdict(1, tuple(chosen), tuple(chosen.values()), (report.norm,) * len(chosen))
-        self._fragments[(number - 1) % self._fragment_count].merge(verdict, encoded if chosen else ())
+        self._fragments[(number - 1) % self._fragment_count].merge(
+            verdict, [[each] for each in encoded] if chosen else ()
+        )
 
     async def _apply_due(self, step: int) -> list[StepInfo]:
         """Apply all means that are due in this step; wait for those that have not arrived, unless they are skipped."""
@@ -550,7 +554,7 @@ class ExchangePolicy(ReplicatedPolicy):
     async def _write(self, fragment: int, ready: Readiness, *, is_late: bool, is_left_out: bool) -> None:
         """Write a fragment's new values into the model, and reset the optimizer if that is needed."""
         own, trouble, tensors = self._fragments[fragment], ready.trouble, self._tensors()
-        self._is_compared = True
+        self._is_compared, self._found_finite_at = True, -1
         is_whole = bool(trouble) or is_left_out or fragment in self._unsound_captures
         with self._weights.following():
             own.apply(tensors, is_late=is_late, is_whole=is_whole)
@@ -597,4 +601,6 @@ class ExchangePolicy(ReplicatedPolicy):
 
     def _trouble(self) -> str:
         """Describe the part of this rank's weights or optimizer that is not finite; return "" if all is finite."""
-        return trouble_of(self._known_infinities, None if self._shared.resets_optimizer else self.optimizer)
+        optimizer = None if self._shared.resets_optimizer else self.optimizer
+        is_known = self._found_finite_at == self.iteration  # a step that waits for its own round checks once
+        return trouble_of(None if is_known else self._known_infinities, optimizer)

@@ -8,6 +8,7 @@ host read them from its memory.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +17,14 @@ from typing import Any, Final, Protocol
 from torch import Tensor
 
 from asyncdist import RankLostError, RemoteProtocolError
+from asyncdist.host_memory.shared_memory import SharedMemory
 from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import WINDOW_COUNT, StreamAborted
 from asyncdist.protocols.exchange.fetch import REQUEST_COUNT_MAX, Fetch, as_buffers, new_bytes
 from asyncdist.protocols.exchange.messages import Standing, Verdict
 from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, new_memory
+from asyncdist.protocols.parameter_stream import neighbours
 from asyncdist.protocols.parameter_stream.messages import PART_CHUNK_COUNT
 from asyncdist.protocols.parameter_stream.parts import Part
 from asyncdist.protocols.parameter_stream.server import Offer, SnapshotServer
@@ -52,6 +55,10 @@ class Exchanged(Protocol):
     def holds_mean(self) -> bool:
         """True if the memory of the last mean is needed until the mean is applied."""
 
+    @property
+    def uses_up(self) -> bool:
+        """True if :meth:`merge` needs the mean of stepped vectors only during the call, in slices."""
+
     def combine(
         self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
     ) -> None:
@@ -60,8 +67,12 @@ class Exchanged(Protocol):
     def takes(self, number: int) -> bool:
         """Return whether this member uses the mean of a round."""
 
-    def merge(self, verdict: Verdict, encoded: Sequence[Tensor]) -> None:
-        """Take the encoded mean of all donors, one tensor for each vector; empty if there were no donors."""
+    def merge(self, verdict: Verdict, encoded: Sequence[Sequence[Tensor]]) -> None:
+        """Take the encoded mean of all donors; empty if there were no donors.
+
+        Args:
+            encoded: For each vector, the consecutive parts of its mean: the whole vector, or its slices.
+        """
 
     def count_lost(self, version: int) -> None:
         """Count the first ``version`` rounds as merged, because all members that had their means are lost."""
@@ -101,6 +112,7 @@ class MemberRound:
             a census.
         scores: Further values of the member's report; see :class:`protocols.exchange.ledger.Report`.
         mean: The encoded mean, by vector; empty until it is requested.
+        elsewhere: Slices of the mean that are used in their owners' memory, so that ``mean`` does not contain them.
         has_received: Whether the member has received the mean. If replicas have several ranks, the mean is merged only
             when the round is retired, otherwise at once.
         has_merged: Whether the mean is merged.
@@ -116,6 +128,7 @@ class MemberRound:
     attempt: int = 0
     verdict: Verdict | None = None
     mean: list[Tensor] = field(default_factory=list)
+    elsewhere: dict[Slice, Tensor] = field(default_factory=dict)
     has_received: bool = False
     has_merged: bool = False
     task: asyncio.Task[None] | None = None
@@ -152,6 +165,7 @@ class RoundTransfers:
             point, so a slice is then sent in one window of large chunks. A waiting rank sends small chunks, so that
             large slices do not delay each other.
         merges_at_once: Whether a mean is merged when it is received; otherwise :meth:`merge` is called.
+        keeps_means: Whether owners keep a mean unchanged until all members have merged it.
     """
 
     def __init__(
@@ -162,8 +176,10 @@ class RoundTransfers:
         *,
         is_overlapped: bool,
         merges_at_once: bool = True,
+        keeps_means: bool = True,
     ) -> None:
         self._merges_at_once = merges_at_once
+        self._reads_means = merges_at_once and keeps_means
         self._chunk_count = WINDOW_COUNT if is_overlapped else PART_CHUNK_COUNT
         self._services = services
         self._server = server
@@ -175,6 +191,7 @@ class RoundTransfers:
         )
         self._free: dict[int, list[Tensor]] = {nbytes: [] for nbytes in self._block_nbytes}  # by size
         self._lent: dict[int, Tensor] = {}  # by address
+        self._shared: dict[int, SharedMemory] = {}  # by address: blocks that other ranks on this host can map
         self._kept: dict[int, list[Tensor]] = {}  # by fragment: the mean of a retired round, which is not applied yet
         self._scratch: list[Tensor] = []  # pieces of donors' slices, read from their memory
 
@@ -184,9 +201,18 @@ class RoundTransfers:
         if not given.is_frequent:
             nbytes = max(1, given.layout.memory_nbytes(of_mean=of_mean))
         free = self._free.get(nbytes)
-        block = free.pop() if free else new_memory(nbytes)
+        block = free.pop() if free else self._new_block(nbytes, is_kept=free is not None)
         self._lent[_address(block)] = block
         return given.layout.encoded_in(block, of_mean=of_mean)
+
+    def _new_block(self, nbytes: int, *, is_kept: bool) -> Tensor:
+        """Allocate memory that other ranks on this host can map, if it is kept and large."""
+        if is_kept and nbytes >= neighbours.READ_NBYTES_MIN and self._services.shares_memory:
+            with contextlib.suppress(OSError):  # raised without shared memory or a free file descriptor
+                memory = SharedMemory(nbytes)
+                self._shared[_address(memory.tensor)] = memory
+                return memory.tensor
+        return new_memory(nbytes)
 
     def note_applied(self, fragment: int) -> None:
         """Reuse the memory of a fragment's last mean, whose values are no longer needed."""
@@ -208,6 +234,9 @@ class RoundTransfers:
     def offer_mean(self, own: MemberRound, verdict: Verdict) -> None:
         """Offer all slices of a mean that this member holds, under a new verdict."""
         layout = self._fragments[own.fragment].layout
+        for each, part in own.elsewhere.items():
+            layout.part(own.mean, each, of_mean=True).copy_(part)
+        own.elsewhere = {}
         for each in layout.slices if own.mean else ():
             self._offer(own, layout.part(own.mean, each, of_mean=True), _label(verdict.attempt, each, layout))
 
@@ -230,7 +259,10 @@ class RoundTransfers:
         fragment = self._fragments[own.fragment]
         # Otherwise the mean is not for this member, or is part of a state that was received.
         if fragment.takes(own.number) and not has_merged(self._fragments, own.number):
-            fragment.merge(own.verdict, own.mean)
+            own_parts = [[each] for each in own.mean]
+            if fragment.uses_up and own.mean:
+                own_parts = fragment.layout.divided(own.mean, own.elsewhere)
+            fragment.merge(own.verdict, own_parts)
         own.has_merged = True
 
     def stop(self, own: MemberRound) -> None:
@@ -242,13 +274,13 @@ class RoundTransfers:
         if not own.has_merged:
             own.has_received = False
             self._forget(own.mean)
-            own.mean = []
+            own.mean, own.elsewhere = [], {}
 
     def retire(self, own: MemberRound) -> None:
         """Stop offering the slices of a round, and reuse their memory when the last stream has ended."""
         offers, own.offers = own.offers, []
         contribution, mean = list(own.contribution), own.mean
-        own.contribution, own.mean = (), []
+        own.contribution, own.mean, own.elsewhere = (), [], {}
         if not own.has_merged:
             self._forget(mean)
             mean = []
@@ -280,11 +312,18 @@ class RoundTransfers:
         """Do not reuse the memory of an incomplete mean, since a stopped stream may still write into it."""
         if encoded:
             del self._lent[_address(encoded[0])]
+            self._shared.pop(_address(encoded[0]), None)
 
     def _offer(self, own: MemberRound, part: Tensor, label: Part) -> None:
         buffers = as_buffers(part)
         offer = self._server.offer(
-            own.number, buffers, lambda _: None, mean_of=label, ends_earlier=False, chunk_count=self._chunk_count
+            own.number,
+            buffers,
+            lambda _: None,
+            mean_of=label,
+            ends_earlier=False,
+            chunk_count=self._chunk_count,
+            memory=self._shared.get(_address(part)),
         )
         own.offers.append(offer)
 
@@ -329,7 +368,13 @@ class RoundTransfers:
                 if verdict.taker < 0:
                     self._offer(own, layout.part(own.mean, each, of_mean=True), _label(verdict.attempt, each, layout))
             for each in others:
-                await means[each].whole()
+                is_used_up = self._reads_means and self._is_used_up(own, each)
+                part = await means[each].whole(in_place=is_used_up)
+                if not means[each].is_whole:
+                    own.elsewhere[each] = part
+            for each in own.elsewhere:  # from now on, the owners keep these slices until this rank has merged
+                means[each].check()
+                means[each].complete()
         finally:
             for fetch in (*given.values(), *means.values()):
                 fetch.close()
@@ -370,9 +415,15 @@ class RoundTransfers:
             if unread_nbytes >= _YIELD_NBYTES:
                 unread_nbytes = 0
                 await yield_to_loop()
-        for fetch in given:
-            if fetch is not None:
-                fetch.complete()
+        fetches = [fetch for fetch in given if fetch is not None]
+        for fetch in fetches:
+            fetch.check()
+        for fetch in fetches:
+            fetch.complete()
+
+    def _is_used_up(self, own: MemberRound, each: Slice) -> bool:
+        fragment = self._fragments[own.fragment]
+        return fragment.uses_up and fragment.layout.vectors[each.vector].role == "stepped"
 
     def _scratch_of(self, count: int, nbytes: int) -> list[Tensor]:
         """Return scratch memory of ``nbytes`` for each of ``count`` donors; large enough for most pieces."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -129,12 +129,20 @@ class Vector:
     @torch.inference_mode(False)
     def decoded(self, encoded: Tensor, *, of_mean: bool = False) -> Tensor:
         """Return the values of an encoded vector: the vector itself if it is not encoded."""
+        return self.decoded_parts([encoded], of_mean=of_mean)[0]
+
+    @torch.inference_mode(False)
+    def decoded_parts(self, encoded: Sequence[Tensor], *, of_mean: bool = True) -> list[Tensor]:
+        """Return the values of an encoded vector's parts: the whole vector, or its slices."""
         encoding = _encoding(self, of_mean)
         if encoding.codec is None:
-            return encoded
+            return list(encoded)
         values = torch.empty(self.count, dtype=self.dtype, device="cpu")
-        encoding.decode(encoded, values)
-        return values
+        cuts = list(pairwise(dict.fromkeys(self.bounds))) if len(encoded) > 1 else [(0, self.count)]
+        parts = [values[first:last] for first, last in cuts]
+        for each, part in zip(encoded, parts, strict=True):
+            encoding.decode(each, part)
+        return parts
 
 
 class Piece(NamedTuple):
@@ -306,6 +314,21 @@ class WireLayout:
         """Return a slice of encoded vectors as a uint8 tensor."""
         encoding = _encoding(self.vectors[each.vector], of_mean)
         return encoded[each.vector][encoding.place_of(each.first) : encoding.place_of(each.last)].view(torch.uint8)
+
+    def divided(self, encoded: Sequence[Tensor], elsewhere: Mapping[Slice, Tensor]) -> list[list[Tensor]]:
+        """Return the parts of an encoded mean by vector: slices of stepped vectors, and other vectors as a whole.
+
+        Args:
+            encoded: Encoded vectors.
+            elsewhere: Slices of stepped vectors, as uint8, that ``encoded`` does not contain.
+        """
+        parts = [[] if vector.role == "stepped" else [each] for vector, each in zip(self.vectors, encoded, strict=True)]
+        for each in self.slices:
+            vector = self.vectors[each.vector]
+            if vector.role == "stepped":
+                part = elsewhere[each] if each in elsewhere else self.part(encoded, each, of_mean=True)
+                parts[each.vector].append(part.view(vector.mean.encoded_dtype))
+        return parts
 
     def nbytes_of(self, each: Slice, *, of_mean: bool = False) -> int:
         """Return the encoded size of a slice in bytes."""

@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 
+from asyncdist.host_memory.shared_memory import Address
 from asyncdist.messaging import streams
 from asyncdist.messaging.streams import WINDOW_COUNT, Cancel, Grant
 from asyncdist.protocols.parameter_stream.parts import Part
@@ -77,6 +78,9 @@ class Location:
             revokes this token before it reuses the snapshot's memory.
         tensors: Address of each tensor of :func:`parts_of`, including exact tensors; empty if the sender has no
             snapshot for the round.
+        memory: Packed :class:`~asyncdist.host_memory.shared_memory.Address` of the shared memory that contains all
+            tensors; empty if they are not in shared memory.
+        start: Address of the shared memory in the sender's process.
     """
 
     slot: int
@@ -84,6 +88,13 @@ class Location:
     address: int = 0
     token: bytes = b""
     tensors: tuple[int, ...] = ()
+    memory: bytes = b""
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the shared memory has no valid address."""
+        if len(self.memory) not in (0, Address.PACKED_NBYTES):
+            raise ValueError(f"memory must have 0 or {Address.PACKED_NBYTES} bytes, got {len(self.memory)}")
 
 
 Request = Grant | PartGrant | LocateRequest  #: Requests to a donor or a reducer.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 from weakref import WeakKeyDictionary
 
 from asyncdist import AsyncdistError, Envelope, RankLostError, tags
 from asyncdist.host_memory.cross_memory_attach import AttachToken
+from asyncdist.host_memory.shared_memory import SharedMemory
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
@@ -50,6 +51,7 @@ class Offer:
             receiver can reuse a slot before the sender has noticed the end of its first stream.
         mean_of: Part whose mean is offered; None for a snapshot.
         ready_count: Number of chunks of an incomplete mean that are ready; None if all chunks are ready.
+        memory: Shared memory that contains all buffers; None if receivers on this host must copy the buffers.
         token: Token with which receivers check that the memory was valid while they read it; None before the first
             receiver asks for the memory's address.
         chunk_count: Usual number of chunks of a mean.
@@ -65,6 +67,7 @@ class Offer:
     ready_count: int | None = None
     token: AttachToken | None = None
     chunk_count: int | None = None
+    memory: SharedMemory | None = None
 
     def answers(self, round: int, request: Request) -> bool:
         """Return whether this offer can answer a request; an incomplete mean cannot be read directly."""
@@ -75,7 +78,10 @@ class Offer:
         """Return the message with the addresses at which the snapshot can be read until the offer is withdrawn."""
         self.token = token = self.token or AttachToken()
         tensors = tuple(tensor.data_ptr() for _, tensor in parts_of(self.snapshot, exact=True))
-        return Location(slot, token.pid, token.address, token.token, tensors)
+        location = Location(slot, token.pid, token.address, token.token, tensors)
+        if self.memory is None:
+            return location
+        return replace(location, memory=self.memory.address.pack(), start=self.memory.tensor.data_ptr())
 
     def _mean_size(self) -> tuple[int, int]:
         nbytes = stream_nbytes(self.snapshot, exact=True)
@@ -150,6 +156,7 @@ class SnapshotServer:
         ready_count: int | None = None,
         ends_earlier: bool = True,
         chunk_count: int | None = None,
+        memory: SharedMemory | None = None,
     ) -> Offer:
         """Send ``snapshot`` to all ranks that request it in ``round``.
 
@@ -158,10 +165,18 @@ class SnapshotServer:
             ready_count: Number of chunks of the mean that are ready (:meth:`grow` adds the others); None for all.
             ends_earlier: Whether the requests of earlier rounds are aborted.
             chunk_count: Usual number of chunks of the mean; receivers request the same number.
+            memory: Shared memory that contains all buffers, if there is one.
         """
         chunks_made = self._chunks.setdefault(snapshot, {})
         offer = Offer(
-            round, snapshot, on_free, chunks_made, mean_of=mean_of, ready_count=ready_count, chunk_count=chunk_count
+            round,
+            snapshot,
+            on_free,
+            chunks_made,
+            mean_of=mean_of,
+            ready_count=ready_count,
+            chunk_count=chunk_count,
+            memory=memory,
         )
         self._offers.append(offer)
         if ends_earlier:

@@ -101,6 +101,10 @@ class _RuleFragment(Fragment):
         self._rule = rule
         self._share = share
 
+    @property
+    def measured_entries(self) -> frozenset[int]:
+        return super().measured_entries if self._share is None else frozenset()
+
     def capture(self, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
         if self._share is not None:
             tensors = self._share.take(tensors, self.version + 1)

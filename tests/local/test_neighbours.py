@@ -15,10 +15,13 @@ from support.snapshot_exchange import DONORS, ROUND, WEIGHTS, Party
 
 from asyncdist.errors import RankLostError
 from asyncdist.host_memory.cross_memory_attach import AttachToken, PeerProcess
+from asyncdist.host_memory.shared_memory import SharedMemory
 from asyncdist.messaging.streams import StreamAborted
+from protocols.exchange.fetch import Fetch, as_buffers, new_bytes
 from protocols.parameter_stream import messages, neighbours, receiver
 from protocols.parameter_stream.messages import LocateRequest, Location
 from protocols.parameter_stream.neighbours import TRIAL_COUNT
+from protocols.parameter_stream.parts import Part
 
 
 @pytest.fixture(autouse=True)
@@ -231,3 +234,48 @@ def test_an_address_where_nothing_lies_is_an_error(peer: tuple[AttachToken, Peer
     here = torch.zeros(10)
     with pytest.raises(OSError, match="Bad address"):
         peer[1].read(8, here.data_ptr(), here.nbytes)
+
+
+async def test_a_part_in_shared_memory_is_used_where_it_is() -> None:
+    """The part may be used until its donor withdraws it; a donor without shared memory gives a copy."""
+    memory, mapped = SharedMemory(256), []
+    memory.tensor.copy_(torch.arange(256, dtype=torch.uint8))
+    async with parties() as party:
+        for number, shared in enumerate((memory, memory, None), 1):
+            buffers, part = as_buffers(memory.tensor[64:192]), Part(0, 1)
+            offer = party.desks[1].offer(
+                number, buffers, lambda _: None, mean_of=part, ends_earlier=False, memory=shared
+            )
+            fetch = Fetch(party.worlds[0].services, party.desks[0], number, 1, new_bytes(128), part, 1)
+            fetch.ask()
+            found = await fetch.whole(in_place=True)
+            assert torch.equal(found, memory.tensor[64:192])
+            mapped.append(not fetch.is_whole)
+            fetch.check()
+            party.desks[1].withdraw(offer)
+            if not fetch.is_whole:
+                memory.tensor[64] += 1
+                assert torch.equal(found, memory.tensor[64:192])
+                with pytest.raises(StreamAborted):
+                    fetch.check()
+            fetch.close()
+        assert mapped == [False, True, False]  # the first part is streamed
+
+
+async def test_shared_memory_that_cannot_be_mapped_is_copied() -> None:
+    memory = SharedMemory(256)
+    async with parties() as party:
+        of = party.desks[0].neighbours
+        packed = memory.address.pack()
+        wrong = dataclasses.replace(memory.address, token=bytes(16)).pack()
+        assert of.memory_of(1, wrong) is None
+        first = of.memory_of(1, packed)
+        assert first is not None and of.memory_of(1, packed) is first
+        others = [SharedMemory(64) for _ in range(8)]
+        assert all(of.memory_of(1, other.address.pack()) is not None for other in others)
+        assert of.memory_of(1, packed) is not first
+
+
+def test_an_address_of_shared_memory_has_its_size() -> None:
+    with pytest.raises(ValueError, match="memory"):
+        Location(-1, memory=b"short")

@@ -399,6 +399,20 @@ def test_anchors_move_in_place_and_differences_stay(name: str) -> None:
     assert not flat[5 + SIZE :].any()
 
 
+@pytest.mark.parametrize("cuts", [(0, 3), (1, 2, 3, 700_000, 1_000_001), (524_288, 524_289)])
+def test_differences_may_come_in_parts(cuts: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    anchors = [torch.randn(1_000_001, generator=generator), torch.randn(5, generator=generator)]
+    differences = [torch.randn(len(anchor), generator=generator) for anchor in anchors]
+    parts = [*torch.tensor_split(differences[0], cuts), differences[1]]
+    whole, divided = ([anchor.clone() for anchor in anchors] for _ in range(2))
+    for stepped_anchors, given in ((whole, differences), (divided, parts)):
+        outer = OuterStep(functools.partial(SGD, lr=0.7, momentum=0.9, nesterov=True), stepped_anchors)
+        for _ in range(2):
+            outer.step(given)
+    assert all(map(torch.equal, whole, divided)) and not torch.equal(whole[0], anchors[0])
+
+
 def test_differences_are_gradients_only_during_the_step() -> None:
     seen: list[bool] = []
 
@@ -414,7 +428,7 @@ def test_differences_are_gradients_only_during_the_step() -> None:
         outer.step([torch.ones(2), torch.ones(3)])
     assert seen == [True, True, False]
     assert [each.grad for each in made[0].param_groups[0]["params"]] == [None, None]
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(AssertionError, match="elements"):
         outer.step([torch.ones(2)])
 
 
