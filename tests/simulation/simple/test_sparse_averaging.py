@@ -11,6 +11,8 @@ import torch
 from simulation.simple_scenarios import Array, Plan, mean_of, run
 from unit.test_simple_rules import GOLDEN, MASK, split_mix
 
+import asyncdist as ad
+from protocols import SparseAveragingPolicy
 from protocols.simple.sparse_averaging import RandomShare
 
 #: Options of the simulated runs; the first ones are those of the exact runs.
@@ -95,3 +97,18 @@ def test_a_fraction_out_of_range_is_refused(fraction: float) -> None:
 def test_a_negative_seed_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^seed must be an integer >= 0, got -1$"):
         RandomShare(seed=-1)
+
+
+def test_a_rank_with_nan_outside_its_share_does_not_contribute() -> None:
+    """Regression: the model's first entry was not checked, since the drawn share counted as this entry."""
+
+    async def main(world: ad.World) -> tuple[int, ...]:
+        model = torch.nn.Linear(40, 40)
+        torch.nn.init.constant_(model.weight, 1.0)
+        if world.rank == 1:
+            assert 0 not in RandomShare().chosen(1, 1640)
+            torch.nn.init.constant_(model.weight[0, :1], math.nan)
+        async with SparseAveragingPolicy(model, torch.optim.SGD(model.parameters())) as policy:
+            return (await policy.step()).donors
+
+    assert ad.run_local(main, ranks=3) == [(0, 2)] * 3
