@@ -51,7 +51,7 @@ def test_a_module_of_a_package_runs_as_python_runs_it(package: Path, transport: 
     ("words", "told"),
     [
         (["-m", "nowhere"], "-m nowhere must be a module"),
-        (["-m", "nowhere.deeper"], "-m nowhere.deeper: No module named 'nowhere'"),
+        (["-m", "nowhere.deeper"], "-m nowhere.deeper cannot be imported: No module named 'nowhere'"),
         (["-m", "json"], "a package with __main__"),
         ([], "the following arguments are required: script"),
     ],
