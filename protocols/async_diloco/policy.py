@@ -378,7 +378,8 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
 
         :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="wait"``, versions
         are still made, because other ranks may wait for them inside their steps. The leader then does not wait for the
-        ranks that have called this method, even if there is no quorum.
+        ranks that have called this method, even if there is no quorum. With ``late="wait"`` and a quorum, all ranks
+        must call this method before a collective operation of the training loop.
 
         Raises:
             BusyError: The call is inside a block of :meth:`anchor_weights`.

@@ -324,7 +324,8 @@ class ExchangePolicy(ReplicatedPolicy):
 
         :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="skip"``, a round to
         which not all ranks have contributed yet has no mean: all ranks must call this method, and the state contains
-        this rank's contribution instead.
+        this rank's contribution instead. With a quorum and ``late="wait"``, all ranks must call this method before a
+        collective operation of the training loop; no round then waits for this rank until its next step.
         """
         self._check_not_lent("settle()")
         if self._quorum is not None and self._exchange is not None:

@@ -16,7 +16,7 @@ from support.seeds import seeds
 import asyncdist as ad
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.simulation import Compute, Kill, Restart, simulate
-from protocols import AverageApplied, DiLoCoPolicy, SelectiveDiLoCoPolicy, StepInfo
+from protocols import AsyncDiLoCoPolicy, AverageApplied, DiLoCoPolicy, SelectiveDiLoCoPolicy, StepInfo
 from simulation.diloco_quorum_scenarios import LIMIT_S, Log, Plan, draw_slow_leader_plan, run, scenario
 
 SGD = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5, nesterov=True)
@@ -253,6 +253,30 @@ def test_a_saved_state_continues_although_a_rank_was_late(late: str, tmp_path: P
     assert newest >= first[0][0] + 4
     anchors = [anchor for version, anchor in second if version == newest]
     assert len(anchors) >= 2 and all(anchor == anchors[0] for anchor in anchors)
+
+
+@pytest.mark.parametrize("kind", [DiLoCoPolicy, AsyncDiLoCoPolicy])
+def test_ranks_that_settle_may_wait_for_a_late_rank(kind: type[DiLoCoPolicy] | type[AsyncDiLoCoPolicy]) -> None:
+    """Without the call of settle, rank 2 waits for a quorum, and the others wait for rank 2 in the barrier."""
+
+    async def main(world: ad.World, settles: bool) -> int:
+        model, count = torch.nn.Linear(2, 1, bias=False), 0
+        torch.nn.init.constant_(model.weight, 1.0)
+        async with kind(
+            model, torch.optim.SGD(model.parameters(), 0.1), average_every=4, quorum=2, late="wait"
+        ) as policy:
+            for step in range(40):
+                await asyncio.sleep(0.01 * (1 + world.rank))
+                count += bool(await policy.step())
+                if step % 5 == 4:
+                    if settles:
+                        await policy.settle()
+                    await ad.barrier()
+        return count
+
+    assert min(simulate(main, True, ranks=3, seed=1, until_s=LIMIT_S).results) >= 8
+    with pytest.raises(ad.DeadlockError):
+        simulate(main, False, ranks=3, seed=1, until_s=LIMIT_S).value()
 
 
 # -- selective DiLoCo -------------------------------------------------------------------------------------------------
