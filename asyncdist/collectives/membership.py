@@ -134,17 +134,17 @@ class MembershipLog:
     def check_whole(self, group: Group) -> None:
         """Raise RankLostError if a member was restarted since the group was made."""
         for rank in self._incarnations:
-            if rank in group.ranks and self._has_lost(group, rank):
+            if rank in group.ranks and self.has_lost(group, rank):
                 text = f"rank {rank} was restarted, and is not a member of the earlier group {short(group.ranks)}"
                 raise RankLostError(f"{text}; make another group", rank=rank)
 
     def left_after(self, group: Group, rank: int) -> int | None:
         """Return how many collectives of the group ``rank`` had started when it left; None if it is present or lost."""
-        if self._has_lost(group, rank):
+        if self.has_lost(group, rank):
             return None
         return next((each.started.get(group.tag, 0) for each in self._left.values() if rank in each.ranks), None)
 
-    def _has_lost(self, group: Group, rank: int) -> bool:
+    def has_lost(self, group: Group, rank: int) -> bool:
         """Return whether ``rank`` was lost after the group's creation, even if it has been restarted since."""
         return self._lost_at.get(rank, 0) > group.lease.made_after
 
@@ -209,7 +209,7 @@ class MembershipLog:
 
     def _reason(self, group: Group, number: int) -> AsyncdistError | None:
         for rank in (*group.ranks, *group.lease.bound_to) if self._lost_at else ():
-            if self._has_lost(group, rank):
+            if self.has_lost(group, rank):
                 return RankLostError(_loss_of(rank, group), rank=rank)
         for rank, started in self._freed.get(group.tag, {}).items():
             if started < number:

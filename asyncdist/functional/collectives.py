@@ -42,11 +42,15 @@ async def new_group(ranks: Sequence[int], *, world: World | None = None) -> Grou
 
 
 async def surviving_group(group: Group | None = None, *, timeout_s: float = 60.0, world: World | None = None) -> Group:
-    """Make a group of the members of ``group`` that are neither lost nor have left the world.
+    """Make a group of the members of ``group`` that were not lost and have not left the world.
 
     Collective among these members, in a job that survives losses. All get the same group, even if a member is lost
     during the call. Collectives of the old group raise RankLostError, but the new group can be used. Several tasks may
     call this at the same time for different groups.
+
+    A member that was restarted since the group was made is left out, because it may never reach the call. On a
+    restarted rank, the call for the group of all ranks logs a warning and returns a group of this rank alone. To
+    include restarted ranks, list all members: ``await ad.new_group(ranks)``.
 
     Args:
         group: Group, possibly freed, whose surviving members form the new group; by default all ranks.

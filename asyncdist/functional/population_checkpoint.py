@@ -256,7 +256,7 @@ class _Save:
         """Replace the group by the group of the ranks that were never lost. The save still waits for earlier saves."""
         everyone = self._world.group
         groups = self._world.peers.groups
-        self._group = await groups.surviving_group(everyone, _SURVIVORS_TIMEOUT_S, is_restarted_in=False)
+        self._group = await groups.surviving_group(everyone, _SURVIVORS_TIMEOUT_S)
         self.joint = JointWork(self._world, self._group, "save_population")
         # A later save, in a new group of survivors, waits for this one.
         self._group.lease.joint_work, everyone.lease.joint_work = everyone.lease.joint_work, self.joint

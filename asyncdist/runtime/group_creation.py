@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -29,7 +30,8 @@ from asyncdist.waits import WaitId, WaitKind
 _HEARD_AFTER_S: Final = 0.05
 _SUBJECT: Final = "new group"
 _OF_SURVIVORS: Final = "group of the survivors"
-_NEVER_LOST: Final = "group of the ranks that were never lost"
+
+logger = logging.getLogger("asyncdist.runtime.group_creation")
 
 
 class GroupCreation:
@@ -80,26 +82,33 @@ class GroupCreation:
                 meeting = self._agreements.next_meeting(members, subject)
                 self._agreements.stay_away(meeting, error if isinstance(error, Exception) else None)
 
-    async def surviving_group(self, group: Group, timeout_s: float, *, is_restarted_in: bool = True) -> Group:
+    async def surviving_group(self, group: Group, timeout_s: float) -> Group:
         """Make a group of the live members of ``group``; see :func:`asyncdist.surviving_group`.
 
         Members detect a loss at different times. A member whose request includes a lost rank gets an error and requests
         a smaller group, so all survivors request the final list equally often. The agreement is named after the
         original group, since tasks that lost a rank in different groups may request equal lists concurrently.
 
-        Without ``is_restarted_in``, restarted ranks are left out, since they may not have reached the call.
+        Members that were restarted since the group was made are left out. A restarted rank may never reach the call,
+        and ranks connect to it at different times, so that they would request different lists.
         """
-        services = self._services
+        services, has_lost = self._services, self._attendance.has_lost
         origin = group.lease.origin or group.key
-        subject = f"{_OF_SURVIVORS if is_restarted_in else _NEVER_LOST} of {origin:x}"
+        is_of_all = not group.lease.serial
+        if services.incarnation and is_of_all:
+            logger.warning(
+                "rank %d was restarted, so surviving_group() returns a group of this rank alone: the ranks that were "
+                "never lost do not wait for it",
+                services.rank,
+            )
+            return await self.new_group([services.rank], timeout_s, subject=_OF_SURVIVORS)
         give_up_at = services.time() + timeout_s
         while True:
             gone = set(services.gone)
-            left_out = gone if is_restarted_in else gone.union(services.restarted)
-            live = [rank for rank in group.ranks if rank not in left_out]
+            live = [rank for rank in group.ranks if rank not in gone and not has_lost(group, rank)]
             try:
                 left_s = max(round(give_up_at - services.time(), 3), 0.001)
-                made = await self.new_group(live, left_s, subject=subject)
+                made = await self.new_group(live, left_s, subject=f"{_OF_SURVIVORS} of {origin:x}")
                 made.lease.origin = origin
                 return made
             except (RankLostError, ClosedError, DisagreementError):

@@ -319,14 +319,14 @@ class Peers:
         self._services.stop_reading()
         self.agreements.leave()
         self.attendance.leave()
-        self.announce(Leave(self.attendance.started(), self.attendance.lost))
+        self.announce(Leave(self.attendance.started(), self._losses()))
         if self.announcements is not None:
             self._services.watch_contacts(self._tell_contact)
             self.announcements.depart(self._departure(Stage.LEFT))
 
     def finalize(self) -> None:
         """Notify every peer that this rank has ended."""
-        self.announce(Finalize(self.attendance.started(), self.attendance.lost))
+        self.announce(Finalize(self.attendance.started(), self._losses()))
         if self.announcements is not None:
             self.announcements.depart(self._departure(Stage.ENDED))
 
@@ -363,9 +363,13 @@ class Peers:
         if self.announcements is not None:
             self.announcements.close()
 
+    def _losses(self) -> Losses:
+        """Return the lost ranks, without those to which this restarted rank has not connected: they may be alive."""
+        return tuple(each for each in self.attendance.lost if not self._services.is_unmet(each[0]))
+
     def _departure(self, stage: Stage) -> Departure:
         told = runs_of(tuple(sorted(self._services.sent_to - self._services.heard_from)))
-        return Departure.of(self._services.rank, stage, self.attendance.started(), self.attendance.lost, told)
+        return Departure.of(self._services.rank, stage, self.attendance.started(), self._losses(), told)
 
     def _tell_contact(self, rank: int) -> None:
         """Notify a rank whose first message arrived after main had returned on this rank."""

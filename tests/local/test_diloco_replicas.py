@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from typing import Any
 
 import pytest
@@ -124,9 +125,23 @@ def test_a_rank_that_leaves_before_its_mates_is_named() -> None:
     assert "same number of steps" in said[2] and "rank 3" in said[2] and said[0] == said[1] == said[3] == ""
 
 
-def test_one_replica_alone_makes_outer_steps() -> None:
-    start(ranks=2, replica_size=2)
-    start(ranks=1, replica_size=2)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_replica_alone_makes_outer_steps(ranks: int) -> None:
+    """Both rounds' differences are -1: the anchor moves by 0.5 * 1, and then, with momentum, by 0.5 * 1.5."""
+
+    async def main(world: ad.World) -> list[float]:
+        model, found = nn.Linear(1, 1, bias=False), []
+        nn.init.zeros_(model.weight)
+        outer = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5)
+        async with policy(model, replica_size=2, outer_optimizer=outer) as own:
+            for _ in range(4):
+                with torch.no_grad():
+                    model.weight += 0.5
+                await own.step()
+                found.append(model.weight.item())
+        return found
+
+    assert ad.run_local(main, ranks=ranks) == [[0.5, 0.5, 1.0, 1.25]] * ranks
 
 
 def test_a_cancelled_step_ends_the_replica() -> None:

@@ -73,9 +73,11 @@ def ratio_of_medians(ours: Sequence[float], rival: Sequence[float]) -> float:
 
 
 def model_of(parameter_count: int, layer_count: int = 8) -> nn.Module:
-    """Return an MLP of square layers with about ``parameter_count`` float32 parameters."""
+    """Return an MLP of square layers with about ``parameter_count`` float32 parameters, equal on all ranks."""
     width = round(math.sqrt(parameter_count / layer_count))
-    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layer_count)))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layer_count)))
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
