@@ -195,8 +195,8 @@ EXCHANGE_MUTANTS: Final = (
         "exchange",
         "a message to a rank that does not know yet that it leads is lost",
         "protocols/exchange/exchange.py",
-        "        if ledger is None:\n            self._early.append((source, number, message))\n            return\n",
-        "        if ledger is None:\n            return\n",
+        "            self._early.append((source, number, message))\n            return\n",
+        "            return\n",
         DILOCO,
     ),
     Mutant(
