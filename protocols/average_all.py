@@ -8,7 +8,9 @@ raises the cancellation. Otherwise no member averages in this step: the other me
 at the next due step. If a member has left, the others get ClosedError instead of waiting forever.
 
 The average is a collective, and not a round of :mod:`protocols.exchange`, which survives the loss of members but takes
-longer: with 64 MiB on 4 ranks of one host, 1.04 s and 0.59 s, measured in one run on 2 cores.
+longer: with 64 MiB on 4 ranks of one host, 64 ms and 42 ms of CPU time per rank. A round also computes the norm of each
+contribution (6 ms), and copies the mean (10 ms), because it may be retired before the step applies it. Both keep their
+data in :mod:`asyncdist.host_memory.shared_memory`, and add it up with :mod:`asyncdist.tensors.means`.
 """
 
 from __future__ import annotations
