@@ -233,7 +233,11 @@ class Exchange:
         def is_over() -> bool:
             return (not self._rounds and self._is_released) or any(rank in gone for rank in mates)
 
-        return await self._services.engine.until(is_over, WaitId(WaitKind.OWN_ROUND), deadline=deadline)
+        is_settled = await self._services.engine.until(is_over, WaitId(WaitKind.OWN_ROUND), deadline=deadline)
+        if not is_settled:
+            me = self._services.rank
+            logger.warning("rank %d leaves after drain_timeout_s, and other ranks may lack the means of its rounds", me)
+        return is_settled
 
     def leave(self) -> None:
         """Leave the exchange. Contributions to rounds in progress are withdrawn."""

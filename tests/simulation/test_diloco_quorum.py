@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,13 @@ def test_no_rank_waits_for_one_that_is_100_times_slower(late: str) -> None:
         assert average_count >= 0.97 * alone[rank][0] / 10, "rounds do not have the slow rank's pace"
         assert max(blocks[500:]) <= max(blocks[:500]) <= 6
     assert results[3][1] >= 1, "the slow rank takes part"
+
+
+def test_a_rank_that_leaves_before_others_are_done_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    compute = Compute(step_s=0.01, factors={3: 1000.0})
+    with caplog.at_level(logging.WARNING, logger="protocols.exchange"):
+        simulate(counts, 5.0, {"quorum": 3, "late": "wait"}, ranks=4, compute=compute)
+    assert any("drain_timeout_s" in each.getMessage() for each in caplog.records)
 
 
 @pytest.mark.parametrize("late", ["wait", "skip"])
