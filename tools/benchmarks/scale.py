@@ -189,6 +189,7 @@ def _round_s(size: int, route: str, settings: Settings, model_nbytes: int) -> fl
 
 async def _train_small(world: ad.World) -> int:
     """Train until the coordinator has decided enough rounds; return how many, and 0 on other ranks."""
+    torch.manual_seed(0)  # the ranks begin with equal weights
     model = torch.nn.Linear(32, 1)
     async with AsyncSelectiveAveragingPolicy(model, optimizer_of(model), average_every=10) as policy:
         for _ in range(10 * 2 * _POPULATION_ROUNDS):
@@ -214,6 +215,7 @@ def _population(size: int) -> dict[str, float]:
 
 async def _train_on_island(world: ad.World) -> tuple[int, int, int] | None:
     """Take part in some rounds; on a coordinator return the rounds that have ended, emigrants and guests."""
+    torch.manual_seed(0)  # the ranks begin with equal weights
     model = torch.nn.Linear(4, 1)
     policy = AsyncSelectiveAveragingPolicy(
         model, optimizer_of(model), average_every=_AVERAGE_EVERY, replacement_ratio=RATIO,
