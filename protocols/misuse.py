@@ -15,6 +15,7 @@ from types import FrameType, TracebackType
 from typing import Any, Final, NoReturn
 
 import asyncdist
+from asyncdist import BusyError, ClosedError
 from asyncdist.protocols.step_info import StepInfo
 
 logger = logging.getLogger("protocols.misuse")
@@ -46,6 +47,37 @@ def line_of_caller() -> tuple[str, int]:
     """Return the file and line from which this function's caller was called."""
     frame = sys._getframe(2)
     return frame.f_code.co_filename, frame.f_lineno
+
+
+def refuse_call(call: str, kind: str, stage: str, *, is_stepping: bool) -> NoReturn:
+    """Raise the error that explains why a call of a policy is not possible now.
+
+    The error is the same on all ranks, so that the job reports it only once.
+
+    Args:
+        kind: Name of the policy's class.
+        stage: Stage of the policy: "new", "open", "lent" or "closed".
+    """
+    if stage == "new":
+        raise ClosedError(
+            f"{call} must be called inside async with {kind}(...) as policy, or in blocking code inside with "
+            f"asyncdist.blocking.policy({kind}(...)) as policy",
+            state=stage,
+        )
+    if stage == "closed":
+        raise ClosedError(f"{call} must be called inside the policy's async with block, which has ended", state=stage)
+    if stage == "lent":
+        raise BusyError(
+            f"{call} must not be called inside async with policy.anchor_weights(), while the model contains the "
+            "anchor; leave the block first",
+            state=stage,
+        )
+    if is_stepping:
+        raise BusyError(f"{call} must be called by one task at a time, but another task of this rank is inside step()")
+    raise BusyError(
+        f"{call} must not be called while world.compute(...) may change the weights or a save reads them; await the "
+        "compute or the save first"
+    )
 
 
 def warn_of_no_step(first_call: tuple[str, int]) -> None:

@@ -12,14 +12,13 @@ import dataclasses
 import json
 from collections.abc import Coroutine, Mapping
 from types import TracebackType
-from typing import Any, ClassVar, Final, Literal, Self, TypeAlias, Unpack
+from typing import Any, ClassVar, Final, Literal, NoReturn, Self, TypeAlias, Unpack
 
 import torch
 from torch import nn
 
 from asyncdist import (
     BusyError,
-    ClosedError,
     DisagreementError,
     Group,
     LocalProtocolError,
@@ -38,6 +37,7 @@ from asyncdist.protocols.misuse import (
     NoPlainContext,
     UnawaitedStep,
     line_of_caller,
+    refuse_call,
     warn_of_first_weights,
     warn_of_no_step,
     warn_of_opposite_metric,
@@ -581,33 +581,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     def _check_not_lent(self, call: str) -> None:
         """Raise BusyError if the model contains other weights than its own now."""
         if self._stage == "lent":
-            raise BusyError(
-                f"{call} must not be called inside async with policy.anchor_weights(), while the model contains the "
-                "anchor; leave the block first",
-                state=self._stage,
-            )
+            self._refuse(call)
 
-    def _refuse(self, call: str = "step()") -> None:
-        """Raise the error that explains why a call, by default a step, is not possible now.
-
-        The error is the same on all ranks, so that the job reports it only once.
-        """
-        if self._stage == "new":
-            raise ClosedError(
-                f"{call} must be called inside async with {type(self).__name__}(...) as policy, or in blocking code "
-                f"inside with asyncdist.blocking.policy({type(self).__name__}(...)) as policy",
-                state=self._stage,
-            )
-        if self._stage == "closed":
-            raise ClosedError(
-                f"{call} must be called inside the policy's async with block, which has ended", state=self._stage
-            )
-        self._check_not_lent(call)
-        if self._stepping:
-            raise BusyError(
-                f"{call} must be called by one task at a time, but another task of this rank is inside step()"
-            )
-        raise BusyError(
-            f"{call} must not be called while world.compute(...) may change the weights or a save reads them; await "
-            "the compute or the save first"
-        )
+    def _refuse(self, call: str = "step()") -> NoReturn:
+        """Raise the error that explains why a call, by default a step, is not possible now."""
+        refuse_call(call, type(self).__name__, self._stage, is_stepping=self._stepping)

@@ -297,7 +297,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
             reshard(self.model)
         tensors, first = self._tensors(), self._number_in_exchange(last) + 1
         place_count = len(self._fragments) * self._numbers_per_round
-        is_sound = self._unsound() is None
+        is_sound = self._known_infinities.unsound_entry_of_model() is None
         for number, each in enumerate(self._anchor_means, first):
             if each.number != number:  # equal if an earlier call was cancelled
                 version, place = divmod(number - 1, place_count)

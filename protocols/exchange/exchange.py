@@ -20,6 +20,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from asyncdist.protocols.exchange.leading import Leading, MemberMessage
 from torch import Tensor
 
 from asyncdist import Envelope, RankLostError, tags
@@ -27,19 +28,7 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.exchange.catching_up.catch_up import CatchUp
 from asyncdist.protocols.exchange.catching_up.offers import Offers
-from asyncdist.protocols.exchange.ledger import (
-    AwaitGrace,
-    Decide,
-    Instruction,
-    Ledger,
-    Partners,
-    Quorum,
-    Retire,
-    TakeCensus,
-    Weighing,
-    all_members,
-    reported_weights,
-)
+from asyncdist.protocols.exchange.ledger import Partners, Quorum, Weighing, all_members, reported_weights
 from asyncdist.protocols.exchange.messages import (
     Asked,
     Captured,
@@ -111,14 +100,10 @@ class Exchange:
         self._is_released = True  # whether this member may leave
         self._are_leaving = False  # whether another member was lost, has left, or is ending
         self._contributed: dict[int, int] = {}  # by fragment: the round in which the last contribution counts
-        self._unreleased: set[int] = set()  # members that are ending and wait for this leader's permission
-        self._early: list[tuple[int, int, ExchangeMessage]] = []  # messages that arrived before this rank leads
         self._orders: list[tuple[int, ExchangeMessage]] = []  # messages that arrived before this newcomer has a state
         self._unread: list[Envelope[ExchangeMessage]] | None = []  # messages before the opening; None afterwards
-        self._is_slow = False  # whether this leader delays the rounds, and abdicates after the present message
         self._is_closed = False
-        self._weigh, self._partners = weighing_of(replicas, weigh), partners
-        self._ledger: Ledger | None = None
+        self._leading = Leading(self, services, membership, weighing_of(replicas, weigh), partners, quorum)
         self._replicas = replicas
         self._counterparts = frozenset(replicas.counterparts(services.rank))
         self._server = SnapshotServer(services, scopes.to_members)
@@ -137,8 +122,7 @@ class Exchange:
         if quorum is not None:
             offers = Offers(services, scopes.to_coordinator, is_overlapped=is_overlapped)
             self._catch_up = CatchUp(self, services, offers, fragments)
-        if membership.leads:
-            self._ledger = self._new_ledger()
+        self._leading.follow(self._retired)
         membership.open(self)
         if quorum is not None and not membership.is_joining:  # members that have loaded a checkpoint may be behind
             self._begin_leading()
@@ -174,6 +158,10 @@ class Exchange:
         decided = [each.number for each in self._rounds.values() if each.fragment == fragment and each.attempt]
         last = max(self._newest(fragment), self._retired[fragment], *decided, 0)
         return last + count if last else fragment + 1
+
+    def last_contribution(self, fragment: int) -> int:
+        """Return the round in which this member's last contribution to a fragment counts; 0 before the first."""
+        return self._contributed.get(fragment, 0)
 
     def _newest(self, fragment: int) -> int:
         """Return a fragment's last round whose state this member has; 0 before the first."""
@@ -228,7 +216,7 @@ class Exchange:
         gone, mates = self._services.gone, self._replicas.mates(self._services.rank)
         if self._quorum is not None and not self._membership.is_joining:
             self._is_ending, self._is_released = True, False
-            self._send(Ending(), sorted(self._membership.living), 0)
+            self.send(Ending(), sorted(self._membership.living), 0)
 
         def is_over() -> bool:
             return (not self._rounds and self._is_released) or any(rank in gone for rank in mates)
@@ -244,6 +232,7 @@ class Exchange:
         if self._is_closed:
             return
         self._is_closed = True
+        self._leading.close()
         for own in self._rounds.values():
             self._transfers.stop(own)
             self._transfers.retire(own)
@@ -304,38 +293,28 @@ class Exchange:
 
     def may_admit(self) -> bool:
         """Return whether no census is in progress."""
-        return self._ledger is not None and self._ledger.can_admit
+        return self._leading.can_admit
 
     def on_lost(self, rank: int) -> None:
         """As the leader, decide again the rounds that need the lost member."""
         self._forget_lost()
-        if self._ledger is not None:
-            self._carry_out(self._ledger.on_gone(rank))
-            self._release(self._ledger)
+        self._leading.on_lost(rank)
 
     def on_new_leader(self) -> None:
-        """Report this member's standing to the new leader, which takes a census."""
+        """MemberMessage this member's standing to the new leader, which takes a census."""
         self._forget_lost()
-        self._ledger = self._new_ledger() if self._membership.leads else None  # this rank may have abdicated
-        self._unreleased.clear()
+        self._leading.follow(self._retired)
         self._begin_leading()
-
-    def _new_ledger(self) -> Ledger:
-        return Ledger(self._membership.living, self._retired, self._weigh, self._partners, quorum=self._quorum)
 
     def _begin_leading(self) -> None:
         """Begin a census, if this member leads, and report this member's standing to the leader."""
-        if self._ledger is not None:
-            self._ledger.take_over()
+        self._leading.take_over()
         self._hold(0)
         if self._is_paused:
             self._tell_leader(Paused(), 0)
         if self._is_ending:
-            self._send(Ending(), sorted(self._membership.living), 0)
-        if self._ledger is not None:  # otherwise this member keeps them until it leads
-            early, self._early = self._early, []
-            for each in early:
-                self._hear(*each)
+            self.send(Ending(), sorted(self._membership.living), 0)
+        self._leading.hear_early()
 
     def on_reachable(self, rank: int) -> None:
         """Connect to a restarted member, and start to receive the means that it provides."""
@@ -348,8 +327,7 @@ class Exchange:
 
     def on_admitted(self, rank: int) -> None:
         """Send the verdicts of all rounds in progress to a newcomer, as the leader."""
-        assert self._ledger is not None, "only a leader admits"
-        self._carry_out(self._ledger.on_admitted(rank, self._services.rank))
+        self._leading.on_admitted(rank)
 
     def on_settling(self) -> None:
         """Do nothing: after its contribution, a member need not make a step for the round to end."""
@@ -363,12 +341,10 @@ class Exchange:
         elif source not in self._membership.known:
             logger.debug("rank %d, which is not a member, sent a %s", source, type(message).__name__)
         elif isinstance(message, Captured | Merged | Paused | Ending | Census):
-            self._hear(source, number, message)
+            self._leading.hear(source, number, message)
             if isinstance(message, Ending):
                 self._look_behind_after_all()
-            if self._is_slow:
-                self._is_slow = False
-                self._membership.abdicate()
+            self._leading.abdicate_if_slow()
         elif isinstance(message, Asked | Given | Taken):
             if self._catch_up is not None:
                 self._catch_up.on_message(source, number, message)
@@ -377,37 +353,6 @@ class Exchange:
                 self._orders.append((number, message))
             else:
                 self._obey(number, message)
-
-    def _hear(self, source: int, number: int, message: ExchangeMessage) -> None:
-        """Handle a member's message as the leader, or keep it until this rank notices that it leads."""
-        ledger = self._ledger
-        if ledger is None:
-            if isinstance(message, Census):  # earlier messages were for a leader that has abdicated
-                self._early = [each for each in self._early if each[0] != source]
-            self._early.append((source, number, message))
-            return
-        match message:
-            case Captured(weight, norm, scores):
-                self._carry_out(ledger.on_captured(source, number, weight, norm, scores))
-            case Merged():
-                self._carry_out(ledger.on_merged(source, number))
-            case Paused():
-                self._carry_out(ledger.on_paused(source))
-            case Ending():
-                self._unreleased.add(source)
-                self._carry_out(ledger.on_ending(source))
-            case Census(census, standings, retired, newest) if len(retired) == len(self._fragments):
-                self._carry_out(ledger.on_census(source, census, standings, retired, newest))
-            case Census():
-                logger.warning("rank %d sent standings that cannot be right: %.300r", source, message)
-        self._release(ledger)
-
-    def _release(self, ledger: Ledger) -> None:
-        """Allow members that are ending to leave, as the leader."""
-        if self._unreleased:
-            released = self._unreleased & ledger.released()
-            self._unreleased -= released
-            self._send(Released(), sorted(released), 0)
 
     def _obey(self, number: int, message: ExchangeMessage) -> None:
         """Handle the leader's message as a member."""
@@ -422,7 +367,7 @@ class Exchange:
             case Retired(holder):
                 self._retire(number, holder)
             case Ending():
-                self._hear(self._services.rank, number, message)
+                self._leading.hear(self._services.rank, number, message)
             case Released():
                 self._is_released = True
                 self._services.engine.recheck()
@@ -570,48 +515,15 @@ class Exchange:
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
-    def _tell_leader(self, message: ExchangeMessage, number: int) -> None:
+    def _tell_leader(self, message: MemberMessage, number: int) -> None:
         leader = self._membership.leader
         if self._membership.leads:
-            self._hear(leader, number, message)
+            self._leading.hear(leader, number, message)
         else:
             self.post(message, leader, number)
 
-    def _carry_out(self, instructions: Sequence[Instruction]) -> None:
-        for instruction in instructions:
-            match instruction:
-                case Decide(number, verdict, dests):
-                    self._is_slow = self._is_slow or self._delays_rounds(number, verdict)
-                    self._send(Decided(verdict), dests, number)
-                case TakeCensus(number):
-                    self._send(Hold(number), sorted(self._membership.living), 0)
-                case Retire(number, holder):
-                    self._send(Retired(holder), sorted(self._membership.living), number)
-                case AwaitGrace(number, grace):
-                    self._services.spawn_service(self._await_grace(number, grace), name=f"grace of round {number}")
-
-    def _delays_rounds(self, number: int, verdict: Verdict) -> bool:
-        """Return whether this leader contributes to so few rounds that it should abdicate."""
-        if self._quorum is None or self._services.rank not in verdict.late:
-            return False
-        count = len(self._fragments)
-        last = self._contributed.get((number - 1) % count, 0)
-        return self._quorum.is_missed_by_slow((number - last) // count, len(self._membership.living))
-
-    async def _await_grace(self, number: int, grace: int) -> None:
-        """Decide a round, as the leader, when its grace period is over."""
-        assert self._quorum is not None, "only a quorum has a grace period"
-        ledger, deadline = self._ledger, self._services.time() + self._quorum.grace_s
-
-        def is_over() -> bool:
-            is_former = ledger is not self._ledger  # this rank has abdicated
-            return self._is_closed or ledger is None or is_former or not ledger.is_in_grace(number, grace)
-
-        await self._services.engine.until(is_over, WaitId(WaitKind.CONTRIBUTIONS), deadline=deadline)
-        if ledger is not None and not is_over():
-            self._carry_out(ledger.on_grace_over(number, grace))
-
-    def _send(self, message: ExchangeMessage, dests: Sequence[int], number: int) -> None:
+    def send(self, message: ExchangeMessage, dests: Sequence[int], number: int) -> None:
+        """Send a message with a round number to some members, which may include this one."""
         me = self._services.rank
         for dest in dests:
             if dest != me:

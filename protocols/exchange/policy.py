@@ -31,10 +31,9 @@ from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.options import ExchangeOptions
 from asyncdist.protocols.exchange.replicas.group import Readiness, ReplicaGroup, joined_replica
 from asyncdist.protocols.exchange.replicas.parts import ReplicaParts, write_parts
-from asyncdist.protocols.exchange.results import in_round, result_of
 from asyncdist.protocols.exchange.rounds import Exchanged, copy_encoded, has_merged
 from asyncdist.protocols.exchange.schedule import Schedule
-from asyncdist.protocols.exchange.statistics import ExchangeStatistics, statistics_of
+from asyncdist.protocols.exchange.statistics import ExchangeStatistics, in_round, result_of, statistics_of
 from asyncdist.protocols.exchange.wire_layout import WireLayout
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
@@ -479,16 +478,12 @@ class ExchangePolicy(ReplicatedPolicy):
         self._found_finite_at = step if math.isfinite(norm) else -1
         own.advance(len(self._first_ranks()) if math.isfinite(norm) else 0)
         version = own.version if self._quorum is None else own.applied_version
-        facts = number, fragment, step, version, weight, norm, own.layout.nbytes, own.layout.unencoded_nbytes
+        nbytes, unencoded_nbytes = own.layout.nbytes, own.layout.unencoded_nbytes
         self._contribute(number, encoded, Report(weight, norm, scores))
-        event = Contributed(*facts)
+        event = Contributed(number, fragment, step, version, weight, norm, nbytes, unencoded_nbytes)
         self._journal.note_contributed(event)
         if self._shared.on_event is not None:
             self._shared.on_event(event)
-
-    def _place(self, fragment: int) -> int:
-        """Return a fragment's index in the result of :meth:`_exchanged`."""
-        return fragment * self._numbers_per_round
 
     def _first_ranks(self) -> set[int]:
         """Return the living members, or the first rank of each replica."""
@@ -499,7 +494,7 @@ class ExchangePolicy(ReplicatedPolicy):
         """Return memory for the encoded vectors of a contribution."""
         if self._exchange is None:
             return self._fragments[fragment].layout.new_encoded()
-        return self._exchange.new_encoded(self._place(fragment))
+        return self._exchange.new_encoded(fragment * self._numbers_per_round)
 
     def _contribute(self, number: int, encoded: Sequence[Tensor], report: Report) -> None:
         """Offer a contribution to the other ranks, or merge it if this rank is alone."""
@@ -508,9 +503,8 @@ class ExchangePolicy(ReplicatedPolicy):
             return
         chosen = self.weigh({self._world.rank: report})
         verdict = Verdict(1, tuple(chosen), tuple(chosen.values()), (report.norm,) * len(chosen))
-        self._fragments[(number - 1) % self._fragment_count].merge(
-            verdict, [[each] for each in encoded] if chosen else ()
-        )
+        fragment, mean = (number - 1) % self._fragment_count, [[each] for each in encoded] if chosen else ()
+        self._fragments[fragment].merge(verdict, mean)
 
     async def _apply_due(self, step: int) -> list[StepInfo]:
         """Apply all means that are due in this step; wait for those that have not arrived, unless they are skipped."""
@@ -546,7 +540,7 @@ class ExchangePolicy(ReplicatedPolicy):
         await self._write(fragment, ready, is_late=is_late, is_left_out=self._takes_whole(mean.verdict))
         self._flights.end(fragment)
         if self._exchange is not None:
-            self._exchange.note_applied(self._place(fragment))
+            self._exchange.note_applied(fragment * self._numbers_per_round)
         info = self._info_of(fragment, flight, mean, ready)
         info = replace(info, seconds=self._world.time() - began_at, waited_s=waited_s)
         self._announce_average(self._shared.on_event, info, mean.verdict.weights)
@@ -571,8 +565,8 @@ class ExchangePolicy(ReplicatedPolicy):
     def _info_of(self, fragment: int, flight: Flight, mean: Mean, ready: Readiness) -> StepInfo:
         """Return the result of a step that applies a mean, without its durations."""
         info = result_of(self._fragments[fragment], mean, ready, self._replicas, self._first_ranks())
-        count, has_quorum = self._fragment_count, self._quorum is not None
-        info = in_round(info, flight, fragment, count, self.iteration, has_quorum=has_quorum)
+        numbers = fragment, self._fragment_count, self.iteration
+        info = in_round(info, flight, *numbers, has_quorum=self._quorum is not None)
         return replace(info, gains=self._gains_of(mean.verdict))
 
     def _gains_of(self, verdict: Verdict) -> tuple[float, ...]:
@@ -595,10 +589,6 @@ class ExchangePolicy(ReplicatedPolicy):
         if self._replica is not None and self._parts is not None:
             write_parts(await self._parts.share(self._replica, fragments, tensors), tensors)
         self._reshard()
-
-    def _unsound(self) -> str | None:
-        """Return the name of an entry of the model with an unexpected non-finite value, or None."""
-        return self._known_infinities.unsound_entry_of_model()
 
     def _trouble(self) -> str:
         """Describe the part of this rank's weights or optimizer that is not finite; return "" if all is finite."""

@@ -145,7 +145,7 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
 
     async def _take_scores(self, fragment: int, tensors: Sequence[Tensor]) -> tuple[float, ...]:
         """Return the anchor's score and the score after a trial step; () if the replica's weights are not finite."""
-        count = 0 if self._unsound() is not None else self._replica_count()
+        count = 0 if self._known_infinities.unsound_entry_of_model() is not None else self._replica_count()
         if self._replica is not None:  # all ranks of a replica try the same step, even if only some have noticed a loss
             count = await self._replica.smallest(count)
         if not count:
