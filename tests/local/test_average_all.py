@@ -67,7 +67,7 @@ def test_average_all_statistics_count_averages_and_print_a_table() -> None:
     for rank, text in enumerate(run(main, 2)):
         title, *lines = text.splitlines()
         assert title == f"AverageAllPolicy 'all', rank {rank}"
-        assert lines[:2] == ["iteration         7", "averages applied  2"] and lines[3].startswith("averaged")
+        assert [line.split() for line in lines[:2]] == [["iteration", "7"], ["averages", "applied", "2"]]
 
 
 def test_average_all_on_a_sub_group_divides_by_its_size() -> None:

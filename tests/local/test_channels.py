@@ -145,7 +145,7 @@ async def test_every_tag_that_is_not_reserved_can_be_had(pair: list[World]) -> N
 
 async def test_two_owners_of_one_tag_collide_by_name(pair: list[World]) -> None:
     pair[0].channel(Number, tag=TAG, name="first")
-    with pytest.raises(LocalProtocolError, match=r"not in use, got \d+ for .*'second', which .*'first'"):
+    with pytest.raises(LocalProtocolError, match=r"in use already, got \d+ for .*'second', which .*'first'"):
         pair[0].channel(Number, tag=TAG, name="second")
     pair[0].channel(Number, tag=TAG, name="first")
     with pytest.raises(LocalProtocolError, match="is already open"):

@@ -89,7 +89,8 @@ async def train(world: ad.World, plan: Plan, folder: Path, first: int, last: int
             optimizer.zero_grad()
             (model.train()(x) - x[:, :1]).square().mean().backward()
             optimizer.step()
-            named: dict[str, Any] = {} if plan.policy in POLICIES else {"tokens": 1 + (step + world.rank) % 3}
+            counts = plan.options.get("weights") == "tokens"
+            named: dict[str, Any] = {"tokens": 1 + (step + world.rank) % 3} if counts else {}
             if isinstance(policy, SelectiveDiLoCoPolicy):
                 named["loss"] = evaluate
             await policy.step(**named)

@@ -157,5 +157,7 @@ def test_a_state_of_another_place_in_a_replica_is_refused() -> None:
             await ad.barrier()
 
     simulate(main, ranks=4, seed=1, strict=True).value()
-    with pytest.raises(ValueError, match=r"rank 0 of a replica with 2 ranks, got that of rank 1 of a replica with 2"):
+    with pytest.raises(
+        ValueError, match=r"rank 0 of a replica with 2 ranks, got a state of rank 1 of a replica with 2"
+    ):
         simulate(main, ranks=4, seed=1).value()
