@@ -70,9 +70,10 @@ def test_a_quorum_of_all_equals_diloco_bit_for_bit(
         for step, (own, right) in enumerate(zip(mine.weights, theirs.weights[rank], strict=True)):
             assert all(map(np.array_equal, own, right)), (rank, step)
         for own_info, right_info in zip(mine.infos, theirs.infos[rank], strict=True):
-            # DiLoCo adds up the norms of slices.
-            assert own_info.outer_norm == pytest.approx(right_info.outer_norm, rel=1e-6)
-            assert own_info.cosine == pytest.approx(right_info.cosine, abs=1e-5)
+            norms = own_info.outer_norm, right_info.outer_norm
+            if any(norms):  # DiLoCo adds up the norms of slices
+                assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+                assert own_info.cosine == pytest.approx(right_info.cosine, abs=1e-5)
 
 
 def test_no_rank_waits_for_a_slow_one() -> None:

@@ -93,8 +93,9 @@ def test_a_surviving_job_whose_last_rank_was_killed_has_failed() -> None:
     assert ends.conclude(0) == (137, [f"rank 0 {KILLED}", f"rank 1 {KILLED}", "no rank is left"])
 
 
-@pytest.mark.parametrize("codes", [{0: -9, 1: 0}, {1: 3, 0: 0}, {1: -9}])
-def test_surviving_job_succeeds_if_a_rank_outlives_the_lost_ones(codes: dict[int, int]) -> None:
+@pytest.mark.parametrize("codes", [{0: -9, 1: 0}, {1: 3, 0: 0}, {1: -9}, {1: 0, 0: -9}])
+def test_surviving_job_succeeds_if_a_rank_is_not_lost(codes: dict[int, int]) -> None:
+    """Regression: it failed if a lost rank was the last to end, after the others had trained to their end."""
     ends = JobEnds(2, survives=True)
     assert [ends.note(rank, code) for rank, code in codes.items()] == [None] * len(codes)
     assert ends.conclude(0) == (0, [])

@@ -89,9 +89,8 @@ class JobEnds:
 
     def _conclude_survivors(self, code: int) -> tuple[int, list[str]]:
         """Return the exit code and lines to print for a job that survives losses, and fails only if all ranks fail."""
-        last = list(self.codes.values())[-1] if len(self.codes) == self.ranks else 0
-        if code or not last:
+        codes = list(self.codes.values())
+        if code or len(codes) < self.ranks or 0 in codes:
             return code, []
-        lost = [rank for rank, theirs in self.codes.items() if theirs]
-        lines = [f"rank {rank} {how_ended(self.codes[rank])}" for rank in sorted(lost)]
-        return exit_code(last), [*lines, "no rank is left"]
+        lines = [f"rank {rank} {how_ended(theirs)}" for rank, theirs in sorted(self.codes.items())]
+        return exit_code(codes[-1]), [*lines, "no rank is left"]
