@@ -20,7 +20,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from asyncdist.protocols.exchange.leading import Leading, MemberMessage
 from torch import Tensor
 
 from asyncdist import Envelope, RankLostError, tags
@@ -28,6 +27,7 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.exchange.catching_up.catch_up import CatchUp
 from asyncdist.protocols.exchange.catching_up.offers import Offers
+from asyncdist.protocols.exchange.leading import Leading, MemberMessage
 from asyncdist.protocols.exchange.ledger import Partners, Quorum, Weighing, all_members, reported_weights
 from asyncdist.protocols.exchange.messages import (
     Asked,

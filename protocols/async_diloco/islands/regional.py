@@ -102,6 +102,14 @@ class Regional:
         """
         given = await self._upper.registered()
         applied = dict(given.applied).get(self._island, 0)
+        if applied < held.merged:
+            logger.warning(
+                "the global server was lost together with all ranks that had its newest versions; the global anchor "
+                "lacks the contributions of island %d after version %d of the island's anchor, up to version %d",
+                self._island,
+                applied,
+                held.merged,
+            )
         if applied > held.merged and applied > held.version:
             logger.warning(
                 "the server of island %d was lost together with all members that had version %d of its anchor; the "
