@@ -309,6 +309,8 @@ class AsyncMember:
                 if is_new:
                     task = self._take_answer(leader, number, message)
                     self._fetching = self._anchors.spawn(task, f"anchor {message.version}")
+                elif self._fetching is None:  # the contribution was that of this rank's previous process
+                    self.post(Taken(), leader, message.version)
             case Registered(applied):
                 task = self._take_registration(leader, number, applied)
                 self._anchors.spawn(task, f"global anchor {number}")

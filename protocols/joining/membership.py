@@ -310,9 +310,11 @@ class Membership:
         self._post(Waiting(*self._me()[1:]), self.leader)
 
     def complete_joining(self) -> None:
-        """Record that this newcomer has loaded the leader's state."""
+        """Record that this newcomer has loaded the leader's state. The leader may have left since it sent the state."""
         self.is_joining = False
         self._post(Acquainted(self._me()), self.leader)
+        if self.leader not in self.living:
+            self._services.engine.loop.call_soon(self._follow_next)
 
     def _me(self) -> tuple[int, int, int]:
         return self._services.rank, self._services.incarnation, self._attempt
@@ -351,6 +353,8 @@ class Membership:
 
     def _follow_next(self) -> None:
         """Follow the first member in the order, if it is not the leader already."""
+        if self._is_closed:
+            return
         former, self.leader = self.leader, self.members()[0]
         if self.leader == former:
             return

@@ -113,6 +113,16 @@ def test_any_faults_keep_each_contribution(block: int) -> None:
         seen_in(seed)
 
 
+def test_a_newcomer_leads_if_the_leader_left_while_it_joined() -> None:
+    """Regression: it sent its contributions to the rank that had left, and waited forever for an answer."""
+    seen_in(550236)
+
+
+def test_an_answer_to_a_killed_process_does_not_keep_the_leader() -> None:
+    """Regression: its new process did not need the offered anchor, so the leader waited a minute to hand over."""
+    seen_in(550030)
+
+
 @pytest.mark.slow
 def test_the_drawn_runs_have_all_kinds_of_events() -> None:
     seen: Counter[str] = Counter()

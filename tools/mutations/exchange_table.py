@@ -194,7 +194,7 @@ EXCHANGE_MUTANTS: Final = (
         "exchange-early-message-lost",
         "exchange",
         "a message to a rank that does not know yet that it leads is lost",
-        "protocols/exchange/exchange.py",
+        "protocols/exchange/leading.py",
         "            self._early.append((source, number, message))\n            return\n",
         "            return\n",
         DILOCO,
