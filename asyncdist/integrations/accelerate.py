@@ -40,6 +40,7 @@ from asyncdist.integrations.joining import (
     join,
     note_out_of_memory,
     settle_open_trainings,
+    warn_of_iterable,
 )
 from asyncdist.integrations.random_numbers import draw_apart, forget_order, saves_order, shuffle_apart
 from asyncdist.protocols import StepInfo
@@ -82,6 +83,7 @@ def _shuffle_loaders_apart(kind: Any) -> None:
         if self.num_processes == 1 and (world := _world()).size > 1:
             shuffle_apart(loader, world.rank)
             forget_order(loader)
+            warn_of_iterable(loader, world)
         return loader
 
     kind.prepare_data_loader = prepare_for_rank

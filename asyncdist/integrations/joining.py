@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from asyncdist import environment, rank_program, validation
 from asyncdist.blocking.callers import Caller, current_caller, find_caller, is_in_a_rank
@@ -150,6 +151,22 @@ def warn_of_unlabelled_lines(world: World, cure: str) -> None:
             "its rank; %s",
             world.size,
             cure,
+        )
+
+
+def warn_of_iterable(loader: Any, world: World) -> None:
+    """Log once, on rank 0, that all ranks may read the same rows if the loader's data set is iterable."""
+    data = getattr(loader, "dataset", None)
+    is_divided = getattr(data, "_distributed", None) is not None  # by split_dataset_by_node of datasets
+    is_undivided = isinstance(data, IterableDataset) and not is_divided
+    if is_undivided and world.rank == 0 and world.size > 1 and "iterable" not in _told:
+        _told.add("iterable")
+        logger.warning(
+            "averaging: the training data are an iterable data set (%s), whose order of rows the integration does not "
+            "change: unless it depends on the rank, all ranks train on the same rows. With Hugging Face's datasets, "
+            "call split_dataset_by_node(data, rank=world.rank, world_size=world.size), with world = "
+            "asyncdist.blocking.process_world()",
+            type(data).__name__,
         )
 
 

@@ -36,9 +36,10 @@ from asyncdist.integrations.joining import (
     join,
     refuse_copy,
     selective_averaging,
+    warn_of_iterable,
 )
 from asyncdist.integrations.metrics import RunningLoss
-from asyncdist.integrations.random_numbers import draw, saves_order, shuffle_apart
+from asyncdist.integrations.random_numbers import draw, draw_apart, saves_order, shuffle_apart
 from asyncdist.integrations.replicas import Replica, show_replica, state_of_rank, states_of_replica
 from asyncdist.protocols import StepInfo
 from asyncdist.protocols.metrics import NOT_MEASURED
@@ -182,6 +183,7 @@ class Averaging(Callback, Generic[PolicyT]):
             if trainer.training:
                 seed = draw() if self._replica_size == 1 else int(environment.VARIABLES.get("PL_GLOBAL_SEED", 0))
                 shuffle_apart(loader, self._number, size=self._replica_size, seed=seed)
+                warn_of_iterable(loader, self._world)
                 if self._has_loaded_other and saves_order(loader):
                     trainer.fit_loop._combined_loader_states_to_load = []
             return loader
@@ -221,11 +223,17 @@ class Averaging(Callback, Generic[PolicyT]):
             self._training.forget_state()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the policy, together with all ranks."""
+        """Start the policy, together with all ranks, unless the strategy loads the checkpoint after this method."""
         self._trainer = trainer
         self._has_losses = self._has_warned = False
         self._loss.reset()
         self._example_count = 0
+        if not trainer.strategy.restore_checkpoint_after_setup:
+            self._begin(trainer, pl_module)
+        elif self._world.size > 1:
+            draw_apart(self._world.rank)  # before the loaders seed their workers
+
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._training.begin(pl_module, self._choose(trainer.optimizers))
         if self.monitor is None:
             self._training.judge_by_training_loss()
@@ -252,7 +260,12 @@ class Averaging(Callback, Generic[PolicyT]):
         return optimizers[index or 0]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record the number of earlier optimizer steps, which is known only after a checkpoint has been loaded."""
+        """Record the number of earlier optimizer steps, which is known only after a checkpoint has been loaded.
+
+        Start the policy if the strategy has loaded the checkpoint only now, as ModelParallelStrategy does.
+        """
+        if trainer.strategy.restore_checkpoint_after_setup:
+            self._begin(trainer, pl_module)
         self._steps = _steps_of(trainer)
         self._step_count = self._first_step_count = self._steps.completed
 
@@ -487,8 +500,9 @@ def _write_below(trainer: pl.Trainer, folder: str) -> None:
         for name in ("_root_dir", "_save_dir"):
             if isinstance(given := getattr(logger, name, None), str | os.PathLike):
                 setattr(logger, name, below(given))
-        options = getattr(logger, "_wandb_init", {})  # wandb has a folder in addition to the logger's
-        if options.get("dir") is not None:
+        options = getattr(logger, "_wandb_init", None)  # wandb has a folder in addition to the logger's
+        # The logger of fast_dev_run has each attribute, as a method.
+        if isinstance(options, dict) and options.get("dir") is not None:
             options["dir"] = below(options["dir"])
             os.makedirs(options["dir"], exist_ok=True)  # if it is missing, wandb uses a temporary folder
     writers: list[Any] = [trainer.profiler, *trainer.checkpoint_callbacks]  # type: ignore[attr-defined]

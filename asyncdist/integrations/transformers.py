@@ -39,6 +39,7 @@ from asyncdist.integrations.joining import (
     join,
     log_once_that_rank_0_pushes,
     selective_averaging,
+    warn_of_iterable,
     warn_of_unlabelled_lines,
 )
 from asyncdist.integrations.metrics import RunningLoss
@@ -157,6 +158,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
             "log": self._adding_count,
             "_save_optimizer_and_scheduler": self._saving_state,
             "_load_optimizer_and_scheduler": self._loading_state,
+            "_load_best_model": self._leaving_before,
         }
         if self._world.size > 1:
             self._give_folder_to_reporters(trainer)
@@ -230,6 +232,15 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
 
         return load_both
 
+    def _leaving_before(self, load_best_model: Callable[..., None]) -> Callable[..., None]:
+        """Wrap ``load_best_model`` to leave the policy first, which may change the weights for the last time."""
+
+        def leave_and_load(*args: Any, **options: Any) -> None:
+            self._training.end()
+            load_best_model(*args, **options)
+
+        return leave_and_load
+
     def _seeing_batches(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
         def step(model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
             if self._counts_tokens:
@@ -257,9 +268,13 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         """Wrap ``log`` to add the number of adopted averages to each log entry before reporters receive it."""
 
         def log_with_count(logs: dict[str, float], *args: Any, **options: Any) -> None:
-            if self._training.replacement_count:
-                logs[self._count_name] = self._training.replacement_count
-            log(logs, *args, **options)
+            if not self._training.replacement_count:
+                log(logs, *args, **options)
+                return
+            logged = {**logs, self._count_name: self._training.replacement_count}
+            log(logged, *args, **options)
+            logs.clear()  # the trainer returns these logs as metrics, and a search adds them up
+            logs.update((name, value) for name, value in logged.items() if name != self._count_name)
 
         return log_with_count
 
@@ -268,6 +283,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         model, optimizer = of["model"], of["optimizer"]
         self._has_losses = False
         self._loss.reset()
+        self._newest = NOT_MEASURED  # an earlier training, perhaps of another model, has evaluated last
         self._token_count = 0.0
         if self.monitor is not None and args.eval_strategy == "no":
             self._warn("eval_strategy is 'no', so only the program's own evaluations report %r", self.monitor)
@@ -279,6 +295,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         if self._world.size > 1:
             seed = args.seed if args.data_seed is None else args.data_seed
             shuffle_apart(of["train_dataloader"], self._number, size=self._size, seed=seed if self._size > 1 else None)
+            warn_of_iterable(of["train_dataloader"], self._world)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
         """Do a step of the policy."""

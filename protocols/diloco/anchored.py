@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncdist.protocols.joining.replicated import ReplicatedPolicy
+from asyncdist.tensors.optimizers.weights import kept_mode
 
 
 class AnchoredPolicy(ReplicatedPolicy):
@@ -33,7 +34,9 @@ class AnchoredPolicy(ReplicatedPolicy):
                     held_out_loss = model(torch.ones(4, 2)).square().mean().item()
 
         At the end, also after an exception, parameters and buffers have the same bits as before, and training continues
-        as if the block had not been there. The optimizer is not changed. Do not train the model in the block.
+        as if the block had not been there. The optimizer is not changed. Do not train the model in the block. A
+        schedule-free optimizer has the mode of before again. Its ``eval()`` in the block would mix the anchor with this
+        rank's own z.
 
         The block receives no data. The anchor is the newest one that this rank has, of each fragment after its last
         merged round. With overlap, a quorum or asynchronous rounds, another rank may have a newer one. One rank may
@@ -55,7 +58,7 @@ class AnchoredPolicy(ReplicatedPolicy):
         tensors = self._tensors()
         self._stage = "lent"
         try:
-            with restored(tensors):
+            with restored(tensors), kept_mode(self.optimizer):
                 try:
                     await self._write_anchor(tensors)
                     yield

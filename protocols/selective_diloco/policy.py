@@ -32,6 +32,7 @@ from asyncdist.protocols.selective_diloco.donors import AnchorScores, DonorRules
 from asyncdist.protocols.selective_diloco.options import SelectiveDiLoCoOptionNames, TrialOptions, check_beside
 from asyncdist.protocols.selective_diloco.trials import measure
 from asyncdist.protocols.step_info import StepInfo
+from asyncdist.tensors.optimizers.weights import kept_mode
 
 logger = logging.getLogger("protocols.selective_diloco")
 
@@ -158,7 +159,8 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         share = 1.0 / donor_limit(count, self._rules)
         complete = functools.partial(self._complete, tensors=tensors)
         try:
-            metrics = await measure(self._fragments, fragment, tensors, share, self._evaluate, complete)
+            with kept_mode(self.optimizer):
+                metrics = await measure(self._fragments, fragment, tensors, share, self._evaluate, complete)
         finally:
             self._reshard()
         self._journal.note_metric(self.iteration, metrics[0])

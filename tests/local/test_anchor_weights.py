@@ -153,6 +153,37 @@ def test_an_exception_in_the_block_restores_the_weights() -> None:
     run(main, 2)
 
 
+@pytest.mark.parametrize("kind", ["one fragment", "async", "selective"])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_eval_in_the_block_does_not_change_the_training(kind: str, is_wrapped: bool) -> None:
+    """Regression: after eval() in the block, as transformers' evaluate() calls it, train() changed the own weights."""
+    schedulefree = pytest.importorskip("schedulefree", reason="the test extra brings schedulefree")
+
+    async def main(world: ad.World) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = (
+            schedulefree.ScheduleFreeWrapper(torch.optim.SGD(model.parameters(), lr=0.5))
+            if is_wrapped
+            else schedulefree.SGDScheduleFree(model.parameters(), lr=0.5)
+        )
+        optimizer.train()
+        options: dict[str, Any] = {"average_every": EVERY}
+        if kind == "selective":
+            options |= {"metric": lambda: [optimizer.eval(), model.bias.item()][1], "metric_mode": "min"}
+        async with KINDS[kind](model, optimizer, **options) as policy:
+            for _ in range(EVERY + 1):
+                train(model, optimizer, 1 + world.rank)
+                await policy.step()
+                own = clone_state(model)
+                async with policy.anchor_weights():
+                    optimizer.eval()
+                optimizer.train()
+                assert equal_states(clone_state(model), own)
+
+    run(main, 2)
+
+
 @pytest.mark.parametrize("kind", ["one fragment", "async"])
 def test_calls_that_would_mix_both_weights_are_refused(kind: str, tmp_path: Path) -> None:
     async def main(world: ad.World) -> None:

@@ -1,4 +1,4 @@
-"""Resumes trainings of Lightning within an epoch, with ranks in one process."""
+"""Resumes trainings of Lightning, with ranks in one process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import asyncdist as ad
+from protocols import DiLoCoPolicy
 
 ROWS, BATCH, SAVED_AFTER = 16, 2, 3
 
@@ -84,3 +85,75 @@ def test_only_the_own_checkpoint_has_the_order_of_rows(tmp_path: Path) -> None:
     (_, _, first), (_, _, second) = ranks
     assert first[:-ROWS] != second[:-ROWS]
     assert first[-ROWS:] != second[-ROWS:]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_policy_begins_with_what_a_strategy_loads_late(tmp_path: Path) -> None:
+    """Regression: under ModelParallelStrategy a resumed policy began with the initial weights, and without its state.
+
+    Such a strategy loads the checkpoint after on_fit_start.
+    """
+    pl = pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    from asyncdist.integrations.lightning import Averaging
+
+    class LateStrategy(SingleDeviceStrategy):
+        restore_checkpoint_after_setup = True
+
+    class Module(pl.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def fit(epochs: int, rank: int, strategy: Any, checkpoint: Path | None) -> tuple[torch.Tensor, pl.Trainer]:
+        torch.manual_seed(0)
+        module = Module()
+        trainer = pl.Trainer(
+            max_epochs=epochs,
+            devices=1,
+            accelerator="cpu",
+            strategy=strategy,
+            callbacks=[Averaging(DiLoCoPolicy, average_every=3)],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        rows = torch.arange(1.0, 5.0)[:, None] + rank
+        trainer.fit(module, torch.utils.data.DataLoader(TensorDataset(rows)), ckpt_path=checkpoint)
+        return module.net.weight.detach(), trainer
+
+    def train(world: ad.blocking.World) -> bool:
+        path = tmp_path / f"{world.rank}.ckpt"
+        whole, _ = fit(4, world.rank, "auto", None)
+        fit(2, world.rank, "auto", None)[1].save_checkpoint(path)
+        resumed, _ = fit(4, world.rank, LateStrategy("cpu"), path)
+        return torch.equal(whole, resumed)
+
+    assert ad.run_local(ad.blocking.hosted(train), ranks=2) == [True, True]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_fast_dev_run_trains_on_each_rank(tmp_path: Path) -> None:
+    """Regression: AttributeError, because the logger of fast_dev_run has every attribute."""
+    pl = pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from asyncdist.integrations.lightning import SelectiveAveraging
+
+    def train(world: ad.blocking.World) -> int:
+        averaging = SelectiveAveraging(average_every=1)
+        trainer = pl.Trainer(
+            fast_dev_run=2, devices=1, accelerator="cpu", callbacks=[averaging], default_root_dir=tmp_path
+        )
+        trainer.fit(BoringModel())
+        return int(trainer.global_step)
+
+    assert ad.run_local(ad.blocking.hosted(train), ranks=2) == [2, 2]

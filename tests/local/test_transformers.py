@@ -1,4 +1,4 @@
-"""Uses transformers' Trainer without a job: pushes to the Hugging Face Hub, with a fake hub, and folders of ranks."""
+"""Uses transformers' Trainer without a job: pushes to a fake Hugging Face Hub, folders of ranks, and logs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+import asyncdist as ad
 from asyncdist.integrations import joining
+from protocols import DiLoCoPolicy
 
 
 class Hub:
@@ -97,3 +99,92 @@ def test_arguments_belong_to_one_rank(tmp_path: Path, monkeypatch: pytest.Monkey
     assert train(0, dataclasses.replace(arguments)) == folder
     with pytest.raises(ValueError, match="rank 1 must have its own TrainingArguments, got those of rank 0"):
         train(1, arguments)
+
+
+@pytest.fixture
+def integration(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import the integration without hiding this process's rank, and restore what ranks change in the process."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(joining, "hide_ranks", lambda: None)
+    monkeypatch.setattr(joining, "_told", set())
+    progress = transformers.trainer.DEFAULT_PROGRESS_CALLBACK
+    monkeypatch.setattr(transformers.trainer, "DEFAULT_PROGRESS_CALLBACK", progress)
+    return importlib.import_module("asyncdist.integrations.transformers")
+
+
+def test_the_count_of_averages_is_logged_but_is_not_a_metric(
+    integration: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a search by the sum of the metrics of evaluate() chose the trial with the fewest replacements."""
+    import transformers
+
+    monkeypatch.setattr(integration, "join", lambda: SimpleNamespace(rank=0, size=1))
+    averaging = integration.SelectiveAveraging(average_every=2)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, label_names=["inputs"]
+    )
+    rows = [{"inputs": torch.ones(2)}]
+    trainer = transformers.Trainer(Model(), arguments, eval_dataset=rows, callbacks=[averaging])
+    averaging._training.replacement_count = 3
+    with averaging._attached(trainer):
+        metrics = trainer.evaluate()
+    assert trainer.state.log_history[-1]["replacements"] == 3
+    assert "eval_loss" in metrics and "replacements" not in metrics
+
+
+def test_the_best_model_is_loaded_after_the_last_average(integration: Any, tmp_path: Path) -> None:
+    """Regression: the average of eager anchors, with which the policy ends, changed the loaded best model."""
+    import transformers
+    from safetensors.torch import load_file
+
+    def train(world: ad.blocking.World) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        model = Model()
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=7,
+            per_device_train_batch_size=1,
+            eval_strategy="steps",
+            eval_steps=2,
+            save_strategy="best",
+            metric_for_best_model="eval_loss",
+            greater_is_better=False,
+            load_best_model_at_end=True,
+            learning_rate=0.1,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            label_names=["inputs"],
+        )
+        averaging = integration.Averaging(DiLoCoPolicy, average_every=1, eager=True)
+        rows = [{"inputs": torch.full((2,), 1.0 + world.rank)}] * 7
+        trainer = transformers.Trainer(
+            model, arguments, train_dataset=rows, eval_dataset=rows[:1], callbacks=[averaging]
+        )
+        trainer.evaluate = lambda *_, **__: {"eval_loss": trainer.state.global_step}  # type: ignore[method-assign]
+        trainer.train()
+        best = load_file(tmp_path / f"rank{world.rank}" / "checkpoint-2" / "model.safetensors")
+        return dict(model.state_dict()), best
+
+    for own, best in ad.run_local(ad.blocking.hosted(train), ranks=2):
+        assert own.keys() == best.keys()
+        assert all(torch.equal(own[name], best[name]) for name in own)
+
+
+def test_a_training_forgets_the_metric_of_an_earlier_one(
+    integration: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a new trial of a search was first judged by the last evaluation of the previous trial's model."""
+    import transformers
+
+    from asyncdist.protocols.metrics import NOT_MEASURED
+
+    monkeypatch.setattr(integration, "join", lambda: SimpleNamespace(rank=0, size=1))
+    averaging = integration.SelectiveAveraging(average_every=2, monitor="eval_loss")
+    monkeypatch.setattr(averaging._training, "begin", lambda model, optimizer: None)
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    averaging.on_evaluate(arguments, None, None, metrics={"eval_loss": 1.0})
+    averaging.on_train_begin(arguments, None, None, model=None, optimizer=None)
+    assert averaging._metric() is NOT_MEASURED
+    averaging.on_evaluate(arguments, None, None, metrics={"eval_loss": 2.0})
+    assert averaging._metric() == 2.0

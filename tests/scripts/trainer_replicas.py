@@ -123,9 +123,7 @@ def diloco_of_lightning(folder: Path, *, is_sharded: bool) -> list[float]:
         trainer.fit(module, loader(), **options)
         return trainer, module
 
-    if is_sharded:
-        return fit(4)[1].net.values()
-    path = folder / f"saved{ad.blocking.process_world().rank // 2}.ckpt"
+    path = folder / f"{'sharded' if is_sharded else 'saved'}{ad.blocking.process_world().rank // 2}.ckpt"
     fit(2)[0].save_checkpoint(path)
     return fit(4, ckpt_path=path)[1].net.values()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -21,6 +23,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from asyncdist.integrations import joining
+from asyncdist.integrations.joining import warn_of_iterable
 from asyncdist.integrations.random_numbers import draw_apart, shuffle_apart
 
 ROWS = range(16)
@@ -183,3 +187,26 @@ def test_a_sampler_that_the_user_has_written_stays_unchanged() -> None:
             return len(ROWS) // 4
 
     assert sorted(chain.from_iterable(order(Divides(rank), rank) for rank in range(4))) == list(ROWS)
+
+
+class Numbers(IterableDataset[int]):
+    """Has the same rows on all ranks, unless ``_distributed`` is set, as by split_dataset_by_node of datasets."""
+
+    def __init__(self, distributed: object = None) -> None:
+        self._distributed = distributed
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(ROWS)
+
+
+def test_undivided_iterable_data_are_warned_of_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "_told", set())
+    first, second, alone = (SimpleNamespace(rank=rank, size=size) for rank, size in ((0, 2), (1, 2), (0, 1)))
+    for data, world in ((Numbers(), second), (Numbers(), alone), (Numbers(1), first), (list(ROWS), first)):
+        warn_of_iterable(DataLoader(data), world)  # type: ignore[arg-type]
+    assert not caplog.records
+    for _ in range(2):
+        warn_of_iterable(DataLoader(Numbers()), first)  # type: ignore[arg-type]
+    assert [record.message.count("Numbers") for record in caplog.records] == [1]

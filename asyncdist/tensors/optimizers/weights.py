@@ -299,6 +299,25 @@ def _is_schedule_free(optimizer: Any) -> bool:
     )
 
 
+@contextlib.contextmanager
+def kept_mode(optimizer: Any) -> Iterator[None]:
+    """Restore, at the end of the block, the train() or eval() mode of schedule-free optimizers.
+
+    The weights are not changed: the caller restores them.
+    """
+    wrapped = wrapped_optimizers(optimizer)
+    groups = [group for each in wrapped for group in getattr(each, "param_groups", ()) if "train_mode" in group]
+    modes = [group["train_mode"] for group in groups]
+    wrappers = [(each, each.train_mode) for each in wrapped if isinstance(getattr(each, "train_mode", None), bool)]
+    try:
+        yield
+    finally:
+        for group, mode in zip(groups, modes, strict=True):
+            group["train_mode"] = mode
+        for each, mode in wrappers:
+            each.train_mode = mode
+
+
 def _is_evaluating(optimizer: Any) -> bool:
     """Return whether a schedule-free optimizer is in eval() mode, so that the model contains its averaged weights."""
     for each in wrapped_optimizers(optimizer):
