@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,6 +110,9 @@ def integration(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(joining, "_told", set())
     progress = transformers.trainer.DEFAULT_PROGRESS_CALLBACK
     monkeypatch.setattr(transformers.trainer, "DEFAULT_PROGRESS_CALLBACK", progress)
+    accelerate = sys.modules.get("asyncdist.integrations.accelerate")
+    if accelerate is not None:  # its import, in another test, has patched what the trainer uses: it would open a world
+        monkeypatch.setattr(accelerate, "_world", lambda: SimpleNamespace(rank=0, size=1))
     return importlib.import_module("asyncdist.integrations.transformers")
 
 

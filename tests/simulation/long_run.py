@@ -88,7 +88,7 @@ class Watch:
 
     def look(self, phase: int) -> None:
         """Count what lives now, without the bounded caches of functions."""
-        for cached in [each for each in gc.get_objects() if isinstance(each, functools._lru_cache_wrapper)]:
+        for cached in [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]:
             if cached.__module__.startswith(("asyncdist.", "protocols.")):
                 cached.cache_clear()
         gc.collect()
