@@ -49,14 +49,16 @@ class Encoding:
     Attributes:
         dtype: Dtype of the values.
         codec: Codec of the values; None if they are sent unchanged.
+        width: Number of consecutive values for each element of the vector; above 1 only without a codec.
     """
 
     dtype: torch.dtype
     codec: Codec | None
+    width: int = 1
 
     def place_of(self, index: int) -> int:
         """Return the index of element ``index``, the first of a block, in the encoded vector."""
-        return index if self.codec is None else self.codec.nbytes(index)
+        return index * self.width if self.codec is None else self.codec.nbytes(index)
 
     @property
     def encoded_dtype(self) -> torch.dtype:
@@ -195,6 +197,8 @@ class WireLayout:
         codec: Codec of the stepped float32 vector.
         divisible: Names of the parameters that may be cut into pieces; None if all may be. Each other parameter is one
             piece, so that it is combined as a whole.
+        width: Number of values for each element of a stepped vector in the mean: 1, or the number of donors if the
+            "mean" consists of all donors' values.
 
     Attributes:
         slices: All slices that are not empty.
@@ -213,7 +217,9 @@ class WireLayout:
         owner_count: int,
         codec: Codec,
         divisible: Set[str] | None = None,
+        width: int = 1,
     ) -> None:
+        self._width = width
         self._source = entries, tuple(chosen), parameters
         self._divisible = None if divisible is None else _indices(entries, divisible)
         self._owner_count = owner_count
@@ -260,7 +266,8 @@ class WireLayout:
         bounds = (*(end * number // total // block * block for number in range(total)), end)
         if is_whole:
             bounds = _moved(bounds, self._cuts(places, end, block)[0])
-        return Vector(role, dtype, tuple(places), bounds, Encoding(dtype, codec), Encoding(dtype, of_mean))
+        mean = Encoding(dtype, of_mean, self._width if role == "stepped" else 1)
+        return Vector(role, dtype, tuple(places), bounds, Encoding(dtype, codec), mean)
 
     def _slices(self) -> Iterator[Slice]:
         number = 0

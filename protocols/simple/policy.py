@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from asyncdist.protocols.declared import among
 from asyncdist.protocols.exchange.fragment import Fragment
 from asyncdist.protocols.exchange.ledger import Report
+from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.policy import ExchangePolicy
 from asyncdist.protocols.exchange.schedule import Schedule
 from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, values_of, write
@@ -54,11 +56,17 @@ class SimplePolicy(ExchangePolicy):
         parameters |= {name for entry in entries for name in entry.names if name.startswith(STATE_PREFIX)}
         whole = WireLayout(entries, range(len(entries)), parameters, count, exact)
         if all(self._rule.chosen(1, vector.count) is None for vector in whole.stepped):
-            return [_RuleFragment(whole, self._rule, None)]
+            return [self._new_fragment(whole)]
         self._takes_all = False
         share = Share(whole, entries, self._rule)
-        layout = WireLayout(share.entries, range(len(share.entries)), share.parameters, count, exact)
-        return [_RuleFragment(layout, self._rule, share)]
+        layout_of = partial(WireLayout, share.entries, range(len(share.entries)), share.parameters, count, exact)
+        if self._rule.permuted(1, 0, 1) is None:
+            return [RuleFragment(layout_of(), self._rule, share)]
+        return [_PermutedFragment(layout_of(width=count), self._rule, share, self._world.rank)]
+
+    def _new_fragment(self, layout: WireLayout) -> Fragment:
+        """Return the only fragment of a rule that exchanges all values."""
+        return RuleFragment(layout, self._rule, None)
 
     def weigh(self, reports: Mapping[int, Report]) -> Mapping[int, float]:
         """Return the donors' weights according to the rule."""
@@ -93,7 +101,7 @@ class _RuleSchedule(Schedule):
         return (0,) if self.rule.due(step) else ()
 
 
-class _RuleFragment(Fragment):
+class RuleFragment(Fragment):
     """Keeps a rule's fragment: the whole model, or a random share of it that changes with each round."""
 
     def __init__(self, layout: WireLayout, rule: Rule, share: Share | None) -> None:
@@ -133,9 +141,48 @@ class _RuleFragment(Fragment):
                 if vector.role != "copied" and not is_whole:
                     own = values_of(vector, picked[index]).to(vector.dtype)
                     mean_here = new.to(own.device)
-                    # Equal infinities, such as in a mask, are kept, since their difference would be NaN.
-                    new = torch.where(own == mean_here, own, self._rule.apply(own, mean_here, number))
+                    new = self._rule.apply(own, mean_here, number)
+                    if new is not mean_here:
+                        # Equal infinities, such as in a mask, are kept, since their difference would be NaN.
+                        new = torch.where(own == mean_here, own, new)
                 write(vector, new, picked[index])
         if self._share is not None and self._values:
             self._share.put(picked, tensors, number)
         self._values = {}
+
+
+class _PermutedFragment(RuleFragment):
+    """Keeps a share whose values the ranks exchange with each other, each value as its rank's row of a permutation.
+
+    The "mean" of a round has the values of all donors, side by side: value i of donor j, in the order of ranks, has the
+    place i * (number of members) + j. So all members decide with equal data, also after a loss.
+    """
+
+    def __init__(self, layout: WireLayout, rule: Rule, share: Share, rank: int) -> None:
+        super().__init__(layout, rule, share)
+        self._rank = rank
+
+    def combine(
+        self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
+    ) -> None:
+        vector = self.layout.vectors[each.vector]
+        if vector.role != "stepped":
+            super().combine(each, number, parts, weights, into)
+            return
+        table = into.view(vector.dtype).view(-1, vector.mean.width)
+        for column, part in enumerate(parts):
+            table[:, column] = part.view(vector.dtype)
+        table[:, len(parts) :] = 0
+
+    @torch.no_grad()
+    def merge(self, verdict: Verdict, encoded: Sequence[Sequence[Tensor]]) -> None:
+        super().merge(verdict, encoded)
+        for place, vector in enumerate(self.layout.vectors):
+            if vector.role != "stepped" or place not in self._values:
+                continue
+            values = self._values.pop(place).view(-1, vector.mean.width)
+            if self._rank in verdict.donors:
+                permuted = self._rule.permuted(self.version, vector.count, len(verdict.donors))
+                assert permuted is not None, "a rule without permutations needs another fragment"
+                column = permuted[:, verdict.donors.index(self._rank)]
+                self._values[place] = values[torch.arange(vector.count, device="cpu"), column]

@@ -88,6 +88,23 @@ class Rule(ExchangeOptions):
         del slices, weights
         return None
 
+    def permuted(self, round: int, count: int, donor_count: int) -> Tensor | None:
+        """Return which donor's value each donor takes in a round, or None if all ranks take one combination.
+
+        If the result is not None, :meth:`merge` is not called, and ranks that are not donors keep their values.
+        :meth:`chosen` must return indices.
+
+        Args:
+            count: Number of values that the round exchanges.
+            donor_count: Number of donors.
+
+        Returns:
+            int64 tensor of shape (count, donor_count). Donor j, in the order of ranks, takes value i of the donor with
+            the index ``[i, j]``. Each row is a permutation.
+        """
+        del round, count, donor_count
+        return None
+
     def apply(self, own: Tensor, mean: Tensor, round: int) -> Tensor:
         """Return the new values of one tensor, or of its exchanged part.
 

@@ -1,4 +1,4 @@
-"""Implements SPARTA, which averages a small random share of the parameters in each step.
+"""Implements SPARTA and WASH, which average or shuffle a small random share of the parameters in each step.
 
 In round r, all ranks draw the same indices M_r from the seed and r: a share p = ``fraction`` of all values of the
 parameters. Only these values are averaged:
@@ -8,24 +8,32 @@ parameters. Only these values are averaged:
 (SPARTA: Beton et al., "Improving the Efficiency of Distributed Training using Sparse Parameter Averaging", 2025, with
 p = 0.005 in each step.) The indices are never sent. Each value is chosen with probability p, independently between
 rounds, so that after n rounds a share 1 - (1 - p)^n has been averaged.
+
+WASH (Fournier et al., 2405.17517) does not average the values. At each index, a random permutation decides which rank
+takes which rank's value, so that the ranks' values at the index stay the same as a whole. The permutations are
+also drawn from the seed and r.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Unpack
+from typing import Final, Literal, TypeAlias, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from asyncdist import validation
-from asyncdist.protocols.declared import number, option, whole, with_options
+from asyncdist.protocols.declared import number, one_of, option, whole, with_options
 from asyncdist.protocols.exchange.options import ExchangeOptionNames
 from asyncdist.protocols.options import CommonOptions
 from asyncdist.protocols.simple.policy import SimplePolicy
 from asyncdist.protocols.simple.rule import Rule, drawn
 
+#: What a round does with the chosen values.
+Operation: TypeAlias = Literal["mean", "shuffle"]
+
 _ELSEWHERE: Final = {
+    **dict.fromkeys(("shuffle", "shuffle_prob"), "here operation='shuffle' shuffles a share of the values, fraction"),
     **dict.fromkeys(("p", "p_sparta", "sparsity"), "here fraction is the share of the values that a round averages"),
     **dict.fromkeys(("sparta_interval", "H"), "here average_every is the number of steps between rounds"),
 }
@@ -36,6 +44,7 @@ class SparseAveragingOptions(ExchangeOptionNames, total=False):
 
     average_every: int
     fraction: float
+    operation: Operation
     seed: int
 
 
@@ -44,13 +53,20 @@ class RandomShare(Rule):
     """Averages the values at random indices, which differ from round to round."""
 
     fraction: float = option(
-        "Share of the parameters' values that a round averages, above 0 and at most 1.",
+        "Share of the parameters' values that a round averages or shuffles, above 0 and at most 1.",
         number("a number above 0 and at most 1", validation.SMALLEST, 1.0),
         default=0.005,
         is_agreed=True,
     )
+    operation: Operation = option(
+        'What a round does with these values. `"mean"`: all ranks take their mean (SPARTA). `"shuffle"`: at each '
+        "index, the ranks exchange their values by a random permutation (WASH).",
+        one_of(Operation),
+        default="mean",
+        is_agreed=True,
+    )
     seed: int = option(
-        "Seed of the indices, from 0; equal on all members.",
+        "Seed of the indices and permutations, from 0; equal on all members.",
         whole(0),
         default=0,
         is_agreed=True,
@@ -67,10 +83,17 @@ class RandomShare(Rule):
         cut = int(torch.searchsorted(turned, count))
         return torch.cat([turned[cut:] - count, turned[:cut]])
 
+    def permuted(self, round: int, count: int, donor_count: int) -> Tensor | None:
+        """Return a random permutation of the donors for each value: the order of random numbers."""
+        if self.operation == "mean":
+            return None
+        numbers = drawn(self.seed, -round, count * donor_count)
+        return numbers.view(count, donor_count).argsort(dim=1, stable=True)
+
 
 @with_options(SparseAveragingOptions, CommonOptions, RandomShare)
 class SparseAveragingPolicy(SimplePolicy):
-    """Trains with SPARTA: in each step, all ranks average a small random share of the parameters.
+    """Trains with SPARTA or WASH: in each step, all ranks average or shuffle a small random share of the parameters.
 
     ::
 
@@ -78,6 +101,9 @@ class SparseAveragingPolicy(SimplePolicy):
             for batch in data:
                 train_step(model, optimizer, batch)
                 await policy.step()
+
+    With ``operation="shuffle"``, the values at each chosen index are permuted among the ranks (WASH): no value changes,
+    each only moves to another rank. The ranks stay different models that can be averaged at the end.
 
     Floating buffers, such as BatchNorm's statistics, are averaged whole. Integer and bool buffers are copied from the
     first contributing rank. Each rank keeps its optimizer's state. A rank whose weights are not finite does not

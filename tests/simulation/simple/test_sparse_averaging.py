@@ -1,17 +1,21 @@
-"""SPARTA against its formula, and the probabilities of its random share."""
+"""SPARTA and WASH against their formulas, and the laws of the random share and of the permutations."""
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 import pytest
 import torch
-from simulation.simple_scenarios import Array, Plan, mean_of, run
+from simulation.simple_scenarios import Array, Plan, check, mean_of, run
 from unit.test_simple_rules import GOLDEN, MASK, split_mix
 
 import asyncdist as ad
+from asyncdist.simulation import Kill, simulate
 from protocols import SparseAveragingPolicy
 from protocols.simple.sparse_averaging import RandomShare
 
@@ -20,15 +24,32 @@ OPTIONS: Final[list[dict[str, Any]]] = [
     {"fraction": 0.2},
     {"fraction": 1},
     {"average_every": 2, "fraction": 0.05, "seed": 7},
+    {"operation": "shuffle", "fraction": 0.3},
+    {"operation": "shuffle", "fraction": 1, "seed": 3, "average_every": 3},
 ]
 
 
 def formula(options: Mapping[str, Any], donors: Sequence[Array], own: Array, number: int) -> Array:
-    """Return the mean at the chosen indices, and the rank's own values elsewhere."""
-    new, mean = own.copy(), mean_of(donors)
-    for index in share_of(options.get("seed", 0), number, len(own), options.get("fraction", 0.005)):
+    """Return the mean, or the value that this rank takes, at the chosen indices, and the own values elsewhere."""
+    new, mean, seed = own.copy(), mean_of(donors), options.get("seed", 0)
+    share = share_of(seed, number, len(own), options.get("fraction", 0.005))
+    if options.get("operation") == "shuffle":
+        place = next((place for place, donor in enumerate(donors) if donor is own), None)
+        for index, source in zip(share, permutations_of(seed, number, len(share), len(donors)), strict=True):
+            if place is not None:
+                new[index] = donors[source[place]][index]
+        return new
+    for index in share:
         new[index] = mean[index]
     return new
+
+
+def permutations_of(seed: int, number: int, count: int, donor_count: int) -> list[list[int]]:
+    """Return a permutation of the donors for each value: the order of the random numbers of the round -number."""
+    state = split_mix((seed * GOLDEN - number) & MASK)
+    keys = [split_mix((state + GOLDEN * (place + 1)) & MASK) & (MASK >> 1) for place in range(count * donor_count)]
+    rows = [keys[first : first + donor_count] for first in range(0, len(keys), donor_count)]
+    return [sorted(range(donor_count), key=row.__getitem__) for row in rows]
 
 
 def share_of(seed: int, number: int, count: int, fraction: float) -> list[int]:
@@ -86,6 +107,74 @@ def test_only_the_share_is_sent() -> None:
     _, record = run(Plan(policy="SparseAveragingPolicy", options={"fraction": 0.2}, steps=(3,) * 4))
     count = sum(array.size for array in record.weights[0][0])
     assert {info.nbytes for info in record.infos[0]} == {int(count * 0.2 + 0.5) * 8}
+
+
+SHUFFLE: Final[dict[str, Any]] = {"operation": "shuffle", "fraction": 0.3}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_fifty_shuffles_equal_the_formula_to_the_bit(dtype: torch.dtype) -> None:
+    plan = Plan(policy="SparseAveragingPolicy", options=SHUFFLE, dtype=dtype, steps=(50,) * 4)
+    assert check(plan, run(plan)[1], 0.0) == 50
+
+
+def test_permutations_are_equally_frequent() -> None:
+    rule, rounds, count = RandomShare(operation="shuffle"), 50, 120
+    seen: Counter[tuple[int, ...]] = Counter()
+    for number in range(1, rounds + 1):
+        permuted = rule.permuted(number, count, 3)
+        assert permuted is not None
+        seen.update(map(tuple, permuted.tolist()))
+    mean = rounds * count / 6
+    assert len(seen) == 6 and all(abs(each - mean) < 5 * math.sqrt(mean) for each in seen.values()), seen
+
+
+async def shuffled(world: ad.World, nan_rank: int, killed: int) -> tuple[list[Any], list[Any], tuple[int, ...]]:
+    """Return a rank's parameters before and after one shuffle as bits, and the donors."""
+    model = torch.nn.Linear(30, 20, bias=False, dtype=torch.bfloat16 if nan_rank == 2 else torch.float32)
+    torch.nn.init.normal_(model.weight, generator=torch.Generator().manual_seed(world.rank))
+    with torch.no_grad():
+        model.weight[:, 0] = -0.0 if world.rank % 2 else 0.0  # values that are equal but have other bits
+        if world.rank == nan_rank:
+            model.weight[3, 3] = math.nan
+    if world.rank == killed:
+        await asyncio.sleep(0.05)
+    before = model.weight.detach().clone()
+    policy = SparseAveragingPolicy(model, torch.optim.SGD(model.parameters()), operation="shuffle", fraction=0.9)
+    async with policy:
+        if world.rank == killed:
+            await asyncio.sleep(10.0)
+        donors = (await policy.step()).donors
+    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[model.weight.dtype]
+    return before.view(bits).tolist(), model.weight.detach().view(bits).tolist(), donors
+
+
+@pytest.mark.parametrize(("nan_rank", "killed"), [(-1, -1), (1, -1), (2, -1), (-1, 3), (0, 2)])
+def test_a_shuffle_keeps_the_values_of_each_index_to_the_bit(nan_rank: int, killed: int) -> None:
+    faults = [Kill(killed, at_s=1.0)] if killed >= 0 else []
+    report = simulate(shuffled, nan_rank, killed, ranks=4, faults=faults, until_s=100.0)
+    found = {rank: result for rank, result in enumerate(report.results) if rank != killed}
+    left = tuple(sorted(found.keys() - {nan_rank}))
+    assert {donors for *_, donors in found.values()} == {left}
+    before, after = (np.array([found[rank][place] for rank in left]) for place in (0, 1))
+    assert np.array_equal(np.sort(before, axis=0), np.sort(after, axis=0))
+    assert 0.4 < (before != after).mean() < 0.9
+    if nan_rank >= 0:
+        assert found[nan_rank][0] == found[nan_rank][1], "a rank that does not contribute keeps its values"
+
+
+def test_a_shuffle_receives_a_value_of_each_donor() -> None:
+    """The share of four ranks' values, each on each rank."""
+    _, record = run(Plan(policy="SparseAveragingPolicy", options=SHUFFLE, steps=(3,) * 4))
+    count = sum(array.size for array in record.weights[0][0])
+    infos = record.infos[0]
+    assert {info.nbytes for info in infos} == {4 * int(count * 0.3 + 0.5) * 8}
+    assert {info.wire_nbytes for info in infos} == {int(count * 0.3 + 0.5) * 8}
+
+
+def test_an_unknown_operation_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^operation must be one of 'mean', 'shuffle', got 'permute'$"):
+        RandomShare(operation="permute")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.5, -0.5])
