@@ -111,9 +111,11 @@ class RuleFragment(Fragment):
 
     @property
     def measured_entries(self) -> frozenset[int]:
+        """Indices of the entries that a contribution contains as a whole: none if it contains a share of them."""
         return super().measured_entries if self._share is None else frozenset()
 
     def capture(self, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
+        """Write this rank's chosen values; see :meth:`Fragment.capture`."""
         if self._share is not None:
             tensors = self._share.take(tensors, self.version + 1)
         return super().capture(tensors, encoded)
@@ -121,6 +123,7 @@ class RuleFragment(Fragment):
     def combine(
         self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
     ) -> None:
+        """Write the rule's combination of all donors' slices."""
         vector = self.layout.vectors[each.vector]
         found = None
         if vector.role != "copied":
@@ -132,6 +135,7 @@ class RuleFragment(Fragment):
 
     @torch.no_grad()
     def apply(self, tensors: Sequence[Tensor], *, is_late: bool, is_whole: bool) -> None:
+        """Write the rule's new values into the model's tensors."""
         number = self.version
         picked = list(tensors) if self._share is None else self._share.take(tensors, number)
         for place, mean in self._values.items():
