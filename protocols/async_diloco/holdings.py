@@ -178,6 +178,21 @@ class Holdings:
             if any(sources[each] == sources[rank] for each in sources if each < rank):
                 self.outstanding = self.outstanding.left_out()
 
+    def state(self, served: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return a copy for checkpoints.
+
+        Args:
+            served: State of the newest anchor with the outer optimizer's state, if this member has the latter in use.
+        """
+        return {
+            "base": self.base.state(),
+            "answer": None if self.answer is None else self.answer.state(),
+            "outstanding": None if self.outstanding is None else self.outstanding.state(),
+            "served": served,
+            "outer": None if served is not None or self.outer is None else (self.outer[0], self.outer[1].clone()),
+            "sequence": self.sequence,
+        }
+
     def standing(self) -> Standing:
         """Return this member's report to a new leader."""
         newest, own = self.newest, self.outstanding

@@ -45,6 +45,7 @@ from asyncdist.protocols.async_diloco.options import (
     AsyncDiLoCoOptions,
     ServerOptions,
 )
+from asyncdist.protocols.async_diloco.progress import Progress
 from asyncdist.protocols.async_diloco.server import answered_alone
 from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics, result_of, statistics_of
 from asyncdist.protocols.async_diloco.timing.pace import Stopwatch
@@ -141,7 +142,6 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         self._known_infinities: KnownInfinities
         self._crew: Crew | None = None  # None if each rank is a replica, and if this rank is alone
         self._is_compared = False  # whether the ranks of the replica were found to have equal weights
-        self._is_waiting = False  # whether a contribution was captured whose answer is not applied yet
         self._alone: Anchor | None = None  # the anchor if this rank is alone
         self._island: Island | None = None  # None without islands
         self._federation: Federation | None = None  # None before the start, and without islands
@@ -149,16 +149,10 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         self._member: AsyncMember | None = None  # None before the start, and if this rank is alone
         self._admission: Admission | None = None
         self._stopwatch = Stopwatch() if own.dynamic_steps or own.grace_steps else None
-        self._steps = 0  # training steps since the last capture
-        self._steps_wanted = self.average_every  # number of steps after which the next contribution is captured
+        self._progress = Progress(self.average_every)
         self._step_tokens = StepTokens(own.weights)
-        self._tokens = 0.0  # tokens since the last capture
-        self._captured_at = 0
-        self._reported: Arrived | None = None  # report on the last contribution
-        self._contribution_count = 0
         self._saved: Mapping[str, Any] | None = None
         self._was_loaded = False
-        self._postponed_count = 0
 
     def step(
         self,
@@ -182,14 +176,14 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         """
         if self._first_call is None:
             self.note_call(line_of_caller())
-        self._tokens += self._step_tokens.count(tokens, local_metric)
+        self._progress.tokens += self._step_tokens.count(tokens, local_metric)
         return super().step(local_metric, loss=loss, score=score)
 
     def statistics(self) -> AsyncDiLoCoStatistics:
         """Return this member's counts so far."""
         server = None if self._member is None else self._member.server
         version = self._holdings.base.version if self._stage != "new" and self._is_first else 0
-        counts = self.iteration, version, self._contribution_count, self._postponed_count
+        counts = self.iteration, version, self._progress.contribution_count, self._progress.postponed_count
         found = statistics_of(self._journal, server, *counts)
         return found if self._federation is None else self._federation.counted(found)
 
@@ -241,8 +235,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         return self._crew is None or self._crew.leads
 
     def _agreed_values(self) -> dict[str, str]:
-        is_resumed = self._saved is not None or self._was_loaded
-        return {**super()._agreed_values(), _RESUMED: "yes" if is_resumed else "no"}
+        return {**super()._agreed_values(), _RESUMED: "yes" if self._saved is not None or self._was_loaded else "no"}
 
     def _first_weights(self) -> dict[str, str]:
         """Return the checksum of this rank's weights, equal on all ranks with the same part of the model."""
@@ -287,18 +280,11 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         if self._island is not None:
             both = self._holdings, self._upper_holdings
             federation = Federation(self._services, scopes, membership, self._island, self._layouts, *both, options)
+            membership, scopes = federation.membership, federation.scopes
             self._federation, self._member = federation, federation.member
-            self._admission = self._new_admission(federation.membership, federation.scopes)
-            return
-        self._member = AsyncMember(
-            self._services,
-            scopes,
-            membership,
-            self._layouts,
-            self._holdings,
-            options,
-            is_overlapped=own.late == "skip",
-        )
+        else:
+            facts = self._services, scopes, membership, self._layouts, self._holdings, options
+            self._member = AsyncMember(*facts, is_overlapped=own.late == "skip")
         self._admission = self._new_admission(membership, scopes)
 
     def _opened(self) -> tuple[AsyncMember, Admission]:
@@ -345,8 +331,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         self._captures.clear_residuals()
         own.begin(state["served"], self._layouts)
         own.outstanding = own.answer = own.inherited = None  # from a checkpoint that this newcomer has loaded
-        self._steps, self._steps_wanted, self._tokens = 0, self.average_every, 0.0
-        self._captured_at, self._reported, self._is_waiting = 0, None, False
+        self._progress = Progress(self.average_every)
         own.sequence = dict(state["reported_to_leader"]).get(rank, 0)
         self._saved = None
         with self._weights.following():
@@ -398,12 +383,10 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             return {name: self._saved[name] for name in _OWN_STATE}
         if self._stage == "new":
             return dict.fromkeys(_OWN_STATE)
-        counts = self._steps, self._steps_wanted, self._tokens, self._captured_at, self._is_waiting
-        reported = None if self._reported is None else astuple(self._reported)
         # load_population fills in ``sources``: the rank in the saved run that each rank continues.
         place = {"rank": self._world.rank, "sources": None, **self._replicas.place_of(self._world.rank)}
         if not self._is_first:
-            return {**dict.fromkeys(_OWN_STATE), "counts": counts, "reported": reported, **place}
+            return {**dict.fromkeys(_OWN_STATE), **self._progress.state(), **place}
         own, server = self._holdings, None if self._member is None else self._member.server
         served = None
         if server is not None and server.has_begun:
@@ -413,14 +396,8 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             served = {**own.newest.state(), "outer": packed({"outer": self._alone.outer_state(), "regional": None})}
         return {
             "captures": self._captures.state_dict(),
-            "base": own.base.state(),
-            "answer": None if own.answer is None else own.answer.state(),
-            "outstanding": None if own.outstanding is None else own.outstanding.state(),
-            "served": served,
-            "outer": None if served is not None or own.outer is None else (own.outer[0], own.outer[1].clone()),
-            "sequence": own.sequence,
-            "counts": counts,
-            "reported": reported,
+            **own.state(served),
+            **self._progress.state(),
             "global": None if self._federation is None else self._federation.state(),
             **place,
         }
@@ -431,23 +408,20 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
 
     def _take_saved(self) -> None:
         """Load the state that :meth:`load_state_dict` has given, if any."""
-        if self._saved is not None:
-            with validation.reading_state(type(self).__name__):
-                self._take(self._saved)
-            self._saved = None
-
-    def _take(self, state: Mapping[str, Any]) -> None:
-        self._was_loaded, rank = True, self._world.rank
-        self._replicas.check_saved(rank, state)
-        sources = sources_of(state, rank, self._members)
-        if state["base"] is not None:
-            self._captures.load_state_dict(state["captures"])
-            self._holdings.load(state, self._layouts, sources, rank)
-        if state["global"] is not None and self._island is not None:
-            self._upper_holdings.begin(state["global"], self._layouts)
-        self._steps, self._steps_wanted, self._tokens, self._captured_at, self._is_waiting = state["counts"]
-        if state["reported"] is not None:
-            self._reported = Arrived(*state["reported"])
+        state, rank = self._saved, self._world.rank
+        if state is None:
+            return
+        self._was_loaded = True
+        with validation.reading_state(type(self).__name__):
+            self._replicas.check_saved(rank, state)
+            sources = sources_of(state, rank, self._members)
+            if state["base"] is not None:
+                self._captures.load_state_dict(state["captures"])
+                self._holdings.load(state, self._layouts, sources, rank)
+            if state["global"] is not None and self._island is not None:
+                self._upper_holdings.begin(state["global"], self._layouts)
+            self._progress.load(state)
+        self._saved = None
 
     # -- the anchor in the model ------------------------------------------------------------------------------------
 
@@ -475,7 +449,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             return await self._take_step()
 
     async def _take_step(self) -> StepInfo:
-        self._steps += 1  # before the first await, so that a cancelled step is counted
+        self._progress.steps += 1  # before the first await, so that a cancelled step is counted
         if self.is_alone:
             await self._world.safe_point()
         else:
@@ -497,11 +471,11 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         if self.is_alone and self._holdings.outstanding is not None:  # saved by a run with several ranks
             await self._apply_alone(self._holdings.outstanding)
         info = await self._take_answer()
-        if self._steps >= self._steps_wanted and not self._is_waiting:
+        if self._progress.is_due and not self._progress.is_waiting:
             await self._capture()
             info = await self._take_answer() or info
-        elif self._steps >= self._steps_wanted:
-            self._postponed_count += 1
+        elif self._progress.is_due:
+            self._progress.postponed_count += 1
         await self._admit()
         return info
 
@@ -522,9 +496,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         if self._crew is not None:
             first, *_ = await self._crew.replica.gathered(None if report is None else astuple(report))
             report = Arrived(*first)
-        self._reported, self._is_waiting = report, True
-        self._steps, self._tokens, self._captured_at = 0, 0.0, self.iteration
-        self._contribution_count += 1
+        self._progress.note_captured(report, self.iteration)
         if block is None or report is None:  # this rank follows the first rank of its replica
             return
         if self._member is not None:
@@ -541,17 +513,16 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             own = own._replace(checksum=self._checksum())
         unsound = (await crew.replica.agree(own)).trouble
         self._is_compared = self._is_compared or not unsound
-        self._tokens = await crew.replica.mean(lambda: self._tokens)
+        self._progress.tokens = await crew.replica.mean(lambda: self._progress.tokens)
         if not unsound:
             await crew.collect(self._own_tensors())
         return unsound
 
     def _captured(self, *, is_sound: bool) -> tuple[Block, Arrived]:
-        block, own, norm = self._layouts.new_contribution(), self._holdings, math.nan
-        if is_sound:
-            norm = self._captures.capture(own.base.block, self._tensors(), block[1])
+        block, own = self._layouts.new_contribution(), self._holdings
+        norm = self._captures.capture(own.base.block, self._tensors(), block[1]) if is_sound else math.nan
         speed = 0.0 if self._stopwatch is None else self._stopwatch.take()
-        return block, Arrived(own.base.version, self._steps, self._tokens, norm, speed)
+        return block, Arrived(own.base.version, self._progress.steps, self._progress.tokens, norm, speed)
 
     async def _apply_alone(self, contribution: Outstanding) -> None:
         """Make the next version of the anchor from this rank's contribution alone."""
@@ -563,7 +534,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
 
     async def _take_answer(self) -> StepInfo:
         """Apply the anchor with this rank's contribution if it has arrived; with ``late="wait"``, wait for it."""
-        if not self._is_waiting:
+        if not self._progress.is_waiting:
             return NOTHING
         began_at = self._world.time()
         if self._member is not None and self._own_options.late == "wait":
@@ -578,27 +549,28 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
 
     async def _apply(self, report: Applied, began_at: float) -> StepInfo:
         """Write the new anchor into the model."""
-        crew, kept = self._crew, None if self._resets_optimizer else self.optimizer
-        trouble = trouble_of(self._known_infinities, kept)
+        kept = None if self._resets_optimizer else self.optimizer
+        crew, trouble = self._crew, trouble_of(self._known_infinities, kept)
         if crew is not None:
             trouble = (await crew.replica.agree(Readiness(True, trouble))).trouble
         self._reshard()
         waited_s = self._world.time() - began_at
         if self._is_first:
-            answer, keeps_progress = self._holdings.apply_answer(), self._captured_at < self.iteration and not trouble
+            answer = self._holdings.apply_answer()
+            keeps_progress = self._progress.captured_at < self.iteration and not trouble
             with self._weights.following():
                 self._captures.apply(answer.block, self._tensors(), keeps_progress=keeps_progress)
         if crew is not None:
             with self._weights.following():
                 await crew.deliver(self._own_tensors())
-        self._is_waiting = False
+        self._progress.is_waiting = False
         if self._resets_optimizer or trouble:
             reset_optimizer_state(self.optimizer)
-        self._steps_wanted = report.steps
+        self._progress.wanted = report.steps
         wire_nbytes, unencoded_nbytes = self._sent_nbytes()
         info = replace(
             result_of(report),
-            staleness_steps=self.iteration - self._captured_at,
+            staleness_steps=self.iteration - self._progress.captured_at,
             seconds=self._world.time() - began_at,
             nbytes=self._layouts.exact.nbytes if self._is_first else 0,
             recovered=trouble,
@@ -617,10 +589,10 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
 
     def _announce(self, info: StepInfo, report: Applied) -> None:
         """Record this rank's contribution, whose round is now known, and the application of the anchor."""
-        own, on_event = self._reported, self._own_options.on_event
+        own, on_event = self._progress.reported, self._own_options.on_event
         assert own is not None, "an anchor is applied after a contribution"
         weight = weight_of(own.tokens, own.steps, self._own_options.weights)
-        facts = info.round, 0, self._captured_at, own.base_version, weight, own.norm, *self._sent_nbytes()
+        facts = info.round, 0, self._progress.captured_at, own.base_version, weight, own.norm, *self._sent_nbytes()
         event = Contributed(*facts)
         self._journal.note_contributed(event)
         if on_event is not None:

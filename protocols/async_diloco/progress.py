@@ -1,0 +1,57 @@
+"""Counts one rank's training between two contributions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from asyncdist.protocols.async_diloco.messages import Arrived
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counts one rank's training since its last contribution.
+
+    Attributes:
+        wanted: Number of steps after which the next contribution is captured.
+        steps: Number of steps since the last contribution was captured.
+        tokens: Number of tokens since then.
+        captured_at: Iteration in which it was captured.
+        is_waiting: Whether the anchor with the last contribution is not applied yet.
+        reported: Report on the last contribution; None before the first one, and on other ranks of a replica's first
+            rank.
+        contribution_count: Number of contributions that this process has captured.
+        postponed_count: Number of steps in which a contribution was due, and the last one was not answered.
+    """
+
+    wanted: int
+    steps: int = 0
+    tokens: float = 0.0
+    captured_at: int = 0
+    is_waiting: bool = False
+    reported: Arrived | None = None
+    contribution_count: int = 0
+    postponed_count: int = 0
+
+    @property
+    def is_due(self) -> bool:
+        """True if enough steps were made for the next contribution."""
+        return self.steps >= self.wanted
+
+    def note_captured(self, report: Arrived | None, iteration: int) -> None:
+        """Begin to count again, since a contribution was captured."""
+        self.reported, self.is_waiting, self.captured_at = report, True, iteration
+        self.steps, self.tokens = 0, 0.0
+        self.contribution_count += 1
+
+    def state(self) -> dict[str, Any]:
+        """Return a copy for checkpoints."""
+        counts = self.steps, self.wanted, self.tokens, self.captured_at, self.is_waiting
+        return {"counts": counts, "reported": None if self.reported is None else astuple(self.reported)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue with a saved :meth:`state`."""
+        self.steps, self.wanted, self.tokens, self.captured_at, self.is_waiting = state["counts"]
+        if state["reported"] is not None:
+            self.reported = Arrived(*state["reported"])
