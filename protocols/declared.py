@@ -186,6 +186,13 @@ def whole(least: int, besides: str = "") -> Check:
     return lambda name, value: validation.count(name, value, least=least, besides=besides)
 
 
+def truth(name: str, value: Any) -> bool:
+    """Return the option's value; raise an error unless it is True or False."""
+    if not isinstance(value, bool):
+        validation.refuse(name, value, "True or False", TypeError)
+    return value
+
+
 def or_none(check: Check) -> Check:
     """Return a check that also accepts None."""
     return lambda name, value: None if value is None else check(name, value)

@@ -13,9 +13,9 @@ from asyncdist import validation
 from asyncdist.protocols.async_diloco.arrivals import ArrivalWeighting
 from asyncdist.protocols.async_diloco.corrections import Correction
 from asyncdist.protocols.async_diloco.delayed_nesterov import DelayedNesterov
-from asyncdist.protocols.declared import Options, function, like, number, one_of, option, or_none, whole
+from asyncdist.protocols.declared import Options, function, like, number, one_of, option, or_none, truth, whole
 from asyncdist.protocols.diloco.elsewhere import ELSEWHERE as OF_DILOCO
-from asyncdist.protocols.diloco.options import DiLoCoOptions, Late, Merge, described, truth
+from asyncdist.protocols.diloco.options import DiLoCoOptions, Late, Merge, described
 from asyncdist.protocols.diloco.outer_step import OuterFactory, check_factory
 from asyncdist.protocols.options import AveragingOptions, MemberOptions, OptimizerState
 from asyncdist.protocols.selective.islands.layout import IslandOptions

@@ -18,7 +18,7 @@ from asyncdist.tensors.optimizers.weights import kept_mode
 
 
 class AnchoredPolicy(ReplicatedPolicy):
-    """Base class of DiLoCo's policies, which have an anchor: common weights from which all ranks train."""
+    """Base class of policies that have an anchor: common weights, such as those from which DiLoCo's ranks train."""
 
     @contextlib.asynccontextmanager
     async def anchor_weights(self) -> AsyncIterator[None]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from asyncdist import validation
-from asyncdist.protocols.declared import number, one_of, option, or_none, whole
+from asyncdist.protocols.declared import number, one_of, option, or_none, truth, whole
 from asyncdist.protocols.diloco.fragments import FragmentPattern
 from asyncdist.protocols.diloco.outer_step import OuterFactory, check_factory
 from asyncdist.protocols.exchange.options import ExchangeOptionNames, ExchangeOptions
@@ -63,13 +63,6 @@ def _outer_factory(name: str, value: Any) -> Any:
 def _codec(name: str, value: Any) -> Codec:
     del name
     return find_codec(value)
-
-
-def truth(name: str, value: Any) -> bool:
-    """Return the option's value; raise an error unless it is True or False."""
-    if not isinstance(value, bool):
-        validation.refuse(name, value, "True or False", TypeError)
-    return value
 
 
 def _pattern(name: str, value: Any) -> FragmentPattern:

@@ -145,7 +145,7 @@ class RuleFragment(Fragment):
                 if vector.role != "copied" and not is_whole:
                     own = values_of(vector, picked[index]).to(vector.dtype)
                     mean_here = new.to(own.device)
-                    new = self._rule.apply(own, mean_here, number)
+                    new = self.moved(own, mean_here, number)
                     if new is not mean_here:
                         # Equal infinities, such as in a mask, are kept, since their difference would be NaN.
                         new = torch.where(own == mean_here, own, new)
@@ -153,6 +153,10 @@ class RuleFragment(Fragment):
         if self._share is not None and self._values:
             self._share.put(picked, tensors, number)
         self._values = {}
+
+    def moved(self, own: Tensor, mean: Tensor, number: int) -> Tensor:
+        """Return the new values of one tensor according to the rule; see :meth:`Rule.apply`."""
+        return self._rule.apply(own, mean, number)
 
 
 class _PermutedFragment(RuleFragment):

@@ -1,4 +1,4 @@
-"""Implements PAPA, which regularly moves each rank's weights a little towards the mean of all ranks.
+"""Implements PAPA, which regularly moves each rank's weights a little towards the mean of all ranks, PAPA-2 and EASGD.
 
 Every ``average_every`` steps, each rank i takes a step towards the mean of all k ranks:
 
@@ -6,29 +6,50 @@ Every ``average_every`` steps, each rank i takes a step towards the mean of all 
 
 The mean itself does not change, and the differences between the ranks shrink by the factor 1 - ``pull``, so that the
 ranks stay different models that can still be averaged at the end (PAPA: Jolicoeur-Martineau et al., 2304.03094, with
-``pull=0.01`` every 10 steps). ``pull=1`` is local SGD, or PAPA-all.
+``pull=0.01`` every 10 steps). ``pull=1`` is local SGD, or PAPA-all. With ``mean_of="pairs"``, each rank moves towards
+the mean of a random pair, which is drawn from the seed and the round; with ``pull=1`` this is PAPA-2.
+
+With ``center=True`` all ranks move towards a center x, and x moves towards all ranks (EASGD: Zhang, Choromanska and
+LeCun, 1412.6651):
+
+    theta_i = theta_i - pull (theta_i - x)        x = x + pull * sum(theta_1 - x, ..., theta_k - x)
+
+with the values of before the round on the right side.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Unpack
+from typing import Any, Final, Literal, TypeAlias, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from asyncdist import validation
-from asyncdist.protocols.declared import number, option, whole, with_options
+from asyncdist import LocalProtocolError, validation
+from asyncdist.protocols.declared import number, one_of, option, truth, whole, with_options
+from asyncdist.protocols.diloco.anchored import AnchoredPolicy
+from asyncdist.protocols.exchange.fragment import Fragment
 from asyncdist.protocols.exchange.options import ExchangeOptionNames
+from asyncdist.protocols.exchange.replicas.group import Readiness
+from asyncdist.protocols.exchange.wire_layout import WireLayout
 from asyncdist.protocols.options import CommonOptions
-from asyncdist.protocols.simple.policy import SimplePolicy
-from asyncdist.protocols.simple.rule import Rule
+from asyncdist.protocols.simple.center import CenterFragment
+from asyncdist.protocols.simple.policy import RuleFragment, SimplePolicy
+from asyncdist.protocols.simple.rule import Rule, random_pair
+
+#: The ranks to whose mean a rank is pulled.
+MeanOf: TypeAlias = Literal["all", "pairs"]
 
 _ELSEWHERE: Final = {
     **dict.fromkeys(
         ("mixing", "momentum"), "here pull is the share of the mean, and 1 - pull the share of the rank's own weights"
     ),
-    "alpha": "here pull is the share of the mean: 1 - alpha of the PAPA paper",
+    "alpha": "here pull is the share of the mean: 1 - alpha of the PAPA paper, and alpha of EASGD with center=True",
+    **dict.fromkeys(("rho", "beta", "moving_rate"), "here pull and center=True: EASGD's alpha, beta = pull * ranks"),
+    **dict.fromkeys(("tau", "communication_period"), "here average_every is the number of steps between rounds"),
+    "partners": "here mean_of='pairs' pulls each rank to the mean of a random pair",
+    "elastic": "here center=True pulls the ranks to a center, as EASGD does",
 }
 
 
@@ -37,6 +58,10 @@ class PopulationAveragingOptions(ExchangeOptionNames, total=False):
 
     average_every: int
     pull: float
+    mean_of: MeanOf
+    center: bool
+    scale_with_lr: bool
+    seed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,20 +76,62 @@ class PullToMean(Rule):
     )
     pull: float = option(
         "Share of the way to the mean that each rank moves, above 0 and at most 1: new weights = (1 - pull) * own + "
-        "pull * mean.",
+        "pull * mean. With `center`, at most 1 / number of ranks.",
         number("a number above 0 and at most 1", validation.SMALLEST, 1.0),
         default=0.01,
         is_agreed=True,
     )
+    mean_of: MeanOf = option(
+        'Ranks to whose mean a rank is pulled: `"all"`, or `"pairs"` for itself and one other rank, drawn in each '
+        "round (PAPA-2).",
+        one_of(MeanOf),
+        default="all",
+        is_agreed=True,
+    )
+    center: bool = option(
+        "Whether the ranks are pulled to a center, which moves towards all ranks, instead of to their mean (EASGD).",
+        truth,
+        default=False,
+        is_agreed=True,
+    )
+    scale_with_lr: bool = option(
+        "Whether pull is multiplied by the current over the initial learning rate of the optimizer's first group, at "
+        "most 1, as in PAPA.",
+        truth,
+        default=False,
+        is_agreed=True,
+    )
+    seed: int = option(
+        "Seed of the pairs, from 0; equal on all members.",
+        whole(0),
+        default=0,
+        is_agreed=True,
+    )
+
+    def __post_init__(self) -> None:
+        """Check the options; raise ValueError if two options exclude each other."""
+        Rule.__post_init__(self)
+        if self.center and self.mean_of != "all":
+            validation.refuse("mean_of", self.mean_of, "'all' with center=True, which is pulled to all ranks")
+        if self.center and self.scale_with_lr:
+            validation.refuse("scale_with_lr", True, "False with center=True: all ranks must move the center alike")
+
+    def partners(self, round: int, rank: int, members: Sequence[int]) -> Sequence[int] | None:
+        """Return the pair of a rank, or None for the mean of all ranks."""
+        return None if self.mean_of == "all" else random_pair(self.seed, round, rank, members)
 
     def apply(self, own: Tensor, mean: Tensor, round: int) -> Tensor:
         """Return ``own`` moved towards ``mean``; with ``pull=1``, ``mean`` itself."""
         del round
-        return mean if self.pull == 1.0 else (mean - own).mul_(self.pull).add_(own)
+        return _pulled(own, mean, self.pull)
+
+
+def _pulled(own: Tensor, mean: Tensor, pull: float) -> Tensor:
+    return mean if pull == 1.0 else (mean - own).mul_(pull).add_(own)
 
 
 @with_options(PopulationAveragingOptions, CommonOptions, PullToMean)
-class PopulationAveragingPolicy(SimplePolicy):
+class PopulationAveragingPolicy(SimplePolicy, AnchoredPolicy):
     """Trains with PAPA: every ``average_every`` steps, each rank's weights move a little towards the mean of all ranks.
 
     ::
@@ -77,6 +144,10 @@ class PopulationAveragingPolicy(SimplePolicy):
     Floating buffers, such as BatchNorm's statistics, move in the same way. Integer and bool buffers are copied from the
     first contributing rank. Each rank keeps its optimizer's state. A rank whose weights are not finite does not
     contribute, and its weights are replaced by the mean of the other ranks.
+
+    With ``center=True`` (EASGD), the parameters are pulled to a center instead of to the mean. The center is equal on
+    all ranks, and is the model to use at the end: :meth:`anchor_weights` puts it into the model. All ranks must begin
+    with equal parameters. The parameters of a rank that are not finite are replaced by the center.
 
     Args:
         model: Model that this rank trains; see :class:`SpawnPolicy`.
@@ -91,4 +162,63 @@ class PopulationAveragingPolicy(SimplePolicy):
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[PopulationAveragingOptions]
     ) -> None:
-        super().__init__(model, optimizer, PullToMean.of(options), options)
+        self._pull = PullToMean.of(options)
+        super().__init__(model, optimizer, self._pull, options)
+        self._first_lr: float | None = None  # None until the start
+
+    def _prepare(self) -> None:
+        if self._pull.scale_with_lr and self._first_lr is None:
+            group = self.optimizer.param_groups[0]
+            self._first_lr = float(group.get("initial_lr", group["lr"]))
+            if not self._first_lr > 0.0:
+                validation.refuse("the optimizer's lr", self._first_lr, "above 0 at the start, with scale_with_lr=True")
+        super()._prepare()
+
+    def _new_fragment(self, layout: WireLayout) -> Fragment:
+        if not self._pull.center:
+            return _PulledFragment(layout, self._pull)
+        count, pull = len(self._members), self._pull.pull
+        if pull * count > 1.0:
+            validation.refuse("pull", pull, f"at most 1 / {count} with center=True on {count} ranks")
+        return CenterFragment(layout, self._pull, self._tensors(), pull)
+
+    async def _write(self, fragment: int, ready: Readiness, *, is_late: bool, is_left_out: bool) -> None:
+        own = self._fragments[fragment]
+        if isinstance(own, _PulledFragment) and self._first_lr is not None:
+            own.scale = min(1.0, float(self.optimizer.param_groups[0]["lr"]) / self._first_lr)
+        await super()._write(fragment, ready, is_late=is_late, is_left_out=is_left_out)
+
+    def _acts_alone(self) -> bool:
+        return self._pull.center
+
+    def _own_state(self) -> dict[str, Any]:
+        return {**super()._own_state(), "first_lr": self._first_lr}
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        super()._load_own_state(state)
+        self._first_lr = state["first_lr"]
+
+    def _check_common(self) -> None:
+        if not self._pull.center:
+            raise LocalProtocolError(
+                "anchor_weights() needs a center, which PopulationAveragingPolicy has only with center=True; "
+                "asyncdist.average_models(model) replaces the ranks' weights by their mean"
+            )
+
+    async def _write_anchor(self, tensors: Sequence[Tensor]) -> None:
+        for fragment in self._fragments:
+            fragment.restore(tensors)
+
+
+class _PulledFragment(RuleFragment):
+    """Keeps a fragment that is pulled to the mean, by ``scale`` times the option ``pull``."""
+
+    def __init__(self, layout: WireLayout, pull: PullToMean) -> None:
+        super().__init__(layout, pull, None)
+        self._pull = pull.pull
+        self.scale = 1.0
+
+    def moved(self, own: Tensor, mean: Tensor, number: int) -> Tensor:
+        """Return ``own`` moved towards ``mean``."""
+        del number
+        return _pulled(own, mean, self._pull * self.scale)

@@ -126,6 +126,17 @@ def drawn(seed: int, round: int, count: int) -> Tensor:
     return _mixed(state + _GOLDEN * torch.arange(1, count + 1, device="cpu")) & _INT64_MAX
 
 
+def random_pair(seed: int, round: int, rank: int, members: Sequence[int]) -> tuple[int, ...]:
+    """Return the random pair of a rank in a round, ascending; only the rank itself if it has no partner.
+
+    If the number of members is odd, one of them has no partner.
+    """
+    keys = drawn(seed, round, len(members)).tolist()
+    order = [member for _, member in sorted(zip(keys, members, strict=True))]
+    place = order.index(rank) // 2 * 2
+    return tuple(sorted(order[place : place + 2]))
+
+
 #: The constants of SplitMix64, as int64.
 _GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 _FACTORS: Final = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))

@@ -62,9 +62,13 @@ def module_of(policy: str) -> Any:
     return importlib.import_module(f"simulation.simple.test_{name}")
 
 
-def has_partners(policy: str) -> bool:
-    """Return whether the ranks take different means, as the policy's test module says by ``HAS_PARTNERS``."""
-    return getattr(module_of(policy), "HAS_PARTNERS", False)
+def has_partners(policy: str, options: Mapping[str, Any]) -> bool:
+    """Return whether the ranks take different means, as the policy's test module says by ``HAS_PARTNERS``.
+
+    ``HAS_PARTNERS`` is a bool, or a function of the options.
+    """
+    found = getattr(module_of(policy), "HAS_PARTNERS", False)
+    return bool(found(options) if callable(found) else found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,13 +109,16 @@ def check(plan: Plan, record: Record, tolerance: float) -> int:
     """
     module = module_of(plan.policy)
     taken = {rank: {event.round: event.donors for event in record.applied[rank]} for rank in range(plan.ranks)}
-    donors, parted = ({}, {}) if has_partners(plan.policy) else record.donors(plan.killed)
+    in_parts = has_partners(plan.policy, plan.options)
+    donors, parted = ({}, {}) if in_parts else record.donors(plan.killed)
     dtype = np.float32 if plan.dtype == torch.float32 else np.float64
     own = {rank: _flat(weights_of(Layers(plan.dtype))).astype(dtype) for rank in range(plan.ranks)}
     every = plan.options.get(
         "average_every", inspect.signature(POLICIES[plan.policy]).parameters["average_every"].default
     )
     shapes = [array.shape for array in weights_of(Layers(plan.dtype))]
+    # What the formula keeps between rounds, if it takes it: at first, the initial weights.
+    memory = {"memory": {0: own[0].copy()}} if "memory" in inspect.signature(module.formula).parameters else {}
     count = 0
     for step in range(max(plan.steps)):
         for rank, state in own.items():
@@ -124,10 +131,10 @@ def check(plan: Plan, record: Record, tolerance: float) -> int:
             before = dict(own)
             for rank in own:
                 ranks = taken[rank].get(count, donors.get(count, ()))
-                assert not has_partners(plan.policy) or ranks or rank not in present, f"rank {rank} took nothing"
+                assert not in_parts or ranks or rank not in present, f"rank {rank} took nothing"
                 if ranks:
                     given = [before[donor] for donor in ranks]
-                    own[rank] = module.formula(plan.options, given, before[rank], count).astype(dtype)
+                    own[rank] = module.formula(plan.options, given, before[rank], count, **memory).astype(dtype)
         for rank, weights in record.weights.items():
             if step < min(len(weights), parted.get(rank, len(weights))):
                 error = np.abs(_flat(weights[step]) - own[rank]).max()

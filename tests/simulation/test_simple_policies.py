@@ -56,7 +56,7 @@ def test_the_seeds_contain_losses_and_rounds_without_the_lost() -> None:
         for seed in range(12):
             plan = draw_plan(policy, seed)
             _, record = run(plan, seed)
-            donors, _ = ({}, {}) if has_partners(policy) else record.donors(plan.killed)
+            donors, _ = ({}, {}) if has_partners(policy, plan.options) else record.donors(plan.killed)
             seen["lost"] += bool(plan.killed)
             seen["smaller"] += any(len(ranks) < plan.ranks for ranks in donors.values())
             seen["rounds"] += len(donors)

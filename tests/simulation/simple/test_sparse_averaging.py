@@ -112,6 +112,7 @@ def test_only_the_share_is_sent() -> None:
 SHUFFLE: Final[dict[str, Any]] = {"operation": "shuffle", "fraction": 0.3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_fifty_shuffles_equal_the_formula_to_the_bit(dtype: torch.dtype) -> None:
     plan = Plan(policy="SparseAveragingPolicy", options=SHUFFLE, dtype=dtype, steps=(50,) * 4)

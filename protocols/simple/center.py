@@ -1,0 +1,79 @@
+"""Keeps the center of EASGD: a copy of the parameters that all ranks are pulled to, and that follows all ranks.
+
+Each rank computes the center from the mean of the round, so that it is equal on all ranks and needs no further data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncdist.protocols.exchange.messages import Verdict
+from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, scatter
+from asyncdist.protocols.simple.policy import RuleFragment
+from asyncdist.protocols.simple.rule import Rule
+
+
+class CenterFragment(RuleFragment):
+    """Keeps a rule's fragment whose parameters are pulled to a center instead of to the mean.
+
+    Args:
+        tensors: The model's tensors, whose values are the first center.
+        pull: Share of the way from a rank to the center that both of them move towards each other.
+    """
+
+    def __init__(self, layout: WireLayout, rule: Rule, tensors: Sequence[Tensor], pull: float) -> None:
+        super().__init__(layout, rule, None)
+        self._pull = pull
+        self._centers = {place: each.new_flat() for place, each in enumerate(layout.vectors) if each.role == "stepped"}
+        for place, center in self._centers.items():
+            gather(layout.vectors[place], tensors, center)
+
+    @property
+    def anchors(self) -> tuple[Tensor, ...]:
+        """The center, as one flat tensor per dtype; all ranks must begin with equal parameters."""
+        return tuple(self._centers.values())
+
+    @torch.no_grad()
+    def merge(self, verdict: Verdict, encoded: Sequence[Sequence[Tensor]]) -> None:
+        """Keep the old center, to which this rank is pulled, and let the center follow the mean of all donors."""
+        super().merge(verdict, encoded)
+        rate = self._pull * len(verdict.donors)
+        for place in self._centers.keys() & self._values.keys():
+            center, mean = self._centers[place], self._values[place]
+            self._values[place] = center
+            self._centers[place] = (mean - center).mul_(rate).add_(center)
+
+    @torch.no_grad()
+    def restore(self, tensors: Sequence[Tensor]) -> None:
+        """Write the center into the model's parameters."""
+        for place, center in self._centers.items():
+            scatter(self.layout.vectors[place], center, tensors)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state with the center; tensors are cloned."""
+        return {**super().state_dict(), "center": [each.clone() for each in self.anchors]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state and the center."""
+        super().load_state_dict(state)
+        self._load_center(state)
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return the state that is equal on all members, with the center."""
+        return {**super().shared_state(), "center": [each.clone() for each in self.anchors]}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Load another member's state and its center."""
+        super().load_shared_state(state)
+        self._load_center(state)
+
+    @torch.no_grad()
+    def _load_center(self, state: Mapping[str, Any]) -> None:
+        if [each.shape for each in state["center"]] != [each.shape for each in self.anchors]:
+            raise ValueError("the state's center must have the sizes of this model's parameters")
+        for center, saved in zip(self.anchors, state["center"], strict=True):
+            center.copy_(saved)
