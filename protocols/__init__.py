@@ -14,6 +14,9 @@ from asyncdist.protocols.one_sided.policy import OneSidedSelectiveAveragingPolic
 from asyncdist.protocols.one_sided.selection import OneSidedRules
 from asyncdist.protocols.one_sided.statistics import Durations, OneSidedStatistics
 from asyncdist.protocols.policy import SpawnPolicy
+from asyncdist.protocols.population_training.hyperparameters import Range
+from asyncdist.protocols.population_training.lineage import LineageEntry
+from asyncdist.protocols.population_training.policy import PopulationTrainingPolicy
 from asyncdist.protocols.replay_buffer.client import ReplayBuffer
 from asyncdist.protocols.replay_buffer.server import serve_replay_buffer
 from asyncdist.protocols.replay_buffer.values import ReplayStatistics, Sample
@@ -65,11 +68,14 @@ __all__ = [
     "FedAdam",
     "FedYogi",
     "HeLoCo",
+    "LineageEntry",
     "OneSidedRules",
     "OneSidedSelectiveAveragingPolicy",
     "OneSidedStatistics",
     "PolicyEvent",
     "PopulationAveragingPolicy",
+    "PopulationTrainingPolicy",
+    "Range",
     "ReplayBuffer",
     "ReplayStatistics",
     "ReplicaAveragingPolicy",

@@ -22,6 +22,7 @@ _KEY: Final = "option"
 #: Headings of the option groups, in documentation order.
 GROUPS: Final = (
     "start here",
+    "exploration",
     "fragments and bytes",
     "donors",
     "stragglers and rounds",

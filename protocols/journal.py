@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import zlib
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -152,6 +153,10 @@ class Journal:
                 self._latest = info
                 for part in info.parts or (info,):
                     self._note_applied(iteration, part)
+                if info.hyperparameters:
+                    self.note_hyperparameters(
+                        info.round, iteration, info.donors[0], info.inherited, info.hyperparameters
+                    )
             elif info.abandoned:
                 self._abandoned_count += 1
                 self.add("abandoned", info.round, iteration, info.abandoned)
@@ -171,6 +176,12 @@ class Journal:
             *("applied", info.round, iteration, info.donors, info.weights, info.staleness_steps),
             *(info.seconds, info.nbytes, info.coordinator, info.route, *of_average),
         )
+
+    def note_hyperparameters(
+        self, round: int, iteration: int, donor: int, inherited: Mapping[str, Any], values: Mapping[str, Any]
+    ) -> None:
+        """Record new hyperparameters, made from those of a donor; with donor -1, the first ones of this rank."""
+        self.add("hyperparameters", round, iteration, donor, json.dumps(dict(inherited)), json.dumps(dict(values)))
 
     def note_contributed(self, event: Contributed) -> None:
         """Record that this rank's contribution to a round was captured."""

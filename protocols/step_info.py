@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -50,6 +50,8 @@ class StepInfo:
             would have done harm. Empty for policies without contributions.
         grace_s: Seconds that the leader has waited for further contributions after the quorum; 0 if it does not wait.
         gains: For each donor, the gain of its contribution on held-out data; empty if the policy does not measure it.
+        hyperparameters: New hyperparameters of this rank, by name, if they were replaced with the weights; else empty.
+        inherited: Hyperparameters of the donor, by name, from which the new ones were made; else empty.
         parts: Results for each fragment, in the order of their rounds, if one step has averaged several; otherwise
             empty. The other attributes then tell of all of them together (see :func:`together`).
     """
@@ -79,6 +81,8 @@ class StepInfo:
     left_out: tuple[int, ...] = ()
     grace_s: float = 0.0
     gains: tuple[float, ...] = ()
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    inherited: Mapping[str, Any] = field(default_factory=dict)
     parts: tuple[StepInfo, ...] = ()
 
     def __bool__(self) -> bool:
@@ -105,7 +109,18 @@ class StepInfo:
         if self.left_out:
             age += f"; without {ranks_in_words(self.left_out)}"
         cure = f"; {self.recovered}: taken whole, optimizer reset" if self.recovered else ""
+        if self.hyperparameters:
+            changes = ", ".join(
+                _change(name, self.inherited.get(name), new) for name, new in self.hyperparameters.items()
+            )
+            return f"{number}: copy of rank {ranks} ({age}); {changes}"
         return f"{number}: average of rank{'' if len(self.donors) == 1 else 's'} {ranks} ({age}){cure}"
+
+
+def _change(name: str, old: Any, new: Any) -> str:
+    """Describe how a hyperparameter changes, with numbers of four digits."""
+    texts = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in (old, new)]
+    return f"{name} {' -> '.join(texts)}"
 
 
 #: Result of every step in which nothing happened, shared so that such a step creates no object.

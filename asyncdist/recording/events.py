@@ -94,6 +94,9 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
         *("policy", "round", "fragment", "iteration", "version"),
         *("weight", "norm", "wire_nbytes", "unencoded_nbytes", "group"),
     ),
+    # This rank got new hyperparameters, as JSON objects: the donor's, and those made from them. The donor is -1 when
+    # the policy starts.
+    "hyperparameters": ("policy", "round", "iteration", "donor", "inherited", "chosen"),
 }
 _PLACES: Final = {kind: {name: place for place, name in enumerate(names)} for kind, names in KINDS.items()}
 #: Value of ``pass`` for a message that was received before the rank's world was open.

@@ -192,7 +192,7 @@ def _types_of_fields(size: int) -> Mapping[str, Any]:
         "pass": Annotated[int, Meta(ge=-2, le=1 << 16)],
         "has_ended": bool,
         "checksum": Annotated[int, Meta(ge=0, lt=1 << 32)] | None,
-        "waited_for": Text,
+        **dict.fromkeys(("waited_for", "inherited", "chosen"), Text),
         "what": _Wait,
         "result": Annotated[str, Meta(pattern=r"^([0-9a-f]{2})*\Z", max_length=1 << 16)],
     }

@@ -32,7 +32,7 @@ _BATCH: Final = 10_000
 _TEXTS: Final = frozenset(
     {
         *("class_name", "name", "state", "reason", "route", "what", "error", "why", "result"),
-        *("donors", "replacers", "weights", "left_out", "gains"),
+        *("donors", "replacers", "weights", "left_out", "gains", "inherited", "chosen"),
     }
 )
 _REALS: Final = frozenset({"seconds", "value", "weight", "norm", "outer_norm", "cosine", "waited_s"})

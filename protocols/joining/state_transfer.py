@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
@@ -18,6 +18,7 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant
+from asyncdist.protocols.step_info import StepInfo
 from asyncdist.tensors import serialization
 from asyncdist.tensors.byte_views import byte_view, split
 
@@ -139,12 +140,26 @@ class WholeState(Protocol):
         """Load another member's state, and return the iteration at which this rank resumes."""
 
 
+class Heir(Protocol):
+    """Interface to a replacer that takes over a donor's optimizer and policy state with the donor's weights."""
+
+    def prepare(self, parts: Mapping[str, Any], donor: int, round: int) -> Callable[[StepInfo], StepInfo]:
+        """Check a donor's state without changing this rank; an exception leaves the round for the next step.
+
+        Args:
+            parts: Result of :meth:`WholeState.whole_state` on the donor.
+
+        Returns:
+            Function that takes over the state after the weights are in place, and completes the result of the step.
+        """
+
+
 def copied(whole: WholeState) -> torch.Tensor | None:
     """Return a copy of a member's state as bytes; log a warning and return None if the state cannot be copied."""
     try:
         return packed(whole.whole_state())
     except (TypeError, ValueError) as error:
-        logger.warning("a restarted rank cannot be admitted, since the optimizer's state cannot be copied: %s", error)
+        logger.warning("other ranks cannot get this rank's state, since it cannot be copied: %s", error)
         return None
 
 

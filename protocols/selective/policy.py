@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -47,7 +47,17 @@ from asyncdist.protocols.selective.islands.visit import Visits
 from asyncdist.protocols.selective.joining.arrival import Arrival
 from asyncdist.protocols.selective.leadership import Leadership
 from asyncdist.protocols.selective.member import RoundMember, State
-from asyncdist.protocols.selective.messages import Admitted, End, Heard, Leave, PackedAssign, PackedFrozen, Rejoin
+from asyncdist.protocols.selective.messages import (
+    Admitted,
+    Assign,
+    End,
+    Frozen,
+    Heard,
+    Leave,
+    PackedAssign,
+    PackedFrozen,
+    Rejoin,
+)
 from asyncdist.protocols.selective.roles.coordination import Coordination, KnowsCoordinator
 from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
@@ -61,6 +71,8 @@ from asyncdist.protocols.step_info import NOTHING, StepInfo, UserEvents
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.selective.policy")
+
+_Told = TypeVar("_Told", Assign, Frozen)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -427,6 +439,11 @@ class AsyncSelectiveAveragingPolicy(Ported):
 
     # -- the coordinator's messages ---------------------------------------------------------------------------------
 
+    def _narrowed(self, told: _Told, round: int) -> _Told:
+        """Return a message about a round with only those donors whose weights this rank takes: by default, all."""
+        del round
+        return told
+
     async def _listen(self, leadership: Leadership, channels: MemberChannels, roles: MemberRoles) -> None:
         """Pass the coordinator's messages to ``roles`` and ``leadership`` until the channel closes."""
         own = self._world.rank
@@ -436,9 +453,9 @@ class AsyncSelectiveAveragingPolicy(Ported):
                 continue  # a late message from a former coordinator, whose loss was noticed first
             match envelope.message:
                 case PackedAssign() as told if (assign := told.opened(own)) and assign.is_among(*known):
-                    roles.take(assign, envelope.round)
+                    roles.take(self._narrowed(assign, envelope.round), envelope.round)
                 case PackedFrozen() as told if (frozen := told.opened()).is_among(*known):
-                    roles.take(frozen, envelope.round)
+                    roles.take(self._narrowed(frozen, envelope.round), envelope.round)
                 case End() as end:
                     roles.take(end, envelope.round)
                 case Leave():

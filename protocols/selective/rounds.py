@@ -188,7 +188,7 @@ class RoundCoordinator:
         self._note(("{:.6f} round {}: donor {} is ready with iteration {}", (now, round, rank, iteration)))
         state.waiting_donors.remove(rank)
         state.ready[rank] = iteration
-        state.state_safe_points = state_safe_points
+        state.state_safe_points = max(state.state_safe_points, state_safe_points)
         if state.waiting_donors and state.waiting_replacers:
             return ()
         return self._advance(now)

@@ -91,6 +91,9 @@ class SelectiveRules(JudgingRules):
     )
     #: Number of decisions after which an island sends its next emigrant (a donor for another island); 0: no islands.
     migrate_every: int = 0
+    #: Whether each replacer copies one of as many donors as there are replacers, instead of taking a common average.
+    #: Then `averaging_strategy` is "best_only", and at most half of the participants are replaced.
+    copies_one: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +164,8 @@ def decide(
             than all replaced ranks becomes an additional donor.
     """
     count = replacer_count(len(metrics), rules.replacement_ratio)
+    if rules.copies_one:
+        count = min(count, len(metrics) // 2)
     if count == 0:
         return None
     order = order_worst_first(metrics, rules.metric_mode)
@@ -175,7 +180,9 @@ def decide(
     if not candidates:
         return None
     best = candidates[-1]
-    if rules.averaging_strategy == "best_only":
+    if rules.copies_one:
+        candidates = candidates[-count:]
+    elif rules.averaging_strategy == "best_only":
         candidates = [best]
     candidates.sort()
     weights = averaging_weights(

@@ -204,6 +204,7 @@ def test_replay_buffers_are_part_of_results_and_display(tmp_path: Path) -> None:
     )
     assert "outer optimizer" in demo.chart_title({**result, "policy": "diloco"})
     assert "changes that help" in demo.chart_title({**result, "policy": "selective-diloco"})
+    assert "copies one" in demo.chart_title({**result, "policy": "population-training"})
     assert "when it arrives" in demo.chart_title({**result, "policy": "async-diloco"})
 
 

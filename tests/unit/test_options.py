@@ -8,7 +8,7 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from protocols import (
 from protocols.async_diloco.options import AsyncDiLoCoOptions
 from protocols.declared import GROUPS, Options, by_group, declared, in_markdown
 from protocols.exchange.options import ExchangeOptionNames
+from protocols.population_training.hyperparameters import Space, Value
+from protocols.population_training.options import ExploringOptions
 from protocols.selective_diloco.donors import DonorRules
 from protocols.simple.policy import SimplePolicy
 
@@ -68,7 +70,12 @@ POLICIES: list[Any] = [
 ]
 DECLARED = [declared_by(policy) for policy in POLICIES]
 #: Options whose checked values have a narrower type than the given ones.
-CONVERTED: dict[str, Any] = {"successors": tuple[int, ...], "wire": Codec}
+CONVERTED: dict[str, Any] = {
+    "successors": tuple[int, ...],
+    "wire": Codec,
+    **dict.fromkeys(("hyperparameters", "custom_hyperparameters"), Mapping[str, Space]),
+    "initial": Mapping[str, Value],
+}
 SELECTIVE, ONE_SIDED, DILOCO, ASYNC_DILOCO = map(
     declared_by, (AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy, DiLoCoPolicy, AsyncDiLoCoPolicy)
 )
@@ -137,6 +144,7 @@ def test_the_docs_list_the_options_as_they_are_declared() -> None:
     own_of_diloco = {"quorum", "grace_s"}  # with other meanings than in selective averaging
     wanted["diloco"] = in_markdown([each for each in diloco if each.name not in known - own_of_diloco])
     wanted["selective-diloco"] = in_markdown(declared(DonorRules))
+    wanted["population-training"] = in_markdown(declared(ExploringOptions))
     own_names = {each.name for each in declared(AsyncDiLoCoOptions)} - {"optimizer_state", "on_event"}
     asynchronous = declarations(ASYNC_DILOCO[1].__annotations__, ASYNC_DILOCO[3])
     wanted["async diloco"] = in_markdown([each for each in asynchronous if each.name in own_names])

@@ -447,6 +447,8 @@ def chart_title(result: dict[str, Any]) -> str:
         return f"{who}; an outer optimizer applies each rank's change when it arrives"
     if result["policy"] in SIMPLE:
         return f"{who}; {result['policy'].replace('-', ' ')}, {result['rounds']} times"
+    if result["policy"] == "population-training":
+        return f"{who}; the worst copies one of the best, with a changed learning rate, {count} times"
     if result["policy"] == "average-all":
         return f"{who}; all of them wait for the average of all, {result['rounds']} times"
     return f"{who}; the worst takes the average of the others, {count} times"

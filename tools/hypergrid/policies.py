@@ -14,4 +14,13 @@ SIMPLE: Final[dict[str, Any]] = {
     for name, kind in sorted(vars(protocols).items())
     if isinstance(kind, type) and issubclass(kind, SimplePolicy)
 }
-CHOICES: Final = ("none", "average-all", "diloco", "async-diloco", "selective-diloco", *SIMPLE, "selective")
+CHOICES: Final = (
+    "none",
+    "average-all",
+    "diloco",
+    "async-diloco",
+    "selective-diloco",
+    *SIMPLE,
+    "population-training",
+    "selective",
+)

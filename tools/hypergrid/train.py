@@ -35,6 +35,7 @@ from protocols import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
     DiLoCoPolicy,
+    PopulationTrainingPolicy,
     SelectiveDiLoCoPolicy,
     StepInfo,
 )
@@ -91,6 +92,11 @@ def build_policy(
         )
     if args.policy == "async-diloco":
         return AsyncDiLoCoPolicy(model, optimizer, average_every=args.average_every, group=group)
+    if args.policy == "population-training":
+        rates = {"lr": (0.02, 0.5)}  # of the first group, log Z; the other group keeps its ratio
+        return PopulationTrainingPolicy(
+            model, optimizer, average_every=args.average_every, hyperparameters=rates, group=group
+        )
     if args.policy in SIMPLE:
         return SIMPLE[args.policy](model, optimizer, group=group)
     on_event = EventWriter(args.log_dir, context.my_rank, model) if args.verify else None

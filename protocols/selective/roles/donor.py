@@ -1,7 +1,7 @@
 """The donor's role in a round: copies this rank's weights inside a step, and lets the replacers request the copy.
 
-For a restarted rank, the donor also copies its optimizer and policy state in the same step, since a later copy would
-not match the weights. With Adam, the copies are three times the size of the model.
+For a restarted rank, and for replacers that are heirs, the donor also copies its optimizer and policy state in the same
+step, since a later copy would not match the weights. With Adam, the copies are three times the size of the model.
 """
 
 from __future__ import annotations
@@ -68,14 +68,15 @@ class Donor:
         """Begin to copy the current weights. On a GPU, the copy completes during the next steps.
 
         Args:
-            with_state: Whether to copy the optimizer and policy state, for a restarted rank, as well. This copy is
-                complete when the method returns.
+            with_state: Whether to copy the optimizer and policy state, for a restarted rank, as well. It is always
+                copied if replacers are heirs. This copy is complete when the method returns.
 
         Raises:
             ValueError: The model has changed since the policy was created; no copy is offered.
         """
         began_at = self._services.time()
         snapshot = self._resources.snapshots.acquire()
+        with_state = with_state or (self._resources.heir is not None and self._states is not None)
         state_safe_points = self._offer_state(round) if with_state else 0
         try:
             under_way = self._resources.flat.start_snapshot(snapshot)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from asyncdist import AsyncdistError
 from asyncdist.messaging.services import Services
@@ -25,6 +27,8 @@ class Exchange:
     Attributes:
         task: Task that executes :meth:`run`; None before the freeze, or if the task is about to end on its own.
         average: Complete average; None before it is complete, and in a round that builds fresh weights.
+        takes_state: Whether this rank takes over the only donor's optimizer and policy state as well.
+        parts: That state; None before it has arrived.
         deadline: Time by which all streams must be complete, set when the round is frozen.
         route: ``"direct"``, or ``"sharded"`` while there are reducers.
     """
@@ -49,6 +53,8 @@ class Exchange:
         self.assigned_at = services.time()
         self.task: asyncio.Task[None] | None = None
         self.average: Accumulator | None = None
+        self.takes_state = False
+        self.parts: Mapping[str, Any] | None = None
         self.deadline = math.inf
         self.nbytes = 0
         self.route = "direct"

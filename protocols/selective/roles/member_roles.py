@@ -87,7 +87,7 @@ class MemberRoles:
         self.donor = Donor(services, server, resources, states, island=island)
         self.reducer = Reducer(services, server, resources.parts, self.donor)
         self.relay = Relay(services.rank, server)
-        self.replacer = Replacer(services, server, resources, self.reducer, self.relay)
+        self.replacer = Replacer(services, server, resources, self.reducer, self.relay, states)
 
     # -- the coordinator --------------------------------------------------------------------------------------------
 

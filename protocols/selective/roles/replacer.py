@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncdist import AsyncdistError
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.applier import NewWeights
+from asyncdist.protocols.joining.state_transfer import StateTransfer, state_nbytes_max, unpacked
 from asyncdist.protocols.parameter_stream.server import SnapshotServer
 from asyncdist.protocols.selective.messages import Assign, Frozen
 from asyncdist.protocols.selective.roles.exchange import Exchange
@@ -18,13 +19,20 @@ class Replacer:
     """Receives and applies the averages of the rounds in which this rank is a replacer, one round at a time."""
 
     def __init__(
-        self, services: Services, server: SnapshotServer, resources: RoleResources, reducer: Reducer, relay: Relay
+        self,
+        services: Services,
+        server: SnapshotServer,
+        resources: RoleResources,
+        reducer: Reducer,
+        relay: Relay,
+        states: StateTransfer | None,
     ) -> None:
         self._services = services
         self._server = server
         self._resources = resources
         self._reducer = reducer
         self._relay = relay
+        self._states = states
         self._given_up = NOTHING
         self._announced: tuple[NewWeights, int, StepInfo] | None = None
         self.exchange: Exchange | None = None
@@ -34,6 +42,7 @@ class Replacer:
         """Begin an exchange, and request the streams of the donors or reducers, if there are any."""
         roles = self._reducer, self._relay
         self.exchange = Exchange(self._services, self._server, self._resources.buffers, *roles, round, coordinator)
+        self.exchange.takes_state = self._resources.heir is not None and not assign.admits
         if assign.donors:
             self.exchange.ask_early(assign)
 
@@ -44,9 +53,24 @@ class Replacer:
         except (AsyncdistError, TimeoutError) as error:
             return f"the stream from rank {exchange.donor} did not complete: {error}"
         if receiver.is_agreed:
-            return ""
+            return await self._receive_state(exchange, frozen) if exchange.takes_state else ""
         entry = self._resources.own.unsound_entry(receiver.accumulator)
         return f"the donors differ in infinite values, for example in {entry!r}"
+
+    async def _receive_state(self, exchange: Exchange, frozen: Frozen) -> str:
+        """Receive the only donor's optimizer and policy state; return the reason if that fails, and "" otherwise."""
+        assert self._states is not None and len(frozen.donors) == 1, f"round {exchange.round} has {frozen}"
+        nbytes_max = state_nbytes_max(self._resources.flat.nbytes)
+        try:
+            state = await self._states.take(
+                frozen.donors[0], exchange.round, nbytes_max=nbytes_max, deadline=exchange.deadline
+            )
+            exchange.parts = unpacked(state)
+        except (AsyncdistError, TimeoutError) as error:
+            return f"the optimizer's state of rank {frozen.donors[0]} did not arrive: {error}"
+        exchange.nbytes += state.numel()
+        self._resources.buffers.received_nbytes += state.numel()
+        return ""
 
     def discard(self, round: int, reason: str) -> None:
         """Stop the exchange and free its memory; the next step reports ``reason`` to the user."""
@@ -72,9 +96,12 @@ class Replacer:
         Args:
             trouble: Description of this rank's non-finite state, "" if there is none; None to check the state now.
         """
-        exchange = self.exchange
+        exchange, heir = self.exchange, self._resources.heir
         assert exchange is not None, "weights are to be applied without an exchange"
         began_at = self._services.time()
+        inherit = None
+        if heir is not None and exchange.parts is not None:
+            inherit = heir.prepare(exchange.parts, frozen.donors[0], exchange.round)
         new = NewWeights(
             round=exchange.round,
             donors=frozen.donors,
@@ -88,6 +115,8 @@ class Replacer:
             route=exchange.route if frozen.donors else "",
         )
         info = self._resources.applier.apply(new, iteration, self._services.time, trouble)
+        if inherit is not None:
+            info = inherit(info)
         if exchange.average is not None:
             exchange.average.release()
         self._resources.timing.add("apply", self._services.time() - began_at)

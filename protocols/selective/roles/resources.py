@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncdist.protocols.applier import Applier
-from asyncdist.protocols.joining.state_transfer import WholeState
+from asyncdist.protocols.joining.state_transfer import Heir, WholeState
 from asyncdist.protocols.options import Timing
 from asyncdist.protocols.own_state import OwnState
 from asyncdist.protocols.parameter_stream.parts import PartPool
@@ -20,7 +20,8 @@ class RoleResources:
 
     Attributes:
         own: Model and optimizer, which are checked before they are sent, and receive the averages.
-        state: Optimizer and policy state, which is sent only to restarted ranks.
+        state: Optimizer and policy state, which is sent to restarted ranks, and to an heir.
+        heir: Receiver of a donor's optimizer and policy state on a replacer; None if replacers receive only weights.
     """
 
     flat: FlatState
@@ -32,6 +33,7 @@ class RoleResources:
     timing: Timing
     events: UserEvents
     state: WholeState
+    heir: Heir | None = None
 
     @classmethod
     def of(cls, flat: FlatState, own: OwnState, timing: Timing, events: UserEvents, state: WholeState) -> RoleResources:

@@ -135,7 +135,7 @@ class Round:
     frozen: bool = False
     admits: bool = False
     limit_at: float = math.inf  # time limit of a round that admits restarted ranks, which delays other rounds
-    state_safe_points: int = 0  # safe points for a donor's optimizer and policy state, if the round admits
+    state_safe_points: int = 0  # safe points for a donor's optimizer and policy state; 0 if none is sent
 
     def openings(self, members: Mapping[int, Member]) -> list[Send]:
         """Return the messages that assign the roles to the named ranks."""
@@ -182,7 +182,8 @@ class Round:
         donor reads the request in its next step, and the stream takes `stream_safe_points` steps of both ranks.
         Applying the average takes one more step.
 
-        A newcomer, which makes no steps, also receives the donor's optimizer and policy state, preceded by its size.
+        A newcomer, which makes no steps, also receives the donor's optimizer and policy state, preceded by its size. So
+        does each replacer, between its steps, if the donors have offered their state.
 
         On the sharded route, the reducers take more steps before all parts may have to be requested from the donors:
         one to read `Frozen`, one to add up, and the steps of their own streams. A rank that fetches parts for its host
@@ -193,8 +194,10 @@ class Round:
         donors_s = sum([judged[donor].step_s for donor in self.ready])
         others_s = (1 + count) * donors_s
         own_count = 1 + count * len(self.ready)
-        if self.admits:
-            others_s += (3 + min(max(0, self.state_safe_points), STATE_STREAM_COUNT_MAX * count)) * donors_s
+        if self.admits or self.state_safe_points:
+            state_count = 3 + min(max(0, self.state_safe_points), STATE_STREAM_COUNT_MAX * count)
+            others_s += state_count * donors_s
+            own_count += 0 if self.admits else state_count
         if self.reducers:
             part_count = max(count, _PART_SAFE_POINTS)
             others_s += (2 + part_count) * max(judged[rank].step_s for rank in self.reducers)

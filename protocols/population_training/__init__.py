@@ -1,0 +1,1 @@
+"""Implements population based training: the worst ranks copy the weights and hyperparameters of the best ranks."""

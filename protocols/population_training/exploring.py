@@ -1,0 +1,70 @@
+"""Makes the hyperparameters of a replaced rank from those of its donor: drawn again, perturbed, or by a function."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncdist import validation
+from asyncdist.protocols.population_training.hyperparameters import Choice, Space, Value
+from asyncdist.protocols.population_training.options import ExploreFunction
+
+
+class Explorer:
+    """Makes the first and the later hyperparameters of one rank; equal arguments give equal results.
+
+    Args:
+        spaces: Possible values of each hyperparameter, by name.
+        factors: Factors of a perturbation.
+        function: The user's function instead of perturbations; None if there is none.
+    """
+
+    def __init__(
+        self,
+        spaces: Mapping[str, Space],
+        *,
+        factors: Sequence[float],
+        resample_probability: float,
+        function: ExploreFunction | None,
+        seed: int,
+    ) -> None:
+        self._spaces = spaces
+        self._factors = tuple(factors)
+        self._resample_probability = resample_probability
+        self._function = function
+        self._seed = seed
+
+    def first(self, rank: int, given: Mapping[str, Value]) -> dict[str, Value]:
+        """Return the first values of a rank: those given, and random ones for the others."""
+        generator = random.Random(f"{self._seed} first {rank}")
+        drawn = {name: space.draw(generator) for name, space in self._spaces.items()}
+        return {**drawn, **given}
+
+    def explored(self, inherited: Mapping[str, Value], rank: int, round: int) -> dict[str, Value]:
+        """Return the values of a rank that has copied a donor with the values ``inherited``."""
+        generator = random.Random(f"{self._seed} explore {rank} {round}")
+        if self._function is not None:
+            return self._checked(self._function(dict(inherited), generator))
+        return {name: self._changed(name, inherited[name], generator) for name in self._spaces}
+
+    def _changed(self, name: str, value: Value, generator: random.Random) -> Value:
+        space, chance, factor = self._spaces[name], generator.random(), generator.choice(self._factors)
+        is_stuck = factor != 1.0 and value == 0 and not isinstance(space, Choice)  # no factor changes 0
+        if chance < self._resample_probability or is_stuck:
+            return space.draw(generator)
+        return space.perturbed(value, factor)
+
+    def _checked(self, found: Any) -> dict[str, Value]:
+        if not isinstance(found, Mapping) or found.keys() != self._spaces.keys():
+            names = ", ".join(self._spaces)
+            validation.refuse("the result of explore", found, f"a dict with the hyperparameters {names}", TypeError)
+        return {name: space.clipped(found[name]) for name, space in self._spaces.items()}
+
+
+def donor_for(donors: Sequence[int], rank: int, round: int, seed: int) -> int:
+    """Return the donor that a replaced rank copies in a round: each is as likely as the others.
+
+    The choice does not change if a different donor drops out, so requests before the freeze are rarely in vain.
+    """
+    return max(donors, key=lambda donor: (random.Random(f"{seed} donor {round} {rank} {donor}").random(), donor))

@@ -1,0 +1,233 @@
+"""Defines what values a hyperparameter can have: a range, a list of choices, or the results of a function.
+
+Each kind draws values, perturbs a value, and brings a value within its limits. All randomness comes from the caller's
+generator.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, TypeAlias
+
+from asyncdist import validation
+
+#: Value of a hyperparameter. Only numbers can be those of an optimizer.
+Value: TypeAlias = float | int | str | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Range of a number, from ``low`` to ``high``, both included.
+
+    A perturbation multiplies the number by a factor, and clips the product to the range.
+
+    Args:
+        low, high: Limits of the range.
+        log: Whether values are drawn evenly on a logarithmic scale; by default, if ``low`` is above 0.
+        integer: Whether the values are integers.
+
+    Raises:
+        TypeError, ValueError: A limit is not a finite number, the limits are reversed or equal, or ``log`` is true
+            although ``low`` is not above 0.
+    """
+
+    low: float
+    high: float
+    log: bool | None = None
+    integer: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the limits."""
+        for name, value in (("low", self.low), ("high", self.high)):
+            validation.real(name, value, "a finite number", low=-validation.LARGEST)
+        if not self.low < self.high:
+            hint = f"; write ({self.high!r}, {self.low!r})" if self.low > self.high else ""
+            raise ValueError(
+                f"the low end of a range must be below its high end, got ({self.low!r}, {self.high!r}){hint}"
+            )
+        if self.log and not self.low > 0:
+            raise ValueError(f"a range with log=True must begin above 0, got ({self.low!r}, {self.high!r})")
+        if self.integer and (self.low != int(self.low) or self.high != int(self.high)):
+            raise ValueError(f"a range with integer=True must have integer limits, got ({self.low!r}, {self.high!r})")
+
+    def draw(self, generator: random.Random) -> Value:
+        """Return a random value of the range."""
+        is_log = self.low > 0 if self.log is None else self.log
+        if self.integer and not is_log:
+            return generator.randint(int(self.low), int(self.high))
+        if not is_log:
+            return self.clipped(self.low + (self.high - self.low) * generator.random())
+        low = math.log(self.low)
+        return self.clipped(math.exp(low + (math.log(self.high) - low) * generator.random()))
+
+    def perturbed(self, value: Any, factor: float) -> Value:
+        """Return the value times a factor, clipped. An integer changes at least by 1, unless it is at a limit."""
+        found = self.clipped(value * factor)
+        if self.integer and found == value and factor != 1.0:
+            found = self.clipped(value + (1 if factor > 1.0 else -1))
+        return found
+
+    def clipped(self, value: Any) -> Value:
+        """Return the nearest value of the range."""
+        number = round(value) if self.integer else float(value)
+        return type(number)(min(max(number, self.low), self.high))
+
+    def check(self, name: str, value: Any) -> Value:
+        """Return a value that the user has given; raise ValueError if it is outside the range."""
+        kind = "an integer" if self.integer else "a number"
+        number = validation.real(
+            name, value, f"{kind} from {self.low!r} to {self.high!r}", low=self.low, high=self.high
+        )
+        if not self.integer:
+            return number
+        if number != int(number):
+            validation.refuse(name, value, f"an integer from {self.low!r} to {self.high!r}")
+        return int(number)
+
+    def leaves(self, factor: float) -> bool:
+        """Return whether each value of the range, times this factor, is outside the range."""
+        return self.low > 0 and (self.low * factor > self.high or self.high * factor < self.low)
+
+    def agreed(self) -> list[Any]:
+        """Return the range as JSON values."""
+        return ["range", self.low, self.high, self.log, self.integer]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """List of values. A perturbation moves to the next value: a factor above 1 to the right, one below 1 to the left.
+
+    Args:
+        values: At least two different numbers, strings, bools or None, in an order in which neighbours are similar.
+
+    Raises:
+        TypeError, ValueError: There are fewer than two values, a value repeats, or a value has another type.
+    """
+
+    values: tuple[Value, ...]
+
+    def __init__(self, values: Sequence[Value]) -> None:
+        """Check the values."""
+        found = tuple(values)
+        for value in found:
+            if not isinstance(value, float | int | str | bool | None):
+                raise TypeError(f"a choice must be a number, a string, a bool or None, got {value!r:.80}")
+        if len(found) < 2 or len({repr(value) for value in found}) < len(found):
+            raise ValueError(f"a list of choices must have at least two different values, got {list(found)!r:.80}")
+        object.__setattr__(self, "values", found)
+
+    def draw(self, generator: random.Random) -> Value:
+        """Return a random value of the list."""
+        return generator.choice(self.values)
+
+    def perturbed(self, value: Any, factor: float) -> Value:
+        """Return the next value, or the same value at the end of the list and with the factor 1."""
+        place = self._place_of(value) + (factor > 1.0) - (factor < 1.0)
+        return self.values[min(max(place, 0), len(self.values) - 1)]
+
+    def clipped(self, value: Any) -> Value:
+        """Return the value, which must be in the list."""
+        return self.check("a value of explore", value)
+
+    def check(self, name: str, value: Any) -> Value:
+        """Return a value that the user has given; raise ValueError if it is not in the list."""
+        place = self._place_of(value)
+        if place < 0:
+            validation.refuse(name, value, f"one of {list(self.values)!r:.200}")
+        return self.values[place]
+
+    def leaves(self, factor: float) -> bool:
+        """Return False: the next value is always one of the list."""
+        del factor
+        return False
+
+    def agreed(self) -> list[Any]:
+        """Return the list as JSON values."""
+        return ["choice", *self.values]
+
+    def _place_of(self, value: Any) -> int:
+        return next(
+            (place for place, each in enumerate(self.values) if type(each) is type(value) and each == value), -1
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Function that draws a number, which has no limits. A perturbation multiplies the number by a factor.
+
+    Args:
+        function: Callable that gets a ``random.Random`` and returns a finite number.
+    """
+
+    function: Callable[[random.Random], float]
+
+    def draw(self, generator: random.Random) -> Value:
+        """Return a result of the function."""
+        return self.check("the result of a hyperparameter's function", self.function(generator))
+
+    def perturbed(self, value: Any, factor: float) -> Value:
+        """Return the value times a factor."""
+        found: Value = type(value)(value * factor)
+        return found
+
+    def clipped(self, value: Any) -> Value:
+        """Return the value, which must be a finite number."""
+        return self.check("a value of explore", value)
+
+    def check(self, name: str, value: Any) -> Value:
+        """Return a finite number; raise ValueError for any other value."""
+        number = validation.real(name, value, "a finite number", low=-validation.LARGEST)
+        return int(number) if type(value) is int else number
+
+    def leaves(self, factor: float) -> bool:
+        """Return False: the function has no limits."""
+        del factor
+        return False
+
+    def agreed(self) -> list[Any]:
+        """Return a mark: functions cannot be compared."""
+        return ["function"]
+
+
+Space: TypeAlias = Range | Choice | Sampler
+#: Ways in which the user can write a hyperparameter's values.
+Given: TypeAlias = Range | Choice | tuple[float, float] | list[Any] | Callable[[random.Random], float]
+
+
+def space_of(name: str, given: Any) -> Space:
+    """Return the values that the user has given for a hyperparameter, as an object.
+
+    Raises:
+        TypeError, ValueError: The values are not a range, a list or a callable, or a range is reversed.
+    """
+    try:
+        if isinstance(given, Range | Choice):
+            return given
+        if isinstance(given, tuple) and len(given) == 2 and all(isinstance(each, Real) for each in given):
+            return Range(*given)
+        if isinstance(given, list):
+            return Choice(given)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"the values of hyperparameter {name!r} are wrong: {error}") from None
+    if callable(given):
+        return Sampler(given)
+    raise TypeError(
+        f"the values of hyperparameter {name!r} must be a range (low, high), a list of choices, Range(...), or a "
+        f"callable that gets a random.Random and returns a number, got {given!r:.80}"
+    )
+
+
+def spaces_of(option: str, given: Any) -> dict[str, Space]:
+    """Return the hyperparameters of an option, by name. Raise TypeError or ValueError if one is wrong."""
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) and name for name in given):
+        validation.refuse(
+            option,
+            given,
+            'a dict such as {"lr": (1e-4, 1e-1)}, which maps names to ranges, lists or callables',
+            TypeError,
+        )
+    return {name: space_of(name, values) for name, values in given.items()}

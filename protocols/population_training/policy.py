@@ -1,0 +1,231 @@
+"""Population based training on the rounds of selective averaging.
+
+A round differs from selective averaging (:mod:`protocols.selective.policy`) in three points:
+
+1. The donors are the best quantile, and each replacer takes the snapshot of only one of them. The choice depends on the
+   seed, the round and the rank, so no message is needed.
+2. A donor copies its optimizer's state and its hyperparameters in the same step as its weights, as it does for a
+   restarted rank (:mod:`protocols.joining.state_transfer`). The replacer receives all three from the same snapshot.
+3. In its next step, the replacer loads the weights, then the optimizer's state, and then writes the new hyperparameters
+   into the optimizer. In a different order, the donor's state would undo the new learning rate.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Self, TypeVar, Unpack
+
+import torch
+from torch import nn
+
+from asyncdist import validation
+from asyncdist.protocols.declared import among, with_options
+from asyncdist.protocols.metrics import Metric, MetricSource
+from asyncdist.protocols.options import AveragingOptions, CommonOptions, CoordinatorOptions, SelectiveOptions
+from asyncdist.protocols.population_training.exploring import Explorer, donor_for
+from asyncdist.protocols.population_training.hyperparameters import Value
+from asyncdist.protocols.population_training.lineage import Lineage, LineageEntry
+from asyncdist.protocols.population_training.options import ELSEWHERE, ExploringOptions, PopulationTrainingOptions
+from asyncdist.protocols.population_training.settings import OptimizerSettings, load_moments
+from asyncdist.protocols.selective.messages import REPLACER, Assign, Frozen
+from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
+from asyncdist.protocols.selective.selection import SelectiveRules
+from asyncdist.protocols.step_info import StepInfo
+
+logger = logging.getLogger("protocols.population_training")
+
+_Told = TypeVar("_Told", Assign, Frozen)
+
+
+@with_options(
+    PopulationTrainingOptions, ExploringOptions, CommonOptions, SelectiveRules, AveragingOptions, CoordinatorOptions
+)
+class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
+    """Population based training (PBT): the worst ranks copy the best ranks, and change their hyperparameters.
+
+    ::
+
+        def evaluate() -> float:  # the same data on all ranks
+            with torch.no_grad():
+                return loss_function(model(held_out_inputs), held_out_targets).item()
+
+        async with PopulationTrainingPolicy(
+            model, optimizer, average_every=100, hyperparameters={"lr": (1e-4, 1e-1)}
+        ) as policy:
+            for batch in data:
+                train_step(model, optimizer, batch)
+                info = await policy.step(loss=evaluate)
+
+    Each rank trains its own model with its own hyperparameters, and reports a metric every ``average_every`` steps.
+    When enough ranks have reported, each of the worst ``quantile`` copies the weights, the optimizer's state and the
+    hyperparameters of one of the best ``quantile``, all from one snapshot. It then changes the hyperparameters, and
+    continues at its own iteration. No rank waits for another.
+
+    Args:
+        model: Model to train; see :class:`SpawnPolicy`.
+        optimizer: Optimizer of the model, of the same class on all ranks.
+        average_every, metric, options: The options below.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or is out of range, or the optimizer lacks a
+            hyperparameter.
+    """
+
+    @validation.names_options(refused=ELSEWHERE)
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        average_every: int,
+        metric: Callable[[], Metric] | None = None,
+        **options: Unpack[PopulationTrainingOptions],
+    ) -> None:
+        self._own_options = own = ExploringOptions.of(options)
+        super().__init__(
+            model,
+            optimizer,
+            average_every=average_every,
+            metric=metric,
+            replacement_ratio=own.quantile,
+            averaging_strategy="best_only",
+            optimizer_state="reset",  # the donor's state is loaded afterwards
+            route="direct",
+            **among(options, SelectiveOptions),
+        )
+        self._rules = replace(self._rules, copies_one=True)
+        self._resources = replace(self._resources, heir=self)
+        self._settings = OptimizerSettings(optimizer, own.hyperparameters, own.lr_scheduler)
+        self._spaces = own.spaces
+        self._explorer = Explorer(
+            self._spaces,
+            factors=own.perturb,
+            resample_probability=own.resample_probability,
+            function=own.explore,
+            seed=own.seed,
+        )
+        self._values: dict[str, Value] = dict(own.initial)
+        self._lineage = Lineage()
+        self._has_warned_of_loss = False
+
+    @property
+    def hyperparameters(self) -> Mapping[str, Any]:
+        """Current hyperparameters of this rank, by name. The mapping changes inside ``step`` when they are replaced.
+
+        Before ``async with``, it has only the values of the option ``initial``, or of a loaded state.
+        """
+        return MappingProxyType(self._values)
+
+    def lineage(self) -> tuple[LineageEntry, ...]:
+        """Return the hyperparameters with which this rank's current weights were trained, oldest first.
+
+        The weights of a replaced rank have the history of the donor's weights. At most 1000 entries are kept: the first
+        and the newest.
+        """
+        return self._lineage.entries
+
+    def step(
+        self, local_metric: MetricSource = None, *, loss: MetricSource = None, score: MetricSource = None
+    ) -> Coroutine[Any, Any, StepInfo]:
+        """Take part in the policy once per training step; see :meth:`SpawnPolicy.step`."""
+        for given in (local_metric, loss, score):
+            if isinstance(given, torch.Tensor) and given.requires_grad:
+                self._warn_of_loss()
+        return super().step(local_metric, loss=loss, score=score)
+
+    def _warn_of_loss(self) -> None:
+        if not self._has_warned_of_loss:
+            self._has_warned_of_loss = True
+            logger.warning(
+                "%s: the metric is a training loss (a tensor that requires a gradient). Ranks are compared by it, but "
+                "it is measured on each rank's own batch, and may depend on the rank's own hyperparameters. Pass a "
+                "function that evaluates the model on the same held-out data on all ranks: step(loss=evaluate)",
+                self._journal.title(),
+            )
+
+    # -- starting and continuing ------------------------------------------------------------------------------------
+
+    def _options(self) -> Mapping[str, Any]:
+        groups = [len(group["params"]) for group in self.optimizer.param_groups]
+        spaces = {name: space.agreed() for name, space in self._spaces.items()}
+        mine = {"optimizer": [type(self.optimizer).__name__, *groups], "hyperparameters": spaces}
+        return {**super()._options(), **self._own_options.agreed(), **mine}
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        if not self.has_loaded:
+            self._values.update(self._explorer.first(self._world.rank, self._own_options.initial))
+            self._lineage = Lineage().add(LineageEntry(self.iteration, self._world.rank, 0, -1, dict(self._values)))
+        self._settings.write(self._values)
+
+    async def __aenter__(self) -> Self:
+        """Start the policy together with the other ranks, or join the running policy if this rank was restarted."""
+        await super().__aenter__()
+        self._journal.note_hyperparameters(0, self.iteration, -1, {}, self._values)
+        return self
+
+    def _change_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        settings = OptimizerSettings(optimizer, self._own_options.hyperparameters, None)
+        super()._change_optimizer(optimizer)
+        self._settings = settings
+        self._settings.write(self._values)
+
+    def _own_state(self) -> dict[str, Any]:
+        return {"hyperparameters": json.dumps(self._values), "lineage": self._lineage.packed()}
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        values, lineage = self._values_in(state), Lineage.unpacked(state["lineage"])
+        self._values.clear()
+        self._values.update(values)
+        self._lineage = lineage
+
+    def _values_in(self, state: Mapping[str, Any]) -> dict[str, Value]:
+        """Return the hyperparameters in a policy's state; raise ValueError if they are not those of this policy."""
+        values = json.loads(state["hyperparameters"])
+        if values.keys() != self._spaces.keys():
+            raise ValueError(
+                f"a state must have the hyperparameters {', '.join(self._spaces)}, got {', '.join(values)}"
+            )
+        return {name: space.clipped(values[name]) for name, space in self._spaces.items()}
+
+    def restore_whole_state(self, parts: Mapping[str, Any]) -> int:
+        """Load another member's optimizer and policy state, with its hyperparameters, and return its iteration."""
+        iteration = super().restore_whole_state(parts)
+        self._settings.write(self._values)
+        return iteration
+
+    # -- one round --------------------------------------------------------------------------------------------------
+
+    def _narrowed(self, told: _Told, round: int) -> _Told:
+        if not told.donors:
+            return told
+        donor = donor_for(told.donors, self._world.rank, round, self._own_options.seed)
+        if isinstance(told, Assign):
+            is_copier = told.role == REPLACER and not told.admits
+            return replace(told, donors=(donor,), best=donor) if is_copier else told
+        if self._member.admitting == round:
+            return told
+        iteration = told.iterations[told.donors.index(donor)]
+        return replace(told, donors=(donor,), weights=(1.0,), iterations=(iteration,), best=donor)
+
+    def prepare(self, parts: Mapping[str, Any], donor: int, round: int) -> Callable[[StepInfo], StepInfo]:
+        """Make new hyperparameters from a donor's, and return the function that takes over the donor's state."""
+        state = parts["policy"]
+        inherited = self._values_in(state)
+        values = self._explorer.explored(inherited, self._world.rank, round)
+        entry = LineageEntry(self.iteration, self._world.rank, round, donor, values)
+        lineage = Lineage.unpacked(state["lineage"]).add(entry)
+
+        def take_over(info: StepInfo) -> StepInfo:
+            load_moments(self.optimizer, parts["optimizer"])
+            self._settings.write(values)  # only now: the donor's state must not undo it
+            self._values.update(values)
+            self._lineage = lineage
+            self._journal.metric = state["metric"]  # the copy has the donor's score until it reports its own
+            return replace(info, hyperparameters=dict(values), inherited=inherited)
+
+        return take_over

@@ -1,0 +1,169 @@
+"""Reads and writes hyperparameters in an optimizer's parameter groups, and in a scheduler of the learning rate."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+
+_NAME: Final = re.compile(r"(\w+)(?:\[(\d+)\])?\Z")
+#: Settings of a scheduler that are proportional to its base learning rate: in its attributes, and in each group.
+_SCHEDULED: Final = ("base_lrs", "max_lrs")
+_SCHEDULED_IN_GROUP: Final = ("initial_lr", "max_lr", "min_lr")
+
+
+class OptimizerSettings:
+    """Hyperparameters of one optimizer.
+
+    If the groups had different values at the start, they keep their ratios to the first group whose value is not 0. A
+    group with the value 0, such as a group without weight decay, keeps it.
+
+    Args:
+        names: Names of hyperparameters: ``"lr"``, or ``"betas[0]"`` for one number of a tuple.
+        lr_scheduler: Scheduler whose base learning rate is the hyperparameter ``"lr"``, or None.
+
+    Raises:
+        TypeError, ValueError: The optimizer does not have a hyperparameter, or its scheduler is unknown.
+    """
+
+    def __init__(self, optimizer: Any, names: Iterable[str], lr_scheduler: Any) -> None:
+        self._optimizer = optimizer
+        self._schedulers = _schedulers_in(lr_scheduler)
+        known = _numbers_of(optimizer)
+        for name in names:
+            if name not in known:
+                raise ValueError(
+                    f"hyperparameters has {name!r}, which {type(optimizer).__name__} does not have; it has "
+                    f"{', '.join(known)}. Pass a hyperparameter of the training loop in custom_hyperparameters"
+                )
+        self._check_scheduler("lr" in names, lr_scheduler)
+        self._ratios = {name: _ratios(self._values(name)) for name in names}
+
+    def _check_scheduler(self, tunes_lr: bool, lr_scheduler: Any) -> None:
+        is_scheduled = any("initial_lr" in group for group in self._optimizer.param_groups)
+        if tunes_lr and is_scheduled and not self._schedulers:
+            raise ValueError(
+                "lr_scheduler must be the scheduler of the optimizer's learning rate, got None: without it, the "
+                "scheduler would undo the policy's changes of 'lr'"
+            )
+        for each in self._schedulers:
+            if getattr(each, "optimizer", None) is not self._optimizer or not hasattr(each, "base_lrs"):
+                raise TypeError(
+                    "lr_scheduler must be a scheduler of torch.optim.lr_scheduler with base_lrs, for the policy's "
+                    f"optimizer, got {lr_scheduler!r:.80}"
+                )
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Write the values of some hyperparameters into all groups. With a scheduler, ``lr`` is its base."""
+        for name, ratios in self._ratios.items():
+            if name in values:
+                for place, (group, ratio) in enumerate(zip(self._groups(name), ratios, strict=True)):
+                    new = values[name] if ratio == 1.0 else values[name] * ratio
+                    if name == "lr" and self._schedulers:
+                        self._write_base(place, group, new)
+                    else:
+                        _put(group, name, new)
+
+    def _write_base(self, place: int, group: dict[str, Any], new: float) -> None:
+        """Change a group's base learning rate, and the current learning rate in proportion."""
+        old = float(group["initial_lr"])
+        factor = new / old if old else 1.0
+        if factor != 1.0:
+            _put(group, "lr", float(group["lr"]) * factor if float(group["lr"]) != old else new)
+            for name in _SCHEDULED_IN_GROUP:
+                if name in group:
+                    _put(group, name, new if name == "initial_lr" else float(group[name]) * factor)
+        for scheduler in self._schedulers:
+            was = float(scheduler.base_lrs[place])
+            for name in _SCHEDULED:
+                found = getattr(scheduler, name, None)
+                if isinstance(found, list) and was:
+                    found[place] = new if name == "base_lrs" else found[place] * (new / was)
+
+    def _groups(self, name: str) -> list[dict[str, Any]]:
+        key = name.partition("[")[0]
+        return [group for group in self._optimizer.param_groups if key in group]
+
+    def _values(self, name: str) -> list[float]:
+        key = "initial_lr" if name == "lr" and self._schedulers else name
+        return [_number_in(group, key) for group in self._groups(name)]
+
+
+def _schedulers_in(scheduler: Any) -> list[Any]:
+    """Return a scheduler and those that it contains, as SequentialLR and ChainedScheduler do; empty for None."""
+    if scheduler is None:
+        return []
+    inner = [each for part in getattr(scheduler, "_schedulers", ()) for each in _schedulers_in(part)]
+    has_base = hasattr(scheduler, "base_lrs") or not inner
+    return [*([scheduler] if has_base else []), *inner]
+
+
+def _numbers_of(optimizer: Any) -> list[str]:
+    """Return the names of all numbers in an optimizer's groups, as hyperparameters."""
+    found: dict[str, None] = {}
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if name in ("params", *_SCHEDULED_IN_GROUP):
+                continue
+            if _is_number(value):
+                found[name] = None
+            elif isinstance(value, tuple | list) and value and all(map(_is_number, value)):
+                found.update({f"{name}[{place}]": None for place in range(len(value))})
+    return list(found)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.is_floating_point()
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number_in(group: Mapping[str, Any], name: str) -> float:
+    match = _NAME.match(name)
+    assert match is not None, name
+    value = group[match[1]]
+    return float(value if match[2] is None else value[int(match[2])])
+
+
+def _put(group: dict[str, Any], name: str, new: float) -> None:
+    """Write a number into a group; a tensor is changed in place, since a captured graph reads its memory."""
+    match = _NAME.match(name)
+    assert match is not None, name
+    key, place = match[1], match[2]
+    old = group[key] if place is None else group[key][int(place)]
+    if isinstance(old, torch.Tensor):
+        old.fill_(new)
+    elif place is None:
+        group[key] = type(old)(new) if isinstance(old, float) else new
+    else:
+        changed = list(group[key])
+        changed[int(place)] = new
+        group[key] = type(group[key])(changed)
+
+
+def _ratios(values: list[float]) -> list[float]:
+    first = next((value for value in values if value), 0.0)
+    return [value / first if first else 1.0 for value in values]
+
+
+def load_moments(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Load another rank's optimizer state, such as moments and step counts; all groups keep their own settings.
+
+    Args:
+        state: Result of ``state_dict()`` of an optimizer of the same class, for parameters of the same layout.
+    """
+    groups = list(optimizer.param_groups)
+    own = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({**state, "param_groups": own})
+    for place, group in enumerate(groups):  # keeps tensors in the groups, which a captured graph reads
+        optimizer.param_groups[place] = group
+    parameters = [each for group in groups for each in group["params"]]
+    for place, entries in state["state"].items():  # torch converts moments to the dtype of their parameter
+        held = optimizer.state.get(parameters[place]) if isinstance(place, int) and place < len(parameters) else None
+        if isinstance(held, dict) and isinstance(entries, Mapping):
+            for name, value in entries.items():
+                now = held.get(name)
+                if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                    held[name] = value.to(now.device)

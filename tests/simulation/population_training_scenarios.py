@@ -1,0 +1,253 @@
+"""Simulates population based training with drawn options, optimizers and faults.
+
+The oracle is a ledger of all snapshots: a donor's weights, optimizer state and hyperparameters at one moment. Each
+replacement, and each admission of a restarted rank, must equal one entry of the ledger to the bit, as a whole.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+import asyncdist as ad
+from asyncdist.simulation import Fault, Kill, Restart, SimReport
+from protocols import AverageApplied, PolicyEvent, PopulationTrainingPolicy, SnapshotTaken, StepInfo
+from simulation.training_runs import (
+    TrainingPlan,
+    advance,
+    check_steps,
+    draw_compute,
+    draw_faults,
+    draw_network,
+    draw_steps,
+    entered,
+    simulate_plan,
+    with_faults,
+)
+
+Bits: TypeAlias = dict[str, bytes]
+
+
+class WideMomentum(torch.optim.Optimizer):
+    """SGD with float32 momentum for weights of low precision."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                held = self.state[parameter].setdefault("momentum", torch.zeros(parameter.shape))
+                held.mul_(0.9).add_(parameter.grad.float() + group["weight_decay"] * parameter.float())
+                parameter.sub_((group["lr"] * held).to(parameter.dtype))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, betas=(0.9, 0.99)),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, amsgrad=True),
+    "tensor lr": lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.01), foreach=False),
+    "wide": WideMomentum,
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.5),
+}
+RANGES = {"lr": (1e-3, 1e-1), "weight_decay": (0.0, 0.1)}
+CUSTOM = {"noise": [0, 1, 2, 4], "coefficient": (0.5, 2.0)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(TrainingPlan):
+    """One run with this optimizer."""
+
+    optimizer: str = "adam"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A rank at one moment: weights, optimizer state and hyperparameters."""
+
+    weights: Bits
+    moments: Bits
+    hyperparameters: dict[str, Any]
+
+
+@dataclass
+class Record:
+    """The ledger of a run, and what was checked in it."""
+
+    snapshots: dict[tuple[int, int], Snapshot] = field(default_factory=dict)  # by round and donor
+    infos: dict[int, list[StepInfo]] = field(default_factory=lambda: defaultdict(list))
+    without: set[int] = field(default_factory=set)
+    seen: Counter[str] = field(default_factory=Counter)
+    histories: dict[int, Any] = field(default_factory=dict)
+
+
+class Small(nn.Module):
+    """Two parameters and a counter."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.arange(6.0).view(2, 3).to(dtype))
+        self.two = nn.Parameter(torch.ones(5, dtype=dtype))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+
+def bits_of(tensors: Mapping[str, Any]) -> Bits:
+    return {
+        name: value.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+        for name, value in tensors.items()
+    }
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> Bits:
+    held = optimizer.state_dict()["state"]
+    return bits_of(
+        {
+            f"{place} {name} {value.dtype}": value
+            for place, each in held.items()
+            for name, value in each.items()
+            if isinstance(value, torch.Tensor)
+        }
+    )
+
+
+class Observer:
+    """Compares what one rank's policy tells with the ledger."""
+
+    def __init__(self, world: ad.World, model: nn.Module, optimizer: torch.optim.Optimizer, record: Record) -> None:
+        self._rank = world.rank
+        self._model, self._optimizer, self._record = model, optimizer, record
+        self.policy: Any = None
+
+    def now(self) -> Snapshot:
+        weights = bits_of(self._model.state_dict())
+        return Snapshot(weights, moments_of(self._optimizer), dict(self.policy.hyperparameters))
+
+    def see(self, event: PolicyEvent) -> None:
+        if isinstance(event, SnapshotTaken):
+            self._record.snapshots[event.round, self._rank] = self.now()
+        elif isinstance(event, AverageApplied):
+            self._check_copy(event)
+
+    def _check_copy(self, event: AverageApplied) -> None:
+        seen, info, now = self._record.seen, event.info, self.now()
+        (donor,) = event.donors
+        given = self._record.snapshots[event.round, donor]
+        assert donor != self._rank
+        assert now.weights == given.weights, f"rank {self._rank}, round {event.round}: other weights"
+        assert now.moments == given.moments, f"rank {self._rank}, round {event.round}: other moments"
+        assert info.inherited == given.hyperparameters, f"rank {self._rank}, round {event.round}: other hyperparameters"
+        assert info.hyperparameters == now.hyperparameters
+        self._check_explored(info.inherited, info.hyperparameters)
+        self.check_written()
+        assert event.iteration == self.policy.iteration
+        last = self.policy.lineage()[-1]
+        assert (last.rank, last.round, last.donor, last.iteration) == (self._rank, event.round, donor, event.iteration)
+        assert last.hyperparameters == now.hyperparameters
+        seen["copies"] += 1
+
+    def _check_explored(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+        for name, (low, high) in {**RANGES, "coefficient": CUSTOM["coefficient"]}.items():
+            assert low <= new[name] <= high
+            if new[name] in [min(max(old[name] * factor, low), high) for factor in (0.8, 1.25)]:
+                self._record.seen["perturbed"] += 1
+            else:
+                self._record.seen["drawn again"] += 1
+        assert new["noise"] in CUSTOM["noise"]
+
+    def check_written(self) -> None:
+        """Check that the optimizer trains with the policy's values."""
+        for group in self._optimizer.param_groups:
+            for name in RANGES:
+                wanted = self.policy.hyperparameters[name]
+                if isinstance(group[name], torch.Tensor):
+                    wanted = float(torch.tensor(wanted))
+                assert float(group[name]) == wanted, name
+
+
+async def train(world: ad.World, plan: Plan, record: Record) -> None:
+    """Train on one rank."""
+    model = Small(plan.dtype)
+    optimizer = OPTIMIZERS[plan.optimizer](model.parameters())
+    observer = Observer(world, model, optimizer, record)
+    observer.policy = policy = PopulationTrainingPolicy(
+        model,
+        optimizer,
+        hyperparameters=RANGES,
+        custom_hyperparameters=CUSTOM,
+        on_event=observer.see,
+        **{"average_every": 2, "start_timeout_s": 100.0, **plan.options},
+    )
+    async with entered(policy, nn.Module(), plan, world) as start:
+        if start != "started":
+            record.without.add(world.rank)
+            return
+        observer.check_written()
+        if policy.iteration:
+            record.seen["admitted"] += 1
+            assert observer.now() in record.snapshots.values(), "admitted with a state that no member had"
+        first, noise = policy.iteration, random.Random(f"{world.rank} {world.incarnation}")
+        for step in range(first, max(first, plan.steps[world.rank])):
+            with torch.no_grad():
+                model.count.add_(1)
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, noise.randint(-8, 8) / 8)
+            optimizer.step()
+            await advance(plan, nn.Module(), world.rank, step)
+            before = observer.now()
+            score = float("nan") if noise.random() < 0.03 else noise.randint(0, 9)
+            info = await policy.step(score=score)
+            record.infos[world.rank].append(info)
+            assert info or observer.now() == before, "changed without a report"
+    observer.check_written()
+    record.histories[world.rank] = policy.lineage()
+
+
+def run(plan: Plan, seed: int = 0) -> tuple[SimReport[Any], Record]:
+    """Simulate a plan, in which each rank that is not killed makes all of its steps."""
+    record = Record()
+    report = simulate_plan(train, plan, plan, record, ranks=plan.ranks, seed=seed)
+    check_steps(plan, record.infos, record.without)
+    for infos in record.infos.values():
+        for info in infos:
+            record.seen["abandoned"] += bool(info.abandoned)
+    return report, record
+
+
+def draw_plan(seed: int) -> Plan:
+    """Return a run with drawn options, optimizer, network and faults."""
+    rng = random.Random(f"population training {seed}")
+    ranks, steps = rng.randint(2, 7), rng.randint(10, 60)
+    network = draw_network(rng)
+    faults = draw_faults(rng, ranks) if rng.random() < 0.7 else []
+    for fault in [each for each in faults if isinstance(each, Kill) and each.at_s is not None]:
+        if rng.random() < 0.6:
+            faults.append(Restart(fault.rank, at_s=(fault.at_s or 0.0) + rng.uniform(0.01, 0.3)))
+    dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16))
+    optimizer = rng.choice([name for name in OPTIMIZERS if dtype == torch.float32 or name != "tensor lr"])
+    return Plan(
+        optimizer=optimizer,
+        dtype=dtype,
+        options={
+            "average_every": rng.randint(1, 3),
+            "quantile": rng.choice((0.25, 0.5)),
+            "seed": seed,
+            "round_timeout_s": rng.choice((0.05, 30.0)),
+        },
+        ranks=ranks,
+        steps=draw_steps(rng, ranks, steps),
+        network=network,
+        compute=draw_compute(rng, ranks),
+        faults=tuple(faults),
+    )
+
+
+def scenario(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimReport[Any], Record]:
+    """Run one seed; AssertionError if a copy differs from its donor's snapshot, or a rank is stuck."""
+    return run(with_faults(draw_plan(seed), faults), seed)

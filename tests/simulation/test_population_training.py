@@ -1,0 +1,157 @@
+"""Population based training in the simulator: exact copies of one snapshot, and what it reaches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.seeds import seeds
+from torch import nn
+
+import asyncdist as ad
+from asyncdist.simulation import simulate
+from protocols import PopulationTrainingPolicy
+from simulation.population_training_scenarios import Plan, run, scenario
+
+
+@pytest.mark.parametrize("seed", seeds(60))
+def test_each_copy_is_of_one_snapshot(seed: int) -> None:
+    scenario(seed)
+
+
+@pytest.mark.long
+def test_the_seeds_contain_what_can_go_wrong() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(12):
+        seen += scenario(seed)[1].seen
+    assert seen["copies"] > 50 and seen["abandoned"] and seen["drawn again"] > 20, seen
+
+
+def test_histories_follow_the_weights() -> None:
+    plan = Plan(steps=(40,) * 4, options={"average_every": 2})
+    _, record = run(plan)
+    assert record.seen["copies"] > 5
+    for history in record.histories.values():
+        assert (history[0].round, history[0].donor) == (0, -1)
+        for before, entry in pairwise(history):
+            assert entry.donor == before.rank, "a copied history ends on the donor"
+            assert entry.round > before.round
+
+
+async def toy(world: ad.World, explore: bool) -> float:
+    """Climb Q with gradients of a surrogate, whose weights h are the hyperparameters (figure 2 of 1711.09846)."""
+    model = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def score() -> float:
+        return 1.2 - float(model.weight.detach().square().sum())
+
+    first = world.rank % 2
+    policy = PopulationTrainingPolicy(
+        model,
+        optimizer,
+        average_every=4 if explore else 1000,
+        custom_hyperparameters={"h0": (0.0, 1.0), "h1": (0.0, 1.0)},
+        initial={"h0": 1.0 - first, "h1": float(first)},
+    )
+    async with policy:
+        for _ in range(200):
+            h = torch.tensor([[policy.hyperparameters["h0"], policy.hyperparameters["h1"]]])
+            model.weight.grad = 2 * h * model.weight.detach()
+            optimizer.step()
+            await policy.step(score=score())
+    return score()
+
+
+@pytest.mark.parametrize("seed", seeds(8))
+def test_the_toy_reaches_what_no_fixed_setting_can(seed: int) -> None:
+    assert max(simulate(toy, True, ranks=4, seed=seed).results) >= 1.19
+    assert max(simulate(toy, False, ranks=4, seed=seed).results) < 0.4
+
+
+async def trained(world: ad.World, folder: Path, first: int, last: int) -> Any:
+    """Train from iteration ``first`` to ``last``; load and save the population in between."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    policy = PopulationTrainingPolicy(model, optimizer, average_every=5, hyperparameters={"lr": (1e-3, 1e-1)})
+    if first:
+        await ad.load_population(folder, model, optimizer, policy=policy)
+    async with policy:
+        for step in range(first, last):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * step + world.rank))
+            optimizer.zero_grad()
+            loss = (model(x) - x[:, :1]).square().mean()
+            loss.backward()
+            optimizer.step()
+            await asyncio.sleep(0.01)
+            await policy.step(loss=loss.item())
+        if last == 22:
+            await ad.save_population(folder, model, optimizer, policy=policy)
+    lineage = [(each.iteration, each.rank, each.donor, dict(each.hyperparameters)) for each in policy.lineage()]
+    rate = optimizer.param_groups[0]["lr"]
+    return [tensor.tolist() for tensor in model.state_dict().values()], rate, dict(policy.hyperparameters), lineage
+
+
+@pytest.mark.slow
+def test_a_saved_population_keeps_its_hyperparameters(tmp_path: Path) -> None:
+    half = simulate(trained, tmp_path, 0, 22, ranks=4, seed=1).results
+    resumed = simulate(trained, tmp_path, 22, 23, ranks=4, seed=2).results
+    for before, after in zip(half, resumed, strict=True):
+        assert before[1:] == after[1:] and before[2]["lr"] == before[1]
+        assert before[0] != after[0], "it trains"
+    assert any(len(each[3]) > 1 for each in half), "there were copies"
+
+
+def test_ranks_that_train_alone_draw_their_values_too() -> None:
+    async def main(world: ad.World) -> tuple[float, float]:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        policy = PopulationTrainingPolicy(model, optimizer, average_every=1, hyperparameters={"lr": (1e-3, 1e-1)})
+        async with policy:
+            assert not await policy.step(loss=1.0)
+        return policy.hyperparameters["lr"], optimizer.param_groups[0]["lr"]
+
+    ((value, written),) = simulate(main, ranks=1).results
+    assert value == written != 0.5 and 1e-3 <= value <= 1e-1
+
+
+def test_a_training_loss_as_metric_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(world: ad.World) -> None:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        policy = PopulationTrainingPolicy(model, optimizer, average_every=1, hyperparameters={"lr": (1e-3, 1e-1)})
+        async with policy:
+            for _ in range(3):
+                await policy.step(loss=model(torch.ones(1)).square().sum())
+            await policy.step(loss=lambda: 1.0)
+
+    with caplog.at_level(logging.WARNING, "protocols.population_training"):
+        simulate(main, ranks=2)
+    assert len([each for each in caplog.records if "training loss" in each.getMessage()]) == 2, "once on each rank"
+
+
+def test_ranks_with_other_ranges_or_optimizers_are_refused() -> None:
+    async def main(world: ad.World, kinds: Any, ranges: Any) -> str:
+        model = nn.Linear(1, 1)
+        optimizer = kinds[world.rank](model.parameters(), lr=0.1)
+        policy = PopulationTrainingPolicy(model, optimizer, average_every=1, hyperparameters={"lr": ranges[world.rank]})
+        with pytest.raises(ad.DisagreementError) as caught:
+            async with policy:
+                pass
+        return str(caught.value)
+
+    sgd, adam = torch.optim.SGD, torch.optim.Adam
+    for kinds, ranges, name in (
+        ((sgd, adam), ((0.1, 1.0),) * 2, "optimizer"),
+        ((sgd, sgd), ((0.1, 1.0), (0.1, 2.0)), "hyperparameters"),
+    ):
+        assert all(name in text for text in simulate(main, kinds, ranges, ranks=2).results)

@@ -1,0 +1,307 @@
+"""Tests ranges, perturbations, the writing of hyperparameters into optimizers, and refused options."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from support.facts import names
+from torch import nn
+from torch.optim import lr_scheduler
+
+from protocols import PopulationTrainingPolicy, Range
+from protocols.population_training.exploring import Explorer, donor_for
+from protocols.population_training.hyperparameters import Choice, Sampler, space_of
+from protocols.population_training.lineage import Lineage, LineageEntry
+from protocols.population_training.settings import OptimizerSettings, load_moments
+from protocols.selective.selection import SelectiveRules, decide
+
+LAWS = settings(deadline=None, derandomize=True, max_examples=100)
+metrics = st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=9).map(lambda each: dict(enumerate(each)))
+
+
+# -- who copies whom --------------------------------------------------------------------------------------------------
+
+
+@given(metrics=metrics, quantile=st.floats(0.01, 0.5))
+@LAWS
+def test_the_worst_copy_the_best_quantile(metrics: dict[int, float], quantile: float) -> None:
+    rules = SelectiveRules(replacement_ratio=quantile, averaging_strategy="best_only", copies_one=True)
+    decision = decide(metrics, rules)
+    finite = sorted([(value, rank) for rank, value in metrics.items() if math.isfinite(value)])
+    if decision is None:
+        assert len(metrics) < 2 or not finite or len(finite) <= len(metrics) // 2
+        return
+    count = len(decision.replacers)
+    assert 1 <= count <= len(metrics) // 2 and abs(count - quantile * len(metrics)) <= 1
+    broken = [rank for rank, value in metrics.items() if not math.isfinite(value)]
+    order = broken + sorted((rank for _, rank in finite), key=lambda rank: (metrics[rank], rank))
+    assert set(decision.replacers) == set(order[:count])
+    assert set(decision.donors) <= set(order[-count:]) and decision.best == order[-1]
+
+
+@given(metrics=metrics)
+@LAWS
+def test_one_copied_rank_is_that_of_best_only(metrics: dict[int, float]) -> None:
+    common = {"replacement_ratio": 0.01, "averaging_strategy": "best_only"}
+    one = decide(metrics, SelectiveRules(**common, copies_one=True))  # type: ignore[arg-type]
+    assert one == decide(metrics, SelectiveRules(**common))  # type: ignore[arg-type]
+
+
+def test_a_donor_that_drops_out_changes_only_its_own_copies() -> None:
+    for number in range(50):
+        chosen = donor_for((1, 4, 6), 0, number, 7)
+        for lost in (1, 4, 6):
+            left = tuple(rank for rank in (1, 4, 6) if rank != lost)
+            assert donor_for(left, 0, number, 7) == chosen or lost == chosen
+    assert {donor_for((1, 4, 6), rank, 3, 0) for rank in range(20)} == {1, 4, 6}
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def test_draws_are_within_their_limits_and_even() -> None:
+    generator = random.Random(0)
+    logarithmic = [Range(1e-4, 1e-2).draw(generator) for _ in range(2000)]
+    assert min(logarithmic) >= 1e-4 and max(logarithmic) <= 1e-2
+    assert 0.45 < sum(value < 1e-3 for value in logarithmic) / 2000 < 0.55
+    even = [Range(0.0, 4.0).draw(generator) for _ in range(2000)]
+    assert 0.45 < sum(value < 2.0 for value in even) / 2000 < 0.55
+    assert {Range(1, 3, integer=True).draw(generator) for _ in range(100)} == {1, 2, 3}
+    assert {Choice(["a", "b"]).draw(generator) for _ in range(50)} == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("space", "value", "factor", "wanted"),
+    [
+        (Range(0.1, 1.0), 0.5, 1.25, 0.625),
+        (Range(0.1, 1.0), 0.9, 1.25, 1.0),
+        (Range(0.1, 1.0), 0.1, 0.8, 0.1),
+        (Range(-1.0, 1.0), -0.5, 1.25, -0.625),
+        (Range(1, 9, integer=True), 2, 1.25, 3),
+        (Range(1, 9, integer=True), 1, 0.8, 1),
+        (Range(1, 9, integer=True), 5, 1.0, 5),
+        (Choice([8, 16, 32]), 8, 1.25, 16),
+        (Choice([8, 16, 32]), 8, 0.8, 8),
+        (Choice([8, 16, 32]), 16, 1.0, 16),
+        (Choice([True, False]), True, 1.25, False),
+        (Sampler(lambda generator: 1.0), 2.0, 1.25, 2.5),
+    ],
+)
+def test_perturbed_values_stay_within_their_limits(space: Any, value: Any, factor: float, wanted: Any) -> None:
+    found = space.perturbed(value, factor)
+    assert found == wanted and type(found) is type(wanted)
+
+
+def test_equal_arguments_draw_equal_values() -> None:
+    spaces = {"lr": Range(1e-4, 1e-1), "depth": Choice([1, 2, 3])}
+
+    def explorer(seed: int) -> Explorer:
+        return Explorer(spaces, factors=(0.8, 1.25), resample_probability=0.25, function=None, seed=seed)
+
+    one, two = explorer(1), explorer(2)
+    assert one.first(3, {}) == explorer(1).first(3, {}) != two.first(3, {})
+    assert one.first(3, {}) != one.first(4, {})
+    assert one.first(3, {"depth": 2})["depth"] == 2
+    old = {"lr": 0.01, "depth": 2}
+    assert one.explored(old, 3, 8) == explorer(1).explored(old, 3, 8)
+    assert len({one.explored(old, 3, number)["lr"] for number in range(30)}) > 3
+
+
+def test_a_function_of_the_user_explores_within_the_limits() -> None:
+    spaces = {"lr": Range(1e-4, 1e-1), "depth": Choice([1, 2, 3])}
+
+    def explore(values: dict[str, Any], generator: random.Random) -> dict[str, Any]:
+        return {"lr": values["lr"] * 100, "depth": generator.choice([3])}
+
+    made = Explorer(spaces, factors=(1.0,), resample_probability=0.0, function=explore, seed=0)
+    assert made.explored({"lr": 0.01, "depth": 1}, 0, 1) == {"lr": 0.1, "depth": 3}
+    for wrong in (lambda values, generator: {"lr": 1.0}, lambda values, generator: None):
+        made = Explorer(spaces, factors=(1.0,), resample_probability=0.0, function=wrong, seed=0)  # type: ignore[arg-type]
+        with pytest.raises(TypeError) as caught:
+            made.explored({"lr": 0.01, "depth": 1}, 0, 1)
+        assert names(caught.value, "explore", "lr, depth")
+
+
+def test_a_history_keeps_the_first_and_newest_entries() -> None:
+    history = Lineage()
+    for number in range(1200):
+        history = history.add(LineageEntry(number, 1, number, 2, {"lr": number / 7}))
+    assert len(history.entries) == 1000
+    assert history.entries[0].iteration == 0 and history.entries[-1].iteration == 1199
+    assert Lineage.unpacked(history.packed()).entries == history.entries
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def parameter() -> nn.Parameter:
+    return nn.Parameter(torch.ones(3))
+
+
+def test_groups_keep_their_ratios() -> None:
+    groups = [
+        {"params": [parameter()], "weight_decay": 0.0},
+        {"params": [parameter()], "lr": 0.2},
+        {"params": [parameter()], "lr": 0.05, "betas": (0.5, 0.9)},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.01)
+    own = OptimizerSettings(optimizer, ["lr", "weight_decay", "betas[0]"], None)
+    own.write({"lr": 0.4, "weight_decay": 0.5, "betas[0]": 0.45})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.4, 0.8, 0.2]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.5, 0.5]
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.45, 0.999), (0.45, 0.999), (0.25, 0.9)]
+
+
+def test_a_tensor_is_written_in_place() -> None:
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.Adam([parameter()], lr=rate, foreach=False)
+    OptimizerSettings(optimizer, ["lr"], None).write({"lr": 0.25})
+    assert optimizer.param_groups[0]["lr"] is rate and float(rate) == 0.25
+
+
+SCHEDULES: dict[str, Any] = {
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 20),
+    "restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4),
+    "warm-up": lambda optimizer: lr_scheduler.LinearLR(optimizer, 0.25, 1.0, 8),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.4, total_steps=30),
+    "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.1, 0.4, 4, cycle_momentum=False),
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.25, 1.0, 4), lr_scheduler.CosineAnnealingLR(optimizer, 20)],
+        [5],
+    ),
+    "chain": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(optimizer, 0.25, 1.0, 4), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_continues_with_the_new_base(kind: str) -> None:
+    def made() -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD(
+            [{"params": [parameter()]}, {"params": [parameter()], "lr": 0.2}], lr=0.1, momentum=0.9
+        )
+        return optimizer, SCHEDULES[kind](optimizer)
+
+    optimizer, scheduler = made()
+    same, other = made()
+    own = OptimizerSettings(optimizer, ["lr"], scheduler)
+    base = optimizer.param_groups[0]["initial_lr"]
+    for step in range(16):
+        factor = 1.0 if step < 6 else 3.0
+        if step == 6:
+            own.write({"lr": 3.0 * base})
+        for group, plain in zip(optimizer.param_groups, same.param_groups, strict=True):
+            assert group["lr"] == pytest.approx(factor * plain["lr"], rel=1e-9), step
+        for each, schedule in ((optimizer, scheduler), (same, other)):
+            each.step()
+            schedule.step()
+
+
+def test_moments_are_loaded_without_settings() -> None:
+    def made(rate: float, kind: torch.dtype) -> tuple[torch.optim.Optimizer, nn.Parameter]:
+        weights = nn.Parameter(torch.ones(3, dtype=kind))
+        optimizer = torch.optim.Adam([weights], lr=rate)
+        weights.grad = torch.full_like(weights, rate)
+        optimizer.step()
+        return optimizer, weights
+
+    for kind in (torch.float32, torch.bfloat16):
+        (one, _), (two, weights) = made(0.1, kind), made(0.2, kind)
+        wide = one.state_dict()
+        wide["state"][0]["exp_avg"] = wide["state"][0]["exp_avg"].double()
+        group = two.param_groups[0]
+        load_moments(two, wide)
+        assert two.param_groups[0] is group and group["lr"] == 0.2
+        held = two.state[weights]
+        assert held["exp_avg"].dtype == torch.float64 and torch.equal(held["exp_avg"], wide["state"][0]["exp_avg"])
+        assert torch.equal(held["exp_avg_sq"], wide["state"][0]["exp_avg_sq"])
+
+
+# -- refused options --------------------------------------------------------------------------------------------------
+
+
+LR = {"hyperparameters": {"lr": (1e-4, 1e-1)}}
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        ({}, ["hyperparameters", "lr"]),
+        (
+            {"hyperparameters": {"rate": (0.1, 1.0)}},
+            ["'rate'", "Adam", "lr, betas[0], betas[1]", "custom_hyperparameters"],
+        ),
+        ({"hyperparameters": {"betas": (0.1, 1.0)}}, ["'betas'", "betas[0]"]),
+        ({"hyperparameters": {"momentum": (0.1, 1.0)}}, ["'momentum'", "betas[0]"]),
+        ({"hyperparameters": {"lr": (0.1, 0.001)}}, ["'lr'", "(0.1, 0.001)", "(0.001, 0.1)"]),
+        ({"hyperparameters": {"lr": (0.1, 0.1)}}, ["'lr'", "(0.1, 0.1)"]),
+        ({"hyperparameters": {"lr": (0.1, math.inf)}}, ["'lr'", "inf", "finite"]),
+        ({"hyperparameters": {"lr": 0.1}}, ["'lr'", "0.1", "(low, high)"]),
+        ({"hyperparameters": {"lr": [0.1]}}, ["'lr'", "[0.1]", "two"]),
+        ({"hyperparameters": {"lr": [0.1, 0.1]}}, ["'lr'", "different"]),
+        ({"hyperparameters": ["lr"]}, ["hyperparameters", "['lr']", "dict"]),
+        ({**LR, "custom_hyperparameters": {"lr": (0.1, 1.0)}}, ["custom_hyperparameters", "'lr'"]),
+        ({**LR, "initial": {"lr": 1.0}}, ["initial['lr']", "1.0", "0.0001", "0.1"]),
+        ({**LR, "initial": {"l": 1.0}}, ["initial", "'l'", "lr"]),
+        ({**LR, "initial": 0.1}, ["initial", "0.1", "dict"]),
+        ({"hyperparameters": {"lr": (0.1, 0.15)}, "perturb": (0.9, 2.0)}, ["perturb", "2.0", "'lr'", "(0.1, 0.15)"]),
+        ({**LR, "perturb": (0.0, 1.2)}, ["perturb", "0.0", "above 0"]),
+        ({**LR, "perturb": 1.2}, ["perturb", "1.2"]),
+        ({**LR, "perturb": ()}, ["perturb", "()"]),
+        ({**LR, "quantile": 0.0}, ["quantile", "0.0", "0.5"]),
+        ({**LR, "quantile": 0.6}, ["quantile", "0.6", "0.5"]),
+        ({**LR, "resample_probability": 1.5}, ["resample_probability", "1.5", "0", "1"]),
+        ({**LR, "explore": 3}, ["explore", "3"]),
+        ({**LR, "seed": 0.5}, ["seed", "0.5", "integer"]),
+        ({**LR, "lr_scheduler": "cosine"}, ["lr_scheduler", "'cosine'", "base_lrs"]),
+        ({**LR, "perturbation_interval": 4}, ["perturbation_interval", "average_every"]),
+        ({**LR, "hyperparam_mutations": {}}, ["hyperparam_mutations", "hyperparameters"]),
+        ({**LR, "quantile_fraction": 0.2}, ["quantile_fraction", "quantile"]),
+        ({**LR, "custom_explore_fn": None}, ["custom_explore_fn", "explore"]),
+        ({**LR, "synch": True}, ["synch", "no rank waits"]),
+        ({**LR, "mode": "max"}, ["mode", "metric_mode"]),
+        ({**LR, "islands": 2}, ["islands", "group"]),
+        ({**LR, "averaging_strategy": "mean"}, ["averaging_strategy", "copies"]),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_wrong_options_are_refused(options: dict[str, Any], facts: list[str]) -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        PopulationTrainingPolicy(model, torch.optim.Adam(model.parameters()), **{"average_every": 1, **options})
+    assert names(caught.value, *facts), caught.value
+
+
+def test_a_scheduled_learning_rate_needs_its_scheduler() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = lr_scheduler.StepLR(optimizer, 2)
+    with pytest.raises(ValueError) as caught:
+        PopulationTrainingPolicy(model, optimizer, average_every=1, hyperparameters={"lr": (0.1, 1.0)})
+    assert names(caught.value, "lr_scheduler", "None")
+    PopulationTrainingPolicy(
+        model, optimizer, average_every=1, hyperparameters={"lr": (0.1, 1.0)}, lr_scheduler=scheduler
+    )
+    with pytest.raises(TypeError) as wrong:
+        PopulationTrainingPolicy(
+            model,
+            optimizer,
+            average_every=1,
+            hyperparameters={"lr": (0.1, 1.0)},
+            lr_scheduler=lr_scheduler.ReduceLROnPlateau(optimizer),
+        )
+    assert names(wrong.value, "lr_scheduler", "base_lrs")
+
+
+@pytest.mark.parametrize("given", [Range(1, 4), [1, 2], (1, 2), lambda generator: 1.0])
+def test_values_can_be_written_in_four_ways(given: Any) -> None:
+    assert space_of("lr", given).draw(random.Random(1)) is not None
