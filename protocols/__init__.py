@@ -26,6 +26,7 @@ from asyncdist.protocols.selective.reserved import coordinate
 from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics, SelectiveStatistics
 from asyncdist.protocols.selective_diloco.policy import SelectiveDiLoCoPolicy
+from asyncdist.protocols.simple.gossip import GossipPolicy
 from asyncdist.protocols.simple.population_averaging import PopulationAveragingPolicy
 from asyncdist.protocols.simple.sparse_averaging import SparseAveragingPolicy
 from asyncdist.protocols.step_info import (
@@ -67,6 +68,7 @@ __all__ = [
     "FedAdagrad",
     "FedAdam",
     "FedYogi",
+    "GossipPolicy",
     "HeLoCo",
     "LineageEntry",
     "OneSidedRules",

@@ -48,9 +48,11 @@ class Report(NamedTuple):
 Weighing: TypeAlias = Callable[[Mapping[int, Report]], Mapping[int, float]]
 
 
-#: Function of a round's number, a rank and all members that returns the members whose contributions the rank averages,
-#: or None if all members share one mean in this round.
-Partners: TypeAlias = Callable[[int, int, Sequence[int]], Sequence[int] | None]
+#: The members whose contributions a rank averages, or a mapping with the factor of each contribution's weight for this
+#: rank; None if all members share one mean.
+Chosen: TypeAlias = Sequence[int] | Mapping[int, float] | None
+#: Function of a round's number, a rank and all members that returns the rank's partners.
+Partners: TypeAlias = Callable[[int, int, Sequence[int]], Chosen]
 
 
 def all_members(number: int, rank: int, members: Sequence[int]) -> None:
@@ -419,23 +421,26 @@ class Ledger:
         for rank in members:
             if rank in each.merged or rank in each.taken:
                 continue
-            partners = set(self._partners(number, rank, members) or ()) & self.members
-            if (partners | {rank}) - each.excused <= each.captured.keys():
+            if rank not in each.captured and rank not in each.excused:
+                continue
+            chosen = self._partners(number, rank, members) or ()
+            partners = {partner: _factor(chosen, partner) for partner in chosen if partner in self.members}
+            if partners.keys() - each.excused <= each.captured.keys():
                 each.taken[rank] = self._verdict(each, partners, rank)
                 made.append(Decide(number, each.taken[rank], (rank,)))
         return made
 
-    def _verdict(self, each: _Round, partners: Iterable[int] | None = None, taker: int = -1) -> Verdict:
+    def _verdict(self, each: _Round, partners: Mapping[int, float] | None = None, taker: int = -1) -> Verdict:
         """Return the next verdict on a round, from the reports of all members or of a taker's partners."""
         each.attempt += 1
-        ranks = each.captured.keys() if partners is None else each.captured.keys() & set(partners)
+        ranks = each.captured.keys() if partners is None else each.captured.keys() & partners.keys()
         chosen = self._weigh({rank: each.captured[rank] for rank in sorted(ranks)}) if ranks else {}
         donors = tuple(sorted(chosen))
         norms = tuple(each.captured[rank].norm for rank in donors)
         scores = tuple(each.captured[rank].scores for rank in donors)
         given = scores if any(scores) else ()
         late = () if self._quorum is None else tuple(sorted(self.members - each.captured.keys()))
-        weights = tuple(chosen[rank] for rank in donors)
+        weights = tuple(chosen[rank] * (1.0 if partners is None else partners[rank]) for rank in donors)
         return Verdict(each.attempt, donors, weights, norms, taker=taker, scores=given, late=late)
 
     def _retirements(self) -> list[Instruction]:
@@ -552,3 +557,8 @@ class Ledger:
             first = self.retired[fragment] + count if self.retired[fragment] else fragment + 1
             for earlier in range(first, number, count):
                 self._round(earlier)
+
+
+def _factor(chosen: Chosen, partner: int) -> float:
+    """Return the factor of a partner's weight."""
+    return chosen[partner] if isinstance(chosen, Mapping) else 1.0

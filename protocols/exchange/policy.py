@@ -26,7 +26,7 @@ from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.protocols.exchange.exchange import Exchange
 from asyncdist.protocols.exchange.flights import Flight, Flights
 from asyncdist.protocols.exchange.fragment import ENTRIES, Fragment, Mean, checksum_of_anchors, restore, state_of
-from asyncdist.protocols.exchange.ledger import Quorum, Report, reported_weights
+from asyncdist.protocols.exchange.ledger import Chosen, Quorum, Report, reported_weights
 from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.options import ExchangeOptions
 from asyncdist.protocols.exchange.replicas.group import Readiness, ReplicaGroup, joined_replica
@@ -184,10 +184,11 @@ class ExchangePolicy(ReplicatedPolicy):
         del verdict
         return False
 
-    def partners(self, number: int, rank: int, members: Sequence[int]) -> Sequence[int] | None:
+    def partners(self, number: int, rank: int, members: Sequence[int]) -> Chosen:
         """Return the members whose contributions to a round a rank averages, or None if all share one mean.
 
-        A pure function, equal on all members. A rank waits for its partners only.
+        A mapping also has the factor of each contribution's weight. A pure function, equal on all members. A rank waits
+        for its partners only.
         """
         del number, rank, members
         return None

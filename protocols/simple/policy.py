@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from asyncdist.protocols.declared import among
 from asyncdist.protocols.exchange.fragment import Fragment
-from asyncdist.protocols.exchange.ledger import Report
+from asyncdist.protocols.exchange.ledger import Chosen, Report
 from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.policy import ExchangePolicy
 from asyncdist.protocols.exchange.schedule import Schedule
@@ -72,7 +72,7 @@ class SimplePolicy(ExchangePolicy):
         """Return the donors' weights according to the rule."""
         return self._rule.weights(reports)
 
-    def partners(self, number: int, rank: int, members: Sequence[int]) -> Sequence[int] | None:
+    def partners(self, number: int, rank: int, members: Sequence[int]) -> Chosen:
         """Return the partners that the rule chooses for a rank."""
         return self._rule.partners(number, rank, members)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncdist.protocols.declared import option, whole
-from asyncdist.protocols.exchange.ledger import Report, reported_weights
+from asyncdist.protocols.exchange.ledger import Chosen, Report, reported_weights
 from asyncdist.protocols.exchange.options import ExchangeOptions
 
 _INT64_MAX: Final = (1 << 63) - 1
@@ -39,7 +39,7 @@ class Rule(ExchangeOptions):
         """Return whether a round begins in a step, counted from 0."""
         return (step + 1) % self.average_every == 0
 
-    def partners(self, round: int, rank: int, members: Sequence[int]) -> Sequence[int] | None:
+    def partners(self, round: int, rank: int, members: Sequence[int]) -> Chosen:
         """Return the members whose values a rank combines in a round, or None if all members share one mean.
 
         In a due step, a rank waits only for its partners. With k ranks and S bytes of values, a rank receives S bytes
@@ -50,7 +50,8 @@ class Rule(ExchangeOptions):
             members: Ranks that take part, ascending, ``rank`` included. They change when a rank is lost or joins.
 
         Returns:
-            Ranks among ``members``, usually with ``rank`` itself.
+            Ranks among ``members``, usually with ``rank`` itself. A mapping also has the factor by which this rank
+            multiplies the weight of each contribution.
         """
         del round, rank, members
         return None
@@ -131,10 +132,14 @@ def random_pair(seed: int, round: int, rank: int, members: Sequence[int]) -> tup
 
     If the number of members is odd, one of them has no partner.
     """
+    return next(pair for pair in random_pairs(seed, round, members) if rank in pair)
+
+
+def random_pairs(seed: int, round: int, members: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the random pairs of all members in a round, each ascending; a member without a partner is alone."""
     keys = drawn(seed, round, len(members)).tolist()
     order = [member for _, member in sorted(zip(keys, members, strict=True))]
-    place = order.index(rank) // 2 * 2
-    return tuple(sorted(order[place : place + 2]))
+    return [tuple(sorted(order[place : place + 2])) for place in range(0, len(order), 2)]
 
 
 #: The constants of SplitMix64, as int64.

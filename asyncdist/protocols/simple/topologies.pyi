@@ -1,0 +1,1 @@
+from protocols.simple.topologies import *

@@ -1,0 +1,219 @@
+"""Implements gossip: each rank averages with a few partners, and waits only for them.
+
+In a round, rank i takes a weighted mean of the weights of its partners, with the shares W of a graph that depends on
+the round (:mod:`protocols.simple.topologies`):
+
+    theta_i = sum(W[i][j] * theta_j)
+
+The ranks stay slightly different models around a common mean. The family's members differ in the graph and the state:
+
+- D-PSGD (Lian et al., 1705.09056): a fixed graph, such as a ring, in each step.
+- GossipGraD (Daily et al., 1803.05880): a partner that changes with each round, so that log2 rounds reach all ranks.
+- SGP (Assran et al., 1811.10792), ``push_sum=True``: each rank also has a mass w, which is mixed with x = w * theta, so
+  that the columns of W suffice to keep the mean of a directed graph.
+- NoLoCo (Kolehmainen et al., 2506.10911): pairs, an anchor phi and a momentum m of each rank:
+  m = beta * m + gamma * (mean(theta) - phi); phi = phi + m. Its two terms, the mean drift and the distance to the
+  partners' mean anchor, have the same factor gamma, so that only theta is sent.
+- GASLoC (2606.11081), ``nesterov=True``: y = phi + gamma * (theta - phi) is sent, and
+  phi = mean(y) + beta * (y - y of the last round). The mean of the ranks moves like DiLoCo's with Nesterov momentum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Unpack
+
+import torch
+from torch import nn
+
+from asyncdist import validation
+from asyncdist.protocols.declared import number, option, whole, with_options
+from asyncdist.protocols.exchange.fragment import Fragment
+from asyncdist.protocols.exchange.options import ExchangeOptionNames
+from asyncdist.protocols.exchange.wire_layout import WireLayout
+from asyncdist.protocols.options import CommonOptions
+from asyncdist.protocols.simple.gossip_state import GossipFragment, OuterStep
+from asyncdist.protocols.simple.policy import SimplePolicy
+from asyncdist.protocols.simple.rule import Rule
+from asyncdist.protocols.simple.topologies import Graph, Matrix, Shares, Topology, check_sums, checked_topology
+
+_ELSEWHERE: Final = {
+    **dict.fromkeys(
+        ("num_steps_per_communication", "communication_interval", "synch_freq", "sync_every", "gossip_period", "H"),
+        "here average_every is the number of steps between rounds",
+    ),
+    **dict.fromkeys(
+        ("graph", "graph_type", "peer_selection_mode", "communication_type", "neighbor_weights", "self_weight"),
+        "here topology is a name ('ring', 'exponential', 'hypercube', 'random', 'hosts') or a matrix of shares",
+    ),
+    **dict.fromkeys(
+        ("src_weights", "dst_weights", "mixing"), "here topology is a matrix: row i has the shares that rank i takes"
+    ),
+    **dict.fromkeys(("random_seed", "gossip_seed"), "here seed draws the pairs of topology='random'"),
+    **dict.fromkeys(
+        ("num_nodes", "num_modules", "local_process_group", "nprocs_per_node", "group_size", "target_group_size"),
+        "the ranks and hosts are those of the world, and topology chooses the partners",
+    ),
+    **dict.fromkeys(("prefix", "averager", "target_batch_size"), "the ranks find each other through the world"),
+    **dict.fromkeys(
+        ("outer_optimizer", "slow_momentum"), "here outer_lr, outer_momentum and nesterov are the outer step"
+    ),
+    "momentum": "here outer_momentum is the momentum of the outer step",
+    "beta": "here outer_momentum is the momentum of the outer step",
+    **dict.fromkeys(("gamma", "outer_learning_rate"), "here outer_lr is the learning rate of the outer step"),
+    "overlap": "a round's step waits for its partners; see OneSidedSelectiveAveragingPolicy for ranks that never wait",
+}
+
+
+class GossipOptions(ExchangeOptionNames, total=False):
+    """The options of :class:`protocols.GossipPolicy`."""
+
+    average_every: int
+    topology: Topology
+    push_sum: bool
+    outer_lr: float
+    outer_momentum: float
+    nesterov: bool
+    seed: int
+
+
+def _truth(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        validation.refuse(name, value, "True or False", TypeError)
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gossip(Rule):
+    """Lets each rank average with its partners in a graph; the policy has the graph, since it depends on the ranks."""
+
+    topology: Topology = option(
+        'Graph of the partners: `"exponential"`, `"ring"`, `"hypercube"`, `"random"` (pairs), `"hosts"` (mostly '
+        "partners on the same host), or a matrix whose row i has the shares that rank i takes of all ranks' weights.",
+        checked_topology,
+        default="exponential",
+        is_agreed=True,
+    )
+    push_sum: bool = option(
+        "Whether each rank also mixes a mass, so that only the columns of a matrix must add up to 1 (SGP).",
+        _truth,
+        default=False,
+        is_agreed=True,
+    )
+    outer_lr: float = option(
+        "Learning rate of the outer step, above 0: the factor of the way from a rank's last weights after a round. "
+        "NoLoCo uses 0.7.",
+        number("a number above 0", validation.SMALLEST),
+        default=1.0,
+        is_agreed=True,
+    )
+    outer_momentum: float = option(
+        "Momentum of the outer step, at least 0 and below 1. NoLoCo uses 0.5.",
+        number("a number >= 0 and < 1", 0.0, 1.0 - 2.0**-53),
+        default=0.0,
+        is_agreed=True,
+    )
+    nesterov: bool = option(
+        "Whether the outer momentum is Nesterov's: the mean of all ranks then moves like DiLoCo's (GASLoC).",
+        _truth,
+        default=False,
+        is_agreed=True,
+    )
+    seed: int = option(
+        'Seed of the pairs with `topology="random"`, from 0; equal on all members.',
+        whole(0),
+        default=0,
+        is_agreed=True,
+    )
+
+    def __post_init__(self) -> None:
+        """Check the values, and that they do not contradict each other."""
+        Rule.__post_init__(self)
+        if self.nesterov and not self.outer_momentum:
+            validation.refuse("outer_momentum", self.outer_momentum, "above 0 with nesterov=True")
+        if self.push_sum and self.outer is not None:
+            raise ValueError(
+                "outer_lr must be 1 and outer_momentum 0 with push_sum=True, got "
+                f"{self.outer_lr} and {self.outer_momentum}"
+            )
+        if isinstance(self.topology, Matrix):
+            check_sums("topology", self.topology, push_sum=self.push_sum)
+
+    @property
+    def outer(self) -> OuterStep | None:
+        """The outer step, or None if each rank continues with the mean itself."""
+        if self.outer_lr == 1.0 and not self.outer_momentum:
+            return None
+        return OuterStep(self.outer_lr, self.outer_momentum, self.nesterov)
+
+    def agreed(self) -> dict[str, Any]:
+        """Return the options that must be equal on all members, by name, as JSON values."""
+        return {**Rule.agreed(self), "topology": str(self.topology)}
+
+    def check_size(self, size: int) -> None:
+        """Raise ValueError if the topology does not fit the number of ranks."""
+        if isinstance(self.topology, Matrix) and len(self.topology.rows) != size:
+            validation.refuse(
+                "topology", self.topology, f"a {size} x {size} matrix, with a row for each of the {size} ranks"
+            )
+        if self.topology == "hypercube" and size.bit_count() != 1:
+            allowed = (
+                f"'exponential', 'random', 'ring' or 'hosts' on {size} ranks, because in a hypercube each rank has a "
+                "partner only if their number is a power of two"
+            )
+            validation.refuse("topology", self.topology, allowed)
+
+
+@with_options(GossipOptions, CommonOptions, Gossip)
+class GossipPolicy(SimplePolicy):
+    """Trains with gossip: each rank averages with a few partners, which change from round to round.
+
+    ::
+
+        async with GossipPolicy(model, optimizer) as policy:
+            for batch in data:
+                train_step(model, optimizer, batch)
+                await policy.step()
+
+    In a due step, a rank waits for its partners of this round, and for no other rank. The ranks' weights stay
+    different. Floating buffers, such as BatchNorm's statistics, are averaged with the partners. Integer and bool
+    buffers are copied from the first partner. Each rank keeps its optimizer's state. If a partner is lost, the partners
+    are chosen again among the other ranks. A rank whose weights are not finite does not contribute, and takes its
+    partners' mean.
+
+    Args:
+        model: Model that this rank trains; see :class:`SpawnPolicy`.
+        optimizer: Optimizer for the model.
+        options: The options below.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or is out of range.
+    """
+
+    @validation.names_options(refused=_ELSEWHERE)
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[GossipOptions]) -> None:
+        self._gossip = Gossip.of(options)
+        self._graph: Graph
+        super().__init__(model, optimizer, self._gossip, options)
+
+    def _prepare(self) -> None:
+        ranks = self._group.ranks
+        if len(ranks) > 1:
+            self._gossip.check_size(len(ranks))
+        self._graph = Graph(self._gossip.topology, self._gossip.seed, ranks, self._services.hosts)
+        super()._prepare()
+
+    def _new_fragment(self, layout: WireLayout) -> Fragment:
+        if self._gossip.outer is None and not self._gossip.push_sum:
+            return super()._new_fragment(layout)
+        return GossipFragment(layout, self._gossip, self._tensors(), self._gossip.outer)
+
+    def partners(self, number: int, rank: int, members: Sequence[int]) -> Shares:
+        """Return the share of each partner in a rank's new weights."""
+        return self._graph.partners(number, rank, members)
+
+    def _take_weight(self, fragment: int) -> float:
+        """Return this rank's mass, which its contribution carries."""
+        own = self._fragments[fragment]
+        return own.mass if isinstance(own, GossipFragment) else 1.0

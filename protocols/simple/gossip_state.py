@@ -1,0 +1,134 @@
+"""Keeps a gossiping rank's own state beside its weights: its mass for push-sum, or its anchor and momentum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, norm_of
+from asyncdist.protocols.simple.policy import RuleFragment
+from asyncdist.protocols.simple.rule import Rule
+
+
+@dataclass(frozen=True, slots=True)
+class OuterStep:
+    """The outer step of one rank: learning rate, momentum, and whether it is Nesterov's."""
+
+    lr: float
+    momentum: float
+    nesterov: bool
+
+
+class GossipFragment(RuleFragment):
+    """Keeps the whole model's fragment, with the state of push-sum or of an outer step.
+
+    Args:
+        tensors: The model's tensors: the first anchor.
+        outer: The outer step; None for push-sum.
+
+    Attributes:
+        mass: This rank's push-sum weight w; 1 without push-sum.
+    """
+
+    def __init__(self, layout: WireLayout, rule: Rule, tensors: Sequence[Tensor], outer: OuterStep | None) -> None:
+        super().__init__(layout, rule, None)
+        self._outer = outer
+        self.mass = 1.0
+        self._anchors: dict[int, Tensor] = {}  # by vector: the parameters after the last round
+        self._momenta: dict[int, Tensor] = {}  # by vector: the momentum or, for Nesterov's, the last contribution
+        for place, vector in enumerate(layout.vectors):
+            if vector.role == "stepped":
+                self._anchors[place] = vector.new_flat()
+                gather(vector, tensors, self._anchors[place])
+                if outer is not None:
+                    first = self._anchors[place] if outer.nesterov else vector.new_flat()
+                    self._momenta[place] = first.clone()
+
+    @torch.no_grad()
+    def capture(self, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
+        """Write this member's contribution into ``encoded``, and return its L2 norm."""
+        norm = 0.0
+        for place, (vector, into) in enumerate(zip(self.layout.vectors, encoded, strict=True)):
+            self._gather(place, tensors, into)
+            if vector.role == "stepped":
+                norm = math.hypot(norm, norm_of(into))
+        return norm
+
+    def _gather(self, place: int, tensors: Sequence[Tensor], into: Tensor) -> None:
+        """Write this rank's contribution of one vector: anchor + factor * (weights - anchor).
+
+        With push-sum the factor is 1 / mass. The contribution is then x / w, and counts with the weight w, so that
+        the training moves x by as much as it has moved the weights.
+        """
+        gather(self.layout.vectors[place], tensors, into)
+        anchor = self._anchors.get(place)
+        if anchor is None:
+            return
+        if self._outer is None:
+            if self.mass != 1.0:
+                into.sub_(anchor).div_(self.mass).add_(anchor)
+        elif self._outer.nesterov and self._outer.lr != 1.0:
+            into.sub_(anchor).mul_(self._outer.lr).add_(anchor)
+
+    @torch.no_grad()
+    def apply(self, tensors: Sequence[Tensor], *, is_late: bool, is_whole: bool) -> None:
+        """Move the anchors by the partners' mean, and write them into the model."""
+        if self._values and self.mean is not None and self._outer is None:
+            self.mass = sum(self.mean.verdict.weights)
+        for place, mean in self._values.items():
+            if place in self._anchors:
+                self._values[place] = self._moved(place, mean, tensors, is_whole)
+        super().apply(tensors, is_late=is_late, is_whole=is_whole)
+
+    def _moved(self, place: int, mean: Tensor, tensors: Sequence[Tensor], is_whole: bool) -> Tensor:
+        """Move the anchor of one vector by the partners' mean, and return it."""
+        anchor, outer = self._anchors[place], self._outer
+        if outer is None or is_whole:
+            anchor.copy_(mean)
+            if outer is not None:
+                self._momenta[place].copy_(mean) if outer.nesterov else self._momenta[place].zero_()
+            return anchor
+        momentum = self._momenta[place]
+        if outer.nesterov:
+            sent = torch.empty_like(mean)
+            self._gather(place, tensors, sent)
+            anchor.copy_(mean).add_((sent - momentum).mul_(outer.momentum))
+            momentum.copy_(sent)
+        else:
+            momentum.mul_(outer.momentum).add_((mean - anchor).mul_(outer.lr))
+            anchor.add_(momentum)
+        return anchor
+
+    def forget_own(self) -> None:
+        """Begin with the mass 1 after loading another rank's state."""
+        self.mass = 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state without the mean that is not applied yet; tensors are cloned."""
+        kept = {
+            "anchors": {place: each.clone() for place, each in self._anchors.items()},
+            "momenta": {place: each.clone() for place, each in self._momenta.items()},
+        }
+        return {**super().state_dict(), "mass": self.mass, **kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state of a fragment with the same layout and options.
+
+        Raises:
+            ValueError: The state belongs to a policy with another outer step, or to push-sum.
+        """
+        super().load_state_dict(state)
+        for name, kept in (("anchors", self._anchors), ("momenta", self._momenta)):
+            saved = state.get(name, {})
+            if {place: each.shape for place, each in saved.items()} != {
+                place: each.shape for place, each in kept.items()
+            }:
+                raise ValueError("the state must be that of a policy with the same outer step or push_sum")
+            for place, each in saved.items():
+                kept[place].copy_(each)
+        self.mass = state["mass"]
