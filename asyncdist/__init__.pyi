@@ -71,6 +71,14 @@ from .functional.rank_layout import (
     initialize_distributed_compute_mpi4py as initialize_distributed_compute_mpi4py,
 )
 from .functional.seeding import seed_all as seed_all
+from .functional.soups.best_of_population import best_of_population as best_of_population
+from .functional.soups.choosing import Soup as Soup
+from .functional.soups.moving import ema as ema
+from .functional.soups.saved import (
+    greedy_soup as greedy_soup,
+    lawa as lawa,
+    uniform_soup as uniform_soup,
+)
 from .launch.config import MultiprocessConfig as MultiprocessConfig
 from .launch.process_groups import (
     default_backend as default_backend,

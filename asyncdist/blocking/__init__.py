@@ -21,6 +21,7 @@ from asyncdist.blocking.helpers import (
     average_gradients as average_gradients,
     average_models as average_models,
     barrier as barrier,
+    best_of_population as best_of_population,
     broadcast as broadcast,
     compute_and_broadcast as compute_and_broadcast,
     gather as gather,

@@ -17,6 +17,7 @@ from asyncdist.functional import (
     ragged_gather,
     rank_layout,
 )
+from asyncdist.functional.soups import best_of_population as best
 from asyncdist.spmd import mesh, tree_collectives
 
 P = ParamSpec("P")
@@ -55,6 +56,7 @@ async_save_population = _blocking(population_checkpoint.async_save_population)
 average_gradients = _blocking(averaging.average_gradients)
 average_models = _blocking(averaging.average_models)
 barrier = _blocking(collectives.barrier)
+best_of_population = _blocking(best.best_of_population)
 broadcast = _blocking(collectives.broadcast)
 compute_and_broadcast = _blocking(main_process.compute_and_broadcast)
 gather = _blocking(collectives.gather)

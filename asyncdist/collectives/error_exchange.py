@@ -44,6 +44,7 @@ _OPERATIONS: Final = (
     "gather_distributed_data",
     "save_population",
     "load_population",
+    "best_of_population",
 )
 _NO_ROOT: Final = -1
 

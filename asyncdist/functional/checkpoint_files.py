@@ -15,6 +15,7 @@ import os
 import shutil
 import stat
 import warnings
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -103,19 +104,43 @@ def read_rank(folder: Path, index: int, entry: Mapping[str, Any]) -> dict[str, A
     stem = folder / f"rank-{index:05}"
     path = stem.with_suffix(".pt")
     _check_whole(path, entry)
-    with _reading(path):
+    with reading(path):
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint_state.check_parts(state)
-    if entry.get("safetensors") is not None:
-        path = stem.with_suffix(".safetensors")
-        _check_whole(path, entry["safetensors"])
-        with _reading(path):
-            state["model"] = safetensors_model.read_model(path, state["model"], state["tied"])
+    _read_weights(stem, entry, state)
     return state
 
 
+def read_model(folder: Path, index: int, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the model's state written by :func:`write_rank`, memory-mapped, without reading the optimizer's state."""
+    stem = folder / f"rank-{index:05}"
+    path = stem.with_suffix(".pt")
+    _check_whole(path, entry)
+    with reading(path):
+        state: dict[str, Any] = load_mapped(path)
+        checkpoint_state.check_parts(state)
+    _read_weights(stem, entry, state)
+    model: Mapping[str, Any] = state["model"]
+    return model
+
+
+def load_mapped(path: Path) -> Any:
+    """Return the content of a file of ``torch.save``; its tensors are memory-mapped if the file's format allows it."""
+    is_mapped = zipfile.is_zipfile(path)  # before torch 1.6, files had another format
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+
+
+def _read_weights(stem: Path, entry: Mapping[str, Any], state: dict[str, Any]) -> None:
+    """Add the weights from the rank's separate weights file, if there is one, to its state."""
+    if entry.get("safetensors") is not None:
+        path = stem.with_suffix(".safetensors")
+        _check_whole(path, entry["safetensors"])
+        with reading(path):
+            state["model"] = safetensors_model.read_model(path, state["model"], state["tied"])
+
+
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path, allowed: str = "the file of a rank in a population checkpoint") -> Iterator[None]:
     """Convert an error of any type about the file's content to a ValueError that names the file."""
     try:
         yield
@@ -124,8 +149,7 @@ def _reading(path: Path) -> Iterator[None]:
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         raise ValueError(
-            f"{path} must be the file of a rank in a population checkpoint, but reading it raised "
-            f"{type(error).__name__}: {lines[0]:.200}"
+            f"{path} must be {allowed}, but reading it raised {type(error).__name__}: {lines[0]:.200}"
         ) from error
 
 
@@ -223,6 +247,15 @@ def find_newest(path: Path) -> tuple[Path, dict[str, Any]]:
     if path.name.startswith(_PREFIX) and path.is_dir():
         found = "it is an unfinished one"
     raise FileNotFoundError(f"{path} must have a complete population checkpoint, but {found}")
+
+
+def find_last(path: Path, count: int) -> list[tuple[Path, dict[str, Any]]]:
+    """Return the newest ``count`` complete checkpoints in a folder and their manifests, the oldest first."""
+    if (path / _MANIFEST).is_file():
+        return [find_newest(path)]
+    folders = [path / _name(number) for number in _numbers(path)]
+    found = [folder for folder in folders if (folder / _MANIFEST).is_file()][-count:]
+    return [(folder, _read_manifest(folder)) for folder in found] or [find_newest(path)]
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

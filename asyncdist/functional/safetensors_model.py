@@ -64,6 +64,17 @@ def read_model(path: Path, rest: OrderedDict[str, Any], tied: Mapping[str, str])
     return state
 
 
+def read_foreign(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of any safetensors file, memory-mapped, under all names that its metadata tells."""
+    check_installed()
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt", device="cpu") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tied = file.metadata() or {}
+    return {**tensors, **{name: tensors[first] for name, first in tied.items() if first in tensors}}
+
+
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return these contiguous tensors without overlaps: a tensor that begins inside another one is copied."""
     apart: dict[str, torch.Tensor] = {}

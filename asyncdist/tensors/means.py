@@ -292,3 +292,29 @@ def _is_within(values: Tensor, bound: float) -> bool:
 def _real(tensor: Tensor) -> Tensor:
     """Return a flat tensor, viewed as real numbers if it is complex."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def running_mean_into(result: Tensor, mean: Tensor, values: Tensor, count: int) -> None:
+    """Write the mean of ``count`` tensors, whose mean is ``mean``, and one more tensor.
+
+    Each element is mean * count / (count + 1) + values / (count + 1). Both products and the sum are rounded separately,
+    and the result is clamped to the interval between ``mean`` and ``values``. So equal values stay equal, and finite
+    values stay finite.
+
+    Args:
+        result: Contiguous 1-D tensor of the mean's dtype; may be ``mean``.
+        mean: Contiguous 1-D tensor of float32, complex64 or wider.
+        values: 1-D tensor of the same length, of any dtype that fits into the mean's.
+        count: Number of tensors in ``mean``.
+    """
+    result, mean, values = _real(result), _real(mean), _real(values)
+    share = count / (count + 1)
+    for into, before, its_values in zip(
+        torch.split(result, _PIECE_COUNT),
+        torch.split(mean, _PIECE_COUNT),
+        torch.split(values, _PIECE_COUNT),
+        strict=True,
+    ):
+        other = its_values.to(before.dtype)
+        mixed = (before * share).add_(other * (1.0 - share))
+        into.copy_(mixed.clamp_(torch.minimum(before, other), torch.maximum(before, other)))

@@ -6,10 +6,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import asyncdist as ad
-from helpers import cases_everyday, cases_models, cases_roles
+from helpers import cases_everyday, cases_models, cases_roles, cases_soups
 
 Case = Callable[[ad.World], Coroutine[Any, Any, None]]
-MODULES = (cases_everyday, cases_models, cases_roles)
+MODULES = (cases_everyday, cases_models, cases_roles, cases_soups)
 
 
 def all_cases() -> dict[str, Case]:

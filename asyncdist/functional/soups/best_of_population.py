@@ -1,0 +1,344 @@
+"""Gives every rank the best model of the population: the best rank's model, or a mean of several ranks' models.
+
+All ranks measure their own models, and then the same trial means. Each mean is streamed: the ranks send their weights
+in turn, in pieces, and every rank computes the mean of the pieces that have arrived. A rank needs memory for its own
+weights, to restore them after an error, for the mean, and for one piece.
+
+The rank with the best model decides: its metric of a mean is compared with its metric of the best model, because both
+are measured with the same data. The other ranks measure the means too, so that different data on the ranks is detected.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from asyncdist import validation
+from asyncdist.collectives.groups import Group
+from asyncdist.errors import DisagreementError, LocalProtocolError
+from asyncdist.functional.collectives import place
+from asyncdist.functional.joint_work import JointWork
+from asyncdist.functional.main_process import reduce_and_broadcast
+from asyncdist.functional.soups.choosing import SOUP_KINDS, GreedyChoice, Soup, given_metric
+from asyncdist.functional.soups.trial import (
+    check_loader,
+    has_nan,
+    has_statistics,
+    measure_async,
+    recompute_statistics,
+    warn_without_loader,
+)
+from asyncdist.runtime.world import World
+from asyncdist.tensors.bucket import Bucket
+from asyncdist.tensors.flat_state import Fingerprint, FlatState, first_difference
+from asyncdist.tensors.means import running_mean_into
+
+logger = logging.getLogger("asyncdist.soups")
+
+#: Elements per broadcast: 16 MiB of float32.
+_PIECE_COUNT: Final = 1 << 22
+#: Relative and absolute difference between ranks' metrics of equal weights up to which no warning is logged.
+_TOLERANCE: Final = (1e-2, 1e-8)
+#: Timeout in seconds for making the group of the surviving ranks.
+_SURVIVORS_TIMEOUT_S: Final = 60.0
+
+
+async def best_of_population(
+    model: nn.Module,
+    *,
+    loss: Callable[[nn.Module], Any] | None = None,
+    score: Callable[[nn.Module], Any] | None = None,
+    soups: Sequence[str] = SOUP_KINDS,
+    loader: Iterable[Any] | None = None,
+    group: Group | None = None,
+    world: World | None = None,
+) -> Soup:
+    """Write the best weights of the population into every rank's model, and return how they were chosen.
+
+    Collective among the ranks of ``group``; call it after the policy has ended. The candidates are the model of each
+    rank, the mean of all models (the uniform soup), and the greedy soup: it starts with the best model, and adds the
+    others in the order of their metrics, if the metric becomes strictly better. All candidates are compared by one
+    metric, so the result is at least as good as the best model.
+
+    The mean has floating and complex parameters and persistent buffers, accumulated in float32 or wider. Integers, such
+    as BatchNorm's counter, are copied from the best model. A model whose metric is not finite, or whose weights contain
+    NaN, is left out. The optimizer's state is not changed.
+
+    Args:
+        model: Model with the same names, shapes, dtypes and tied weights on all members; changed in place.
+        loss: Function or coroutine function that takes the model and returns its loss, a number; smaller is better. It
+            must use the same held-out data on every rank, and no collectives. The model is in evaluation mode
+            meanwhile.
+        score: Like ``loss``, but larger is better. Exactly one of the two must be passed.
+        soups: Soups to try: ``"uniform"``, ``"greedy"``, both or none.
+        loader: Batches of training data, from which a soup's BatchNorm statistics are recomputed before each
+            measurement; equal on all ranks. By default a soup has the mean of the models' statistics.
+        group: Ranks that take part; by default all that were never lost.
+        world: World of the call; by default the current one.
+
+    Returns:
+        The kind of the chosen weights, its members (ranks of the world), and all metrics; equal on all ranks.
+
+    Raises:
+        DisagreementError: The models, or the arguments, differ between ranks.
+        TypeError, ValueError: An argument is wrong, the function returned no number, or no model has a finite metric.
+            The other members get RemoteError.
+        LocalProtocolError: This rank is not in the group, or was restarted and no group was passed.
+        RankLostError: A member was lost during the call. To choose among the others, call the function again.
+
+    If the call raises, the model has its own weights. **Cancellation**: the others get RemoteError.
+    """
+    search = _Search(model, loss, score, soups, loader)
+    is_default_group = group is None
+    world, group = place(world, group)
+    if is_default_group:
+        if world.incarnation:
+            raise LocalProtocolError(
+                f"rank {world.rank} was restarted, so the other ranks do not wait for it here; pass group=, for "
+                "example a new_group of all ranks, on every rank"
+            )
+        if world.peers.attendance.loss_count:
+            group = await world.peers.groups.surviving_group(world.group, _SURVIVORS_TIMEOUT_S)
+    try:
+        return await search.run(world, group)
+    finally:
+        if is_default_group and group is not world.group:
+            await group.free()
+
+
+class _Search:
+    """One call of :func:`best_of_population` on this rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[nn.Module], Any] | None,
+        score: Callable[[nn.Module], Any] | None,
+        soups: Sequence[str],
+        loader: Iterable[Any] | None,
+    ) -> None:
+        self._model = model
+        self._given = loss, score
+        self._soups = soups
+        self._loader = loader
+        self._staging: dict[torch.dtype, torch.Tensor] = {}
+        self._count = 0  # number of models in the mean
+        self._has_warned = False
+
+    async def run(self, world: World, group: Group) -> Soup:
+        """Do the work together with the other members, and return the choice."""
+        self._world = world
+        joint: JointWork[Soup] = JointWork(world, group, "best_of_population")
+        self._check = joint.check
+
+        async def prepare() -> tuple[str, str]:
+            return self._prepare()
+
+        async def work(own: Group, told: tuple[str, str]) -> Soup:
+            with joint.held():
+                return await self._work(own, told)
+
+        await joint.begin(prepare, work)
+        return await joint.result_or_give_up()
+
+    def _prepare(self) -> tuple[str, str]:
+        """Check the arguments. Return the layout and the options, which must be equal on all ranks."""
+        self._name, self._function, self._direction = given_metric(*self._given)
+        if isinstance(self._soups, str) or not set(self._soups) <= set(SOUP_KINDS):
+            validation.refuse("soups", self._soups, f"a sequence of {' and '.join(map(repr, SOUP_KINDS))}")
+        check_loader(self._loader)
+        self._state = FlatState(self._model)
+        self._has_loader = self._loader is not None and has_statistics(self._model)
+        options = {self._name: "", "soups": sorted(self._soups), "loader": self._has_loader}
+        self._told = self._state.fingerprint.to_text(), json.dumps(options)
+        return self._told
+
+    def _compare(self, told: tuple[str, str], first: int) -> float:
+        """Raise DisagreementError if this rank's layout or options differ from the first member's."""
+        self._check()
+        layout, options = told
+        if layout != self._told[0]:
+            difference = first_difference(self._state.fingerprint, Fingerprint.from_text(layout))
+            raise DisagreementError(
+                f"the models of rank {first} and rank {self._world.rank} must be alike, but {difference} (in this "
+                f"group: rank {self._world.rank})",
+                ranks=(first, self._world.rank),
+            )
+        if options != self._told[1]:
+            raise DisagreementError(
+                f"all members must pass the same arguments, but rank {first} passes {options} and rank "
+                f"{self._world.rank} passes {self._told[1]}",
+                ranks=(first, self._world.rank),
+            )
+        return 0.0
+
+    async def _work(self, group: Group, told: tuple[str, str]) -> Soup:
+        self._group = group
+        await self._gather(functools.partial(self._compare, told, group.ranks[0]))
+        self._own = self._state.new_buffers()
+        self._state.snapshot(self._own)
+        try:
+            return await self._choose()
+        except BaseException:
+            self._state.load(self._own)
+            raise
+
+    async def _choose(self) -> Soup:
+        values = await self._gather(self._own_metric)
+        metrics = dict(zip(self._group.ranks, values, strict=True))
+        greedy = GreedyChoice(metrics, self._direction)
+        self._best = greedy.order[0]
+        if self._group.index == 0:
+            self._log_left_out(metrics)
+        self._mean = self._state.new_buffers(accumulate=True)
+        wanted = self._soups if len(greedy.order) > 1 else ()
+        if wanted and self._group.index == 0:
+            warn_without_loader(self._model, self._loader)
+        tried: dict[str, float] = {}
+        if "uniform" in wanted:
+            await self._set_mean(greedy.order)
+            tried["uniform"] = await self._trial()
+            if self._group.index == 0:
+                greedy.warn_of_distant_members(tried["uniform"])
+        await self._set_mean(greedy.order[:1])
+        if "greedy" in wanted:
+            while (candidate := greedy.candidate) is not None:
+                await self._show_with(candidate)
+                if greedy.decide(await self._trial()):
+                    await self._add(candidate)
+            tried["greedy"] = greedy.metric
+        soup = greedy.result(tried)
+        if soup.kind == "uniform":
+            await self._set_mean(greedy.order)
+        self._state.load(self._mean)
+        if soup.kind != "best" and self._has_loader:
+            await self._share_statistics()
+        return soup
+
+    # -- metrics ------------------------------------------------------------------------------------------------------
+
+    async def _gather(self, fn: Callable[[], Any]) -> list[float]:
+        """Return every member's result of ``fn``, on all members."""
+        return await reduce_and_broadcast(fn, list, group=self._group, world=self._world)
+
+    async def _own_metric(self) -> float:
+        self._check()
+        if has_nan(self._own.averaged().values()):
+            return math.nan
+        metric = await measure_async(self._model, self._name, self._function)
+        self._check()
+        return metric
+
+    async def _trial(self) -> float:
+        """Return the metric of the trial weights in the model: the metric of the rank with the best model."""
+
+        async def measure() -> float:
+            self._check()
+            recompute_statistics(self._model, self._loader)
+            metric = await measure_async(self._model, self._name, self._function)
+            self._check()
+            return metric
+
+        values = await self._gather(measure)
+        decisive = values[self._group.ranks.index(self._best)]
+        if self._group.index == 0 and not self._has_warned:
+            self._warn_of_local_metric(values, decisive)
+        return decisive
+
+    def _warn_of_local_metric(self, values: Sequence[float], decisive: float) -> None:
+        for rank, value in zip(self._group.ranks, values, strict=True):
+            relative, absolute = _TOLERANCE
+            if not (math.isclose(value, decisive, rel_tol=relative, abs_tol=absolute) or value != value != decisive):
+                self._has_warned = True
+                logger.warning(
+                    "rank %d and rank %d have measured the %s of equal weights as %g and %g: the ranks use different "
+                    "data or random numbers, so their metrics cannot be compared. Use the same held-out data on every "
+                    "rank",
+                    self._best,
+                    rank,
+                    self._name,
+                    decisive,
+                    value,
+                )
+                return
+
+    def _log_left_out(self, metrics: dict[int, float]) -> None:
+        for rank, metric in metrics.items():
+            if not math.isfinite(metric):
+                logger.warning("the model of rank %d has the %s %g, so it is left out", rank, self._name, metric)
+
+    # -- means --------------------------------------------------------------------------------------------------------
+
+    async def _set_mean(self, members: Sequence[int]) -> None:
+        """Compute the mean of some members' weights, with the integers of the best member, and show it."""
+        for dtype, flat in self._mean.exact().items():
+            flat.copy_(self._own.tensors[dtype])
+            await self._world.collectives.broadcast(flat, self._group, self._best)
+        self._count = 0
+        for member in members:
+            await self._add(member)
+        self._state.load(self._mean)
+
+    async def _add(self, member: int) -> None:
+        """Add a member's weights to the mean."""
+
+        def add(mean: torch.Tensor, _: int, values: torch.Tensor) -> None:
+            if self._count:
+                running_mean_into(mean, mean, values, self._count)
+            else:
+                mean.copy_(values)
+
+        for dtype in self._mean.averaged():
+            await self._stream(dtype, member, add)
+        self._count += 1
+
+    async def _show_with(self, member: int) -> None:
+        """Write the mean with a further member's weights into the model. The mean itself is not changed."""
+        self._state.load(self._mean)  # also undoes changes of buffers by the last measurement
+        pairs: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for entry, pair in zip(self._state.entries, self._state.pairs(self._mean), strict=True):
+            pairs.setdefault(entry.dtype, []).append(pair)
+        for dtype, flat in self._mean.averaged().items():
+            bucket = Bucket(flat, pairs[dtype])
+
+            def show(mean: torch.Tensor, start: int, values: torch.Tensor, bucket: Bucket = bucket) -> None:
+                trial = torch.empty_like(mean)
+                running_mean_into(trial, mean, values, self._count)
+                bucket.copy_out(start, trial)
+
+            await self._stream(dtype, member, show)
+
+    async def _stream(
+        self, dtype: torch.dtype, member: int, take: Callable[[torch.Tensor, int, torch.Tensor], None]
+    ) -> None:
+        """Call ``take(piece of the mean, its offset, member's values)`` for each piece of a member's weights."""
+        flat, own = self._mean.tensors[dtype], self._own.tensors[dtype]
+        for start in range(0, len(flat), _PIECE_COUNT):
+            mean = flat[start : start + _PIECE_COUNT]
+            if self._world.rank == member:
+                values = own[start : start + _PIECE_COUNT]
+            else:
+                if dtype not in self._staging:
+                    self._staging[dtype] = torch.empty(min(len(flat), _PIECE_COUNT), dtype=dtype, device="cpu")
+                values = self._staging[dtype][: len(mean)]
+            await self._world.collectives.broadcast(values, self._group, member)
+            take(mean, start, values)
+
+    async def _share_statistics(self) -> None:
+        """Recompute the BatchNorm statistics of the chosen soup, and use those of the best member on all ranks."""
+
+        def recompute() -> float:
+            self._check()
+            recompute_statistics(self._model, self._loader)
+            return 0.0
+
+        await self._gather(recompute)
+        for _, buffer in sorted(self._model.named_buffers()):
+            await self._world.collectives.broadcast(buffer, self._group, self._best)

@@ -1,0 +1,144 @@
+"""Decides which models go into a soup. No tensors, no ranks.
+
+Model soups: Wortsman et al., "Model soups: averaging weights of multiple fine-tuned models improves accuracy without
+increasing inference time", 2022, arXiv:2203.05482. The greedy soup is its recipe 1, except that a model is added only
+if the metric becomes strictly better.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+import torch
+
+logger = logging.getLogger("asyncdist.soups")
+
+#: "min" for a loss, "max" for a score.
+Direction: TypeAlias = Literal["min", "max"]
+SoupKind: TypeAlias = Literal["best", "uniform", "greedy"]
+SOUP_KINDS: Final = ("uniform", "greedy")
+
+
+@dataclass(frozen=True, slots=True)
+class Soup:
+    """Describes the weights that a function has written into a model.
+
+    A *member* is a rank for :func:`best_of_population`, and an index into the list of sources otherwise.
+
+    Attributes:
+        kind: ``"best"`` for the weights of one member, ``"uniform"`` for the mean of all members, ``"greedy"`` for the
+            mean of the members that the greedy soup accepted.
+        members: Members whose weights are in the mean, in the order in which they were added.
+        metric: Loss or score of the weights; None if none was measured.
+        metrics: Loss or score of each member's own weights. NaN for a member whose weights contain NaN.
+        soup_metrics: Loss or score of each soup that was tried, by ``"uniform"`` and ``"greedy"``.
+    """
+
+    kind: SoupKind
+    members: tuple[int, ...]
+    metric: float | None
+    metrics: Mapping[int, float]
+    soup_metrics: Mapping[str, float]
+
+
+def is_better(metric: float, other: float, direction: Direction) -> bool:
+    """Return whether a metric is finite and strictly better than another one."""
+    return math.isfinite(metric) and (metric < other if direction == "min" else metric > other)
+
+
+class GreedyChoice:
+    """Builds the greedy soup: starts with the best member, and adds a member if the metric becomes strictly better.
+
+    Args:
+        metrics: Metric of each member's own weights. Members whose metric is not finite are left out.
+
+    Attributes:
+        order: Members with a finite metric, the best first; members with equal metrics in ascending order.
+        members: Members of the soup, in the order in which they were added.
+        metric: Metric of the soup.
+
+    Raises:
+        ValueError: No member has a finite metric.
+    """
+
+    def __init__(self, metrics: Mapping[int, float], direction: Direction) -> None:
+        sign = 1.0 if direction == "min" else -1.0
+        finite = [member for member, metric in metrics.items() if math.isfinite(metric)]
+        self.order = sorted(finite, key=lambda member: (sign * metrics[member], member))
+        if not self.order:
+            raise ValueError(f"at least one model must have a finite metric, got {list(metrics.values())}")
+        self._direction: Direction = direction
+        self._metrics = metrics
+        self._next = 1
+        self.members = [self.order[0]]
+        self.metric = metrics[self.order[0]]
+
+    @property
+    def candidate(self) -> int | None:
+        """The member to try next; None if all were tried."""
+        return self.order[self._next] if self._next < len(self.order) else None
+
+    def decide(self, metric: float) -> bool:
+        """Return whether the candidate is added, given the metric of the soup with the candidate."""
+        candidate = self.order[self._next]
+        self._next += 1
+        if not is_better(metric, self.metric, self._direction):
+            return False
+        self.members.append(candidate)
+        self.metric = metric
+        return True
+
+    def result(self, soups: Mapping[str, float]) -> Soup:
+        """Return the best of the best member, the uniform soup and the greedy soup; only the latter two may be absent.
+
+        Args:
+            soups: Metric of each soup that was tried.
+        """
+        kind: SoupKind = "best"
+        members, metric = self.members[:1], self._metrics[self.order[0]]
+        for name, found in (("greedy", self.members), ("uniform", self.order)):
+            if name in soups and is_better(soups[name], metric, self._direction):
+                kind, members, metric = name, found, soups[name]  # type: ignore[assignment]
+        return Soup(kind, tuple(members), metric, dict(self._metrics), dict(soups))
+
+    def warn_of_distant_members(self, uniform: float) -> None:
+        """Log a warning if the mean of all members is worse than each of them."""
+        worst = self._metrics[self.order[-1]]
+        if uniform != worst and not is_better(uniform, worst, self._direction):
+            logger.warning(
+                "the mean of all %d models has the metric %g, worse than the worst model's %g: the models probably do "
+                "not share a trajectory, so their mean is not a useful model",
+                len(self.order),
+                uniform,
+                worst,
+            )
+
+
+def given_metric(
+    loss: Callable[..., Any] | None, score: Callable[..., Any] | None
+) -> tuple[str, Callable[..., Any], Direction]:
+    """Return the name, the function and the direction of the metric that was passed as ``loss`` or ``score``."""
+    if (loss is None) == (score is None):
+        raise TypeError(
+            "exactly one of loss and score must be passed: a function of the model, smaller is better for loss and "
+            f"larger is better for score; got {'neither' if loss is None else 'both'}"
+        )
+    name, function = ("score", score) if loss is None else ("loss", loss)
+    if not callable(function):
+        raise TypeError(f"{name} must be a function of the model, got {function!r:.80}")
+    return name, function, "min" if name == "loss" else "max"
+
+
+def as_number(name: str, value: Any) -> float:
+    """Return the result of the function ``name`` as a float. Raise TypeError if it is not one real number."""
+    found = value.detach() if isinstance(value, torch.Tensor) else value
+    if isinstance(found, (torch.Tensor, np.ndarray, np.generic)) and math.prod(found.shape) == 1:
+        found = found.item()
+    if isinstance(found, bool) or not isinstance(found, (int, float)):
+        raise TypeError(f"{name} must return one real number, got {value!r:.80}")
+    return float(found)

@@ -1,0 +1,52 @@
+"""An exponential moving average of one model's weights: torch's AveragedModel with a bias-corrected decay."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from asyncdist import validation
+
+
+def ema(model: nn.Module, decay: float = 0.999, *, device: torch.device | str | None = None) -> AveragedModel:
+    """Return a torch ``AveragedModel`` that keeps the exponential moving average of a model's weights.
+
+    Call ``averaged.update_parameters(model)`` after each optimizer step. ``averaged.module`` has the average. It
+    differs from torch's ``get_ema_multi_avg_fn`` in four ways:
+
+    - The decay is bias-corrected: the weights of t steps ago have the weight decay^t / sum. Without the correction the
+      first weights keep the weight decay^t, which is still 37 % after 1,000 steps.
+    - Weights of less than 32 bits are kept in float32, since an update of 0.1 % would vanish in bfloat16.
+    - Floating buffers are averaged, and integer buffers are copied.
+    - A decay outside [0, 1) raises ValueError.
+
+    Args:
+        model: Model to average; it is copied.
+        decay: Share of the average that is kept at each update; from 0 to below 1.
+        device: Device of the average; by default the model's.
+    """
+    decay = validation.real("decay", decay, "a number from 0 to below 1", low=0.0, high=math.nextafter(1.0, 0.0))
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
+    place = None if device is None else torch.device(device)
+    averaged = AveragedModel(model, place, avg_fn=functools.partial(_average, decay), use_buffers=True)
+    for tensor in (*averaged.module.parameters(), *averaged.module.buffers()):
+        if tensor.is_floating_point() and tensor.itemsize < 4:
+            tensor.data = tensor.data.float()
+    return averaged
+
+
+def _average(decay: float, averaged: torch.Tensor, value: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
+    """Return the average after one more value; ``count`` values are in ``averaged``."""
+    if not (averaged.is_floating_point() or averaged.is_complex()):
+        return value
+    # Tensor operations, since reading the count from a GPU would wait for the GPU at each parameter.
+    exponent = (torch.as_tensor(count, dtype=torch.float64, device=averaged.device) + 1.0) * (
+        math.log(decay) if decay else -math.inf
+    )
+    share = (1.0 - decay) / -torch.expm1(exponent)
+    return torch.lerp(averaged, value.to(averaged.dtype), share.to(averaged.dtype))

@@ -1,0 +1,123 @@
+"""Reads the weights of saved models, one at a time. Files of torch and safetensors are memory-mapped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import nn
+
+from asyncdist import validation
+from asyncdist.functional import checkpoint_files, checkpoint_state, safetensors_model
+from asyncdist.tensors.flat_state import Entry
+
+#: A saved model: a file of torch or safetensors, a folder of save_population, or a state dict in memory.
+ModelSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any]
+
+_ALLOWED: Final = (
+    "a state dict, the path of a .pt or .safetensors file, or the path of a folder that save_population has written"
+)
+#: Keys under which training programs save a state dict in a larger dictionary.
+_KEYS: Final = ("model", "state_dict", "model_state_dict")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One saved model: its name for errors, and a function that reads its state dict."""
+
+    name: str
+    read: Callable[[], Mapping[str, Any]]
+
+    def tensors(self, model: nn.Module, entries: Sequence[Entry]) -> list[torch.Tensor]:
+        """Return the tensor of each entry of the model. Raise ValueError if the saved model has another layout."""
+        state = dict(self.read())
+        for entry in entries:
+            known = next((name for name in entry.names if name in state), None)
+            if known is not None:  # a file may contain only one of the names of tied weights
+                state.update((name, state[known]) for name in entry.names if name not in state)
+        try:
+            checkpoint_state.compare(model, None, {"model": state})
+        except ValueError as error:
+            raise ValueError(f"{self.name} does not fit the model: {error}") from None
+        return [state[entry.names[0]] for entry in entries]
+
+
+def sources_of(given: ModelSource | Iterable[ModelSource]) -> list[Source]:
+    """Return the saved models in order. A folder stands for the models of all ranks in its newest checkpoint.
+
+    Raises:
+        TypeError, ValueError: There is no model, or a value is not a source.
+        FileNotFoundError: A file does not exist, or a folder has no complete checkpoint.
+    """
+    if isinstance(given, (str, os.PathLike)):
+        found = _at(Path(given))
+    elif isinstance(given, (Mapping, nn.Module)) or not isinstance(given, Iterable):
+        validation.refuse("sources", type(given).__name__, f"a sequence; each is {_ALLOWED}", TypeError)
+    else:
+        found = []
+        for place, each in enumerate(given):
+            if isinstance(each, (str, os.PathLike)):
+                found += _at(Path(each))
+            elif isinstance(each, Mapping):
+                found.append(Source(f"sources[{place}]", lambda state=each: state))  # type: ignore[misc]
+            else:
+                validation.refuse(f"sources[{place}]", type(each).__name__, _ALLOWED, TypeError)
+    if not found:
+        raise ValueError(f"sources must have at least one model, got none; each is {_ALLOWED}")
+    return found
+
+
+def newest_sources(given: ModelSource | Iterable[ModelSource], last: int, rank: int | None) -> list[Source]:
+    """Return the models of the ``last`` newest checkpoints in a folder of save_population, the oldest first.
+
+    Args:
+        given: The folder; or other sources, the oldest first, of which the last ones are returned.
+        rank: Index of the rank whose models are returned; None returns the models of all ranks.
+    """
+    if not isinstance(given, (str, os.PathLike)) or not Path(given).is_dir():
+        if rank is not None:
+            raise ValueError(f"rank must be None unless the source is a folder of save_population, got {rank!r}")
+        return sources_of(given)[-last:]
+    found = []
+    for folder, manifest in checkpoint_files.find_last(Path(given), last):
+        own = _of_checkpoint(folder, manifest)
+        if rank is not None and not 0 <= rank < len(own):
+            raise ValueError(f"rank must be from 0 to {len(own) - 1}, the ranks of {folder}, got {rank}")
+        found += own if rank is None else [own[rank]]
+    return found
+
+
+def _at(path: Path) -> list[Source]:
+    if path.is_dir():
+        return _of_checkpoint(*checkpoint_files.find_newest(path))
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} must be {_ALLOWED}, but it does not exist")
+    return [Source(str(path), lambda: _read_file(path))]
+
+
+def _of_checkpoint(folder: Path, manifest: Mapping[str, Any]) -> list[Source]:
+    def source(index: int, entry: Mapping[str, Any]) -> Source:
+        return Source(
+            f"rank {checkpoint_files.saved_rank(entry, index)} of {folder}",
+            lambda: checkpoint_files.read_model(folder, index, entry),
+        )
+
+    return [source(index, entry) for index, entry in enumerate(manifest["files"])]
+
+
+def _read_file(path: Path) -> Mapping[str, Any]:
+    if path.suffix == ".safetensors":
+        with checkpoint_files.reading(path, "a file of safetensors"):
+            return safetensors_model.read_foreign(path)
+    with checkpoint_files.reading(path, "a state dict saved by torch.save"):
+        state: Any = checkpoint_files.load_mapped(path)
+        if not isinstance(state, Mapping):
+            raise TypeError(f"it contains a {type(state).__name__}")
+        for key in _KEYS:
+            if isinstance(state.get(key), Mapping):
+                return state[key]  # type: ignore[no-any-return]
+        return state

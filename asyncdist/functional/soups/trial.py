@@ -1,0 +1,100 @@
+"""Measures a model with trial weights, and recomputes its BatchNorm statistics."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import update_bn
+
+from asyncdist.functional.soups.choosing import as_number
+
+logger = logging.getLogger("asyncdist.soups")
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode during the block; each module gets its own mode back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def measure(model: nn.Module, name: str, function: Callable[[nn.Module], Any]) -> float:
+    """Return the metric of the model's current weights as a float."""
+    with evaluating(model):
+        return as_number(name, function(model))
+
+
+async def measure_async(model: nn.Module, name: str, function: Callable[[nn.Module], Any]) -> float:
+    """Return the metric of the model's current weights as a float. The function may be a coroutine function."""
+    with evaluating(model):
+        value = function(model)
+        return as_number(name, await value if inspect.isawaitable(value) else value)
+
+
+def has_statistics(model: nn.Module) -> bool:
+    """Return whether the model has BatchNorm layers with running statistics."""
+    return any(isinstance(module, _BatchNorm) and module.running_mean is not None for module in model.modules())
+
+
+def check_loader(loader: Any) -> None:
+    """Raise TypeError unless the loader can be iterated several times, since each soup reads it again."""
+    if loader is None:
+        return
+    if not isinstance(loader, Iterable) or iter(loader) is loader:
+        raise TypeError(
+            "loader must be iterable several times, such as a DataLoader or a list of batches, got "
+            f"{'an iterator' if isinstance(loader, Iterable) else repr(loader)[:80]}"
+        )
+
+
+def recompute_statistics(model: nn.Module, loader: Iterable[Any] | None) -> None:
+    """Recompute the model's BatchNorm statistics from the batches of a loader, if there are any such layers.
+
+    Raises:
+        ValueError: The loader has no batches, which would leave the statistics at 0 and 1.
+    """
+    if loader is None or not has_statistics(model):
+        return
+    count = 0
+
+    def counted() -> Iterator[Any]:
+        nonlocal count
+        for count, batch in enumerate(loader, 1):  # noqa: B007
+            yield batch
+
+    device = next((tensor.device for tensor in model.parameters()), None)
+    with evaluating(model):  # update_bn would leave all modules in the mode of the outermost one
+        update_bn(counted(), model, device)
+    if not count:
+        raise ValueError("loader must have at least one batch to recompute BatchNorm statistics, got none")
+
+
+def warn_without_loader(model: nn.Module, loader: Iterable[Any] | None) -> None:
+    """Log a warning if a soup's BatchNorm statistics would be the mean of the members' statistics."""
+    if loader is None and has_statistics(model):
+        logger.warning(
+            "the model has BatchNorm layers, and a soup gets the mean of the models' statistics; pass loader= to "
+            "recompute the statistics from batches of training data"
+        )
+
+
+def has_nan(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether any floating or complex tensor contains NaN. Infinities, as in attention masks, are allowed."""
+    for tensor in tensors:
+        if tensor.is_floating_point() or tensor.is_complex():
+            for piece in torch.split(tensor.detach().reshape(-1), 1 << 20):
+                if torch.isnan(piece).any():
+                    return True
+    return False
