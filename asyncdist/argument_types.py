@@ -13,6 +13,13 @@ def count(text: str, least: int = 1) -> int:
     return int(text)
 
 
+def port(text: str) -> int:
+    """Convert a string to the number of a TCP port."""
+    if not (text.isascii() and text.isdecimal() and 0 < int(text[:6]) < 65536 and len(text) < 6):
+        raise argparse.ArgumentTypeError(f"must be an integer from 1 to 65535, got {text!r}")
+    return int(text)
+
+
 def whole(text: str) -> int:
     """Convert a string to an integer, which may be negative."""
     try:

@@ -20,7 +20,7 @@ from typing import Final, NoReturn
 
 from asyncdist import environment, local_host, rank_program, validation
 from asyncdist._version import __version__
-from asyncdist.argument_types import count, folder, seconds, whole
+from asyncdist.argument_types import count, folder, port, seconds, whole
 from asyncdist.launch import joining_ranks, local_ranks, mpirun, remote_hosts, remote_ranks
 from asyncdist.live.destinations import destinations, missing
 from asyncdist.planning import arguments as plan_arguments
@@ -76,6 +76,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     top.add_argument("job", nargs="?", metavar="JOB|PID", help="the job to show, if this user runs several")
+    top.add_argument("--web", action="store_true", help="show the job on a page in the browser, served at 127.0.0.1")
+    top.add_argument("--port", type=port, metavar="PORT", help="the port of the page (default: a free port)")
     story = commands.add_parser(
         "story",
         help="show what the ranks of a running job wait for, and at which line of the program",
@@ -381,9 +383,7 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.command == "init":
         return _init(options.flavour, Path(options.path))
     if options.command == "top":
-        from asyncdist.live import top  # imported only here, since it loads msgspec
-
-        return top.run(options.job)
+        return _top(options)
     if options.command == "story":
         from asyncdist.story import command  # imported only here, since it loads msgspec
 
@@ -399,6 +399,18 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
         return 2
     except KeyboardInterrupt:  # Ctrl-C during the check of the hosts
         return 130
+
+
+def _top(options: argparse.Namespace) -> int:
+    if options.web:
+        from asyncdist.report.live_page import command  # imported only here, since it loads numpy
+
+        return command.run(options.job, options.port or 0)
+    if options.port is not None:
+        _Parser(prog="asyncdist top").error("--port is the port of the page; add --web")
+    from asyncdist.live import top  # imported only here, since it loads msgspec
+
+    return top.run(options.job)
 
 
 def _init(flavour: str, path: Path) -> int:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import socketserver
 import threading
 from collections.abc import Callable, Iterator
-from http.server import ThreadingHTTPServer
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import MetricsHandler
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from asyncdist.live.address_server import AddressServer
 from asyncdist.live.counters import EXPORTED, RankCounters, samples
 
 _LABELS = ("rank", "policy", "role")
@@ -46,20 +45,6 @@ class RankCollector(Collector):
         yield info
 
 
-class _Server(ThreadingHTTPServer):
-    """Answers each request in a separate thread, so that an incomplete request does not block others."""
-
-    daemon_threads = True
-
-    def server_bind(self) -> None:
-        """Bind the address without the name lookup of the standard library's server."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore clients that disconnect before the response."""
-
-
 class PrometheusServer:
     """Serves the counters of a rank until closed; raises OSError if it cannot listen on the address."""
 
@@ -67,9 +52,9 @@ class PrometheusServer:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(RankCollector(read))
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        server = type("_ServerOfFamily", (_Server,), {"address_family": family})
+        server = type("_ServerOfFamily", (AddressServer,), {"address_family": family})
         handler = type("_HandlerInTime", (MetricsHandler.factory(registry),), {"timeout": _TIMEOUT_S})
-        self._server: _Server = server((host, port), handler)
+        self._server: AddressServer = server((host, port), handler)
         self._thread = threading.Thread(target=self._server.serve_forever, name="asyncdist prometheus", daemon=True)
         self._thread.start()
 

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from asyncdist import validation
+from asyncdist.live.columns import Readings, Row
 from asyncdist.live.counters import RankCounters, from_bytes
-from asyncdist.live.table import Readings, Row, screen
+from asyncdist.live.table import screen
 from asyncdist.story import sockets
 from asyncdist.story.finding import find_job
 from asyncdist.story.sockets import Place
@@ -78,12 +79,16 @@ class JobView:
             self._moved[rank] = step, now
         return now - self._moved[rank][1] >= _STILL_S
 
-    def drawn(self, console: Console) -> Table:
-        """Return the table of the ranks' latest answers, sized for the terminal."""
-        return _screen(self._rows, console)
+    @property
+    def rows(self) -> list[Row]:
+        """The ranks' latest answers."""
+        return self._rows
 
-    def drawn_at_end(self, console: Console, left: Sequence[RankCounters] = ()) -> Table:
-        """Return the table of an ended job: the ranks' final counters, or else their last answers with their age."""
+    def rows_at_end(self, left: Sequence[RankCounters] = ()) -> tuple[list[Row], dict[int, float]]:
+        """Return the rows of an ended job, and the age in seconds of the last answers of ranks without final counters.
+
+        ``left`` contains the final counters of ranks.
+        """
         now = time.monotonic()
         for counters in left:
             known = self._readings.row(counters.rank).now
@@ -92,7 +97,16 @@ class JobView:
                 self._answered_at_s.pop(counters.rank, None)
         ranks = {row.rank for row in (*self._rows, *self._readings.rows())}
         rows = [self._readings.row(rank) for rank in sorted(ranks)]
-        return _screen(rows, console, {rank: now - at_s for rank, at_s in self._answered_at_s.items()})
+        return rows, {rank: now - at_s for rank, at_s in self._answered_at_s.items()}
+
+    def drawn(self, console: Console) -> Table:
+        """Return the table of the ranks' latest answers, sized for the terminal."""
+        return _screen(self._rows, console)
+
+    def drawn_at_end(self, console: Console, left: Sequence[RankCounters] = ()) -> Table:
+        """Return the table of an ended job: the ranks' final counters, or else their last answers with their age."""
+        rows, ages_s = self.rows_at_end(left)
+        return _screen(rows, console, ages_s)
 
 
 def _screen(rows: Sequence[Row], console: Console, before_end_s: Mapping[int, float] | None = None) -> Table:

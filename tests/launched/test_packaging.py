@@ -121,7 +121,9 @@ def test_build_makes_a_source_archive_and_a_wheel_from_it(checkout: tuple[Path, 
 
 def sources(folder: Path) -> list[Path]:
     """What a package has besides what is compiled."""
-    paths = [path for path in folder.rglob("*") if path.suffix in (".py", ".pyi", ".pxd") or path.name == "py.typed"]
+    paths = [
+        path for path in folder.rglob("*") if path.suffix in (".py", ".pyi", ".pxd", ".html") or path.name == "py.typed"
+    ]
     return [path for path in paths if "_compiled" not in path.parts]
 
 

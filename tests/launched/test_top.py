@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -9,11 +10,16 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import mpi
 from support.processes import wait_until
+
+from asyncdist.story import sockets
+from asyncdist.story.finding import job_of_process
 
 pytest.importorskip("rich", reason="rich is not installed")
 
@@ -88,6 +94,51 @@ def test_top_shows_ranks_of_mpi_also_one_that_computes(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_top_shows_ranks_of_torch_also_one_that_computes(tmp_path: Path) -> None:
     check_top(tmp_path, "torch")
+
+
+def page_address(page: subprocess.Popen[str]) -> str:
+    """Return the address that the command prints."""
+    assert page.stdout is not None
+    return page.stdout.readline().split()[-1]
+
+
+@pytest.mark.long
+def test_page_of_a_real_job_follows_it_to_its_end(tmp_path: Path) -> None:
+    """Ctrl-C ends the command without a traceback."""
+    words, environ = command(tmp_path, transport="torch"), mpi.base_environment()
+    with (tmp_path / "said").open("w") as said:
+        job = subprocess.Popen(words, cwd=tmp_path, env=environ, stdout=said, stderr=said)
+    told: dict[str, Any] = {}
+
+    def ask() -> dict[str, Any]:
+        with urllib.request.urlopen(address.replace("/?", "/job.json?"), timeout=30) as answer:
+            told.update(json.load(answer))
+        return told
+
+    def has_still_rank() -> bool:
+        return any(note["rank"] == 1 and "in main" in note["text"] for note in ask()["notes"])
+
+    page: subprocess.Popen[str] | None = None
+    try:
+        assert wait_until(lambda: job_of_process(job.pid, sockets.jobs()) is not None), (tmp_path / "said").read_text()
+        web = [sys.executable, "-m", "asyncdist", "top", "--web", str(job.pid)]
+        page = subprocess.Popen(web, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        address = page_address(page)
+        assert wait_until(has_still_rank), told
+        names = [column["name"] for column in told["columns"]]
+        steps = [line["values"][names.index("step")] for line in told["lines"]]
+        assert steps[0] > steps[1] == 20 and told["is_running"], told
+        (tmp_path / "stop").touch()
+        assert wait_until(lambda: not ask()["is_running"]), told
+        assert [line["rank"] for line in told["lines"]] == [0, 1], "the last answers have gone"
+        page.send_signal(signal.SIGINT)
+        assert page.communicate(timeout=30)[1] == "" and page.returncode == 0
+    finally:
+        (tmp_path / "stop").touch()
+        if page is not None:
+            page.kill()
+            page.communicate()
+        assert job.wait(60) == 0, (tmp_path / "said").read_text()
 
 
 def test_top_of_a_job_that_is_not_there_is_one_line() -> None:

@@ -32,7 +32,7 @@ FOLDERS: dict[str, set[str]] = {
     "blocking": {"recording", "collectives", "runtime", "spmd", "functional"},
     "integrations": {"blocking"},
     "bench": {"messaging"},
-    "report": {"recording"},
+    "report": {"recording", "live", "story"},
     "planning": {"recording"},
     "simulation": {"tensors", "transports", "recording", "messaging", "collectives", "runtime", "blocking"},
     "face": {"tensors", "transports", "live", "runtime", "launch", "blocking", "simulation"}

@@ -18,6 +18,7 @@ from rich.console import Console
 from support.facts import names
 
 from asyncdist.live import beside, destinations as places, exporting, last_counters
+from asyncdist.live.columns import Readings, Row, amount
 from asyncdist.live.counters import (
     EXPORTED,
     PolicyCounters,
@@ -31,7 +32,7 @@ from asyncdist.live.counters import (
 )
 from asyncdist.live.destinations import Destination, destinations, missing
 from asyncdist.live.exporting import Exporter
-from asyncdist.live.table import Readings, Row, _amount, screen
+from asyncdist.live.table import screen
 from asyncdist.live.top import JobView
 
 POLICY = PolicyCounters("mine", 40, 0.5, "giving", 3, 2, 1, 7, latest="round 3: average of rank 1 (7 steps old)")
@@ -368,7 +369,7 @@ def test_of_many_ranks_that_stand_still_some_are_told_of() -> None:
     [(0, "0"), (999, "999"), (1000, "1.0k"), (99_940, "99.9k"), (99_960, "100k"), (999_600, "1.0M"), (3e15, "3000T")],
 )
 def test_amounts_have_five_characters(nbytes: float, text: str) -> None:
-    assert _amount(nbytes) == text
+    assert amount(nbytes) == text
 
 
 # -- what a job prints above the table --------------------------------------------------------------------------------

@@ -1,0 +1,21 @@
+"""Serves HTTP at a numeric address, for Prometheus and for the live page."""
+
+from __future__ import annotations
+
+import socketserver
+from http.server import ThreadingHTTPServer
+
+
+class AddressServer(ThreadingHTTPServer):
+    """Answers each connection in a separate thread, so that an incomplete request does not block others."""
+
+    daemon_threads = True
+    request_queue_size = 128  # with the default of 5, some of 20 simultaneous connections are delayed by a second
+
+    def server_bind(self) -> None:
+        """Bind the address without the name lookup of the standard library's server."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Ignore clients that disconnect before the response."""

@@ -1,0 +1,220 @@
+"""Stores the latest counters of ranks, and defines the columns in which the table and the live page show them."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from asyncdist.live.counters import PolicyCounters, RankCounters, per_second
+from asyncdist.validation import printable
+
+#: Seconds over which rates are computed.
+_WINDOW_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Latest counters of one rank.
+
+    Attributes:
+        now: Latest counters; None before the first answer.
+        before: Counters some seconds earlier; None if there are none.
+        note: Note for the user, such as the reason why the rank makes no steps.
+    """
+
+    rank: int
+    now: RankCounters | None
+    before: RankCounters | None = None
+    note: str = ""
+
+
+class Readings:
+    """Stores the counters of ranks during the last seconds, to compute rates."""
+
+    def __init__(self) -> None:
+        self._said: dict[int, deque[RankCounters]] = {}
+
+    def add(self, counters: RankCounters) -> None:
+        """Add the current counters of a rank."""
+        said = self._said.setdefault(counters.rank, deque())
+        if said and (said[-1].job, said[-1].incarnation) != (counters.job, counters.incarnation):
+            said.clear()  # a new process, whose counters start at 0
+        said.append(counters)
+        while len(said) > 2 and counters.time_s - said[1].time_s >= _WINDOW_S:
+            said.popleft()
+
+    def row(self, rank: int, note: str = "") -> Row:
+        """Return the latest counters of a rank."""
+        said = self._said.get(rank)
+        if not said:
+            return Row(rank, None, None, note)
+        return Row(rank, said[-1], said[0] if len(said) > 1 else None, note)
+
+    def rows(self) -> list[Row]:
+        """Return the latest counters of all ranks that have answered."""
+        return [self.row(rank) for rank in sorted(self._said)]
+
+
+# -- columns ----------------------------------------------------------------------------------------------------------
+
+Value: TypeAlias = float | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the table.
+
+    Attributes:
+        name: Header of the column.
+        meaning: Explanation of the column for readers of the page.
+        priority: Order in which columns are given space in a narrow terminal; 0 is first.
+        width: Minimum width in characters.
+        value: Function that returns the value of a rank's policy; None for an empty cell.
+        formatted: Function that formats a value other than None.
+        is_of_policy: Whether policies of one rank have different values.
+        is_optional: Whether the column is left out if all of its cells are empty.
+    """
+
+    name: str
+    meaning: str
+    priority: int
+    width: int
+    value: Callable[[Row, PolicyCounters | None], Value]
+    formatted: Callable[[Any], str] = str
+    is_of_policy: bool = False
+    is_optional: bool = False
+
+    def text(self, row: Row, policy: PolicyCounters | None) -> str:
+        """Return the text of a cell."""
+        value = self.value(row, policy)
+        return "" if value is None else printable(self.formatted(value))
+
+
+def columns(rows: Sequence[Row]) -> list[Column]:
+    """Return all columns, except optional columns that are empty."""
+    return [
+        column
+        for column in COLUMNS
+        if not column.is_optional or any(column.text(row, each) for row in rows for each in policies_of(row))
+    ]
+
+
+def policies_of(row: Row) -> Sequence[PolicyCounters | None]:
+    """Return the policies of a rank, or a tuple with None if it has no policy."""
+    return (None,) if row.now is None else row.now.policies or (None,)
+
+
+def steps_per_s(row: Row, policy: PolicyCounters | None) -> float | None:
+    """Return a policy's steps per second during the last seconds; None if they are unknown."""
+    if policy is None or row.now is None or row.before is None:
+        return None
+    before = next((each.step for each in row.before.policies if each.policy == policy.policy), 0)
+    return per_second(policy.step, before, row.now.time_s - row.before.time_s)
+
+
+def _waiting(row: Row, _: PolicyCounters | None) -> float | None:
+    if row.now is None or row.before is None:
+        return None
+    return per_second(row.now.waited_s, row.before.waited_s, row.now.time_s - row.before.time_s)
+
+
+def _of_policy(
+    name: str,
+    attribute: str,
+    meaning: str,
+    size: tuple[int, int],
+    formatted: Callable[[Any], str] = str,
+    *,
+    is_optional: bool = False,
+) -> Column:
+    """Return the column of an attribute of the policies' counters; ``size`` is its priority and its width."""
+
+    def value(_: Row, policy: PolicyCounters | None) -> Value:
+        found: Value = None if policy is None else getattr(policy, attribute)
+        return found
+
+    return Column(name, meaning, *size, value, formatted, is_of_policy=True, is_optional=is_optional)
+
+
+def _of_rank(name: str, meaning: str, size: tuple[int, int], value: Callable[[RankCounters], float]) -> Column:
+    """Return the column of a rank's number of bytes or losses."""
+    return Column(name, meaning, *size, lambda row, _: None if row.now is None else value(row.now), amount)
+
+
+def number(value: float) -> str:
+    """Return a number with five significant digits."""
+    return f"{value:.5g}" if math.isfinite(value) else str(value)
+
+
+def rate(value: float) -> str:
+    """Return a rate with one decimal, or without decimals from 100 on."""
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def amount(nbytes: float) -> str:
+    """Return a number of bytes as text of at most five characters."""
+    for unit in ("", "k", "M", "G", "T"):
+        if nbytes < 999.5 or unit == "T":
+            return f"{nbytes:.0f}{unit}" if not unit or nbytes >= 99.95 else f"{nbytes:.1f}{unit}"
+        nbytes /= 1000
+    raise AssertionError("unreachable")
+
+
+#: All columns, from left to right.
+COLUMNS: Final = (
+    Column("rank", "rank of the process", 0, 4, lambda row, _: row.rank),
+    _of_policy("policy", "policy", "name of the policy", (2, 8), is_optional=True),
+    _of_policy("step", "step", "number of steps", (0, 6)),
+    Column("step/s", "mean of the last five seconds", 1, 6, steps_per_s, rate, is_of_policy=True),
+    _of_policy("metric", "metric", "the last metric given to the policy", (1, 8), number),
+    _of_policy("round", "round", "the newest round in which the rank had a role", (3, 5)),
+    _of_policy("role", "role", "current role of the rank", (2, 8)),
+    _of_policy("replaced", "replacement_count", "number of times that the rank has taken an average", (1, 8)),
+    _of_policy("stale", "staleness_steps", "age of the oldest snapshot in the last average, in steps", (4, 5)),
+    _of_policy("part", "fragment", "fragment of the last average", (5, 4), is_optional=True),
+    _of_policy(
+        *("behind", "staleness_versions", "age of the oldest contribution to the last average, in averages", (4, 6)),
+        is_optional=True,
+    ),
+    _of_policy("norm", "outer_norm", "norm of the mean change in the last average", (3, 8), number, is_optional=True),
+    _of_policy(
+        *("cosine", "cosine", "mean cosine between the changes of two ranks in the last average", (3, 6)),
+        "{:.2f}".format,
+        is_optional=True,
+    ),
+    _of_policy(
+        *("waited", "waited_for_averages_s", "seconds for which steps have waited for averages", (2, 6)),
+        "{:.1f}s".format,
+        is_optional=True,
+    ),
+    _of_policy("wire", "wire_nbytes", "bytes of the rank's contributions, encoded", (4, 5), amount, is_optional=True),
+    _of_policy(
+        *("raw", "unencoded_nbytes", "bytes of the rank's contributions as float32", (5, 5), amount), is_optional=True
+    ),
+    _of_rank("in", "bytes of tensors received", (5, 5), lambda now: now.received_nbytes),
+    _of_rank("out", "bytes of tensors sent", (6, 5), lambda now: now.sent_nbytes),
+    Column("waits", "share of the last five seconds in waits that have ended", 4, 5, _waiting, "{:.0%}".format),
+    _of_rank("lost", "number of ranks that the rank has lost", (7, 4), lambda now: len(now.lost)),
+    _of_policy("coordinator", "coordinator", "current coordinator, after a failover", (7, 11), is_optional=True),
+    _of_policy("latest", "latest", "description of the last average", (8, 40)),
+)
+
+
+def together(rows: Sequence[Row]) -> str:
+    """Return the line that summarises all ranks."""
+    there = [row for row in rows if row.now is not None]
+    if not there or there[0].now is None:
+        return "no rank has answered yet"
+    rates = [0.0, 0.0]
+    for row in there:
+        if row.now is not None and row.before is not None:
+            seconds = row.now.time_s - row.before.time_s
+            rates[0] += per_second(row.now.step, row.before.step, seconds) or 0.0
+            rates[1] += per_second(row.now.received_nbytes, row.before.received_nbytes, seconds) or 0.0
+    lost = {rank for row in there if row.now is not None for rank in row.now.lost}
+    first = there[0].now
+    said = f"job {first.job}: {len(there)} of {first.size} ranks, {rate(rates[0])} steps/s, {amount(rates[1])}B/s in"
+    return said + (f", lost: {', '.join(map(str, sorted(lost)))}" if lost else "")

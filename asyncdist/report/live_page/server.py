@@ -1,0 +1,122 @@
+"""Serves the page of a job on 127.0.0.1 to those who know its token.
+
+Other users of the host can connect, and every page in the reader's browser can send requests to the address. The token
+refuses both. The check of the Host header refuses pages whose name resolves to 127.0.0.1 (DNS rebinding). The page
+loads nothing from other servers.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import urllib.parse
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from importlib import resources
+from typing import Final
+
+from asyncdist.live.address_server import AddressServer
+from asyncdist.report.live_page.snapshots import Snapshots
+
+#: The only address on which the server listens.
+ADDRESS: Final = "127.0.0.1"
+#: Names in the Host header by which a browser may reach the server, also through a tunnel.
+_NAMES: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
+#: Seconds after which an idle connection is closed, because each connection occupies a thread.
+_TIMEOUT_S: Final = 10.0
+_HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_POLICY: Final = (
+    "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_REFUSAL: Final = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark"><title>{title}</title></head>
+<body><h1>{title}</h1><p>{cure}</p></body></html>
+"""
+_NO_TOKEN: Final = (
+    "The address lacks the token of this page, or has the token of an earlier page. Open the whole address that "
+    "<code>asyncdist top --web</code> has printed. It ends with <code>?token=</code> and 32 characters."
+)
+_OTHER_NAME: Final = (
+    "This server answers at 127.0.0.1 and localhost only. From another computer, use a tunnel: run the "
+    "<code>ssh</code> command that <code>asyncdist top --web</code> has printed, and open the address that it printed."
+)
+
+
+class PageServer(AddressServer):
+    """Listens on 127.0.0.1; raises OSError if the port is in use. Port 0 selects a free port."""
+
+    def __init__(self, snapshots: Snapshots, port: int = 0) -> None:
+        self.snapshots = snapshots
+        self.token = secrets.token_urlsafe(24)
+        self.page = resources.files("asyncdist.report.live_page").joinpath("page.html").read_text(encoding="utf-8")
+        super().__init__((ADDRESS, port), _Handler)
+
+    @property
+    def url(self) -> str:
+        """The address of the page, including the token."""
+        return f"http://{ADDRESS}:{self.server_port}/?token={self.token}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer
+    protocol_version = "HTTP/1.1"
+    timeout = _TIMEOUT_S
+
+    def do_GET(self) -> None:  # the standard library's name for the method that answers GET
+        """Answer with the page, with the newest reading of the job, or with a refusal."""
+        path, _, query = self.path.partition("?")
+        name = self.headers.get("Host", "").lower()
+        if name.rpartition(":")[2].isdecimal():
+            name = name.rpartition(":")[0]
+        if name not in _NAMES:
+            self._refuse(HTTPStatus.FORBIDDEN, "Not at this address", _OTHER_NAME)
+            return
+        token = urllib.parse.parse_qs(query).get("token", [""])[0]
+        if not hmac.compare_digest(token.encode("utf-8", "replace"), self.server.token.encode()):
+            self._refuse(HTTPStatus.FORBIDDEN, "Token required", _NO_TOKEN)
+        elif path == "/":
+            nonce = secrets.token_urlsafe(16)
+            page = self.server.page.replace("{nonce}", nonce).encode()
+            self._send(HTTPStatus.OK, "text/html; charset=utf-8", page, nonce=nonce)
+        elif path == "/job.json":
+            self._send_job()
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND, "Not found", "This server has one page, at the address <code>/</code>.")
+
+    def _send_job(self) -> None:
+        newest, next_s = self.server.snapshots.newest()
+        is_packed = "gzip" in self.headers.get("Accept-Encoding", "")
+        more = {"Asyncdist-Next-S": f"{next_s:.3f}"}
+        if is_packed:
+            more["Content-Encoding"] = "gzip"
+        self._send(HTTPStatus.OK, "application/json", newest.packed if is_packed else newest.body, more=more)
+
+    def _refuse(self, status: HTTPStatus, title: str, cure: str) -> None:
+        self._send(status, "text/html; charset=utf-8", _REFUSAL.format(title=title, cure=cure).encode())
+
+    def _send(
+        self, status: HTTPStatus, kind: str, body: bytes, *, nonce: str = "", more: dict[str, str] | None = None
+    ) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", _POLICY.format(nonce=nonce or secrets.token_urlsafe(16)))
+        for name, value in (_HEADERS | (more or {})).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def version_string(self) -> str:
+        """Return the Server header, without versions."""
+        return "asyncdist"
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing, since requests contain the token."""

@@ -1,0 +1,106 @@
+"""Reads a running job for all viewers of its page, at most once per second, and only while a viewer asks."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from asyncdist.live.columns import Column, Row, columns, policies_of, together
+from asyncdist.live.top import PERIOD_S, JobView
+from asyncdist.report.live_page.history import History
+from asyncdist.story import sockets
+from asyncdist.story.sockets import Place
+
+_encoder: Final = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One reading of the job, encoded once for all viewers.
+
+    Attributes:
+        body: The reading as JSON.
+        packed: The same bytes, compressed with gzip.
+        read_at_s: Time of the reading on the monotonic clock.
+        is_last: Whether the job has ended, so that no other reading follows.
+    """
+
+    body: bytes
+    packed: bytes
+    read_at_s: float
+    is_last: bool
+
+
+class Snapshots:
+    """Returns the newest reading of a job; any thread may ask.
+
+    A reading is taken on request if the previous reading is older than ``PERIOD_S``. Requests that arrive during a
+    reading wait for it. Any number of viewers therefore cause one reading per second, and no viewer causes none.
+    """
+
+    def __init__(self, job: str, find: Callable[[], Mapping[str, Sequence[Place]]] = sockets.jobs) -> None:
+        self.read_count = 0
+        self._job = job
+        self._find = find
+        self._view = JobView()
+        self._history = History()
+        self._lock = threading.Lock()
+        self._answered_at: float | None = None  # seconds since 1970
+        self._newest: Snapshot | None = None
+
+    def newest(self) -> tuple[Snapshot, float]:
+        """Return the newest reading, and the number of seconds after which a newer reading is possible."""
+        with self._lock:
+            newest = self._newest
+            if newest is None or not (newest.is_last or time.monotonic() - newest.read_at_s < PERIOD_S):
+                newest = self._newest = self._read()
+        return newest, max(0.0, newest.read_at_s + PERIOD_S - time.monotonic())
+
+    def _read(self) -> Snapshot:
+        began_s = time.monotonic()
+        places = self._find().get(self._job, ())
+        if places:
+            self.read_count += 1
+            self._view.ask(places)
+            rows: Sequence[Row] = self._view.rows
+            self._answered_at = time.time()
+            self._history.add(self._answered_at, rows)
+        else:
+            rows, _ = self._view.rows_at_end()
+        body = _encoder.encode(self._told(rows, is_running=bool(places)))
+        return Snapshot(body, gzip.compress(body, 1), began_s, not places)
+
+    def _told(self, rows: Sequence[Row], *, is_running: bool) -> dict[str, Any]:
+        shown = columns(rows)
+        there = [row.now for row in rows if row.now is not None]
+        return {
+            "job": self._job,
+            "is_running": is_running,
+            "answered_at": self._answered_at,
+            "summary": together(rows),
+            "size": there[0].size if there else 0,
+            "lost": sorted({rank for now in there for rank in now.lost}),
+            "notes": [{"rank": row.rank, "text": row.note} for row in rows if row.note] if is_running else [],
+            "columns": [{"name": each.name, "meaning": each.meaning} for each in shown],
+            "lines": [_line(shown, row, number) for row in rows for number in range(len(policies_of(row)))],
+            "history": self._history.policies(),
+        }
+
+
+def _line(shown: Sequence[Column], row: Row, number: int) -> dict[str, Any]:
+    """Return a line of the table: the texts of its cells, and their values, which are None for texts."""
+    policy = policies_of(row)[number]
+    texts, values = [], list[float | None]()
+    for column in shown:
+        is_shown = column.is_of_policy or number == 0 or column.name == "rank"
+        value = column.value(row, policy) if is_shown else None
+        texts.append(column.text(row, policy) if is_shown else "")
+        values.append(value if isinstance(value, (int, float)) and math.isfinite(value) else None)
+    return {"rank": row.rank, "texts": texts, "values": values}
