@@ -278,6 +278,42 @@ def test_async_diloco_on_ranks_of_different_speeds(bench: Bench) -> None:
         assert dynamic["staleness_max"] < fixed["staleness_max"] / 2
 
 
+@pytest.mark.long
+def test_staleness(bench: Bench, tmp_path: Path) -> None:
+    """With equal shards no rank need wait for a slow one; with a class of its own each rank's contribution misleads."""
+    chart = tmp_path / "chart.png"
+    results = bench("staleness", "--chart", str(chart))
+    staleness = importlib.import_module("staleness")
+    assert len(staleness.RULES) == 10
+    assert results.keys() == {"iid", "one class"}
+    relative = {
+        shards: {rule: staleness.relative_loss(of_ratio["4"], rule) for rule in staleness.RULES}
+        for shards, of_ratio in results.items()
+    }
+    assert relative["iid"]["SGD"] < 1 < min(relative["one class"].values())
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("shards", ["iid", "Dirichlet 1", "Dirichlet 0.3", "Dirichlet 0.1", "one class"])
+def test_all_shards_together_have_each_class_equally(runner: ModuleType, shards: str) -> None:
+    staleness = importlib.import_module("staleness")
+    for seed in range(4):
+        shares = staleness.class_shares(shards, seed)
+        assert shares.sum(0).tolist() == pytest.approx([1] * 4) and shares.sum(1).tolist() == pytest.approx([1] * 4)
+        assert torch.equal(shares, staleness.class_shares(shards, seed))
+
+
+def test_the_gradient_without_autograd_is_that_of_autograd(runner: ModuleType) -> None:
+    staleness = importlib.import_module("staleness")
+    learner = staleness.Learner(seed=1, width=8)
+    examples, classes = staleness.Shard(learner.task, staleness.class_shares("iid", 1), 1, 0).draw()
+    torch.nn.functional.cross_entropy(learner.model(examples), classes).backward()
+    wanted = [parameter.grad.clone() for parameter in learner.model.parameters()]
+    learner.step(examples, classes)
+    for parameter, gradient in zip(learner.model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
 @pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
 @pytest.mark.long
 def test_idle(bench: Bench, transport: str) -> None:
@@ -380,7 +416,7 @@ def test_value_counts_equal_virtual_time(runner: ModuleType) -> None:
 def test_a_chart_is_drawn_of_what_has_one_only(runner: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         runner.main(["step", "--chart", "chart.png"])
-    assert "--chart: step has none; allowed: goodput, scale, value" in capsys.readouterr().err
+    assert "--chart: step has none; allowed: goodput, scale, staleness, value" in capsys.readouterr().err
 
 
 def test_every_benchmark_is_run_by_a_test(runner: ModuleType) -> None:

@@ -209,3 +209,27 @@ def test_a_correction_of_another_shape_is_refused() -> None:
 def test_wrong_options_are_named(kind: Any, options: dict[str, float], option: str) -> None:
     with pytest.raises(ValueError, match=naming(option, options[option])):
         kind(**options)
+
+
+# -- momentum look-ahead ----------------------------------------------------------------------------------------------
+
+
+def test_momentum_look_ahead_is_nesterov_at_each_arrival() -> None:
+    """The rule: m <- mu m + (1 - mu) D, a <- a - lr m, and the ranks receive a - lr mu m.
+
+    Each difference is measured from weights that were sent, so only the sent weights matter. They move like the
+    parameter of torch's Nesterov momentum with the learning rate lr (1 - mu): 0.07 for the usual 0.7 and 0.9.
+    """
+    lr, mu = 0.7, 0.9
+    generator = np.random.default_rng(3)
+    anchor = generator.standard_normal(SIZE)
+    momentum = np.zeros(SIZE)
+    parameter = torch.nn.Parameter(torch.tensor(anchor))
+    nesterov = torch.optim.SGD([parameter], lr=lr * (1 - mu), momentum=mu, nesterov=True)
+    for _ in range(40):
+        difference = generator.standard_normal(SIZE)
+        momentum = mu * momentum + (1 - mu) * difference
+        anchor = anchor - lr * momentum
+        parameter.grad = torch.tensor(difference)
+        nesterov.step()
+        np.testing.assert_allclose(parameter.detach().numpy(), anchor - lr * mu * momentum, rtol=0, atol=1e-12)

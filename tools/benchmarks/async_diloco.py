@@ -136,20 +136,30 @@ METHODS: Final = {
 
 
 class Gaussians:
-    """Mixture of 32 Gaussians, eight for each of four classes, with centres of length 1 and a deviation of 0.5."""
+    """Mixture of 32 Gaussians, eight for each of four classes, with centres of length 1."""
 
     CLUSTERS: Final = 32
     CLASSES: Final = 4
 
-    def __init__(self, seed: int, dimensions: int) -> None:
+    def __init__(self, seed: int, dimensions: int, deviation: float = 0.5) -> None:
+        self._deviation = deviation
         generator = torch.Generator().manual_seed(seed)
         self._centres = functional.normalize(torch.randn(self.CLUSTERS, dimensions, generator=generator))
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return examples and their classes."""
         clusters = torch.randint(self.CLUSTERS, (count,), generator=generator)
-        noise = torch.randn(count, self._centres.shape[1], generator=generator)
-        return self._centres[clusters] + 0.5 * noise, clusters // (self.CLUSTERS // self.CLASSES)
+        return self._near(clusters, generator), clusters // (self.CLUSTERS // self.CLASSES)
+
+    def draw_of(self, classes: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return an example of each of the given classes, and the classes."""
+        per_class = self.CLUSTERS // self.CLASSES
+        within = torch.randint(per_class, (len(classes),), generator=generator)
+        return self._near(classes * per_class + within, generator), classes
+
+    def _near(self, clusters: Tensor, generator: torch.Generator) -> Tensor:
+        noise = torch.randn(len(clusters), self._centres.shape[1], generator=generator)
+        return self._centres[clusters] + self._deviation * noise
 
 
 class Learner:

@@ -50,9 +50,10 @@ NAMES: Final = (
     "goodput",
     "value",
     "async-diloco",
+    "staleness",
 )
 #: Benchmarks that can draw a chart of their results.
-CHARTS: Final = ("goodput", "scale", "value")
+CHARTS: Final = ("goodput", "scale", "staleness", "value")
 _HERE: Final = Path(__file__).resolve().parent
 #: Program that makes hosts of namespaces, and its exit code if it cannot.
 HOSTS: Final = _HERE.parent / "namespaces" / "hosts.py"
