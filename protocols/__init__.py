@@ -9,6 +9,7 @@ from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics
 from asyncdist.protocols.average_all import AverageAllPolicy, AverageAllStatistics
 from asyncdist.protocols.diloco.outer_optimizers import FedAdagrad, FedAdam, FedYogi
 from asyncdist.protocols.diloco.policy import DiLoCoPolicy
+from asyncdist.protocols.evolution.policy import EvolutionStrategyPolicy
 from asyncdist.protocols.exchange.statistics import ExchangeStatistics
 from asyncdist.protocols.one_sided.policy import OneSidedSelectiveAveragingPolicy
 from asyncdist.protocols.one_sided.selection import OneSidedRules
@@ -64,6 +65,7 @@ __all__ = [
     "DelayedNesterov",
     "DiLoCoPolicy",
     "Durations",
+    "EvolutionStrategyPolicy",
     "ExchangeStatistics",
     "FedAdagrad",
     "FedAdam",

@@ -49,6 +49,17 @@ def line_of_caller() -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
+def check_evaluates(**metrics: object) -> None:
+    """Raise TypeError if a metric is given that is not callable, to a policy that evaluates trial weights."""
+    for name, given in metrics.items():
+        if given is not None and not callable(given):
+            raise TypeError(
+                f"{name} must be a callable without arguments that evaluates the model, because the policy calls it "
+                f"with trial weights in the model, got {given!r:.80}; write step({name}=evaluate) instead of "
+                f"step({name}=evaluate())"
+            )
+
+
 def refuse_call(call: str, kind: str, stage: str, *, is_stepping: bool) -> NoReturn:
     """Raise the error that explains why a call of a policy is not possible now.
 

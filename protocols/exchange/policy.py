@@ -503,7 +503,8 @@ class ExchangePolicy(ReplicatedPolicy):
             self._exchange.contribute(self._number_in_exchange(number), encoded, *report)
             return
         chosen = self.weigh({self._world.rank: report})
-        verdict = Verdict(1, tuple(chosen), tuple(chosen.values()), (report.norm,) * len(chosen))
+        scores = (report.scores,) * len(chosen) if report.scores else ()
+        verdict = Verdict(1, tuple(chosen), tuple(chosen.values()), (report.norm,) * len(chosen), scores=scores)
         fragment, mean = (number - 1) % self._fragment_count, [[each] for each in encoded] if chosen else ()
         self._fragments[fragment].merge(verdict, mean)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.metrics import MetricSource, due_metric
-from asyncdist.protocols.misuse import line_of_caller
+from asyncdist.protocols.misuse import check_evaluates, line_of_caller
 from asyncdist.protocols.options import CommonOptions
 from asyncdist.protocols.selective_diloco.donors import AnchorScores, DonorRules, choose_donors, donor_limit, gain_of
 from asyncdist.protocols.selective_diloco.options import SelectiveDiLoCoOptionNames, TrialOptions, check_beside
@@ -125,9 +125,7 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         """
         if self._first_call is None:
             self.note_call(line_of_caller())
-        for name, given in (("metric", local_metric), ("loss", loss), ("score", score)):
-            if given is not None and not callable(given):
-                _refuse_number(name, given)
+        check_evaluates(metric=local_metric, loss=loss, score=score)
         return super().step(local_metric, loss=loss, score=score, tokens=tokens)
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
@@ -198,11 +196,3 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
     def _takes_whole(self, verdict: Verdict) -> bool:
         """Return whether this replica was left out: it then keeps no share of its bad weights."""
         return self._world.rank not in (*verdict.donors, *verdict.late)
-
-
-def _refuse_number(name: str, given: object) -> NoReturn:
-    raise TypeError(
-        f"{name} must be a callable without arguments that evaluates the model on held-out data, because the policy "
-        f"calls it with trial weights in the model, got {given!r:.80}; write step({name}=evaluate) instead of "
-        f"step({name}=evaluate())"
-    )

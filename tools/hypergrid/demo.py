@@ -445,6 +445,8 @@ def chart_title(result: dict[str, Any]) -> str:
         return f"{who}; an outer optimizer applies the changes that help, {result['rounds']} times"
     if result["policy"] == "async-diloco":
         return f"{who}; an outer optimizer applies each rank's change when it arrives"
+    if result["policy"] == "evolution-strategy":
+        return f"{who} without gradients; only losses travel, {result['rounds']} times"
     if result["policy"] in SIMPLE:
         return f"{who}; {result['policy'].replace('-', ' ')}, {result['rounds']} times"
     if result["policy"] == "population-training":

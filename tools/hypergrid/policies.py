@@ -20,6 +20,7 @@ CHOICES: Final = (
     "diloco",
     "async-diloco",
     "selective-diloco",
+    "evolution-strategy",
     *SIMPLE,
     "population-training",
     "selective",

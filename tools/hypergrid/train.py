@@ -35,6 +35,7 @@ from protocols import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
     DiLoCoPolicy,
+    EvolutionStrategyPolicy,
     PopulationTrainingPolicy,
     SelectiveDiLoCoPolicy,
     StepInfo,
@@ -97,6 +98,11 @@ def build_policy(
         return PopulationTrainingPolicy(
             model, optimizer, average_every=args.average_every, hyperparameters=rates, group=group
         )
+    if args.policy == "evolution-strategy":
+        return EvolutionStrategyPolicy(
+            model, optimizer, sigma=0.05, pairs=2, fitness="rank", group=group, metric=lambda: l1_distance(env, model),
+            metric_mode="min",
+        )  # fmt: skip
     if args.policy in SIMPLE:
         return SIMPLE[args.policy](model, optimizer, group=group)
     on_event = EventWriter(args.log_dir, context.my_rank, model) if args.verify else None
@@ -105,11 +111,18 @@ def build_policy(
     )
 
 
-def train_step(env: HyperGrid, model: TBGFlowNet, optimizer: torch.optim.Optimizer) -> tuple[float, Trajectories]:
-    """Train for one step in plain, blocking torch; return the loss and the trajectories it was computed from."""
+def train_step(
+    env: HyperGrid, model: TBGFlowNet, optimizer: torch.optim.Optimizer, *, learns: bool = True
+) -> tuple[float, Trajectories]:
+    """Train for one step in plain, blocking torch; return the loss and the trajectories it was computed from.
+
+    Args:
+        learns: Whether the optimizer makes a step; False if the policy makes it.
+    """
     trajectories = model.sample_trajectories(env, n=BATCH_SIZE, save_estimator_outputs=True)
     loss = model.loss(env, trajectories, recalculate_all_logprobs=False)
-    learn(loss, optimizer)
+    if learns:
+        learn(loss, optimizer)
     return loss.item(), trajectories
 
 
@@ -125,7 +138,7 @@ async def step(world: ad.World, policy: Any, metric: float) -> StepInfo | None:
     if not policy:
         await world.safe_point()
         return None
-    info: StepInfo = await (policy.step() if isinstance(policy, SelectiveDiLoCoPolicy) else policy.step(metric))
+    info: StepInfo = await (policy.step() if policy.calls_metric else policy.step(metric))
     return info
 
 
@@ -173,7 +186,7 @@ async def train(world: ad.World, context: ad.DistributedContext, args: argparse.
         )
         while iteration < args.iterations and record.seconds() < args.seconds and not finished_count:
             started = time.perf_counter()
-            loss, trajectories = train_step(env, model, optimizer)
+            loss, trajectories = train_step(env, model, optimizer, learns=args.policy != "evolution-strategy")
             slowed(factor, started)
             iteration += 1
             modes |= env.modes_found(trajectories.terminating_states)

@@ -1,0 +1,1 @@
+from protocols.evolution.perturbations import *

@@ -1,0 +1,1 @@
+"""Evolution strategies: training without gradients, in which ranks exchange only losses."""

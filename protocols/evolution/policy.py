@@ -1,0 +1,191 @@
+"""Implements an evolution strategy: all ranks train one model without gradients, and send each other only losses.
+
+In each step, each rank evaluates the common weights with a few random perturbations and their mirror images. The scores
+travel in the reports of an exchange, whose data consists of the buffers alone. Each rank then draws all ranks'
+perturbations again, estimates the gradient (:mod:`protocols.evolution.perturbations`), and lets the optimizer make one
+step. As all ranks do the same arithmetic in the same order, their weights stay equal to the bit. If a rank is lost, its
+pairs of the round do not count.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from asyncdist import validation
+from asyncdist.protocols.declared import among, with_options
+from asyncdist.protocols.diloco.anchored import restored
+from asyncdist.protocols.evolution.options import ELSEWHERE, EvolutionStrategyOptionNames, EvolutionStrategyOptions
+from asyncdist.protocols.evolution.perturbations import coefficients, estimated_gradient, perturbation
+from asyncdist.protocols.exchange.fragment import Fragment
+from asyncdist.protocols.exchange.policy import ExchangePolicy
+from asyncdist.protocols.exchange.replicas.group import Readiness
+from asyncdist.protocols.exchange.schedule import Schedule
+from asyncdist.protocols.metrics import MetricSource, due_metric
+from asyncdist.protocols.misuse import check_evaluates, line_of_caller
+from asyncdist.protocols.options import CommonOptions, MemberOptions
+from asyncdist.protocols.step_info import StepInfo
+from asyncdist.tensors.codecs import find_codec
+from asyncdist.tensors.optimizers.weights import kept_mode
+
+logger = logging.getLogger("protocols.evolution")
+
+
+@with_options(EvolutionStrategyOptionNames, CommonOptions, EvolutionStrategyOptions)
+class EvolutionStrategyPolicy(ExchangePolicy):
+    """Trains one model on all ranks without gradients: ranks evaluate random perturbations, and send only losses.
+
+    ::
+
+        def evaluate() -> float:  # may differ between ranks: other data, other episodes
+            with torch.no_grad():
+                return loss_function(model(inputs), targets).item()
+
+        async with EvolutionStrategyPolicy(model, optimizer, sigma=0.05) as policy:
+            for _ in range(1000):
+                await policy.step(loss=evaluate)
+
+    In each step, ``evaluate`` is called 2 * ``pairs`` times, with perturbed weights in the model. Then ``step`` writes
+    the estimated gradient into the parameters' ``grad``, calls ``optimizer.step()``, and restores each ``grad``. It
+    trains the optimizer's parameters that require a gradient. The learning rate, momentum and the like are those of the
+    optimizer.
+
+    All ranks must begin with equal weights and equal states of the optimizer, and stay equal to the bit on equal
+    machines. Floating buffers, such as BatchNorm's statistics, are averaged in each step. Integer and bool buffers are
+    copied from the first rank. Changes that ``evaluate`` makes to buffers are undone.
+
+    Args:
+        model: Model that the ranks train; see :class:`SpawnPolicy`.
+        optimizer: Optimizer for the model.
+        options: The options below.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or is out of range.
+    """
+
+    takes_metric: ClassVar[bool] = True
+    calls_metric: ClassVar[bool] = True
+
+    @validation.names_options(refused=ELSEWHERE)
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[EvolutionStrategyOptionNames]
+    ) -> None:
+        own = self._own_options = EvolutionStrategyOptions.of(options)
+        super().__init__(model, optimizer, schedule=Schedule(1, 1, 0, 0), shared=own, **among(options, MemberOptions))
+        self._metric, self._metric_mode = own.metric, own.metric_mode
+        self._evaluation: MetricSource = None  # metric of the current step
+        self._has_warned = False
+
+    def step(
+        self, local_metric: MetricSource = None, *, loss: MetricSource = None, score: MetricSource = None
+    ) -> Coroutine[Any, Any, StepInfo]:
+        """Evaluate this rank's perturbations, and make one step of the optimizer; see :meth:`SpawnPolicy.step`.
+
+        Args:
+            loss: Callable without arguments that returns the loss of the model's current weights; smaller is better.
+            score: Callable like ``loss``, for a metric whose larger values are better.
+            local_metric: Callable like ``loss``; ``metric_mode`` defines which values are better.
+
+        Raises:
+            TypeError: A metric is not callable.
+            ValueError: No metric was given.
+        """
+        if self._first_call is None:
+            self.note_call(line_of_caller())
+        check_evaluates(metric=local_metric, loss=loss, score=score)
+        return super().step(local_metric, loss=loss, score=score)
+
+    async def _step(self, local_metric: MetricSource) -> StepInfo:
+        self._evaluation = self._metric if local_metric is None else local_metric
+        try:
+            return await super()._step(None)
+        finally:
+            self._evaluation = None
+
+    def _options(self) -> Mapping[str, Any]:
+        return {**self._own_options.agreed(), "metric_mode": self._metric_mode}
+
+    def _make_fragments(self) -> Sequence[Fragment]:
+        """Return a fragment of the buffers, which may be empty."""
+        buffers = dict(self.model.named_buffers())
+        chosen = [index for index, entry in enumerate(self._flat.entries) if buffers.keys() & set(entry.names)]
+        return [Fragment(self._layout(chosen, find_codec("float32")))]
+
+    def _acts_alone(self) -> bool:
+        return True
+
+    def _trained(self) -> list[nn.Parameter]:
+        """Return the optimizer's parameters that require a gradient."""
+        return [each for group in self.optimizer.param_groups for each in group["params"] if each.requires_grad]
+
+    async def _take_scores(self, fragment: int, tensors: Sequence[Tensor]) -> tuple[float, ...]:
+        """Return the scores of this rank's perturbations: of each pair in turn, the plus and the minus side."""
+        if self._evaluation is None:
+            raise ValueError(
+                f"step() must get a metric at iteration {self.iteration}, got None; pass step(loss=evaluate), or "
+                "metric=evaluate to the policy"
+            )
+        own, trained, scores = self._own_options, self._trained(), list[float]()
+        number, rank = self._fragments[fragment].version + 1, self._world.rank
+        sign = 1.0 if self._metric_mode == "max" else -1.0
+        with kept_mode(self.optimizer), restored(tensors):
+            centre = [each.detach().clone() for each in trained]
+            for pair in range(own.pairs):
+                direction = perturbation(trained, own, number, rank, pair)
+                for length in (own.sigma, -own.sigma):
+                    _move(trained, centre, direction, length)
+                    scores.append(sign * due_metric(self._evaluation, self.iteration))
+        finite = [each for each in scores if math.isfinite(each)]
+        self._journal.note_metric(self.iteration, sign * sum(finite) / len(finite) if finite else math.nan)
+        return tuple(scores)
+
+    async def _write(self, fragment: int, ready: Readiness, *, is_late: bool, is_left_out: bool) -> None:
+        """Write the mean of the buffers, and make a step along the estimated gradient."""
+        own, mean = self._fragments[fragment], self._fragments[fragment].mean
+        assert mean is not None, "there is no mean to apply"
+        verdict, number = mean.verdict, own.version
+        await super()._write(fragment, ready, is_late=is_late, is_left_out=is_left_out)
+        factors = coefficients(dict(zip(verdict.donors, verdict.scores, strict=False)), self._own_options)
+        if not any(map(any, factors.values())):  # no score was finite, or all mirror images were equal
+            return
+        trained = self._trained()
+        with _gradients(trained, estimated_gradient(trained, factors, number, self._own_options)):
+            self.optimizer.step()
+
+    def _trouble(self) -> str:
+        """Log a warning if this rank's state is not finite, which no other rank's scores can restore."""
+        trouble = super()._trouble()
+        if trouble and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s. Its scores do not count, and scores cannot restore it; restart the rank, or load a checkpoint",
+                trouble,
+            )
+        return ""
+
+
+@torch.no_grad()
+def _move(trained: Sequence[Tensor], centre: Sequence[Tensor], direction: Sequence[Tensor], length: float) -> None:
+    """Write centre + length * direction into the parameters."""
+    for tensor, at, values in zip(trained, centre, direction, strict=True):
+        moved = at.to(values.dtype) + length * values.to(at.device)
+        tensor.copy_(moved)
+
+
+@contextmanager
+def _gradients(trained: Sequence[nn.Parameter], scores: Sequence[Tensor]) -> Iterator[None]:
+    """Set the parameters' gradients of the loss, the negative of the score's, for the duration of the block."""
+    before = [each.grad for each in trained]
+    try:
+        for each, gradient in zip(trained, scores, strict=True):
+            each.grad = gradient.neg_().to(each)
+        yield
+    finally:
+        for each, own in zip(trained, before, strict=True):
+            each.grad = own
