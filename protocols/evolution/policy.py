@@ -43,12 +43,12 @@ class EvolutionStrategyPolicy(ExchangePolicy):
 
     ::
 
-        def evaluate() -> float:  # may differ between ranks: other data, other episodes
+        def evaluate() -> float:  # each rank may have data of its own
             with torch.no_grad():
-                return loss_function(model(inputs), targets).item()
+                return model(data[0]).square().mean().item()
 
         async with EvolutionStrategyPolicy(model, optimizer, sigma=0.05) as policy:
-            for _ in range(1000):
+            for _ in range(100):
                 await policy.step(loss=evaluate)
 
     In each step, ``evaluate`` is called 2 * ``pairs`` times, with perturbed weights in the model. Then ``step`` writes
