@@ -17,7 +17,7 @@ from torch import nn
 import asyncdist as ad
 from asyncdist.simulation import simulate
 from protocols import PopulationTrainingPolicy
-from simulation.population_training_scenarios import Plan, run, scenario
+from simulation.population_training_scenarios import Plan, draw_plan, run, scenario
 
 
 @pytest.mark.parametrize("seed", seeds(60))
@@ -29,7 +29,7 @@ def test_each_copy_is_of_one_snapshot(seed: int) -> None:
 def test_the_seeds_contain_what_can_go_wrong() -> None:
     seen: Counter[str] = Counter()
     for seed in range(12):
-        seen += scenario(seed)[1].seen
+        seen += run(draw_plan(seed), seed)[1].seen
     assert seen["copies"] > 50 and seen["abandoned"] and seen["drawn again"] > 20, seen
 
 

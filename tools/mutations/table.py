@@ -26,6 +26,7 @@ ABSENT: Final = "scenarios:absent"
 AVERAGES: Final = "simulation.deadline_scenarios:averages"
 ONE_SIDED: Final = "simulation.one_sided_scenarios:scenario"
 ISLANDS: Final = "simulation.island_scenarios:scenario"
+POPULATION_TRAINING: Final = "simulation.population_training_scenarios:scenario"
 READING: Final = "simulation.read_scenarios:scenario"
 SHARDED: Final = "simulation.sharded_replica_scenarios:scenario"
 
@@ -422,6 +423,34 @@ MUTANTS: Final = (
         "roles.apply(application, self.iteration, decision.trouble)",
         "roles.apply(application, self.iteration)",
         SHARDED,
+    ),
+    Mutant(
+        "state-of-an-earlier-step",
+        "population training",
+        "the optimizer's state is that of the donor's previous snapshot",
+        "protocols/selective/roles/donor.py",
+        "        self._states.offer(round, state)\n",
+        "        self._states.offer(round, self._last_state if hasattr(self, '_last_state') else state)\n"
+        "        self._last_state = state\n",
+        POPULATION_TRAINING,
+    ),
+    Mutant(
+        "moments-made-narrow",
+        "population training",
+        "float32 moments of bfloat16 weights are rounded to bfloat16",
+        "protocols/population_training/settings.py",
+        "now.dtype != value.dtype",
+        "now.dtype == value.dtype",
+        POPULATION_TRAINING,
+    ),
+    Mutant(
+        "rate-left-to-the-group",
+        "population training",
+        "new hyperparameters are known to the policy, and the optimizer trains on with the old ones",
+        "protocols/population_training/policy.py",
+        "            self._settings.write(values)  # only now",
+        "            self._settings.write({})  # only now",
+        POPULATION_TRAINING,
     ),
     *EXCHANGE_MUTANTS,
 )
