@@ -19,6 +19,7 @@ from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.joining.state_transfer import cloned
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.starting.without_lost import lost_members
+from asyncdist.tensors.optimizers.loading import load_exactly
 
 logger = logging.getLogger("protocols.joining.policy")
 
@@ -148,7 +149,7 @@ class JoinablePolicy(SpawnPolicy):
         weights = self._flat.new_buffers()
         for name, tensor in weights.by_name().items():
             tensor.copy_(state["weights"][name])
-        self.optimizer.load_state_dict(cloned(state["optimizer"]))  # torch keeps the given tensors
+        load_exactly(self.optimizer, cloned(state["optimizer"]))  # torch keeps the given tensors
         with self._weights.following():
             self._flat.load(weights)
         self._restore(state["policy"])

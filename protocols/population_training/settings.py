@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import torch
 
+from asyncdist.tensors.optimizers.loading import load_exactly
+
 _NAME: Final = re.compile(r"(\w+)(?:\[(\d+)\])?\Z")
 #: Settings of a scheduler that are proportional to its base learning rate: in its attributes, and in each group.
 _SCHEDULED: Final = ("base_lrs", "max_lrs")
@@ -156,14 +158,6 @@ def load_moments(optimizer: Any, state: Mapping[str, Any]) -> None:
     """
     groups = list(optimizer.param_groups)
     own = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({**state, "param_groups": own})
+    load_exactly(optimizer, {**state, "param_groups": own})
     for place, group in enumerate(groups):  # keeps tensors in the groups, which a captured graph reads
         optimizer.param_groups[place] = group
-    parameters = [each for group in groups for each in group["params"]]
-    for place, entries in state["state"].items():  # torch converts moments to the dtype of their parameter
-        held = optimizer.state.get(parameters[place]) if isinstance(place, int) and place < len(parameters) else None
-        if isinstance(held, dict) and isinstance(entries, Mapping):
-            for name, value in entries.items():
-                now = held.get(name)
-                if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
-                    held[name] = value.to(now.device)

@@ -68,6 +68,7 @@ from asyncdist.protocols.selective.statistics import SelectiveStatistics
 from asyncdist.protocols.selective.succession import Succession
 from asyncdist.protocols.starting.without_lost import lost_members
 from asyncdist.protocols.step_info import NOTHING, StepInfo, UserEvents
+from asyncdist.tensors.optimizers.loading import load_exactly
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.selective.policy")
@@ -374,7 +375,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
 
     def restore_whole_state(self, parts: Mapping[str, Any]) -> int:
         """Load another member's optimizer and policy state, and return its iteration."""
-        self.optimizer.load_state_dict(parts["optimizer"])
+        load_exactly(self.optimizer, parts["optimizer"])
         self._restore(parts["policy"])
         return self.iteration
 

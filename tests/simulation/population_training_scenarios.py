@@ -184,7 +184,15 @@ class Observer:
 
 
 async def train(world: ad.World, plan: Plan, record: Record) -> None:
-    """Train on one rank."""
+    """Train on one rank. A rank that is restarted while the last others leave may find no coordinator."""
+    try:
+        await _train(world, plan, record)
+    except ad.StartTimeoutError:
+        assert world.incarnation and plan.killed
+        record.without.add(world.rank)
+
+
+async def _train(world: ad.World, plan: Plan, record: Record) -> None:
     model = Small(plan.dtype)
     optimizer = OPTIMIZERS[plan.optimizer](model.parameters())
     observer = Observer(world, model, optimizer, record)

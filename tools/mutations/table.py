@@ -438,7 +438,7 @@ MUTANTS: Final = (
         "moments-made-narrow",
         "population training",
         "float32 moments of bfloat16 weights are rounded to bfloat16",
-        "protocols/population_training/settings.py",
+        "asyncdist/tensors/optimizers/loading.py",
         "now.dtype != value.dtype",
         "now.dtype == value.dtype",
         POPULATION_TRAINING,
