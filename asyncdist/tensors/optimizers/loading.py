@@ -20,6 +20,7 @@ def load_exactly(optimizer: Any, state: Mapping[str, Any]) -> None:
             continue
         for name, value in entries.items():
             now = held.get(name)
-            is_rounded = isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype
-            if is_rounded and name != "step":  # torch keeps step counts, or needs them as float32 on the GPU
+            if name == "step" or not isinstance(value, Tensor) or not isinstance(now, Tensor):
+                continue  # torch keeps step counts, or needs them as float32 on the GPU
+            if now.dtype != value.dtype:
                 held[name] = value.to(now.device)
