@@ -12,8 +12,9 @@ from asyncdist.protocols.diloco.policy import DiLoCoPolicy
 from asyncdist.protocols.evolution.policy import EvolutionStrategyPolicy
 from asyncdist.protocols.exchange.statistics import ExchangeStatistics
 from asyncdist.protocols.one_sided.policy import OneSidedSelectiveAveragingPolicy
+from asyncdist.protocols.one_sided.population_averaging import AsyncPopulationAveragingPolicy
 from asyncdist.protocols.one_sided.selection import OneSidedRules
-from asyncdist.protocols.one_sided.statistics import Durations, OneSidedStatistics
+from asyncdist.protocols.one_sided.statistics import Durations, OneSidedStatistics, PullStatistics
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.population_training.hyperparameters import Range
 from asyncdist.protocols.population_training.lineage import LineageEntry
@@ -52,6 +53,7 @@ __all__ = [
     "CGAD",
     "AsyncDiLoCoPolicy",
     "AsyncDiLoCoStatistics",
+    "AsyncPopulationAveragingPolicy",
     "AsyncSelectiveAveragingPolicy",
     "AsyncSelectiveAveragingPolicympi4pyFast",
     "AsyncSelectiveAveragingPolicympi4pyGeneral",
@@ -79,6 +81,7 @@ __all__ = [
     "PolicyEvent",
     "PopulationAveragingPolicy",
     "PopulationTrainingPolicy",
+    "PullStatistics",
     "Range",
     "ReplayBuffer",
     "ReplayStatistics",

@@ -48,16 +48,22 @@ class Applier:
         self._events = events
 
     def apply(
-        self, new: NewWeights, iteration: int, clock: Callable[[], float], trouble: str | None = None
+        self,
+        new: NewWeights,
+        iteration: int,
+        clock: Callable[[], float],
+        trouble: str | None = None,
+        momentum: float | None = None,
     ) -> StepInfo:
         """Change the weights in place, and return the result of the step.
 
         Args:
             trouble: Description of this rank's non-finite state, or "" if all is finite; None to check the state now.
+            momentum: Share of the own weights; None for the value of the option.
         """
         if new.donors:
             assert new.average is not None, f"round {new.round} is complete without an average"
-            recovered = self._own.take(new.average, trouble)
+            recovered = self._own.take(new.average, trouble, momentum)
         else:
             self._own.take_fresh()
             recovered = ""

@@ -69,19 +69,21 @@ class OwnState:
             return "the optimizer's state was not finite"
         return ""
 
-    def take(self, average: FlatBuffers, trouble: str | None = None) -> str:
+    def take(self, average: FlatBuffers, trouble: str | None = None, momentum: float | None = None) -> str:
         """Replace the weights with an average.
 
         Args:
             trouble: Result of :meth:`trouble` on this rank, or on a rank with another shard of its model; None to check
                 this rank's state now.
+            momentum: Share of the own weights; None for the value of the option.
 
         Returns:
             Description of the non-finite state, in which case momentum was ignored and the optimizer's state was reset;
             "" if all was finite.
         """
         trouble = self.trouble() if trouble is None else trouble
-        self.load(average, momentum=0.0 if trouble else self._momentum)
+        kept = self._momentum if momentum is None else momentum
+        self.load(average, momentum=0.0 if trouble else kept)
         if self._resets_optimizer or trouble:
             reset_optimizer_state(self._weights.optimizer)
         return trouble

@@ -1,4 +1,4 @@
-"""Defines the statistics of one-sided selective averaging, and formats them as tables."""
+"""Defines the statistics of one-sided policies, and formats them as tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from asyncdist.protocols.journal import format_table
-from asyncdist.wording import size_in_words
+from asyncdist.wording import plural, size_in_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +81,66 @@ class OneSidedStatistics:
 
     def format_times(self) -> str:
         """Return a table of durations, with one row each for publish, read and apply."""
-        rows = [
-            (name, f"{found.total_s:.4f} s in {found.count}, {1e3 * found.largest_s:.2f} ms at most")
-            for name, found in self.timing.items()
-        ]
-        return format_table("", rows)
+        return format_table("", _durations(self.timing))
 
     def _counts(self) -> Iterator[tuple[str, int]]:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             if isinstance(value, int) and name != "received_nbytes":
                 yield name.replace("_count", "s"), value
+
+
+@dataclass(frozen=True, slots=True)
+class PullStatistics:
+    """Counts and durations of one member of asynchronous PAPA so far.
+
+    Attributes:
+        iteration: Number of steps.
+        pull_count: Number of times that this rank's weights were pulled to a mean.
+        donor_count: Total number of donors over all pulls.
+        snapshot_count: Number of snapshots published.
+        unpublished: Number of due steps without a usable snapshot, by reason.
+        abandoned: Number of abandoned reads, by reason.
+        torn_read_count: Number of reads discarded because the donor had begun to overwrite the snapshot.
+        lost_read_count: Number of reads that ended because the donor was lost.
+        received_nbytes: Number of bytes read from donors, including discarded reads.
+        timing: Durations of ``"publish"``, ``"read"`` (from the due step to the complete mean) and ``"apply"``.
+        title: Name of the policy and of this rank; "" if unknown.
+    """
+
+    iteration: int
+    pull_count: int
+    donor_count: int
+    snapshot_count: int
+    unpublished: Mapping[str, int]
+    abandoned: Mapping[str, int]
+    torn_read_count: int
+    lost_read_count: int
+    received_nbytes: int
+    timing: Mapping[str, Durations] = field(default_factory=dict)
+    title: str = ""
+
+    def __str__(self) -> str:
+        """Return the title, and a table of the counts and durations."""
+        rows: list[tuple[str, object]] = [
+            ("iteration", self.iteration),
+            ("pulls", f"{self.pull_count} to {plural(self.donor_count, 'snapshot')}"),
+            ("snapshots", self.snapshot_count),
+            ("torn reads", self.torn_read_count),
+            ("lost reads", self.lost_read_count),
+            *((f"abandoned: {reason}", count) for reason, count in sorted(self.abandoned.items())),
+            *((f"not published: {reason}", count) for reason, count in sorted(self.unpublished.items())),
+            ("received", size_in_words(self.received_nbytes)),
+            *_durations(self.timing),
+        ]
+        return format_table(self.title, rows)
+
+
+def _durations(timing: Mapping[str, Durations]) -> list[tuple[str, object]]:
+    return [
+        (name, f"{found.total_s:.4f} s in {found.count}, {1e3 * found.largest_s:.2f} ms at most")
+        for name, found in timing.items()
+    ]
 
 
 #: Counts that are always shown, as in torchgfn's tables.

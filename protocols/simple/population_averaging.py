@@ -41,7 +41,8 @@ from asyncdist.protocols.simple.rule import Rule, random_pair
 #: The ranks to whose mean a rank is pulled.
 MeanOf: TypeAlias = Literal["all", "pairs"]
 
-_ELSEWHERE: Final = {
+#: Options of other libraries, and what they are called here.
+ELSEWHERE: Final = {
     **dict.fromkeys(
         ("mixing", "momentum"), "here pull is the share of the mean, and 1 - pull the share of the rank's own weights"
     ),
@@ -158,7 +159,7 @@ class PopulationAveragingPolicy(SimplePolicy, AnchoredPolicy):
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
 
-    @validation.names_options(refused=_ELSEWHERE)
+    @validation.names_options(refused=ELSEWHERE)
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[PopulationAveragingOptions]
     ) -> None:

@@ -27,7 +27,7 @@ from asyncdist.collectives import one_sided
 from asyncdist.tensors.byte_layout import ALIGNMENT_NBYTES, Packing
 from asyncdist.tensors.flat_state import FlatState
 from protocols import OneSidedSelectiveAveragingPolicy, OneSidedStatistics, StepInfo
-from protocols.one_sided import policy as one_sided_averaging
+from protocols.one_sided import base as one_sided_averaging
 
 MODES = ("age", "threshold", "worst_ratio")
 

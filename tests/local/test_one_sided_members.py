@@ -15,7 +15,7 @@ from asyncdist.collectives import one_sided
 from asyncdist.runtime import run as runtime
 from asyncdist.transports import matching
 from protocols import OneSidedSelectiveAveragingPolicy, OneSidedStatistics, StepInfo
-from protocols.one_sided import policy as one_sided_averaging
+from protocols.one_sided import base as one_sided_averaging
 
 
 def test_group_policy_skips_others_and_divides_by_its_donors() -> None:

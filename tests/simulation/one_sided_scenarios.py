@@ -41,7 +41,7 @@ from asyncdist.simulation import (
     simulate,
 )
 from protocols import OneSidedSelectiveAveragingPolicy, StepInfo
-from protocols.one_sided import policy as one_sided_averaging
+from protocols.one_sided import base as one_sided_averaging
 from protocols.one_sided.selection import REPLACEMENT_MODES
 from protocols.ranking import STRATEGIES
 

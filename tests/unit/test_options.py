@@ -23,6 +23,7 @@ from asyncdist.runtime.run import WorldOptions, open_world, run
 from asyncdist.tensors.codecs import Codec
 from protocols import (
     AsyncDiLoCoPolicy,
+    AsyncPopulationAveragingPolicy,
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
     DiLoCoPolicy,
@@ -35,6 +36,7 @@ from protocols import (
 from protocols.async_diloco.options import AsyncDiLoCoOptions
 from protocols.declared import GROUPS, Options, by_group, declared, in_markdown
 from protocols.exchange.options import ExchangeOptionNames
+from protocols.one_sided.population_averaging import AsyncPull
 from protocols.population_training.hyperparameters import Space, Value
 from protocols.population_training.options import ExploringOptions
 from protocols.selective_diloco.donors import DonorRules
@@ -150,6 +152,8 @@ def test_the_docs_list_the_options_as_they_are_declared() -> None:
     asynchronous = declarations(ASYNC_DILOCO[1].__annotations__, ASYNC_DILOCO[3])
     wanted["async diloco"] = in_markdown([each for each in asynchronous if each.name in own_names])
     for policy, options, _, kinds in DECLARED:
+        if policy is AsyncPopulationAveragingPolicy:
+            wanted[policy.__name__] = in_markdown(declared(AsyncPull))
         if issubclass(policy, SimplePolicy | EvolutionStrategyPolicy):
             names = [name for name in options.__annotations__ if name not in ExchangeOptionNames.__annotations__]
             wanted[policy.__name__] = in_markdown(declarations(names, kinds))

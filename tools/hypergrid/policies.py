@@ -12,7 +12,7 @@ from protocols.simple.policy import SimplePolicy
 SIMPLE: Final[dict[str, Any]] = {
     re.sub(r"(?<!^)(?=[A-Z])", "-", name.removesuffix("Policy")).lower(): kind
     for name, kind in sorted(vars(protocols).items())
-    if isinstance(kind, type) and issubclass(kind, SimplePolicy)
+    if isinstance(kind, type) and issubclass(kind, (SimplePolicy, protocols.AsyncPopulationAveragingPolicy))
 }
 CHOICES: Final = (
     "none",

@@ -1,0 +1,344 @@
+"""Base class of one-sided policies, whose ranks read the snapshots that other ranks publish, and wait for no rank.
+
+Each rank publishes snapshots of its state. When it begins a *replacement*, a background task reads snapshots of other
+ranks, its donors, and averages them in rank order, while the rank trains. The next ``step`` after the last read
+applies the average.
+
+Invariants: Weights are changed and copied only inside ``step``. A snapshot is read completely, with its metric, or not
+at all. A replacement that does not complete leaves the weights unchanged and reports the reason.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Final, Unpack
+
+import torch
+from torch import nn
+
+from asyncdist import AsyncdistError, RankLostError
+from asyncdist.collectives.one_sided import VersionedWindow, open_versioned_window
+from asyncdist.messaging import wire
+from asyncdist.messaging.streams import CHUNK_NBYTES
+from asyncdist.protocols.applier import Applier, NewWeights
+from asyncdist.protocols.metrics import MetricSource
+from asyncdist.protocols.one_sided.reader import DonorReader, Replacement, UnreadableError
+from asyncdist.protocols.one_sided.selection import Choice
+from asyncdist.protocols.one_sided.statistics import Durations
+from asyncdist.protocols.options import AveragingOptions, MeasuredOptions, Timing
+from asyncdist.protocols.own_state import OwnState
+from asyncdist.protocols.policy import SpawnPolicy
+from asyncdist.protocols.step_info import NOTHING, SnapshotTaken, StepInfo, UserEvents
+from asyncdist.tensors.byte_layout import Packing
+from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
+from asyncdist.waits import WaitId, WaitKind
+
+logger = logging.getLogger("protocols.one_sided.policy")
+
+#: Maximum number of attempts per replacement; an attempt fails if a snapshot is overwritten while it is read.
+_ATTEMPT_COUNT: Final = 3
+
+
+class OneSidedPolicy(SpawnPolicy):
+    """Base class of policies whose ranks publish snapshots, and read other ranks' snapshots in the background.
+
+    Args:
+        averaging: Options for replacing the weights, and for reporting.
+        read_timeout_s: Seconds for reading all donors of a replacement.
+        options: Options of :class:`SpawnPolicy`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        average_every: int,
+        averaging: AveragingOptions,
+        read_timeout_s: float,
+        **options: Unpack[MeasuredOptions],
+    ) -> None:
+        self._averaging = averaging
+        super().__init__(
+            model, optimizer, average_every=average_every, resets_optimizer=averaging.resets_optimizer, **options
+        )
+        self._own = OwnState(self._flat, self._weights, averaging)
+        self._read_timeout_s = read_timeout_s
+        self._timing = Timing(averaging.timing)
+        self._durations: dict[str, Durations] = {}
+        self._packing = Packing(self._flat.entries)
+        self._states: dict[int, FlatBuffers] = {}
+        self._snapshots = SnapshotPool(self._flat)
+        self._events = UserEvents(averaging.on_event)
+        self._applier = Applier(self._flat, self._own, self._snapshots, self._events)
+        self._chunk_nbytes = CHUNK_NBYTES
+        self._reader: DonorReader
+        self._exposure: VersionedWindow | None = None
+        self._is_publishing = False
+        self._own_metric: float | None = None
+        self._replacement: Replacement | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._draws: tuple[Any, ...] | None = None  # state of the random generator in a loaded policy
+        self._needs_step = False
+        self._given_up = NOTHING
+        self._counts: Counter[str] = Counter()
+        self._unpublished: Counter[str] = Counter()
+        self._abandoned: Counter[str] = Counter()
+
+    # -- for subclasses ---------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    async def _train_on(self, local_metric: MetricSource, info: StepInfo) -> None:
+        """Publish a snapshot and begin a replacement, if they are due in this step.
+
+        Args:
+            info: Result of this step so far: of a replacement that it has applied or abandoned.
+        """
+
+    @abc.abstractmethod
+    async def _attempt(self, replacement: Replacement, deadline: float) -> str:
+        """Choose donors, and average their snapshots with :meth:`_read`.
+
+        Returns:
+            Reason why the replacement is abandoned; "" if the average is complete or this rank is not replaced.
+
+        Raises:
+            UnreadableError: The attempt has failed; another attempt may succeed.
+        """
+
+    def _momentum(self, replacement: Replacement) -> float | None:
+        """Return the share of the own weights that the application of a replacement keeps; None for the option's."""
+        del replacement
+        return None
+
+    # -- starting and leaving ---------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        """Agree with the other members, and open the window in which they publish their snapshots."""
+        world, members = self._world, self._group.ranks
+        self._own.begin()
+        agreed = await self._agree()
+        scope = wire.scope_of(members, f"{type(self).__name__} {self.name or '(none)'}", agreed.time)
+        self._random = world.generator(f"policy {scope}")
+        if self._draws is not None:
+            self._random.setstate(self._draws)
+        self._exposure = await open_versioned_window(
+            world.services,
+            world.agreements,
+            self._group,
+            self._packing.nbytes,
+            scope=scope,
+            chunk_nbytes=self._chunk_nbytes,
+            timeout_s=self._joint_start.left_s(self._start_timeout_s),
+        )
+        self._reader = DonorReader(
+            world.rank,
+            self._group,
+            self._exposure,
+            self._packing,
+            self._flat,
+            self._counts,
+            chunk_nbytes=self._chunk_nbytes,
+        )
+        self._services.leftover_probes.append(self._leftovers)
+
+    async def _stop(self, error: BaseException | None) -> None:
+        """Leave the policy. Without ``error``, first wait until no rank reads this rank's snapshots."""
+        assert self._exposure is not None, "the policy was stopped before it started"
+        replacement = self._replacement
+        if replacement is not None:
+            if replacement.complete:
+                logger.info(
+                    "replacement %d: the policy ended before a step applied the average",
+                    replacement.number,
+                )
+            if self._task is not None:
+                self._task.cancel()
+            self._give_up(replacement, "the policy ended")
+        deadline = None
+        try:
+            if error is None and self._services.engine.failure is None:
+                deadline = self._world.time() + self._averaging.drain_timeout_s
+                await self._services.engine.until(self._is_quiet, WaitId(WaitKind.OWN_READS), deadline=deadline)
+        finally:
+            self._task = None  # the task's exception may refer to a donor's memory
+            self._states.clear()
+            if not self._leftovers():  # the probe would otherwise keep the model and its buffers alive
+                self._services.leftover_probes.remove(self._leftovers)
+            if not self._is_publishing:  # otherwise _expose closes the window after the copy from the device
+                await self._exposure.close(deadline)
+
+    def _is_quiet(self) -> bool:
+        is_reading = self._task is not None and not self._task.done()
+        return not is_reading and not self._is_publishing and not self._services.slots.discarding_count
+
+    def _leftovers(self) -> list[str]:
+        if not self._reader.accumulators.in_use:
+            return []
+        return [f"{self._reader.accumulators.in_use} accumulators of policy {self.name or type(self).__name__}"]
+
+    def _own_state(self) -> dict[str, Any]:
+        """Return the state of the random generator."""
+        is_started = self._stage != "new" and not self.is_alone
+        return {"draws": self._random.getstate() if is_started else self._draws}
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Load the state of the random generator; raise an error if it is damaged."""
+        draws = state["draws"]
+        # JSON has turned the tuples into lists.
+        self._draws = None if draws is None else (draws[0], tuple(draws[1]), draws[2])
+        if self._draws is not None:
+            random.Random().setstate(self._draws)
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    async def _step(self, local_metric: MetricSource) -> StepInfo:
+        if self.is_alone:
+            await self._world.safe_point()
+            return NOTHING
+        await self._world.progress()
+        info = self._act() if self._needs_step else NOTHING
+        await self._train_on(local_metric, info)
+        return info
+
+    def _act(self) -> StepInfo:
+        """Apply an average if it is complete. Return the step's result, which may report an abandoned replacement."""
+        info, self._given_up = self._given_up, NOTHING
+        replacement = self._replacement
+        if replacement is not None and replacement.complete:
+            info = self._apply(replacement)
+        self._needs_step = False  # set last: if `model_builder` raises, the next step tries again
+        return info
+
+    def _publish(self, metric: float) -> None:
+        """Publish a snapshot of this rank's state with a metric, unless an earlier one still needs the memory."""
+        assert self._exposure is not None, "a step outside the policy"
+        self._own_metric = metric
+        if self._is_publishing:
+            self._unpublished["a device is still copying the last snapshot"] += 1
+            return
+        memory = self._exposure.begin()
+        if memory is None:
+            self._unpublished["a reader still uses the memory of an earlier snapshot"] += 1
+            return
+        began_at, iteration = self._world.time(), self.iteration
+        state = self._states.get(memory.data_ptr())
+        if state is None:
+            state = self._states[memory.data_ptr()] = self._packing.buffers(memory)
+        copy = self._flat.start_snapshot(state)
+        if copy is None:
+            self._expose(state, iteration, metric, began_at)
+            return
+        self._is_publishing = True
+        what = WaitId(WaitKind.SNAPSHOT)
+        self._services.engine.watch(copy, what, lambda _: self._expose(state, iteration, metric, began_at))
+
+    def _expose(self, state: FlatBuffers, iteration: int, metric: float, began_at: float) -> None:
+        """Publish a complete snapshot.
+
+        If the snapshot contains NaN, its metric is published as NaN, so that no rank uses it as a donor. This rank also
+        uses NaN as its own metric, since a diverged rank should be replaced.
+        """
+        assert self._exposure is not None, "a step outside the policy"
+        self._is_publishing = False
+        if self._stage == "closed":
+            self._services.spawn_service(self._exposure.close(None), name="closing of this rank's exposed snapshots")
+            return
+        if not self._own.may_be_given(state):
+            self._unpublished["weights are not finite (the metric is published, as NaN)"] += 1
+            self._own_metric = metric = float("nan")
+        record = self._exposure.publish(iteration, metric)
+        self._note_time("publish", began_at)
+        if self._events.are_wanted:
+            self._events.tell_now(SnapshotTaken(record.version, iteration, state.by_name()))
+
+    async def _begin_replacement(self, number: int) -> None:
+        """Start a background task that chooses and reads donors, and let it run until its first wait."""
+        replacement = self._replacement = Replacement(number, self._world.time())
+        self._task = self._services.spawn_service(self._replace(replacement), name=f"replacement {number}")
+        await self._services.engine.let_begin()
+
+    def _apply(self, replacement: Replacement) -> StepInfo:
+        began_at = self._world.time()
+        new = NewWeights(
+            round=replacement.number,
+            donors=tuple(replacement.donors),
+            weights=tuple(replacement.weights),
+            iterations=tuple(replacement.iterations),
+            best=replacement.best,
+            versions=tuple(replacement.versions),
+            average=replacement.average,
+            began_at=replacement.judged_at,
+            nbytes=replacement.nbytes,
+        )
+        info = self._applier.apply(new, self.iteration, self._world.time, momentum=self._momentum(replacement))
+        self._reader.release(replacement)
+        self._note_time("apply", began_at)
+        self._replacement = None
+        self._note_applied()
+        self._counts["replacements"] += 1
+        self._counts["donors"] += len(new.donors)
+        self._applier.announce(new, self.iteration, info)
+        return info
+
+    def _note_applied(self) -> None:
+        """Note that a replacement was applied, before it is announced."""
+
+    # -- a replacement, in the background ---------------------------------------------------------------------------
+
+    async def _replace(self, replacement: Replacement) -> None:
+        """Choose and read donors until the average is complete or the replacement is abandoned."""
+        deadline = self._world.time() + self._read_timeout_s
+        reason = "it was cancelled"
+        try:
+            for _ in range(_ATTEMPT_COUNT):
+                try:
+                    reason = await self._attempt(replacement, deadline)
+                    break
+                except UnreadableError as error:
+                    reason = str(error)
+        except RankLostError as error:
+            self._counts["lost"] += 1
+            reason = f"a donor is lost: {error}"
+        except (AsyncdistError, TimeoutError) as error:
+            reason = f"a donor was not read: {error}"
+        finally:
+            if reason or self._replacement is not replacement:
+                self._reader.release(replacement)
+        if reason:
+            logger.info("replacement %d: abandoned: %s", replacement.number, reason)
+            self._give_up(replacement, reason)
+        elif self._replacement is replacement:
+            replacement.complete = self._needs_step = True
+            self._note_time("read", replacement.judged_at)
+
+    async def _read(self, replacement: Replacement, choice: Choice, deadline: float) -> str:
+        """Average the snapshots of the chosen donors. Return why the average cannot be used, or ""."""
+        mean = await self._reader.read(replacement, choice, deadline)
+        if not mean.is_agreed:
+            assert replacement.average is not None, "a mean without an accumulator"
+            entry = self._own.unsound_entry(replacement.average)
+            return f"the donors differ in infinite values: in {entry!r}"
+        return ""
+
+    def _give_up(self, replacement: Replacement, reason: str) -> None:
+        """Abandon a replacement; the next step reports the reason to the user."""
+        if self._replacement is not replacement:
+            return
+        self._replacement = None
+        if replacement.complete:
+            self._reader.release(replacement)
+        kind = reason.partition(":")[0]
+        self._abandoned[kind] += 1
+        self._given_up = StepInfo(round=replacement.number, abandoned=reason, nbytes=replacement.nbytes)
+        self._needs_step = True
+
+    def _note_time(self, name: str, began_at: float) -> None:
+        duration_s = self._world.time() - began_at
+        self._timing.add(name, duration_s)
+        self._durations[name] = self._durations.get(name, Durations()).plus(duration_s)

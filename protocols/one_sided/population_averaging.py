@@ -1,0 +1,161 @@
+"""Asynchronous PAPA: each rank is pulled to the mean of the snapshots that other ranks publish, and waits for no rank.
+
+Every ``average_every`` steps, rank i publishes a snapshot of its weights, and begins to read the newest snapshots s_j
+of ``donor_count`` other ranks in the background. In the step after the last read, it moves towards the mean of all k
+ranks:
+
+    theta_i = (1 - pull) theta_i + pull * (theta_i + (k - 1) mean(s_j)) / k
+
+theta_i is the rank's own weights in that step, and mean(s_j) is over the donors, which stand for all k - 1 other ranks
+that offer a snapshot. If all snapshots were of the same step, and all other ranks were donors, this would be PAPA
+(:mod:`protocols.simple.population_averaging`). Here the snapshots are older, so that the mean of all ranks is not kept
+exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Unpack
+
+import torch
+from torch import nn
+
+from asyncdist import validation
+from asyncdist.protocols.declared import Options, among, like, option, or_none, whole, with_options
+from asyncdist.protocols.metrics import MetricSource
+from asyncdist.protocols.one_sided.base import OneSidedPolicy
+from asyncdist.protocols.one_sided.reader import Replacement
+from asyncdist.protocols.one_sided.selection import DEFAULT_DONOR_COUNT_MAX, SAMPLE_COUNT, Choice, ReadOptions
+from asyncdist.protocols.one_sided.statistics import PullStatistics
+from asyncdist.protocols.options import AveragingOptions, CommonOptions, MemberOptions, OptimizerState
+from asyncdist.protocols.simple.population_averaging import ELSEWHERE, PullToMean
+from asyncdist.protocols.step_info import PolicyEvent, StepInfo
+
+_ELSEWHERE: Final = {
+    **ELSEWHERE,
+    **dict.fromkeys(
+        ("center", "mean_of", "scale_with_lr"),
+        "only PopulationAveragingPolicy, whose ranks wait, has it",
+    ),
+}
+
+
+class AsyncPopulationAveragingOptions(MemberOptions, total=False):
+    """The options of :class:`protocols.AsyncPopulationAveragingPolicy`."""
+
+    average_every: int
+    pull: float
+    donor_count: int | None
+    optimizer_state: OptimizerState
+    on_event: Callable[[PolicyEvent], None] | None
+    timing: dict[str, list[float]] | None
+    drain_timeout_s: float
+    read_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncPull(Options):
+    """The options of asynchronous PAPA that determine how a rank is pulled."""
+
+    average_every: int = option(
+        "Number of steps between snapshots: step i, counted from 0, publishes one if (i + 1) % average_every == 0, and "
+        "begins to read other ranks' snapshots unless an earlier read is in progress.",
+        whole(1),
+        default=10,
+        is_agreed=True,
+    )
+    pull: float = like(PullToMean, "pull")
+    donor_count: int | None = option(
+        "Largest number of other ranks whose snapshots are read, drawn at random each time. None: all other ranks, at "
+        f"most {DEFAULT_DONOR_COUNT_MAX}.",
+        or_none(whole(1, " or None")),
+        default=None,
+    )
+
+
+@with_options(AsyncPopulationAveragingOptions, CommonOptions, AveragingOptions, ReadOptions, AsyncPull)
+class AsyncPopulationAveragingPolicy(OneSidedPolicy):
+    """Trains with asynchronous PAPA: each rank is pulled to the mean of other ranks' snapshots, and waits for no rank.
+
+    ::
+
+        async with AsyncPopulationAveragingPolicy(model, optimizer) as policy:
+            for batch in data:
+                train_step(model, optimizer, batch)
+                await policy.step()
+
+    Every ``average_every`` steps, each rank publishes a snapshot, and reads those of other ranks in the background. A
+    later step moves its weights by ``pull`` towards the mean. ``StepInfo.staleness_steps`` is the age of the oldest
+    snapshot. Integer and bool buffers are copied from the first donor. A rank whose weights are not finite is not a
+    donor, and its weights are replaced by the mean of the donors.
+
+    Args:
+        model: Model that this rank trains; see :class:`SpawnPolicy`.
+        optimizer: Optimizer for the model.
+        options: The options below.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or is out of range.
+    """
+
+    takes_metric: ClassVar[bool] = False
+
+    @validation.names_options(refused=_ELSEWHERE)
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[AsyncPopulationAveragingOptions]
+    ) -> None:
+        pull = self._pull = AsyncPull.of(options)
+        super().__init__(
+            model,
+            optimizer,
+            average_every=pull.average_every,
+            averaging=AveragingOptions.of({**options, "momentum": 1.0 - pull.pull}),
+            read_timeout_s=ReadOptions.of(options).read_timeout_s,
+            **among(options, MemberOptions),
+        )
+        self._offered_count = 0  # ranks that offered a snapshot when the last donors were drawn
+
+    def statistics(self) -> PullStatistics:
+        """Return this member's counts and durations so far."""
+        return PullStatistics(
+            iteration=self.iteration,
+            pull_count=self._counts["replacements"],
+            donor_count=self._counts["donors"],
+            snapshot_count=self._exposure.version if self._exposure is not None else 0,
+            unpublished=dict(self._unpublished),
+            abandoned=dict(self._abandoned),
+            torn_read_count=self._counts["torn"],
+            lost_read_count=self._counts["lost"],
+            received_nbytes=self._counts["received"],
+            timing=dict(self._durations),
+            title=self._journal.title(),
+        )
+
+    def _options(self) -> Mapping[str, Any]:
+        return {**self._pull.agreed(), **self._averaging.agreed(), "chunk_nbytes": self._chunk_nbytes}
+
+    async def _train_on(self, local_metric: MetricSource, info: StepInfo) -> None:
+        if self._is_due():
+            self._publish(0.0)
+            if self._replacement is None:
+                self._counts["begun"] += 1
+                await self._begin_replacement(self._counts["begun"])
+
+    async def _attempt(self, replacement: Replacement, deadline: float) -> str:
+        """Draw donors among the ranks that offer a snapshot, and average their newest snapshots."""
+        limit = DEFAULT_DONOR_COUNT_MAX if self._pull.donor_count is None else self._pull.donor_count
+        answered_by = min(deadline, self._world.time() + self._read_timeout_s / 4)
+        metrics = await self._reader.metrics(None, max(SAMPLE_COUNT, limit), self._random.sample, answered_by)
+        offered = sorted(rank for rank, metric in metrics.items() if math.isfinite(metric))
+        if not offered:
+            if self._replacement is replacement:
+                self._replacement = None  # no other rank has published a snapshot yet
+            return ""
+        self._offered_count = len(offered)
+        donors = sorted(self._random.sample(offered, min(limit, len(offered))))
+        return await self._read(replacement, Choice(tuple(donors), donors[0]), deadline)
+
+    def _momentum(self, replacement: Replacement) -> float:
+        return 1.0 - self._pull.pull * self._offered_count / (self._offered_count + 1)
