@@ -32,7 +32,8 @@ def test_every_block_is_run_or_says_why_not() -> None:
     untold = [block.place for block in everything if len(block.comments.get("not run", "a reason")) < 8]
     assert not untold
     programs = [block for block in everything if block.language in ("python", "diff")]
-    assert len(programs) > 20 and sum(not block.is_run for block in programs) <= 1
+    assert len(programs) > 20
+    assert sum(not block.is_run and not is_run_by_a_test(block) for block in programs) <= 1
 
 
 def test_links_to_other_hosts_are_sound() -> None:
@@ -64,6 +65,12 @@ def test_a_cell_of_a_table_is_short() -> None:
                 assert len(re.sub(r"\]\([^)]*\)", "]", cell).split()) <= 16, f"{page.name}: {cell.strip()}"
                 found += 1
     assert found > 1000
+
+
+def is_run_by_a_test(block: pages.Block) -> bool:
+    """Return whether the reason for which a block is not run here names the test that runs it elsewhere."""
+    found = re.search(r"tests/launched/\w+\.py runs it", block.comments.get("not run", ""))
+    return found is not None and (pages.ROOT / found[0].removesuffix(" runs it")).is_file()
 
 
 def without_code(text: str) -> str:

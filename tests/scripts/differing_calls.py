@@ -37,6 +37,11 @@ def pairs(world: ad.World) -> list[tuple[str, Callable[[], Awaitable[Any]], Call
         ),
         ("root=0, root=1", lambda: only(1), lambda: only(0)),
         ("average_gradients, average_models", lambda: ad.average_models(model), lambda: ad.average_gradients(model)),
+        (
+            "best_of_population, save_population",
+            lambda: ad.save_population("never-written", model),
+            lambda: ad.best_of_population(model, loss=lambda _: 1.0),
+        ),
         ("barrier, compute_and_broadcast", lambda: ad.compute_and_broadcast(int), lambda: ad.barrier()),
         ("zero_first, gather_distributed_data", lambda: ad.gather_distributed_data([]), first),
         ("RemoteError", lambda: gather(NOT_A_FUNCTION), lambda: gather(int)),
@@ -66,7 +71,7 @@ async def main(world: ad.World) -> list[str]:
 
 def check(results: Mapping[int, Any] | Sequence[Any]) -> None:
     for rank in range(3):
-        expected = ["DisagreementError"] * 7 + ["itself" if rank == 1 else "RemoteError"] * 4
+        expected = ["DisagreementError"] * 8 + ["itself" if rank == 1 else "RemoteError"] * 4
         assert results[rank] == expected, rank
 
 
