@@ -186,6 +186,8 @@ async def case_wrong_calls_leave_every_model_alone(world: ad.World) -> None:
         await failure(world, last, call, "loss must return one real number")
     lone: Any = iter([torch.ones(1)]) if world.rank == last else None
     await failure(world, last, lambda: ad.best_of_population(model, loss=measured, loader=lone), "several times")
+    five: Any = 5 if world.rank == last else ()
+    await failure(world, last, lambda: ad.best_of_population(model, loss=measured, soups=five), "soups")
     wrong: Any = ["median"] if world.rank == last else ["greedy"]
     await failure(world, last, lambda: ad.best_of_population(model, loss=measured, soups=wrong), "median")
     both = measured if world.rank == last else None
@@ -232,6 +234,7 @@ async def case_statistics_are_recomputed_from_a_loader(world: ad.World) -> None:
     torch.manual_seed(world.rank)
     layer, norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
     model = nn.Sequential(layer, norm)
+    model.register_buffer("own", torch.tensor(float(world.rank)), persistent=False)
     own_mean, own_var = norm.get_buffer("running_mean"), norm.get_buffer("running_var")
     own_mean.fill_(100.0 * (world.rank + 1))
     batches = [torch.from_numpy(np.random.default_rng(seed).standard_normal((16, 4))).float() for seed in range(3)]
@@ -242,6 +245,7 @@ async def case_statistics_are_recomputed_from_a_loader(world: ad.World) -> None:
     hidden = [layer(batch).detach() for batch in batches]
     assert torch.allclose(own_mean, torch.stack([each.mean(0) for each in hidden]).mean(0), atol=1e-5)
     assert torch.allclose(own_var, torch.stack([each.var(0) for each in hidden]).mean(0), atol=1e-5)
+    assert model.get_buffer("own").item() == world.rank
     for tensor in model.state_dict().values():
         every = await ad.all_gather(tensor)
         assert all(torch.equal(each, tensor) for each in every)

@@ -176,6 +176,9 @@ def test_a_soup_that_is_far_worse_is_warned_of(caplog: pytest.LogCaptureFixture)
 
     assert ad.run_local(main, ranks=2, strict=True) == ["best", "best"]
     assert caplog.text.count("trajectory") == 1
+    given = [model_with(np.float32([5, 1] * 4)).state_dict(), model_with(np.float32([1, 5] * 4)).state_dict()]
+    ad.greedy_soup(model_with(vector_of(0)), given, score=lambda m: m.weight.square().sum())
+    assert caplog.text.count("trajectory") == 2
 
 
 def test_a_metric_of_local_data_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

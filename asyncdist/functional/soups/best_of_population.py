@@ -33,6 +33,7 @@ from asyncdist.functional.soups.trial import (
     has_statistics,
     measure_async,
     recompute_statistics,
+    statistics_of,
     warn_without_loader,
 )
 from asyncdist.runtime.world import World
@@ -151,7 +152,9 @@ class _Search:
     def _prepare(self) -> tuple[str, str]:
         """Check the arguments. Return the layout and the options, which must be equal on all ranks."""
         self._name, self._function, self._direction = given_metric(*self._given)
-        if isinstance(self._soups, str) or not set(self._soups) <= set(SOUP_KINDS):
+        soups: Any = self._soups
+        is_list = isinstance(soups, Sequence) and not isinstance(soups, str)
+        if not is_list or any(each not in SOUP_KINDS for each in soups):
             validation.refuse("soups", self._soups, f"a sequence of {' and '.join(map(repr, SOUP_KINDS))}")
         check_loader(self._loader)
         self._state = FlatState(self._model)
@@ -204,14 +207,12 @@ class _Search:
         tried: dict[str, float] = {}
         if "uniform" in wanted:
             await self._set_mean(greedy.order)
-            tried["uniform"] = await self._trial()
-            if self._group.index == 0:
-                greedy.warn_of_distant_members(tried["uniform"])
+            tried["uniform"] = await self._trial(greedy)
         await self._set_mean(greedy.order[:1])
         if "greedy" in wanted:
             while (candidate := greedy.candidate) is not None:
                 await self._show_with(candidate)
-                if greedy.decide(await self._trial()):
+                if greedy.decide(await self._trial(greedy)):
                     await self._add(candidate)
             tried["greedy"] = greedy.metric
         soup = greedy.result(tried)
@@ -236,7 +237,7 @@ class _Search:
         self._check()
         return metric
 
-    async def _trial(self) -> float:
+    async def _trial(self, greedy: GreedyChoice) -> float:
         """Return the metric of the trial weights in the model: the metric of the rank with the best model."""
 
         async def measure() -> float:
@@ -248,8 +249,10 @@ class _Search:
 
         values = await self._gather(measure)
         decisive = values[self._group.ranks.index(self._best)]
-        if self._group.index == 0 and not self._has_warned:
-            self._warn_of_local_metric(values, decisive)
+        if self._group.index == 0:
+            greedy.warn_of_distant_members(decisive)
+            if not self._has_warned:
+                self._warn_of_local_metric(values, decisive)
         return decisive
 
     def _warn_of_local_metric(self, values: Sequence[float], decisive: float) -> None:
@@ -340,5 +343,5 @@ class _Search:
             return 0.0
 
         await self._gather(recompute)
-        for _, buffer in sorted(self._model.named_buffers()):
+        for buffer in statistics_of(self._model):
             await self._world.collectives.broadcast(buffer, self._group, self._best)

@@ -75,6 +75,7 @@ class GreedyChoice:
         self._direction: Direction = direction
         self._metrics = metrics
         self._next = 1
+        self._has_warned = False
         self.members = [self.order[0]]
         self.metric = metrics[self.order[0]]
 
@@ -106,17 +107,19 @@ class GreedyChoice:
                 kind, members, metric = name, found, soups[name]  # type: ignore[assignment]
         return Soup(kind, tuple(members), metric, dict(self._metrics), dict(soups))
 
-    def warn_of_distant_members(self, uniform: float) -> None:
-        """Log a warning if the mean of all members is worse than each of them."""
+    def warn_of_distant_members(self, metric: float) -> None:
+        """Log one warning if the mean of several members is worse than each member."""
         worst = self._metrics[self.order[-1]]
-        if uniform != worst and not is_better(uniform, worst, self._direction):
-            logger.warning(
-                "the mean of all %d models has the metric %g, worse than the worst model's %g: the models probably do "
-                "not share a trajectory, so their mean is not a useful model",
-                len(self.order),
-                uniform,
-                worst,
-            )
+        if self._has_warned or metric == worst or is_better(metric, worst, self._direction):
+            return
+        self._has_warned = True
+        logger.warning(
+            "a mean of several of the %d models has the metric %g, worse than the worst model's %g: the models "
+            "probably do not share a trajectory, so their mean is not a useful model",
+            len(self.order),
+            metric,
+            worst,
+        )
 
 
 def given_metric(

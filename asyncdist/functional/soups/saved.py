@@ -131,7 +131,9 @@ def greedy_soup(
             tensors = saved.read(candidate)
             saved.show_with(tensors)
             recompute_statistics(model, loader)
-            if greedy.decide(measure(model, name, function)):
+            metric = measure(model, name, function)
+            greedy.warn_of_distant_members(metric)
+            if greedy.decide(metric):
                 saved.add(tensors)
         saved.show()
         if len(greedy.members) > 1:

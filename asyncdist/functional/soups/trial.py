@@ -45,7 +45,14 @@ async def measure_async(model: nn.Module, name: str, function: Callable[[nn.Modu
 
 def has_statistics(model: nn.Module) -> bool:
     """Return whether the model has BatchNorm layers with running statistics."""
-    return any(isinstance(module, _BatchNorm) and module.running_mean is not None for module in model.modules())
+    return bool(statistics_of(model))
+
+
+def statistics_of(model: nn.Module) -> list[torch.Tensor]:
+    """Return the running statistics of all BatchNorm layers, and their counters, in the order of the modules."""
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    found = [each for layer in layers for each in (layer.running_mean, layer.running_var, layer.num_batches_tracked)]
+    return [each for each in found if each is not None]
 
 
 def check_loader(loader: Any) -> None:
