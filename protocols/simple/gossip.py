@@ -20,6 +20,7 @@ The ranks stay slightly different models around a common mean. The family's memb
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Unpack
@@ -28,7 +29,7 @@ import torch
 from torch import nn
 
 from asyncdist import validation
-from asyncdist.protocols.declared import number, option, whole, with_options
+from asyncdist.protocols.declared import number, option, truth, whole, with_options
 from asyncdist.protocols.exchange.fragment import Fragment
 from asyncdist.protocols.exchange.options import ExchangeOptionNames
 from asyncdist.protocols.exchange.wire_layout import WireLayout
@@ -66,6 +67,12 @@ _ELSEWHERE: Final = {
 }
 
 
+logger = logging.getLogger("protocols.simple")
+
+#: Largest outer momentum with which mixing alone is stable on up to 32 ranks, by topologies whose partners change.
+_MOMENTUM_MAX: Final = {"exponential": 0.5, "hypercube": 0.5, "hosts": 0.5, "random": 0.7}
+
+
 class GossipOptions(ExchangeOptionNames, total=False):
     """The options of :class:`protocols.GossipPolicy`."""
 
@@ -76,12 +83,6 @@ class GossipOptions(ExchangeOptionNames, total=False):
     outer_momentum: float
     nesterov: bool
     seed: int
-
-
-def _truth(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        validation.refuse(name, value, "True or False", TypeError)
-    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,7 @@ class Gossip(Rule):
     )
     push_sum: bool = option(
         "Whether each rank also mixes a mass, so that only the columns of a matrix must add up to 1 (SGP).",
-        _truth,
+        truth,
         default=False,
         is_agreed=True,
     )
@@ -109,14 +110,15 @@ class Gossip(Rule):
         is_agreed=True,
     )
     outer_momentum: float = option(
-        "Momentum of the outer step, at least 0 and below 1. NoLoCo uses 0.5.",
+        "Momentum of the outer step, at least 0 and below 1. NoLoCo uses 0.5. Larger values are stable only if the "
+        "partners do not change.",
         number("a number >= 0 and < 1", 0.0, 1.0 - 2.0**-53),
         default=0.0,
         is_agreed=True,
     )
     nesterov: bool = option(
         "Whether the outer momentum is Nesterov's: the mean of all ranks then moves like DiLoCo's (GASLoC).",
-        _truth,
+        truth,
         default=False,
         is_agreed=True,
     )
@@ -195,6 +197,15 @@ class GossipPolicy(SimplePolicy):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[GossipOptions]) -> None:
         self._gossip = Gossip.of(options)
         self._graph: Graph
+        most = _MOMENTUM_MAX.get(str(self._gossip.topology), 1.0)
+        if self._gossip.outer_momentum > most:
+            logger.warning(
+                "outer_momentum=%s is above %s with topology=%r: if partners change in each round, the differences "
+                "between the ranks may grow without limit. Lower it, or use a graph that never changes, such as 'ring'",
+                self._gossip.outer_momentum,
+                most,
+                self._gossip.topology,
+            )
         super().__init__(model, optimizer, self._gossip, options)
 
     def _prepare(self) -> None:
