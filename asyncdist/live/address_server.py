@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import socketserver
+import sys
 from http.server import ThreadingHTTPServer
+
+logger = logging.getLogger("asyncdist.live.address_server")
 
 
 class AddressServer(ThreadingHTTPServer):
@@ -18,4 +22,6 @@ class AddressServer(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore clients that disconnect before the response."""
+        """Ignore clients that disconnect before the response, and log other errors."""
+        if not isinstance(sys.exception(), OSError):
+            logger.warning("a request at port %d failed", self.server_port, exc_info=True)

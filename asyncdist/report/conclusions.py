@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from asyncdist.report.averages import median_late_s
+from asyncdist.report.slow_ranks import ranks_at_start, slow_ranks_in_words
 from asyncdist.report.summary import Round, Summary
 from asyncdist.wording import plural, ranks_in_words, seconds_in_words, size_in_words
 
-#: A rank is slow if its median step time exceeds the median over all ranks by this factor.
-SLOW_FACTOR: Final = 1.25
 #: The startup time is mentioned if the first step ends later than this number of median step times after the job began.
 _LATE_START_STEPS: Final = 3.0
 #: Maximum number of ranks, or of pairs of ranks, that a sentence names.
@@ -43,14 +42,14 @@ def _ends(summary: Summary) -> Iterator[str]:
         if error:
             failed.setdefault(error.partition("\n")[0].rstrip(": "), []).append(rank)
     for error, ranks in list(failed.items())[:_REASON_COUNT_MAX]:
-        yield f"{_at_start(ranks)} ended with {error}."
+        yield f"{ranks_at_start(ranks)} ended with {error}."
     open_ended = [rank for rank, error in summary.ends.items() if error is None]
     if open_ended:
         have = "has" if len(open_ended) == 1 else "have"
-        yield f"{_at_start(open_ended)} {have} no end of main in the recording: killed, stopped, or still running."
+        yield f"{ranks_at_start(open_ended)} {have} no end of main in the recording: killed, stopped, or still running."
     without = sorted(set(range(summary.size)) - summary.ends.keys())
     if without:
-        yield f"{_at_start(without)} wrote no recording."
+        yield f"{ranks_at_start(without)} wrote no recording."
 
 
 def _steps(summary: Summary) -> Iterator[str]:
@@ -60,11 +59,9 @@ def _steps(summary: Summary) -> Iterator[str]:
         return
     typical_s = statistics.median_low(medians.values())
     typical = seconds_in_words(typical_s)
-    slow = {rank: median / typical_s for rank, median in medians.items() if median > SLOW_FACTOR * typical_s > 0}
-    if slow:
-        least, most = min(slow.values()), max(slow.values())
-        factor = f"{most:.1f}" if most - least < 0.05 else f"{least:.1f} to {most:.1f}"
-        yield f"{_at_start(sorted(slow))} took {factor} times as long per step as the others, {typical} each."
+    slow = slow_ranks_in_words(medians)
+    if slow is not None:
+        yield slow
     elif len(medians) > 1:
         yield f"No rank was slow: the median step took {typical}{_slowest(medians, typical_s)}."
     else:
@@ -221,9 +218,3 @@ def _messages(summary: Summary) -> Iterator[str]:
         for (source, dest, tag), count in sorted(lost.items(), key=lambda item: -item[1])[:_COUNT_MAX]
     ]
     yield f"{plural(total, 'message')} of the program's channels never arrived: {', '.join(named)}."
-
-
-def _at_start(ranks: Sequence[int]) -> str:
-    """Return the names of ranks, capitalised for the start of a sentence."""
-    named = ranks_in_words(ranks, span_count_max=_COUNT_MAX)
-    return named[0].upper() + named[1:]

@@ -25,6 +25,7 @@ from asyncdist.report.live_page import history as history_module, snapshots
 from asyncdist.report.live_page.history import LINE_COUNT_MAX, POLICY_COUNT_MAX, History
 from asyncdist.report.live_page.server import PageServer
 from asyncdist.report.live_page.snapshots import Snapshots
+from asyncdist.report.slow_ranks import slow_ranks_in_words
 
 JOB = "0000abcd"
 PAGE = resources.files("asyncdist.report.live_page").joinpath("page.html").read_text(encoding="utf-8")
@@ -118,6 +119,16 @@ def test_each_page_has_a_nonce_and_headers_that_keep_it_apart(server: PageServer
     assert len(nonces) == 2
 
 
+@pytest.mark.parametrize("method", ["POST", "PUT", "HEAD", "OPTIONS"])
+def test_other_methods_are_refused_with_the_same_headers(server: PageServer, method: str) -> None:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)) as client:
+        client.request(method, f"/job.json?token={server.token}")
+        answer = client.getresponse()
+        assert (answer.status, answer.headers["Cache-Control"]) == (501, "no-store")
+        assert "default-src 'none'; script-src 'none'" in answer.headers["Content-Security-Policy"]
+        assert JOB.encode() not in answer.read()
+
+
 def test_page_loads_nothing_from_elsewhere_and_parses_no_html() -> None:
     assert re.findall(r"\b\w+://[^\"'\s]+", PAGE) == ["http://www.w3.org/2000/svg"]
     assert re.findall(r"<(?:script|style)(?! nonce=\"{nonce}\">)", PAGE) == []
@@ -143,6 +154,27 @@ def test_a_reading_has_the_words_and_cells_of_the_table(server: PageServer) -> N
     (history,) = told["history"]
     assert (history["policy"], history["lines"]) == ("<b>mine", ["rank 0", "rank 1", "rank 2"])
     assert [row[1:] for row in history["quantities"]["metric"]] == [[0.0, 0.5, None]]
+
+
+def test_slow_ranks_are_named_as_in_the_report(server: PageServer, ranks: ServedRanks) -> None:
+    assert read(server)["slow"] is None
+    rates = {0: 10.0, 1: 10.0, 2: 4.0, 3: 0.0}
+    rows = [
+        Row(rank, replace(now, time_s=15.0, policies=(replace(now.policies[0], step=40 + int(5 * rate)),)), now)
+        for rank, rate in rates.items()
+        for now in [replace(counters(rank), policies=(PolicyCounters("", 40, None),))]
+    ]
+    assert snapshots._step_s(rows) == {0: 0.1, 1: 0.1, 2: 0.25}
+    assert slow_ranks_in_words(snapshots._step_s(rows)) == (
+        "Rank 2 took 2.5 times as long per step as the others, 100 ms each."
+    )
+
+
+def test_ranks_that_wait_are_named_after_their_likely_cause() -> None:
+    notes = {0: "waits 5.0 s for rank 2", 1: "", 2: "blocks for 5.0 s", 3: "waits 4.0 s for rank 0", 4: "has ended"}
+    told = snapshots._notes([Row(rank, None, None, note) for rank, note in notes.items()])
+    assert [note["rank"] for note in told] == [2, 4, 0, 3]
+    assert {note["rank"]: note["text"] for note in told} == {rank: note for rank, note in notes.items() if note}
 
 
 def test_rows_of_a_second_policy_repeat_no_counts_of_the_rank(server: PageServer, ranks: ServedRanks) -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import hmac
 import secrets
 import urllib.parse
+from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from importlib import resources
+from types import MappingProxyType
 from typing import Final
 
 from asyncdist.live.address_server import AddressServer
@@ -32,9 +34,10 @@ _HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
 }
 _POLICY: Final = (
-    "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; img-src data:; "
+    "default-src 'none'; script-src {0}; style-src {0}; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+_HTML: Final = "text/html; charset=utf-8"
 _REFUSAL: Final = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark"><title>{title}</title></head>
@@ -69,6 +72,9 @@ class _Handler(BaseHTTPRequestHandler):
     server: PageServer
     protocol_version = "HTTP/1.1"
     timeout = _TIMEOUT_S
+    #: Random string that the scripts and styles of the next answer have, and further headers of that answer.
+    nonce = ""
+    more: Mapping[str, str] = MappingProxyType({})
 
     def do_GET(self) -> None:  # the standard library's name for the method that answers GET
         """Answer with the page, with the newest reading of the job, or with a refusal."""
@@ -83,9 +89,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not hmac.compare_digest(token.encode("utf-8", "replace"), self.server.token.encode()):
             self._refuse(HTTPStatus.FORBIDDEN, "Token required", _NO_TOKEN)
         elif path == "/":
-            nonce = secrets.token_urlsafe(16)
-            page = self.server.page.replace("{nonce}", nonce).encode()
-            self._send(HTTPStatus.OK, "text/html; charset=utf-8", page, nonce=nonce)
+            self.nonce = secrets.token_urlsafe(16)
+            self._send(HTTPStatus.OK, _HTML, self.server.page.replace("{nonce}", self.nonce).encode())
         elif path == "/job.json":
             self._send_job()
         else:
@@ -94,25 +99,26 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_job(self) -> None:
         newest, next_s = self.server.snapshots.newest()
         is_packed = "gzip" in self.headers.get("Accept-Encoding", "")
-        more = {"Asyncdist-Next-S": f"{next_s:.3f}"}
-        if is_packed:
-            more["Content-Encoding"] = "gzip"
-        self._send(HTTPStatus.OK, "application/json", newest.packed if is_packed else newest.body, more=more)
+        self.more = {"Asyncdist-Next-S": f"{next_s:.3f}"} | ({"Content-Encoding": "gzip"} if is_packed else {})
+        self._send(HTTPStatus.OK, "application/json", newest.packed if is_packed else newest.body)
 
     def _refuse(self, status: HTTPStatus, title: str, cure: str) -> None:
-        self._send(status, "text/html; charset=utf-8", _REFUSAL.format(title=title, cure=cure).encode())
+        self._send(status, _HTML, _REFUSAL.format(title=title, cure=cure).encode())
 
-    def _send(
-        self, status: HTTPStatus, kind: str, body: bytes, *, nonce: str = "", more: dict[str, str] | None = None
-    ) -> None:
+    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
-        self.send_header("Content-Security-Policy", _POLICY.format(nonce=nonce or secrets.token_urlsafe(16)))
-        for name, value in (_HEADERS | (more or {})).items():
-            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
+
+    def end_headers(self) -> None:
+        """Add the headers of all answers, including those that the standard library sends for malformed requests."""
+        scripts = f"'nonce-{self.nonce}'" if self.nonce else "'none'"
+        for name, value in {**_HEADERS, **self.more, "Content-Security-Policy": _POLICY.format(scripts)}.items():
+            self.send_header(name, value)
+        self.nonce, self.more = "", {}
+        super().end_headers()
 
     def version_string(self) -> str:
         """Return the Server header, without versions."""

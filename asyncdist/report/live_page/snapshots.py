@@ -15,6 +15,7 @@ import msgspec
 from asyncdist.live.columns import Column, Row, columns, policies_of, together
 from asyncdist.live.top import PERIOD_S, JobView
 from asyncdist.report.live_page.history import History
+from asyncdist.report.slow_ranks import slow_ranks_in_words
 from asyncdist.story import sockets
 from asyncdist.story.sockets import Place
 
@@ -85,13 +86,29 @@ class Snapshots:
             "is_running": is_running,
             "answered_at": self._answered_at,
             "summary": together(rows),
+            "slow": slow_ranks_in_words(_step_s(rows)) if is_running else None,
             "size": there[0].size if there else 0,
             "lost": sorted({rank for now in there for rank in now.lost}),
-            "notes": [{"rank": row.rank, "text": row.note} for row in rows if row.note] if is_running else [],
+            "notes": _notes(rows) if is_running else [],
             "columns": [{"name": each.name, "meaning": each.meaning} for each in shown],
             "lines": [_line(shown, row, number) for row in rows for number in range(len(policies_of(row)))],
             "history": self._history.policies(),
         }
+
+
+def _notes(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the notes on ranks; the ranks that wait for other ranks come last, because they are seldom the cause."""
+    noted = sorted((row for row in rows if row.note), key=lambda row: (row.note.startswith("waits"), row.rank))
+    return [{"rank": row.rank, "text": row.note} for row in noted]
+
+
+def _step_s(rows: Sequence[Row]) -> dict[int, float]:
+    """Return the seconds per step, during the last seconds, of each rank that has made a step."""
+    found = {}
+    for row in rows:
+        if row.now is not None and row.before is not None and row.now.step > row.before.step:
+            found[row.rank] = (row.now.time_s - row.before.time_s) / (row.now.step - row.before.step)
+    return found
 
 
 def _line(shown: Sequence[Column], row: Row, number: int) -> dict[str, Any]:
