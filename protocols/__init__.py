@@ -16,6 +16,7 @@ from asyncdist.protocols.one_sided.population_averaging import AsyncPopulationAv
 from asyncdist.protocols.one_sided.selection import OneSidedRules
 from asyncdist.protocols.one_sided.statistics import Durations, OneSidedStatistics, PullStatistics
 from asyncdist.protocols.policy import SpawnPolicy
+from asyncdist.protocols.population_training.bayesian import BayesianExplore
 from asyncdist.protocols.population_training.hyperparameters import Range
 from asyncdist.protocols.population_training.lineage import LineageEntry
 from asyncdist.protocols.population_training.policy import PopulationTrainingPolicy
@@ -61,6 +62,7 @@ __all__ = [
     "AverageAllPolicympi4py",
     "AverageAllStatistics",
     "AverageApplied",
+    "BayesianExplore",
     "Contributed",
     "CoordinatorChanged",
     "CoordinatorStatistics",

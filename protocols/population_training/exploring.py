@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncdist import validation
+from asyncdist.protocols.population_training.bayesian import BayesianExplore, Observation
 from asyncdist.protocols.population_training.hyperparameters import Choice, Space, Value
 from asyncdist.protocols.population_training.options import ExploreFunction
 
@@ -41,12 +42,29 @@ class Explorer:
         drawn = {name: space.draw(generator) for name, space in self._spaces.items()}
         return {**drawn, **given}
 
-    def explored(self, inherited: Mapping[str, Value], rank: int, round: int) -> dict[str, Value]:
-        """Return the values of a rank that has copied a donor with the values ``inherited``."""
+    def explored(
+        self,
+        inherited: Mapping[str, Value],
+        rank: int,
+        round: int,
+        *,
+        known: Sequence[Observation] = (),
+        iteration: int = 0,
+        metric: float | None = None,
+    ) -> dict[str, Value]:
+        """Return the values of a rank that has copied a donor with the values ``inherited``.
+
+        Args:
+            known, iteration, metric: Observations, this rank's iteration, and the metric of the copied weights, where
+                a larger value is better; for :class:`BayesianExplore`.
+        """
         generator = random.Random(f"{self._seed} explore {rank} {round}")
-        if self._function is not None:
+        if self._function is not None and not isinstance(self._function, BayesianExplore):
             return self._checked(self._function(dict(inherited), generator))
-        return {name: self._changed(name, inherited[name], generator) for name in self._spaces}
+        changed = {name: self._changed(name, inherited[name], generator) for name in self._spaces}
+        if self._function is None:
+            return changed
+        return {**changed, **self._function.suggest(self._spaces, known, iteration, metric, generator)}
 
     def _changed(self, name: str, value: Value, generator: random.Random) -> Value:
         space, chance, factor = self._spaces[name], generator.random(), generator.choice(self._factors)

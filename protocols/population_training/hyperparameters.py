@@ -54,9 +54,19 @@ class Range:
         if self.integer and (self.low != int(self.low) or self.high != int(self.high)):
             raise ValueError(f"a range with integer=True must have integer limits, got ({self.low!r}, {self.high!r})")
 
+    @property
+    def is_log(self) -> bool:
+        """True if values are drawn evenly on a logarithmic scale."""
+        return self.low > 0 if self.log is None else self.log
+
+    def unit(self, value: float) -> float:
+        """Return the place of a value in the range, from 0 to 1, on the scale of the range."""
+        scale = math.log if self.is_log else float
+        return (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
+
     def draw(self, generator: random.Random) -> Value:
         """Return a random value of the range."""
-        is_log = self.low > 0 if self.log is None else self.log
+        is_log = self.is_log
         if self.integer and not is_log:
             return generator.randint(int(self.low), int(self.high))
         if not is_log:

@@ -140,7 +140,8 @@ class ExploringOptions(Options):
     )
     explore: ExploreFunction | None = option(
         "Function that gets the donor's hyperparameters as a dict and a `random.Random`, and returns a dict of new "
-        "ones, which are clipped to their ranges; instead of `perturb` and `resample_probability`.",
+        "ones, which are clipped to their ranges; instead of `perturb` and `resample_probability`. Or "
+        "`protocols.BayesianExplore()`.",
         function("None or a function (hyperparameters, generator) -> hyperparameters"),
         default=None,
         group="exploration",

@@ -26,6 +26,7 @@ from asyncdist import validation
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.metrics import Metric, MetricSource
 from asyncdist.protocols.options import AveragingOptions, CommonOptions, CoordinatorOptions, SelectiveOptions
+from asyncdist.protocols.population_training.bayesian import BayesianExplore, Observations
 from asyncdist.protocols.population_training.exploring import Explorer, donor_for
 from asyncdist.protocols.population_training.hyperparameters import Value
 from asyncdist.protocols.population_training.lineage import Lineage, LineageEntry
@@ -110,6 +111,9 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         )
         self._values: dict[str, Value] = dict(own.initial)
         self._lineage = Lineage()
+        self._window = own.explore.window if isinstance(own.explore, BayesianExplore) else 0
+        self._observations = Observations(self._window)
+        self._sign = 1.0 if self._metric_mode == "max" else -1.0
         self._has_warned_of_loss = False
 
     @property
@@ -175,10 +179,15 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         self._settings.write(self._values)
 
     def _own_state(self) -> dict[str, Any]:
-        return {"hyperparameters": json.dumps(self._values), "lineage": self._lineage.packed()}
+        return {
+            "hyperparameters": json.dumps(self._values),
+            "lineage": self._lineage.packed(),
+            "observations": self._observations.packed(),
+        }
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         values, lineage = self._values_in(state), Lineage.unpacked(state["lineage"])
+        self._observations = Observations.unpacked(state["observations"], self._window)
         self._values.clear()
         self._values.update(values)
         self._lineage = lineage
@@ -212,11 +221,27 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         iteration = told.iterations[told.donors.index(donor)]
         return replace(told, donors=(donor,), weights=(1.0,), iterations=(iteration,), best=donor)
 
+    def _read_metric(self, given: MetricSource) -> float:
+        value = super()._read_metric(given)
+        if self._window:
+            self._observations.note(self._world.rank, self.iteration, self._sign * value, self._values)
+        return value
+
     def prepare(self, parts: Mapping[str, Any], donor: int, round: int) -> Callable[[StepInfo], StepInfo]:
         """Make new hyperparameters from a donor's, and return the function that takes over the donor's state."""
         state = parts["policy"]
         inherited = self._values_in(state)
-        values = self._explorer.explored(inherited, self._world.rank, round)
+        theirs = Observations.unpacked(state["observations"], self._window)
+        observations = self._observations.inherited(theirs, self.iteration - state["iteration"])
+        metric = None if state["metric"] is None else self._sign * state["metric"]
+        values = self._explorer.explored(
+            inherited,
+            self._world.rank,
+            round,
+            known=observations.entries,
+            iteration=self.iteration,
+            metric=metric,
+        )
         entry = LineageEntry(self.iteration, self._world.rank, round, donor, values)
         lineage = Lineage.unpacked(state["lineage"]).add(entry)
 
@@ -224,7 +249,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
             load_moments(self.optimizer, parts["optimizer"])
             self._settings.write(values)  # only now: the donor's state must not undo it
             self._values.update(values)
-            self._lineage = lineage
+            self._lineage, self._observations = lineage, observations
             self._journal.metric = state["metric"]  # the copy has the donor's score until it reports its own
             return replace(info, hyperparameters=dict(values), inherited=inherited)
 

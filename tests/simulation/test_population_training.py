@@ -16,7 +16,7 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist.simulation import simulate
-from protocols import PopulationTrainingPolicy
+from protocols import BayesianExplore, PopulationTrainingPolicy
 from simulation.population_training_scenarios import Plan, draw_plan, run, scenario
 
 
@@ -42,6 +42,13 @@ def test_histories_follow_the_weights() -> None:
         for before, entry in pairwise(history):
             assert entry.donor == before.rank, "a copied history ends on the donor"
             assert entry.round > before.round
+
+
+@pytest.mark.long
+def test_bayesian_exploration_learns_from_the_copied_ranks() -> None:
+    explore = BayesianExplore(candidate_count=50)
+    _, record = run(Plan(steps=(60,) * 4, options={"average_every": 2, "explore": explore}))
+    assert record.seen["copies"] > 10 and record.seen["drawn again"] > record.seen["perturbed"]
 
 
 async def toy(world: ad.World, explore: bool) -> float:

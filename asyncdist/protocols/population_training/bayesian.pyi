@@ -1,0 +1,1 @@
+from protocols.population_training.bayesian import *

@@ -1,0 +1,204 @@
+"""Chooses hyperparameters with a Gaussian process of the gains that earlier hyperparameters had (PB2, 2002.02518).
+
+An observation is the time between two reports of a rank: the gain of its metric per step, the iteration, the metric at
+the beginning, and the hyperparameters. A rank knows its own observations and those of the ranks that it has copied,
+which travel with their snapshots. No further message is needed, but no rank knows all observations.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncdist import validation
+from asyncdist.protocols.population_training.hyperparameters import Range, Space, Value
+
+#: Length scale of a dimension that a kernel ignores.
+_IGNORED: Final = 1e6
+#: Constants of the upper confidence bound: mean + sqrt(0.2 ln(0.4 n)) * deviation, with n observations.
+_UCB: Final = (0.2, 0.4)
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Gain of one rank between two reports.
+
+    Attributes:
+        iteration: Iteration at the end.
+        metric: Metric at the beginning; a larger value is better.
+        gain: Gain of the metric per step.
+    """
+
+    rank: int
+    iteration: int
+    metric: float
+    gain: float
+    hyperparameters: Mapping[str, Any] = field(hash=False)
+
+
+class Observations:
+    """Collects the newest observations that a rank knows.
+
+    Attributes:
+        entries: Observations, sorted by iteration.
+    """
+
+    def __init__(
+        self, count_max: int, entries: Sequence[Observation] = (), last: tuple[int, float] | None = None
+    ) -> None:
+        self._count_max = count_max
+        self._last = last  # iteration and metric of the last report with these weights
+        self.entries = self._newest(entries)
+
+    def note(self, rank: int, iteration: int, metric: float, values: Mapping[str, Value]) -> None:
+        """Add a report; a larger metric is better. Nothing is added if it or the previous one is not finite."""
+        if self._last is not None and iteration > self._last[0]:
+            gain = (metric - self._last[1]) / (iteration - self._last[0])
+            if math.isfinite(gain):
+                entry = Observation(rank, iteration, self._last[1], gain, dict(values))
+                self.entries = self._newest([*self.entries, entry])
+        self._last = (iteration, metric) if math.isfinite(metric) else None
+
+    def inherited(self, donor: Observations, shift: int) -> Observations:
+        """Return the observations of a rank that has copied a donor.
+
+        Args:
+            shift: This rank's iteration minus the donor's.
+        """
+        last = None if donor._last is None else (donor._last[0] + shift, donor._last[1])
+        known = {(each.rank, each.iteration): each for each in (*self.entries, *donor.entries)}
+        return Observations(self._count_max, tuple(known.values()), last)
+
+    def packed(self) -> str:
+        """Return the observations as a string, for :meth:`unpacked`."""
+        rows = [[e.rank, e.iteration, e.metric, e.gain, dict(e.hyperparameters)] for e in self.entries]
+        return json.dumps([self._last, rows])
+
+    @classmethod
+    def unpacked(cls, text: str, count_max: int) -> Observations:
+        """Return the observations that :meth:`packed` has packed."""
+        last, rows = json.loads(text)
+        entries = [Observation(int(r), int(i), float(m), float(g), dict(h)) for r, i, m, g, h in rows]
+        return cls(count_max, entries, None if last is None else (int(last[0]), float(last[1])))
+
+    def _newest(self, entries: Sequence[Observation]) -> tuple[Observation, ...]:
+        ordered = sorted(entries, key=lambda each: (each.iteration, each.rank))
+        return tuple(ordered[max(0, len(ordered) - self._count_max) :])
+
+
+class BayesianExplore:
+    """Explores with a Gaussian process (PB2): ``PopulationTrainingPolicy(..., explore=BayesianExplore())``.
+
+    The process models the gain of the metric per step as a function of the iteration, the metric and the
+    hyperparameters; old observations count less. The new hyperparameters are the candidates with the largest upper
+    confidence bound of the gain. Only ranges are modelled: choices, functions, and the first few copies are perturbed.
+
+    The process is fitted inside ``step``, in the replaced rank only.
+
+    Args:
+        window: Number of observations that a rank keeps.
+        candidate_count: Number of random candidates.
+
+    Raises:
+        ModuleNotFoundError: scikit-learn is not installed.
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(self, *, window: int = 200, candidate_count: int = 1000) -> None:
+        self.window = validation.count("window", window, least=4)
+        self.candidate_count = validation.count("candidate_count", candidate_count, least=1)
+        with validation.optional_imports("BayesianExplore", ["sklearn"], "bayesian"):
+            import sklearn.gaussian_process as found
+        self._library: Any = found
+
+    def __call__(self, values: dict[str, Any], generator: random.Random) -> Mapping[str, Any]:
+        """Raise TypeError: the policy calls :meth:`suggest`, which also gets the observations."""
+        raise TypeError("BayesianExplore can only be passed as the option explore")
+
+    def suggest(
+        self,
+        spaces: Mapping[str, Space],
+        entries: Sequence[Observation],
+        iteration: int,
+        metric: float | None,
+        generator: random.Random,
+    ) -> dict[str, Value]:
+        """Return the best candidate for each range in ``spaces``; {} if too little is known.
+
+        Args:
+            entries: Known observations.
+            iteration, metric: This rank's iteration, and the metric of the copied weights; a larger value is better.
+        """
+        ranges = {name: space for name, space in spaces.items() if isinstance(space, Range)}
+        if not ranges or metric is None or not math.isfinite(metric) or len(entries) < len(ranges) + 3:
+            return {}
+        candidates = [
+            {name: space.draw(generator) for name, space in ranges.items()} for _ in range(self.candidate_count)
+        ]
+        points = _points([(each.iteration, each.metric, each.hyperparameters) for each in entries], ranges)
+        wanted = _points([(iteration, metric, each) for each in candidates], ranges)
+        bounds = self.bounds_of(points, np.array([each.gain for each in entries]), wanted)
+        return candidates[int(np.argmax(bounds))]
+
+    def bounds_of(
+        self, points: NDArray[np.float64], gains: NDArray[np.float64], wanted: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Return the upper confidence bound of the standardised gain at each wanted point.
+
+        Args:
+            points, wanted: Points of shape (count, 2 + number of ranges): iteration, metric, and values from 0 to 1.
+        """
+        scaled, targets = _standardised(points, wanted), _standardised_gains(gains)
+        model = self.fitted(scaled[: len(points)], targets)
+        mean, deviation = model.predict(scaled[len(points) :], return_std=True)
+        factor = math.sqrt(max(0.0, _UCB[0] * math.log(_UCB[1] * len(points))))
+        found: NDArray[np.float64] = mean + factor * deviation
+        return found
+
+    def fitted(self, points: NDArray[np.float64], targets: NDArray[np.float64]) -> Any:
+        """Return a Gaussian process, with the kernel parameters of the largest likelihood.
+
+        The kernel is v exp(-|x - x'|^2 / 2 l^2) exp(-|t - t'| / d), with the metric and the hyperparameters x and the
+        iteration t. The second factor is (1 - e)^(|t - t'| / 2) of the paper. A variance for noise is added.
+        """
+        kernels, count = self._library.kernels, points.shape[1]
+        ignored, free = (_IGNORED, _IGNORED), (0.05, 10.0)
+        likeness = kernels.RBF([_IGNORED] + [1.0] * (count - 1), [ignored] + [free] * (count - 1))
+        forgetting = kernels.Matern([1.0] + [_IGNORED] * (count - 1), [(0.1, 100.0)] + [ignored] * (count - 1), nu=0.5)
+        noise = kernels.WhiteKernel(0.1, (1e-4, 1.0))
+        kernel = kernels.ConstantKernel(1.0, (0.01, 10.0)) * likeness * forgetting + noise
+        with np.errstate(all="ignore"), _without_warnings():
+            return self._library.GaussianProcessRegressor(kernel, alpha=1e-8, random_state=0).fit(points, targets)
+
+
+def _without_warnings() -> Any:
+    import warnings
+
+    return warnings.catch_warnings(action="ignore")
+
+
+def _points(rows: Sequence[tuple[int, float, Mapping[str, Any]]], ranges: Mapping[str, Range]) -> NDArray[np.float64]:
+    return np.array(
+        [[time, metric, *(each.unit(values[name]) for name, each in ranges.items())] for time, metric, values in rows]
+    )
+
+
+def _standardised(points: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return both sets of points: iterations from 0 to 1, and metrics with mean 0 and deviation 1."""
+    found = np.concatenate([points, wanted])
+    first, last = found[:, 0].min(), found[:, 0].max()
+    found[:, 0] = (found[:, 0] - first) / max(1.0, last - first)
+    found[:, 1] = (found[:, 1] - points[:, 1].mean()) / (points[:, 1].std() or 1.0)
+    return found
+
+
+def _standardised_gains(gains: NDArray[np.float64]) -> NDArray[np.float64]:
+    found: NDArray[np.float64] = (gains - gains.mean()) / (gains.std() or 1.0)
+    return found
