@@ -14,7 +14,7 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist.simulation import Kill, Restart, simulate
-from protocols import StepInfo
+from protocols import DiLoCoPolicy, StepInfo
 from simulation.simple_scenarios import POLICIES, Plan, check, draw_plan, has_partners, module_of, run
 
 
@@ -130,3 +130,29 @@ def test_a_rank_alone_trains_unchanged(policy: str) -> None:
         return list(map(torch.equal, before, model.parameters()))
 
     assert simulate(main, ranks=1).results == ([True, True],)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [("PopulationAveragingPolicy", {"pull": 1}), ("SparseAveragingPolicy", {"fraction": 1})],
+)
+def test_a_whole_mean_is_local_sgd_to_the_bit(policy: str, options: dict[str, Any]) -> None:
+    """The pull 1 is local SGD, and so is the share 1."""
+
+    async def main(world: ad.World, is_local_sgd: bool) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        own: Any = POLICIES[policy](model, optimizer, average_every=2, **options)
+        if is_local_sgd:
+            own = DiLoCoPolicy(model, optimizer, average_every=2, outer_optimizer=None)
+        async with own:
+            for step in range(6):
+                x = torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * step + world.rank))
+                optimizer.zero_grad()
+                (model(x) - x[:, :1]).square().mean().backward()
+                optimizer.step()
+                await own.step()
+        return [tensor.tolist() for tensor in model.state_dict().values()]
+
+    assert simulate(main, False, ranks=3).results == simulate(main, True, ranks=3).results

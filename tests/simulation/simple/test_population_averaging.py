@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +15,7 @@ from torch import nn
 from unit.test_simple_rules import GOLDEN, MASK, split_mix
 
 import asyncdist as ad
-from asyncdist.simulation import simulate
+from asyncdist.simulation import Kill, Restart, simulate
 from protocols import PopulationAveragingPolicy
 from protocols.simple.population_averaging import PullToMean
 
@@ -198,6 +199,26 @@ def test_a_diverged_rank_continues_from_the_center() -> None:
     assert [result[0] for result in results] == [[center] * 2] * 3
     assert [result[1] for result in results] == [[1.0] * 2, [center] * 2, [3 - 0.2 * 2] * 2]
     assert [result[2:] for result in results] == [((0, 2), False), ((0, 2), True), ((0, 2), False)]
+
+
+def test_a_restarted_rank_receives_the_center() -> None:
+    async def main(world: ad.World) -> tuple[int, list[float]]:
+        model = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+        nn.init.constant_(model.weight, 1.0)
+        async with PopulationAveragingPolicy(model, torch.optim.SGD(model.parameters()), **CENTER) as own:
+            begun_at = own.iteration
+            while own.iteration < 40:
+                with torch.no_grad():
+                    model.weight.add_(world.rank / 8)
+                await asyncio.sleep(0.01)
+                await own.step()
+            async with own.anchor_weights():
+                return begun_at, model.weight.flatten().tolist()
+
+    faults = [Kill(1, at_s=0.1), Restart(1, at_s=0.15)]
+    results = simulate(main, ranks=3, faults=faults, until_s=100.0).results
+    assert 5 < results[1][0] < 40, "it begins in the middle"
+    assert results[0][1] == results[1][1] == results[2][1] != [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
