@@ -197,7 +197,7 @@ class PopulationAveragingPolicy(SimplePolicy, AnchoredPolicy):
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         super()._load_own_state(state)
-        self._first_lr = state["first_lr"]
+        self._first_lr = state.get("first_lr")
 
     def _check_common(self) -> None:
         if not self._pull.center:

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import random
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from support.seeds import seeds
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.simulation import SlowRank, simulate
+from asyncdist.simulation import Network, SlowRank, simulate
 from protocols import AsyncPopulationAveragingPolicy, AverageApplied, PolicyEvent, SnapshotTaken, StepInfo
 from simulation.simple_scenarios import Array, mean_of
 from simulation.training_runs import (
@@ -178,19 +179,33 @@ def test_a_slow_rank_does_not_slow_the_others(factor: float) -> None:
         assert len(record.applied[rank]) >= 5
 
 
-def test_two_slow_ranks_do_not_end_the_pulls_of_the_others() -> None:
-    """Ranks on one host read each other's memory: no pull needs an answer of a slow rank."""
+@pytest.mark.slow
+@pytest.mark.parametrize(("factor", "donor_count", "pulls"), [(1, None, 39), (10, None, 27), (10, 1, 36)])
+def test_a_rank_that_computes_delays_pulls_but_no_step(factor: int, donor_count: int | None, pulls: int) -> None:
+    """Rank 3 answers readers only in its steps, which block its thread. The page has the numbers of pulls."""
 
     async def main(world: ad.World) -> tuple[int, float]:
-        model = nn.Linear(2, 1)
-        async with AsyncPopulationAveragingPolicy(model, sgd(model), average_every=5) as policy:
-            for _ in range(3 if world.rank > 1 else 100):
-                await asyncio.sleep(1.0 if world.rank > 1 else 0.01)
-                await policy.step()
-            return policy.statistics().pull_count, world.time()
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        is_slow = world.rank == 3
+        async with AsyncPopulationAveragingPolicy(model, sgd(model), average_every=5, donor_count=donor_count) as own:
+            begun_at = world.time()
+            for _ in range(200 // factor if is_slow else 200):
+                time.sleep(0.01 * factor if is_slow else 0.01)  # noqa: ASYNC251
+                await own.step()
+            return own.statistics().pull_count, world.time() - begun_at
 
-    results = simulate(main, ranks=4).results
-    assert all(count >= 15 for count, _ in results[:2]), results
+    async def alone(world: ad.World) -> float:
+        begun_at = world.time()
+        for _ in range(200):
+            time.sleep(0.01)  # noqa: ASYNC251
+            await world.progress()
+        return world.time() - begun_at
+
+    results = simulate(main, ranks=4, network=Network(ranks_per_host=1)).results
+    (alone_s,) = simulate(alone, ranks=1).results
+    assert results[0][0] == pulls
+    assert all(alone_s / seconds >= 0.98 for _, seconds in results[:3])
 
 
 def test_a_diverged_rank_takes_the_mean_of_the_others() -> None:
