@@ -295,15 +295,16 @@ def _split(
 ) -> tuple[list[str], list[str]]:
     """Split a command line into the command's words and the script's words.
 
-    The command's options may stand before and after the script's name. The script's words begin at the first word that
-    is not such an option. After ``--``, the next word is the script's name unless it was given before.
+    The command's options may appear before or after the script's name. The script's words begin at the first word that
+    is neither an option of the command nor the script's name. After ``--``, the next word is the script's name if no
+    name was given before.
 
     Args:
         arguments: Words of the command line.
         valued: Options of the command that take a value.
         flags: Options of the command without a value.
-        names: Number of positional words, the last of which is the script's name. They are first in the result, because
-            argparse accepts an optional positional argument only directly after the previous one.
+        names: Number of positional words. The last one is the script's name. The result begins with the positional
+            words, because argparse accepts an optional positional argument only directly after the previous one.
     """
     own: list[str] = []
     named: list[str] = []

@@ -1,10 +1,11 @@
 """Exchanges each rank's result or exception, so that an error on one rank is raised on all ranks.
 
 All members first exchange a *header* of fixed size, so that no rank waits for data that another rank cannot send. The
-header contains the rank's operation and root, and a small value or the text of an exception. Values of more than 1,000
-bytes follow in a second collective. If operations or roots differ, all members get a DisagreementError.
+header contains the rank's operation and root, and either a small value or the text of an exception. Values of more than
+1,000 bytes follow in a second collective. If operations or roots differ, all members get a DisagreementError.
 
-**Cancellation**: an exchange that has begun ends in the background, because the other members take part in it.
+**Cancellation**: an exchange that has begun completes in the background even if its caller is cancelled, because the
+other members depend on it.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class LocalResult:
-    """Result of a computation on this rank: a value with its bytes (``payload``), an exception, or neither."""
+    """Holds the result of a computation: a value and its encoded form (``payload``), an exception, or neither."""
 
     value: Any = None
     payload: bytes | None = None

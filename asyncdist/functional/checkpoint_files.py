@@ -243,10 +243,10 @@ def find_newest(path: Path) -> tuple[Path, dict[str, Any]]:
         if (folder / _MANIFEST).is_file():
             return folder, _read_manifest(folder)
         logger.warning("%s is unfinished and is ignored", folder)
-    found = f"only {len(folders)} unfinished ones were found" if folders else "none was found"
+    found = f"it contains only {len(folders)} unfinished checkpoints" if folders else "it contains no checkpoint"
     if path.name.startswith(_PREFIX) and path.is_dir():
-        found = "it is an unfinished one"
-    raise FileNotFoundError(f"{path} must have a complete population checkpoint, but {found}")
+        found = "it is an unfinished checkpoint"
+    raise FileNotFoundError(f"{path} must contain a complete population checkpoint, but {found}")
 
 
 def find_last(path: Path, count: int) -> list[tuple[Path, dict[str, Any]]]:
@@ -314,8 +314,8 @@ def _chosen(units: Sequence[Sequence[Mapping[str, Any]]], size: int) -> list[int
         if not any(quality(source)[0] for source in best_first):
             count = len(units[0])
             warnings.warn(
-                f"the checkpoint has no metrics by which to choose ranks, so the first {size * count} of its "
-                f"{len(units) * count} ranks continue",
+                f"the checkpoint has no finite metrics by which the best ranks could be chosen, so only the first "
+                f"{size * count} of its {len(units) * count} ranks are loaded",
                 stacklevel=4,
             )
         return sorted(best_first[:size])

@@ -45,18 +45,18 @@ _EXACT_COUNTS: Final = (2, 4)
 
 
 class WeightedMean:
-    """Computes the weighted mean of tensors that arrive in turn, each in chunks.
+    """Computes the weighted mean of tensors that arrive in sequence, each in chunks.
 
-    Pass the tensors in rank order: call :meth:`begin` for each tensor and then :meth:`add` for each of its chunks.
-    When a chunk of the last tensor has been added, the corresponding part of the accumulator contains the mean. Only
-    one piece is allocated, unless sums overflow.
+    Pass the tensors in rank order. Call :meth:`begin` for each tensor, then :meth:`add` for each of its chunks. When a
+    chunk of the last tensor has been added, that part of the accumulator contains the mean. The computation allocates
+    one temporary piece of a chunk, and more only if sums overflow.
 
     Args:
         count: Number of tensors.
         keeps_equal: Whether the mean of equal values is exactly that value.
 
     Attributes:
-        is_agreed: Whether all tensors have had the same infinity at each non-finite element so far.
+        is_agreed: Whether all tensors so far have the same infinity at each non-finite element.
     """
 
     def __init__(self, count: int, *, keeps_equal: bool = True) -> None:
@@ -201,9 +201,11 @@ def weighted_mean_into(
 
 
 def mean_into(result: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write the unweighted mean of two or more available tensors, with the same bits as :class:`WeightedMean`.
+    """Write the unweighted mean of two or more tensors into ``result``.
 
-    The result is a contiguous 1-D tensor of float32, complex64 or wider, and is not one of the parts.
+    The mean is equal to that of :class:`WeightedMean` to the bit.
+
+    ``result`` must be a contiguous 1-D tensor of dtype float32, complex64 or wider, and must not be one of ``parts``.
     """
     result, parts = _real(result), [_real(part) for part in parts]
     if not len(result):

@@ -52,7 +52,7 @@ def coefficients(scores: Mapping[int, Sequence[float]], options: EvolutionStrate
 
 
 def _centred_ranks(values: Array) -> Array:
-    """Return the ranks of all values, scaled to -0.5 to 0.5; equal values have equal ranks."""
+    """Return the position of each value in sorted order, scaled to -0.5 to 0.5. Equal values have equal positions."""
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
     positions = np.cumsum(counts) - (counts + 1) / 2  # from 0; the mean position of equal values
     ranks: Array = positions[places].reshape(values.shape) / max(1, values.size - 1) - 0.5

@@ -125,7 +125,7 @@ class EvolutionStrategyPolicy(ExchangePolicy):
         return [each for group in self.optimizer.param_groups for each in group["params"] if each.requires_grad]
 
     async def _take_scores(self, fragment: int, tensors: Sequence[Tensor]) -> tuple[float, ...]:
-        """Return the scores of this rank's perturbations: of each pair in turn, the plus and the minus side."""
+        """Return the scores of this rank's perturbations. Each pair has two: the plus side, then the minus side."""
         if self._evaluation is None:
             raise ValueError(
                 f"step() must get a metric at iteration {self.iteration}, got None; pass step(loss=evaluate), or "

@@ -193,7 +193,7 @@ def test_fewer_ranks_go_on_with_the_best_and_more_with_copies(tmp_path: Path) ->
     assert [source for source, _, _ in more] == [0, 1, 2, 3, 2, 3]
     assert [is_copy for _, is_copy, _ in more] == [False] * 4 + [True] * 2
     ad.simulate(save, tmp_path, [None] * 3, ranks=3, strict=True).value()
-    with pytest.warns(UserWarning, match="no metrics .*, so the first 2 of its 3 ranks continue"):
+    with pytest.warns(UserWarning, match="no finite metrics .*, so only the first 2 of its 3 ranks"):
         assert [source for source, _, _ in ad.simulate(load, tmp_path, ranks=2).results] == [0, 1]
 
 
@@ -336,7 +336,7 @@ def test_all_ranks_may_begin_anew_where_there_is_no_checkpoint(ranks: int, tmp_p
         try:
             found = await ad.load_population(tmp_path / "none", model, optimizer)
         except FileNotFoundError as error:
-            assert "must have a complete population checkpoint, but none was found" in str(error)
+            assert "must contain a complete population checkpoint, but it contains no checkpoint" in str(error)
             await ad.save_population(tmp_path / "none", model, optimizer, extra=1)
             return 0
         return int(found.extra)
@@ -394,7 +394,7 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path: Path) -> None:
                 await ad.save_population(tmp_path, *made(), extra=extra)
         with pytest.raises(ValueError, match=naming("keep", 0)):
             await ad.save_population(tmp_path, *made(), keep=0)
-        with pytest.raises(FileNotFoundError, match="but only 2 unfinished ones"):
+        with pytest.raises(FileNotFoundError, match="only 2 unfinished checkpoints"):
             await ad.load_population(tmp_path, *made())
 
     ad.simulate(main, ranks=2, strict=True).value()

@@ -109,12 +109,13 @@ def _delayed(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, *, d
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to train.
+    """Describes a training method to compare.
 
     Attributes:
-        make: Function that makes the policy of a model, for an outer learning rate; None if rank 0 trains alone.
-        lrs: Outer learning rates that are tried. The table has the best one.
-        rate: Steps per second of all ranks together.
+        make: Function that returns a policy for a model, an optimizer and an outer learning rate; None if rank 0 trains
+            alone.
+        lrs: Outer learning rates to try. The table shows the best one.
+        rate: Total steps per second of all ranks.
     """
 
     make: Callable[[nn.Module, torch.optim.Optimizer, float], Policy] | None
@@ -201,7 +202,7 @@ class Learner:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Names one simulated training."""
+    """Identifies one simulated training run."""
 
     method: str
     lr: float

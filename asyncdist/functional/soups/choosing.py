@@ -138,7 +138,11 @@ def given_metric(
 
 
 def as_number(name: str, value: Any) -> float:
-    """Return the result of the function ``name`` as a float. Raise TypeError if it is not one real number."""
+    """Return ``value``, the result of the function called ``name``, as a float.
+
+    Raises:
+        TypeError: The value is not a single real number.
+    """
     found = value.detach() if isinstance(value, torch.Tensor) else value
     if isinstance(found, (torch.Tensor, np.ndarray, np.generic)) and math.prod(found.shape) == 1:
         found = found.item()

@@ -67,10 +67,12 @@ def check_loader(loader: Any) -> None:
 
 
 def recompute_statistics(model: nn.Module, loader: Iterable[Any] | None) -> None:
-    """Recompute the model's BatchNorm statistics from the batches of a loader, if there are any such layers.
+    """Recompute the statistics of the model's BatchNorm layers from the batches of a loader.
+
+    Do nothing without a loader or without BatchNorm layers.
 
     Raises:
-        ValueError: The loader has no batches, which would leave the statistics at 0 and 1.
+        ValueError: The loader yields no batches, so that the means would stay 0 and the variances 1.
     """
     if loader is None or not has_statistics(model):
         return
