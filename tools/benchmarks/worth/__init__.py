@@ -1,0 +1,1 @@
+"""What averaging is worth: tasks, settings and methods of the benchmark ``value``."""
