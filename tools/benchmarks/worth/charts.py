@@ -1,4 +1,182 @@
+"""Draws the three charts of the benchmark ``value``."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Final
+
 from harness import Results
+from worth.methods import METHODS
+from worth.tables import best_shares, median, times
+from worth.tasks import TASKS
+
+#: Colours that also people with a colour vision deficiency tell apart (Okabe and Ito).
+BLUE: Final = "#0072B2"
+ORANGE: Final = "#D55E00"
+GREEN: Final = "#009E73"
+BLACK: Final = "#000000"
+GREY: Final = "#767676"
+
+
 def draw(results: Results, path: Path) -> None:
-    path.write_bytes(b"")
+    """Write the chart of times to the path, and the others beside it, in the format that the path's ending names."""
+    import matplotlib  # an extra, and only for this
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    for suffix, chart in (("", _draw_times), ("_bytes", _draw_bytes), ("_failures", _draw_failures)):
+        figure = chart(results, plt)
+        figure.savefig(path.with_stem(path.stem + suffix))
+        plt.close(figure)
+
+
+def colour_of(method: str) -> str:
+    """Return the colour of a method: whether its ranks wait, do not wait, or train alone."""
+    if METHODS[method].is_single or method == "none":
+        return BLACK
+    if METHODS[method].waits:
+        return ORANGE
+    return BLUE if METHODS[method].deploys == "anchor" else GREEN
+
+
+# -- the time to a fixed quality --------------------------------------------------------------------------------------
+
+
+def _draw_times(results: Results, plt: Any) -> Any:
+    """Draw the time to a fixed quality against the slowdown of one rank."""
+    found = times(results)
+    figure, axes = plt.subplots(figsize=(9, 5.2), dpi=150)
+    slowdowns = sorted({slowdown for by_slowdown in found.values() for slowdown in by_slowdown})
+    ends: dict[str, float] = {}
+    marks = iter("os^Dv<>phX*P" * 3)
+    for method, by_slowdown in found.items():
+        points = [(slowdown, each) for slowdown, each in sorted(by_slowdown.items()) if math.isfinite(each)]
+        style = {"color": colour_of(method), "linestyle": ":" if METHODS[method].is_single else "-"}
+        if METHODS[method].waits:
+            style["linestyle"] = "--"
+        axes.plot(*zip(*points, strict=True), marker=next(marks), markersize=5, **style) if points else None
+        if points:
+            ends[method] = points[-1][1]
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(slowdowns, [f"{slowdown:g}x" for slowdown in slowdowns])
+    axes.minorticks_off()
+    ticks = [t for t in (50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000) if t <= 1.5 * max(ends.values())]
+    axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_xlim(0.9, 100 * 4.5)
+    _label(axes, ends, 112.0)
+    axes.set_xlabel("slowdown of one of four ranks")
+    target = TASKS["gaussians"].target
+    axes.set_title(f"virtual seconds until the test loss is {target:g} (median of five seeds)", loc="left", fontsize=11)
+    _tidy(axes, "both")
+    axes.text(1, ticks[-1], "dashed: ranks wait for the slow one", color=ORANGE, fontsize=9, va="top")
+    figure.tight_layout()
+    return figure
+
+
+def _label(axes: Any, ends: Mapping[str, float], at: float) -> None:
+    """Write each line's name beside its end, moved so that names do not overlap."""
+    low, high = (math.log(limit) for limit in axes.get_ylim())
+    gap = (high - low) / 25
+    placed: list[float] = []
+    for method, end in sorted(ends.items(), key=lambda item: item[1]):
+        height = max(math.log(end), placed[-1] + gap if placed else -math.inf)
+        placed.append(height)
+        axes.text(at, math.exp(height), method, color=colour_of(method), fontsize=9, va="center")
+
+
+# -- the quality against the bytes ------------------------------------------------------------------------------------
+
+
+def _draw_bytes(results: Results, plt: Any) -> Any:
+    """Draw the quality at the end against the bytes that a rank sends."""
+    panels = [name for name in ("gaussians, equal", "gaussians, links") if name in results]
+    titles = {"gaussians, equal": "fast links", "gaussians, links": "50 Mbit/s, as if for 30 million parameters"}
+    figure, all_axes = plt.subplots(1, len(panels), figsize=(6.2 * len(panels), 5.4), dpi=150, squeeze=False)
+    for axes, name in zip(all_axes[0], panels, strict=True):
+        points: dict[str, tuple[float, float]] = {}
+        for method, found in results[name].items():
+            values = [run["curve"][-1] for run in found["runs"]]
+            sent, quality = median(found, "models_sent"), statistics.median(values)
+            if sent < 0.01:
+                axes.axhline(quality, color=GREY, linewidth=0.8, linestyle=":")
+                axes.text(1.0, quality, method, transform=axes.get_yaxis_transform(), color=GREY, fontsize=8)
+                continue
+            points[method] = sent, quality
+            axes.plot([sent, sent], [min(values), max(values)], color=colour_of(method), linewidth=0.8, alpha=0.5)
+            axes.plot(sent, quality, "o", color=colour_of(method), markersize=5)
+        axes.set_xscale("log")
+        axes.set_title(titles[name], loc="left", fontsize=11)
+        axes.set_xlabel("models sent by a rank (bytes sent / bytes of the model)")
+        _tidy(axes, "both")
+        axes.set_ylim(0.9 * min(y for _, y in points.values()), min(1.45, 1.1 * max(y for _, y in points.values())))
+        _name_points(axes, points)
+    all_axes[0][0].set_ylabel("test loss at the end (median and range of five seeds)")
+    figure.tight_layout()
+    return figure
+
+
+def _name_points(axes: Any, points: Mapping[str, tuple[float, float]]) -> None:
+    """Write each point's name on the side with the most room."""
+    figure = axes.figure
+    figure.canvas.draw()
+    taken: list[Any] = []
+    dots = [axes.transData.transform(point) for point in points.values()]
+    for method, point in sorted(points.items(), key=lambda item: item[1][1]):
+        best: tuple[float, Any] | None = None
+        for shift, side in (((6, 0), "left"), ((-6, 0), "right"), ((5, 9), "left"), ((5, -9), "left"),
+                            ((-5, 9), "right"), ((-5, -9), "right"), ((0, 16), "center"), ((0, -16), "center")):  # fmt: skip
+            text = axes.annotate(
+                method, point, xytext=shift, textcoords="offset points", ha=side, va="center",
+                fontsize=7.5, color=colour_of(method),
+            )  # fmt: skip
+            box = text.get_window_extent()
+            crossed = sum(box.overlaps(other) for other in taken) * 3.0
+            crossed += sum(box.contains(*dot) for dot in dots)
+            inside = axes.get_window_extent()
+            crossed += 5.0 * (box.x0 < inside.x0 or box.y0 < inside.y0 or box.y1 > inside.y1)
+            if best is None or crossed < best[0]:
+                if best is not None:
+                    best[1].remove()
+                best = crossed, text
+            else:
+                text.remove()
+        assert best is not None
+        taken.append(best[1].get_window_extent())
+
+
+# -- the share of good runs under failures ----------------------------------------------------------------------------
+
+
+def _draw_failures(results: Results, plt: Any) -> Any:
+    """Draw the share of the seeds under failures that end within 5 % of the seed's best method."""
+    shares = best_shares(results)
+    names = sorted(shares, key=lambda name: (shares[name][0], -shares[name][1]))
+    figure, axes = plt.subplots(figsize=(8, 0.9 + 0.34 * len(names)), dpi=150)
+    for height, method in enumerate(names):
+        share, quality, count = shares[method]
+        axes.barh(height, share, color=colour_of(method), height=0.62)
+        label = f"{round(share * count)} of {count}; median loss {quality:.2f}"
+        axes.text(share + 0.01, height, label, va="center", fontsize=8.5, color="#333333")
+    axes.set_yticks(range(len(names)), names, fontsize=9)
+    for label in axes.get_yticklabels():
+        label.set_color(colour_of(label.get_text()))
+    axes.set_xlim(0, 1.32)
+    axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
+    axes.set_title("runs under failures that end within 5 % of the best method", loc="left", fontsize=11)
+    _tidy(axes, "x")
+    figure.tight_layout()
+    return figure
+
+
+def _tidy(axes: Any, grid: str) -> None:
+    axes.grid(True, axis=grid, color="#dddddd", linewidth=0.5)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
