@@ -33,7 +33,7 @@ RANKS: Final = ()
 def measure(parts: Sequence[Part], runs_path: Path | None = None) -> Results:
     """Return, by part and method, the chosen value and the figures of each seed's run."""
     known = _known(runs_path)
-    tuning = [run for part in parts for runs in part.tuning().values() for run in runs]
+    tuning = [run for part in parts for runs in part.tuning().values() for run in runs if len(runs) > 1]
     _simulate(tuning, known, runs_path, "tuning")
     chosen = {part.name: {method: _best(runs, known) for method, runs in part.tuning().items()} for part in parts}
     _simulate([run for part in parts for run in _runs(part, chosen)], known, runs_path, "simulating")
@@ -51,8 +51,8 @@ def _runs(part: Part, chosen: dict[str, dict[str, float]]) -> list[Run]:
 
 
 def _best(runs: list[Run], known: dict[str, Results]) -> float:
-    """Return the value with the least held-out loss."""
-    return min(runs, key=lambda run: float(known[str(run)]["held_out"])).value
+    """Return the value with the least held-out loss; a value alone is not tried."""
+    return runs[0].value if len(runs) == 1 else min(runs, key=lambda run: float(known[str(run)]["held_out"])).value
 
 
 def _simulate(wanted: Sequence[Run], known: dict[str, Results], runs_path: Path | None, what: str) -> None:

@@ -65,7 +65,7 @@ def _draw_times(results: Results, plt: Any) -> Any:
     axes.set_yscale("log")
     axes.set_xticks(slowdowns, [f"{slowdown:g}x" for slowdown in slowdowns])
     axes.minorticks_off()
-    ticks = [t for t in (50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000) if t <= 1.5 * max(ends.values())]
+    ticks = [t for t in (50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000) if t <= 1.5 * max(ends.values(), default=100.0)]
     axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.set_xlim(0.9, 100 * 4.5)
     _label(axes, ends, 112.0)

@@ -24,7 +24,7 @@ class Gaussians:
     PER_CLASS: Final = CLUSTERS // CLASSES
     DIMENSIONS: Final = 128
     DEVIATION: Final = 0.25
-    LR: Final = 8e-3
+    LR: Final = 1.6e-2
     BATCH_COUNT: Final = 32
 
     def __init__(self, seed: int) -> None:

@@ -117,6 +117,10 @@ def _sparta(learner: Learner, every: int, value: float) -> Policy:
     return SparseAveragingPolicy(learner.model, learner.optimizer, fraction=value)
 
 
+def _wash(learner: Learner, every: int, value: float) -> Policy:
+    return SparseAveragingPolicy(learner.model, learner.optimizer, fraction=value, operation="shuffle")
+
+
 def _papa(learner: Learner, every: int, value: float) -> Policy:
     return PopulationAveragingPolicy(learner.model, learner.optimizer, average_every=10, pull=value)
 
@@ -165,6 +169,7 @@ METHODS: Final[dict[str, Method]] = {
     "Decoupled, grace": Method("anchor", "outer lr", (0.14, 0.28, 0.56), functools.partial(_decoupled, grace_steps=5.0)),
     "selective DiLoCo": Method("anchor", *_GAMMA, _selective_diloco, waits=True),
     "SPARTA": Method("mean", "fraction", (0.005, 0.02, 0.08), _sparta, waits=True),
+    "WASH": Method("mean", "fraction", (0.001, 0.005, 0.02), _wash, waits=True),
     "PAPA": Method("mean", "pull", (0.01, 0.1, 0.5), _papa, waits=True),
     "selective, mean": Method("best", *_RATIO, functools.partial(_selective, strategy="mean")),
     "selective, weighted_mean": Method("best", *_RATIO, functools.partial(_selective, strategy="weighted_mean")),

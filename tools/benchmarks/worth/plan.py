@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from worth.methods import METHODS
@@ -12,23 +12,9 @@ from worth.settings import SLOWDOWNS, slowdown
 
 #: Seed with which options are chosen; it is not among the reported ones.
 TUNING_SEED: Final = 1000
-#: Methods that are tried in the settings that matter less.
-CORE: Final = (
-    "none",
-    "one rank alone",
-    "gradients, every step",
-    "LocalSGD",
-    "DiLoCo",
-    "DiLoCo, quorum 3",
-    "async DiLoCo",
-    "Decoupled, grace",
-    "selective DiLoCo",
-    "PAPA",
-    "selective, mean",
-    "selective, best_only",
-    "selective, local loss",
-    "one-sided",
-)
+#: Number of marks in the chart of times.
+MARKS: Final = 32
+SHARDS: Final = ("dirichlet 0.5", "dirichlet 0.1", "one class")
 #: Methods of the chart of times.
 TIMED: Final = (
     "one rank alone",
@@ -44,28 +30,28 @@ TIMED: Final = (
 #: Methods of the chart of failures.
 FAILING: Final = (
     "none",
-    "one rank alone",
     "gradients, every step",
     "LocalSGD",
     "DiLoCo",
     "DiLoCo, quorum 3",
-    "async DiLoCo",
     "Decoupled, grace",
-    "selective DiLoCo",
     "PAPA",
     "selective, mean",
-    "selective, best_only",
 )
-#: Methods of the tasks whose steps are costly.
-COSTLY: Final = (
+#: Methods that are tried in further settings.
+CORE: Final = (
     "none",
     "gradients, every step",
     "LocalSGD",
     "DiLoCo",
-    "async DiLoCo",
+    "Decoupled, grace",
+    "selective DiLoCo",
+    "PAPA",
     "selective, mean",
-    "selective, best_only",
+    "selective, local loss",
 )
+#: Methods of the tasks whose steps are costly.
+COSTLY: Final = ("none", "gradients, every step", "LocalSGD", "DiLoCo", "Decoupled, grace", "selective, mean")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +63,8 @@ class Part:
         tuned_in: Setting in which the options are chosen.
         marks: Number of moments at which models are rated.
         patience: Factor of the training time of methods that wait for a slow rank.
+        length: Factor of the training time of all methods.
+        tuning_count: Number of values that are tried for each option: 3, or 1 for the middle one.
     """
 
     name: str
@@ -87,44 +75,54 @@ class Part:
     seeds: int
     marks: int = 1
     patience: float = 1.0
+    length: float = 1.0
+    tuning_count: int = 3
 
     def runs(self, method: str, value: float) -> list[Run]:
         """Return the runs of a method, one for each seed."""
-        longer = self.patience if METHODS[method].waits else 1.0
+        longer = self.length * (self.patience if METHODS[method].waits else 1.0)
         return [Run(self.task, self.setting, method, value, seed, self.marks, longer) for seed in range(self.seeds)]
 
     def tuning(self) -> Mapping[str, list[Run]]:
         """Return the runs that choose each method's option, one for each value."""
-        return {
-            method: [Run(self.task, self.tuned_in, method, value, TUNING_SEED) for value in METHODS[method].values]
-            for method in self.methods
-        }
+        return {method: [self._tuning_run(method, value) for value in self._tried(method)] for method in self.methods}
+
+    def _tried(self, method: str) -> tuple[float, ...]:
+        values = METHODS[method].values
+        return values if self.tuning_count == len(values) else values[1:2]
+
+    def _tuning_run(self, method: str, value: float) -> Run:
+        return Run(self.task, self.tuned_in, method, value, TUNING_SEED, longer=self.length)
 
 
 def _table(task: str, setting: str, tuned_in: str, methods: tuple[str, ...], seeds: int = 5) -> Part:
-    return Part(f"{task}, {setting}", task, setting, tuned_in, methods, seeds)
+    marks = MARKS if setting in ("equal", *map(slowdown, SLOWDOWNS)) and task == "gaussians" else 1  # as for the chart
+    return Part(f"{task}, {setting}", task, setting, tuned_in, methods, seeds, marks)
 
 
-#: Parts of the tables, of the chart of times, and of the chart of failures.
+#: Parts of the tables, of the chart of times, and of the chart of failures. Options are chosen with equal ranks, before
+#: anything goes wrong, and with slow links.
 FULL: Final = (
     *(
-        Part(f"times, {factor}", "gaussians", slowdown(factor), "equal", TIMED, 5, marks=40, patience=float(factor))
+        Part(f"times, {factor}", "gaussians", slowdown(factor), "equal", TIMED, 5, marks=MARKS, patience=float(factor))
         for factor in SLOWDOWNS
     ),
-    *(_table("gaussians", name, name, tuple(METHODS)) for name in ("equal", "slow 10", "lost", "diverges", "links")),
-    *(_table("gaussians", name, "slow 10", CORE) for name in ("speeds", "slow 100")),
-    _table("gaussians", "rate 100", "diverges", CORE),
-    *(_table("gaussians", name, "equal", CORE) for name in ("dirichlet 0.5", "dirichlet 0.1", "one class")),
-    _table("gaussians", "failures", "lost", FAILING, 30),
-    *(_table("language", name, "equal", COSTLY) for name in ("equal", "slow 10")),
+    *(_table("gaussians", name, "equal", tuple(METHODS)) for name in ("equal", "slow 10", "lost", "diverges")),
+    _table("gaussians", "links", "links", tuple(METHODS)),
+    _table("gaussians", "failures", "equal", FAILING, 30),
+    *(_table("gaussians", name, "equal", CORE) for name in SHARDS),
+    *(_table("gaussians", name, "equal", CORE) for name in ("speeds", "slow 100", "rate 100")),
     *(_table("grid", name, "equal", COSTLY) for name in ("equal", "slow 10", "diverges")),
+    *(_table("language", name, "equal", COSTLY) for name in ("equal", "slow 10")),
 )
 #: A few methods, whose orders hold on each seed.
-QUICK: Final = (
-    Part("times, 1", "gaussians", "equal", "equal", ("LocalSGD", "async DiLoCo"), 2, marks=8),
-    Part("times, 10", "gaussians", "slow 10", "equal", ("LocalSGD", "async DiLoCo"), 2, marks=8),
-    _table("gaussians", "equal", "equal", ("gradients, every step", "LocalSGD", "SPARTA", "none"), 2),
-    _table("gaussians", "slow 10", "equal", ("LocalSGD", "async DiLoCo", "none"), 2),
-    _table("gaussians", "diverges", "equal", ("none", "selective, mean"), 2),
-    _table("gaussians", "failures", "equal", ("LocalSGD",), 2),
+QUICK: Final = tuple(
+    replace(part, tuning_count=1, length=0.5)
+    for part in (
+        Part("times, 1", "gaussians", "equal", "equal", ("LocalSGD", "async DiLoCo"), 2, marks=4),
+        Part("times, 10", "gaussians", "slow 10", "equal", ("LocalSGD", "async DiLoCo", "selective, mean"), 2, marks=4),
+        Part("gaussians, equal", "gaussians", "equal", "equal", ("gradients, every step", "LocalSGD", "WASH"), 2, marks=4),
+        Part("gaussians, diverges", "gaussians", "diverges", "equal", ("none", "selective, mean"), 2),
+        Part("gaussians, failures", "gaussians", "failures", "equal", ("DiLoCo", "selective, mean"), 1),
+    )
 )
