@@ -69,7 +69,8 @@ class Gaussians:
         generator = torch.Generator().manual_seed(1000 * (self._seed + 1) + rank)
         return ModelLearner(
             model,
-            self.LR * lr_factor,
+            self.LR,
+            lr_factor,
             lambda: _loss(model, self.draw(self.BATCH_COUNT, generator, shares)),
             lambda: _loss(model, self._held_out),
         )

@@ -34,6 +34,7 @@ class GridLearner:
         torch.manual_seed(seed)
         self._env = _env()
         self.model, self.optimizer = build_model(self._env)
+        self.usual_rate = float(self.optimizer.param_groups[-1]["lr"])
         for group in self.optimizer.param_groups:
             group["lr"] *= lr_factor
         torch.manual_seed(1000 * (seed + 1) + rank)

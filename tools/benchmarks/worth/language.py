@@ -100,7 +100,8 @@ def learner(seed: int, rank: int, shards: str, lr_factor: float) -> Learner:
     generator = torch.Generator().manual_seed(1000 * (seed + 1) + rank)
     return ModelLearner(
         model,
-        LR * lr_factor,
+        LR,
+        lr_factor,
         lambda: _bits(model, _windows(text, BATCH_COUNT, generator)),
         lambda: _bits(model, _fixed(seed, 1, 32)),
     )

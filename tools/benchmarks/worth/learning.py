@@ -30,6 +30,10 @@ class Learner(Protocol):
     def optimizer(self) -> torch.optim.Optimizer:
         """The model's optimizer."""
 
+    @property
+    def usual_rate(self) -> float:
+        """The learning rate of a rank whose rate no setting changes."""
+
     def gradients(self) -> None:
         """Compute the gradients of one step, from the rank's own data."""
 
@@ -63,9 +67,11 @@ def finite(loss: float) -> float:
 class ModelLearner:
     """Trains a model on batches that a function draws."""
 
-    def __init__(self, model: nn.Module, lr: float, batch: Callable[[], Tensor], held_out: Callable[[], Tensor]) -> None:
-        self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, fused=True)
+    def __init__(
+        self, model: nn.Module, lr: float, lr_factor: float, batch: Callable[[], Tensor], held_out: Callable[[], Tensor]
+    ) -> None:
+        self.model, self.usual_rate = model, lr
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr * lr_factor, weight_decay=0.01, fused=True)
         self._batch, self._held_out = batch, held_out
         self._own_loss = math.nan
 

@@ -14,13 +14,16 @@ from typing import Any, Final, Literal
 
 import torch
 
+import asyncdist as ad
 from protocols import (
     AsyncDiLoCoPolicy,
     AsyncSelectiveAveragingPolicy,
     DelayedNesterov,
     DiLoCoPolicy,
+    GossipPolicy,
     OneSidedSelectiveAveragingPolicy,
     PopulationAveragingPolicy,
+    PopulationTrainingPolicy,
     SelectiveDiLoCoPolicy,
     SparseAveragingPolicy,
 )
@@ -121,8 +124,38 @@ def _wash(learner: Learner, every: int, value: float) -> Policy:
     return SparseAveragingPolicy(learner.model, learner.optimizer, fraction=value, operation="shuffle")
 
 
-def _papa(learner: Learner, every: int, value: float) -> Policy:
-    return PopulationAveragingPolicy(learner.model, learner.optimizer, average_every=10, pull=value)
+def _papa(learner: Learner, every: int, value: float, **options: Any) -> Policy:
+    return PopulationAveragingPolicy(learner.model, learner.optimizer, average_every=10, pull=value, **options)
+
+
+def _gossip(learner: Learner, every: int, value: float) -> Policy:
+    return GossipPolicy(learner.model, learner.optimizer, average_every=round(every * value))
+
+
+def _noloco(learner: Learner, every: int, value: float) -> Policy:
+    return GossipPolicy(
+        learner.model,
+        learner.optimizer,
+        average_every=every,
+        topology="random",
+        outer_lr=value,
+        outer_momentum=0.5,
+    )
+
+
+def _pbt(learner: Learner, every: int, value: float) -> Policy:
+    """Begin with the learning rates that are tried for other methods, one on each rank."""
+    rate, usual = learner.optimizer.param_groups[-1]["lr"], learner.usual_rate
+    first = rate * (*RATES, 1.0)[ad.current_world().rank]
+    return PopulationTrainingPolicy(
+        learner.model,
+        learner.optimizer,
+        average_every=round(every * value),
+        hyperparameters={"lr": (usual / 10, usual * 200)},
+        initial={"lr": first},
+        metric=learner.held_out_loss,
+        metric_mode="min",
+    )
 
 
 def _selective(learner: Learner, every: int, value: float, *, strategy: Any, is_local: bool = False) -> Policy:
@@ -171,6 +204,10 @@ METHODS: Final[dict[str, Method]] = {
     "SPARTA": Method("mean", "fraction", (0.005, 0.02, 0.08), _sparta, waits=True),
     "WASH": Method("mean", "fraction", (0.001, 0.005, 0.02), _wash, waits=True),
     "PAPA": Method("mean", "pull", (0.01, 0.1, 0.5), _papa, waits=True),
+    "EASGD": Method("anchor", "pull", (0.05, 0.1, 0.225), functools.partial(_papa, center=True), waits=True),
+    "gossip": Method("mean", "average_every factor", (0.25, 0.5, 1.0), _gossip, waits=True),
+    "NoLoCo": Method("mean", *_GAMMA, _noloco, waits=True),
+    "PBT": Method("best", "average_every factor", (0.5, 1.0, 2.0), _pbt),
     "selective, mean": Method("best", *_RATIO, functools.partial(_selective, strategy="mean")),
     "selective, weighted_mean": Method("best", *_RATIO, functools.partial(_selective, strategy="weighted_mean")),
     "selective, best_only": Method("best", *_RATIO, functools.partial(_selective, strategy="best_only")),

@@ -14,7 +14,6 @@ from worth.settings import SLOWDOWNS, slowdown
 TUNING_SEED: Final = 1000
 #: Number of marks in the chart of times.
 MARKS: Final = 32
-SHARDS: Final = ("dirichlet 0.5", "dirichlet 0.1", "one class")
 #: Methods of the chart of times.
 TIMED: Final = (
     "one rank alone",
@@ -24,22 +23,31 @@ TIMED: Final = (
     "DiLoCo, quorum 3",
     "async DiLoCo",
     "Decoupled, grace",
-    "PAPA",
     "selective, mean",
 )
 #: Methods of the chart of failures.
-FAILING: Final = (
+FAILING: Final = ("none", "gradients, every step", "LocalSGD", "DiLoCo", "Decoupled, grace", "selective, mean")
+#: Methods that are tried in all settings.
+CORE: Final = (
     "none",
     "gradients, every step",
     "LocalSGD",
     "DiLoCo",
+    "Streaming DiLoCo",
     "DiLoCo, quorum 3",
+    "async DiLoCo",
+    "Decoupled",
     "Decoupled, grace",
+    "selective DiLoCo",
     "PAPA",
+    "NoLoCo",
+    "PBT",
     "selective, mean",
+    "selective, best_only",
+    "one-sided",
 )
-#: Methods that are tried in further settings.
-CORE: Final = (
+#: Methods for data that differ among the ranks.
+SHARDED: Final = (
     "none",
     "gradients, every step",
     "LocalSGD",
@@ -107,13 +115,17 @@ FULL: Final = (
         Part(f"times, {factor}", "gaussians", slowdown(factor), "equal", TIMED, 5, marks=MARKS, patience=float(factor))
         for factor in SLOWDOWNS
     ),
-    *(_table("gaussians", name, "equal", tuple(METHODS)) for name in ("equal", "slow 10", "lost", "diverges")),
-    _table("gaussians", "links", "links", tuple(METHODS)),
+    *(_table("gaussians", name, "equal", tuple(METHODS)) for name in ("equal", "slow 10")),
+    *(_table("gaussians", name, "equal", CORE) for name in ("diverges", "lost")),
+    _table("gaussians", "links", "links", CORE),
     _table("gaussians", "failures", "equal", FAILING, 30),
-    *(_table("gaussians", name, "equal", CORE) for name in SHARDS),
-    *(_table("gaussians", name, "equal", CORE) for name in ("speeds", "slow 100", "rate 100")),
-    *(_table("grid", name, "equal", COSTLY) for name in ("equal", "slow 10", "diverges")),
+    *(_table("gaussians", name, "equal", SHARDED) for name in ("one class", "dirichlet 0.1")),
+    _table("gaussians", "speeds", "equal", TIMED),
+    *(_table("grid", name, "equal", COSTLY) for name in ("equal", "slow 10")),
     *(_table("language", name, "equal", COSTLY) for name in ("equal", "slow 10")),
+    _table("gaussians", "slow 100", "equal", TIMED),
+    *(_table("gaussians", name, "equal", SHARDED) for name in ("dirichlet 0.5", "rate 100")),
+    _table("grid", "diverges", "equal", COSTLY),
 )
 #: A few methods, whose orders hold on each seed.
 QUICK: Final = tuple(
