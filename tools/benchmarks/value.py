@@ -1,9 +1,9 @@
 """Measures what averaging is worth: the quality of the models that each policy gives after equal virtual time.
 
 Four ranks train small tasks (:mod:`worth.tasks`), simulated. The training is real torch; the virtual time of a step
-follows from a stated model (:mod:`worth.settings`). So the figures do not depend on the machine's speed, and equal seeds
-give equal figures. Each method (:mod:`worth.methods`) has one tuned option with three values. The value with the best
-held-out loss on a seed of its own is chosen, and other seeds are reported (:mod:`worth.plan`).
+follows from a stated model (:mod:`worth.settings`). The figures therefore do not depend on the machine's speed, and
+equal seeds give equal figures. Each method (:mod:`worth.methods`) has one tuned option with three values. The value
+with the best held-out loss on a seed of its own is chosen, and other seeds are reported (:mod:`worth.plan`).
 
 ``--runs PATH`` of this script keeps each run's results in a file, and takes them from there in the next call.
 """

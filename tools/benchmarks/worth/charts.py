@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from harness import Results
+
 from worth.methods import METHODS
 from worth.tables import best_shares, median, times
 from worth.tasks import TASKS
@@ -65,10 +66,17 @@ def _draw_times(results: Results, plt: Any) -> Any:
     axes.set_yscale("log")
     axes.set_xticks(slowdowns, [f"{slowdown:g}x" for slowdown in slowdowns])
     axes.minorticks_off()
-    ticks = [t for t in (50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000) if t <= 1.5 * max(ends.values(), default=100.0)]
+    ticks = [
+        t for t in (50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000) if t <= 1.5 * max(ends.values(), default=100.0)
+    ]
     axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.set_xlim(0.9, 100 * 4.5)
     _label(axes, ends, 112.0)
+    missing = [method for method in found if method not in ends]
+    if missing:
+        axes.text(
+            1, 1, f"not reached: {', '.join(missing)}", transform=axes.transAxes, ha="right", va="top", fontsize=9
+        )
     axes.set_xlabel("slowdown of one of four ranks")
     target = TASKS["gaussians"].target
     axes.set_title(f"virtual seconds until the test loss is {target:g} (median of five seeds)", loc="left", fontsize=11)
@@ -120,6 +128,21 @@ def _draw_bytes(results: Results, plt: Any) -> Any:
     return figure
 
 
+#: Places of a name beside its point: distance in points, and the side of the name that is there.
+_PLACES: Final = (
+    ((6, 0), "left"),
+    ((-6, 0), "right"),
+    ((5, 9), "left"),
+    ((5, -9), "left"),
+    ((-5, 9), "right"),
+    ((-5, -9), "right"),
+    ((0, 16), "center"),
+    ((0, -16), "center"),
+    ((14, 18), "left"),
+    ((14, -18), "left"),
+)
+
+
 def _name_points(axes: Any, points: Mapping[str, tuple[float, float]]) -> None:
     """Write each point's name on the side with the most room."""
     figure = axes.figure
@@ -128,8 +151,7 @@ def _name_points(axes: Any, points: Mapping[str, tuple[float, float]]) -> None:
     dots = [axes.transData.transform(point) for point in points.values()]
     for method, point in sorted(points.items(), key=lambda item: item[1][1]):
         best: tuple[float, Any] | None = None
-        for shift, side in (((6, 0), "left"), ((-6, 0), "right"), ((5, 9), "left"), ((5, -9), "left"),
-                            ((-5, 9), "right"), ((-5, -9), "right"), ((0, 16), "center"), ((0, -16), "center")):  # fmt: skip
+        for shift, side in _PLACES:
             text = axes.annotate(
                 method, point, xytext=shift, textcoords="offset points", ha=side, va="center",
                 fontsize=7.5, color=colour_of(method),
@@ -178,5 +200,3 @@ def _tidy(axes: Any, grid: str) -> None:
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-
-

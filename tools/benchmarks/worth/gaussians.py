@@ -1,7 +1,8 @@
 """A classifier of the Gaussians of asynchronous DiLoCo's notebook (Liu et al., 2401.09135).
 
-The centres are as in the notebook. Here there are 128 dimensions instead of 512, a deviation of 0.25 instead of 0.5, and
-256 hidden units instead of 65,000. Each rank draws its own examples without end, so that it cannot learn them by heart.
+The centres are as in the notebook. Here there are 128 dimensions instead of 512, a deviation of 0.25 instead of 0.5,
+and 256 hidden units instead of 65,000. Each rank draws its own examples without end, so that it cannot learn them by
+heart.
 """
 
 from __future__ import annotations

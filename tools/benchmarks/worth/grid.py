@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import vector_to_parameters
 
 from worth.learning import Judge, Learner, finite

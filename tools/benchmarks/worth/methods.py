@@ -27,8 +27,8 @@ from protocols import (
     SelectiveDiLoCoPolicy,
     SparseAveragingPolicy,
 )
-from worth.settings import RANK_COUNT
 from worth.learning import Learner
+from worth.settings import RANK_COUNT
 
 Policy = AbstractAsyncContextManager[Any]
 #: The model that a user takes: the anchor, the ranks' mean, or the rank that is best by held-out data.
@@ -199,7 +199,9 @@ METHODS: Final[dict[str, Method]] = {
     "DiLoCo, quorum 3": Method("anchor", *_ASYNC_GAMMA, functools.partial(_diloco, quorum=3, late="skip")),
     "async DiLoCo": Method("anchor", *_ASYNC_GAMMA, _delayed_nesterov),
     "Decoupled": Method("anchor", "outer lr", (0.0175, 0.035, 0.07), _decoupled),
-    "Decoupled, grace": Method("anchor", "outer lr", (0.14, 0.28, 0.56), functools.partial(_decoupled, grace_steps=5.0)),
+    "Decoupled, grace": Method(
+        "anchor", "outer lr", (0.14, 0.28, 0.56), functools.partial(_decoupled, grace_steps=5.0)
+    ),
     "selective DiLoCo": Method("anchor", *_GAMMA, _selective_diloco, waits=True),
     "SPARTA": Method("mean", "fraction", (0.005, 0.02, 0.08), _sparta, waits=True),
     "WASH": Method("mean", "fraction", (0.001, 0.005, 0.02), _wash, waits=True),

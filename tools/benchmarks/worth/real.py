@@ -16,12 +16,12 @@ from typing import Final
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+
+import asyncdist as ad
 from worth.learning import weights_of
 from worth.methods import METHODS
 from worth.settings import RANK_COUNT
 from worth.tasks import TASKS
-
-import asyncdist as ad
 
 STEP_COUNT: Final = 160
 METHOD: Final = "DiLoCo"

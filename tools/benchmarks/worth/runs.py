@@ -19,9 +19,9 @@ from torch import Tensor
 
 import asyncdist as ad
 from asyncdist.simulation import Fault, Restart
+from worth.learning import Judge, Learner, weights_of
 from worth.methods import METHODS
 from worth.settings import RANK_COUNT, SETTINGS, START_S, STEP_S
-from worth.learning import Judge, Learner, weights_of
 from worth.tasks import TASKS
 
 
@@ -88,9 +88,7 @@ async def _train(world: ad.World, run: Run, kept: list[Kept]) -> None:
             raise  # otherwise other ranks have ended before this one, or before it was admitted
 
 
-async def _steps(
-    world: ad.World, run: Run, learner: Learner, policy: Any, marks_s: list[float], own: Kept
-) -> None:
+async def _steps(world: ad.World, run: Run, learner: Learner, policy: Any, marks_s: list[float], own: Kept) -> None:
     """Make steps until the time is over, and keep the weights of each mark."""
     method = METHODS[run.method]
     began_s, mark = world.time(), 0

@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this is the program
 
 from harness import Results, Row
+
 from worth.tasks import TASKS
 
 
@@ -88,7 +89,11 @@ def page(results: Results) -> str:
         if not parts:
             continue
         names = list(dict.fromkeys(method for part in parts for method in results[part]))
-        lines += [f"### {task}", "", "| method | " + " | ".join(part.removeprefix(f"{task}, ") for part in parts) + " |"]
+        lines += [
+            f"### {task}",
+            "",
+            "| method | " + " | ".join(part.removeprefix(f"{task}, ") for part in parts) + " |",
+        ]
         lines += ["|---" * (len(parts) + 1) + "|"]
         for name in names:
             cells = [_cell(results[part].get(name)) for part in parts]

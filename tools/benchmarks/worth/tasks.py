@@ -38,7 +38,7 @@ TASKS: Final = {
     "gaussians": Task(
         "classifier of 32 Gaussians",
         "test loss",
-        0.65,
+        0.5,
         160.0,
         16,
         lambda seed, rank, shards, factor: gaussians(seed).learner(rank, shards, factor),
