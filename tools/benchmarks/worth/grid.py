@@ -48,7 +48,7 @@ class GridLearner:
         trajectories = self.model.sample_trajectories(self._env, n=BATCH_SIZE, save_estimator_outputs=True)
         loss = self.model.loss(self._env, trajectories, recalculate_all_logprobs=False)
         self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         found = loss.item()
         self._own_loss = found if math.isnan(self._own_loss) else 0.9 * self._own_loss + 0.1 * found
 

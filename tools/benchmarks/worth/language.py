@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from pydoc_data.topics import topics  # type: ignore[import-untyped]
+from pydoc_data.topics import topics
 from typing import Final
 
 import torch

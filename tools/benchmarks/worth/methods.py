@@ -185,7 +185,7 @@ def _one_sided(learner: Learner, every: int, value: float) -> Policy:
 _RATIO: Final = ("replacement_ratio", (0.25, 0.5, 0.75))
 _GAMMA: Final = ("outer lr", GAMMAS)
 _ASYNC_GAMMA: Final = ("outer lr", ASYNC_GAMMAS)
-_STREAMING: Final = {"fragments": 2, "overlap_steps": 2, "wire": "int8"}
+_STREAMING: Final[dict[str, Any]] = {"fragments": 2, "overlap_steps": 2, "wire": "int8"}
 
 METHODS: Final[dict[str, Method]] = {
     "none": Method("best", "lr factor", RATES, _alone),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import asyncdist as ad
 from asyncdist.simulation import Fault, Restart
+from protocols import AsyncDiLoCoPolicy
 from worth.learning import Judge, Learner, weights_of
 from worth.methods import METHODS
 from worth.settings import RANK_COUNT, SETTINGS, START_S, STEP_S
@@ -120,7 +121,7 @@ async def _deployable(run: Run, learner: Learner, policy: Any, latest: Tensor, *
     """Return the weights that this rank offers to a user: its own ones, or the anchor."""
     if METHODS[run.method].deploys != "anchor":
         return weights_of(learner.model)
-    if isinstance(policy, ad.protocols.AsyncDiLoCoPolicy):
+    if isinstance(policy, AsyncDiLoCoPolicy):
         async with policy.anchor_weights():
             return weights_of(learner.model)
     if is_new:

@@ -35,7 +35,7 @@ def rows(results: Results) -> list[Row]:
 
 def median(found: Results, figure: str) -> float:
     """Return the median of a figure over the seeds."""
-    return statistics.median(run[figure] for run in found["runs"])
+    return float(statistics.median(run[figure] for run in found["runs"]))
 
 
 def spread(values: list[float]) -> str:
