@@ -121,12 +121,26 @@ def _draw_bytes(results: Results, plt: Any) -> Any:
             sent, quality = median(found, "models_sent"), statistics.median(values)
             if sent < 0.01:
                 axes.axhline(quality, color=GREY, linewidth=0.8, linestyle=":")
-                axes.text(1.0, quality, method, transform=axes.get_yaxis_transform(), color=GREY, fontsize=8)
+                axes.text(
+                    0.99,
+                    quality,
+                    method,
+                    transform=axes.get_yaxis_transform(),
+                    color=GREY,
+                    fontsize=8,
+                    ha="right",
+                    va="bottom",
+                )
                 continue
             points[method] = sent, quality
             axes.plot([sent, sent], [min(values), max(values)], color=colour_of(method), linewidth=0.8, alpha=0.5)
             axes.plot(sent, quality, "o", color=colour_of(method), markersize=5)
         axes.set_xscale("log")
+        axes.minorticks_off()
+        low, high = min(x for x, _ in points.values()), max(x for x, _ in points.values())
+        axes.set_xlim(0.7 * low, high * (high / low) ** 0.3)
+        ticks = [tick for tick in (1, 2, 3, 4, 5, 6, 10, 20, 50, 100, 200) if low / 1.2 <= tick <= 1.2 * high]
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.set_title(titles[name], loc="left", fontsize=11)
         axes.set_xlabel("models sent by a rank (bytes sent / bytes of the model)")
         _tidy(axes, "both")
