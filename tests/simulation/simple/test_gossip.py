@@ -140,7 +140,7 @@ def check(plan: Plan, record: Record, tolerance: float) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [PUSH_SUM, NOLOCO, GASLOC, *others(STATEFUL), *others([{"topology": STOCHASTIC}])])
+@pytest.mark.parametrize("options", [PUSH_SUM, *others([*STATEFUL, {"topology": STOCHASTIC}])])
 def test_fifty_rounds_equal_the_formula_in_numpy(options: dict[str, Any]) -> None:
     """Also compares the shares of each round with matrices that are written from the papers."""
     plan = Plan(policy="GossipPolicy", options=options, steps=(50 * options.get("average_every", 1),) * 4)
@@ -157,7 +157,7 @@ def test_fifty_rounds_equal_the_formula_in_numpy(options: dict[str, Any]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["random", *others(["exponential", "hypercube"])])
+@pytest.mark.parametrize("topology", others(["random", "exponential", "hypercube"]))
 def test_pairs_of_equal_shares_are_exact(topology: str) -> None:
     """Bit for bit, since halves are exact: 50 rounds in float64, as W theta in numpy."""
     plan = Plan(policy="GossipPolicy", options={"topology": topology, "seed": 1}, steps=(50,) * 4)
@@ -171,7 +171,7 @@ def test_pairs_of_equal_shares_are_exact(topology: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", seeds(40))
+@pytest.mark.parametrize("seed", seeds(24))
 def test_faults_change_nothing_but_the_partners(seed: int) -> None:
     plan = draw_plan("GossipPolicy", seed)
     options = random.Random(seed).choice(STATEFUL)
@@ -204,7 +204,7 @@ def test_log2_rounds_without_training_give_the_exact_mean(topology: str, ranks: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["random", "hosts", *others(["ring", "exponential", STOCHASTIC])])
+@pytest.mark.parametrize("topology", ["hosts", *others(["random", "ring", "exponential", STOCHASTIC])])
 def test_all_ranks_approach_the_mean_that_they_keep(topology: Any) -> None:
     ranks = 4 if topology is STOCHASTIC else 5
     network = Network(ranks_per_host=2)
@@ -295,7 +295,7 @@ async def trained(world: ad.World, options: Mapping[str, Any], first: int, last:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [PUSH_SUM, *others([NOLOCO, GASLOC])])
+@pytest.mark.parametrize("options", [NOLOCO, *others([PUSH_SUM, GASLOC])])
 def test_a_saved_population_has_masses_and_momenta(options: dict[str, Any], tmp_path: Path) -> None:
     straight = simulate(trained, options, 0, 20, tmp_path, ranks=4, seed=1, strict=True).results
     half = simulate(trained, options, 0, 9, tmp_path, ranks=4, seed=1, strict=True).results

@@ -64,7 +64,7 @@ def measured() -> dict[str, str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_slow_rank_is_some_rounds_behind_at_most() -> None:
     """In an exponential graph, a rank is at most log2 rounds ahead of any other rank."""
     slow = steps_of('`"exponential"`', "slow")
