@@ -17,6 +17,7 @@ from asyncdist.recording.reader import Recording
 from asyncdist.report.average_figures import average_sections
 from asyncdist.report.conclusions import conclusions
 from asyncdist.report.drawing import evenly, name_ranks, named_ranks, new_figure, scale, times
+from asyncdist.report.hyperparameter_figures import hyperparameter_sections
 from asyncdist.report.summary import Round, Summary, summarise
 from asyncdist.wording import ranks_in_words, size_in_words
 
@@ -135,6 +136,7 @@ def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, 
     if summary.rounds or not summary.averages.ranks:
         yield "Rounds", *_rounds(summary)
     yield from average_sections(summary)
+    yield from hyperparameter_sections(summary)
     yield "Step times", *_step_times(summary, is_simulated)
     what = "Mean seconds between two steps. Look for a bright row, a slow rank, and for bright columns: at those times,"
     yield "Step times over time", *_over_time(summary, "interval_bins", f"{what} all ranks waited.")

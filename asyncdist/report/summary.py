@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ from asyncdist.report.series import LogHistogram, Thinned, TimeBins
 
 #: Maximum number of metric values that are stored, divided among the ranks.
 _METRIC_COUNT: Final = 20_000
+#: Maximum number of changes of hyperparameters that are stored.
+_HYPERPARAMETER_COUNT: Final = 100_000
 #: Maximum number of ranks; with this number, each table of all pairs of ranks takes 32 MB.
 SIZE_MAX: Final = 2048
 #: Maximum number of policies that a rank has open at once, each of which belongs to a different population.
@@ -118,6 +121,7 @@ class Summary:
         duration_s: Seconds from the first event to the last.
         applied: Replacements of weights, oldest first.
         begun: Starts of policies in restarted processes, oldest first.
+        hyperparameters: New hyperparameters of a rank, each with time, rank and values by name.
         rounds: Rounds of selective averaging, oldest first.
         averages: Rounds of policies that average contributions of all ranks.
         nbytes: Size in bytes of all messages from one rank (row) to another (column), with shape (size, size).
@@ -140,6 +144,7 @@ class Summary:
     duration_s: float = 0.0
     applied: list[Applied] = field(default_factory=list)
     begun: list[Begun] = field(default_factory=list)
+    hyperparameters: list[tuple[float, int, dict[str, Any]]] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     averages: Averages = field(default_factory=Averages)
     news: list[tuple[float, int, str]] = field(default_factory=list)
@@ -345,6 +350,10 @@ def _add(
             )
         case "contributed":
             summary.averages.add(rank, policies.place(int(event.get("policy"))), time_s, event)
+        case "hyperparameters":
+            values = _parsed(event.get("chosen"))
+            if len(summary.hyperparameters) < _HYPERPARAMETER_COUNT:
+                summary.hyperparameters.append((time_s, rank, values))
         case "decided" | "frozen" | "ended":
             _add_to_round(rounds, rank, time_s, event)
         case _:
@@ -353,6 +362,15 @@ def _add(
                 summary.news.append((time_s, rank, text))
             if event.kind == "told":
                 summary.told.add(text)
+
+
+def _parsed(text: Any) -> dict[str, Any]:
+    """Return the hyperparameters in a field of an event; {} if a damaged recording has other content."""
+    try:
+        found = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _add_life_of_policy(summary: Summary, policies: _Policies, rank: int, time_s: float, event: Event) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import Counter
 from itertools import pairwise
@@ -15,6 +16,10 @@ from support.seeds import seeds
 from torch import nn
 
 import asyncdist as ad
+from asyncdist.recording.reader import read_recording
+from asyncdist.report.hyperparameter_figures import hyperparameter_sections
+from asyncdist.report.summary import summarise
+from asyncdist.report.tables import query
 from asyncdist.simulation import simulate
 from protocols import BayesianExplore, PopulationTrainingPolicy
 from simulation.population_training_scenarios import Plan, draw_plan, run, scenario
@@ -42,6 +47,36 @@ def test_histories_follow_the_weights() -> None:
         for before, entry in pairwise(history):
             assert entry.donor == before.rank, "a copied history ends on the donor"
             assert entry.round > before.round
+
+
+@pytest.mark.slow
+def test_recordings_and_reports_have_the_hyperparameters(tmp_path: Path) -> None:
+    infos: list[tuple[int, Any]] = []
+
+    async def main(world: ad.World) -> None:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        values: Any = {"lr": (1e-3, 1e-1)}
+        policy = PopulationTrainingPolicy(
+            model, optimizer, average_every=2, hyperparameters=values, custom_hyperparameters={"kind": ["a", "b"]}
+        )
+        async with policy:
+            infos.append((world.rank, None))
+            for _ in range(80):
+                info = await policy.step(score=float(world.rank))
+                infos.extend([(world.rank, info)] if info else [])
+
+    simulate(main, ranks=4, seed=1, record=tmp_path)
+    recording = read_recording(tmp_path)
+    _, rows = query(recording, "SELECT rank, round, donor, inherited, chosen FROM hyperparameters ORDER BY rank, round")
+    found = [(rank, *row[:2], json.loads(row[2]), json.loads(row[3])) for rank, *row in rows if row[1] >= 0]
+    copies = [each for each in infos if each[1]]
+    assert len(copies) > 5
+    told = [(rank, each.round, *each.donors, each.inherited, each.hyperparameters) for rank, each in copies]
+    assert found == sorted(told, key=lambda each: each[:2])
+    sections = {title: figure for title, _, figure in hyperparameter_sections(summarise(recording))}
+    assert list(sections) == ["Hyperparameter lr", "Hyperparameter kind"]
+    assert len(sections["Hyperparameter lr"].data) == 4
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ from protocols import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
     OneSidedSelectiveAveragingPolicy,
+    PopulationTrainingPolicy,
     ReplicaAveragingPolicy,
     SelectiveStatistics,
 )
@@ -28,6 +29,7 @@ def misspelled(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None
     OneSidedSelectiveAveragingPolicy(model, optimizer, average_every=1, age=(1, 2))  # type: ignore[call-arg]
     ReplicaAveragingPolicy(model, optimizer, replica_size=2, average_every=1, replace_ratio=0.5)  # type: ignore[call-arg]
     ReplicaAveragingPolicy(model, optimizer, replica_size=2, average_every=1, islands=2)  # type: ignore[call-arg]
+    PopulationTrainingPolicy(model, optimizer, average_every=1, hyperparams={})  # type: ignore[call-arg]
     pytorch.SelectiveAveraging(model, optimizer, 1, replace_ratio=0.5)  # type: ignore[call-arg]
     accelerate.SelectiveAveraging(model, optimizer, 1, replica_size=2)  # type: ignore[call-arg]
     lightning.SelectiveAveraging(1, replace_ratio=0.5)  # type: ignore[call-arg]
