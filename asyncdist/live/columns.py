@@ -23,12 +23,14 @@ class Row:
         now: Latest counters; None before the first answer.
         before: Counters some seconds earlier; None if there are none.
         note: Note for the user, such as the reason why the rank makes no steps.
+        is_silent: Whether the rank has not answered the last request, so that ``now`` is old and rates are unknown.
     """
 
     rank: int
     now: RankCounters | None
     before: RankCounters | None = None
     note: str = ""
+    is_silent: bool = False
 
 
 class Readings:
@@ -216,5 +218,6 @@ def together(rows: Sequence[Row]) -> str:
             rates[1] += per_second(row.now.received_nbytes, row.before.received_nbytes, seconds) or 0.0
     lost = {rank for row in there if row.now is not None for rank in row.now.lost}
     first = there[0].now
-    said = f"job {first.job}: {len(there)} of {first.size} ranks, {rate(rates[0])} steps/s, {amount(rates[1])}B/s in"
+    count = sum(not row.is_silent for row in there)
+    said = f"job {first.job}: {count} of {first.size} ranks, {rate(rates[0])} steps/s, {amount(rates[1])}B/s in"
     return said + (f", lost: {', '.join(map(str, sorted(lost)))}" if lost else "")

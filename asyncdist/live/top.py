@@ -11,6 +11,7 @@ import io
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from asyncdist import validation
@@ -70,7 +71,8 @@ class JobView:
             if place.rank not in answers:
                 notes[place.rank] = "does not answer" if place.is_alive else "has ended"
         ranks = sorted({place.rank for place in places})
-        self._rows = [self._readings.row(rank, notes.get(rank, "")) for rank in ranks]
+        rows = [self._readings.row(rank, notes.get(rank, "")) for rank in ranks]
+        self._rows = [row if row.rank in answers else replace(row, before=None, is_silent=True) for row in rows]
 
     def _is_still(self, rank: int) -> bool:
         counters, now = self._readings.row(rank).now, time.monotonic()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gzip
 import http.client
+import itertools
 import json
+import math
 import re
 import threading
 import time
@@ -21,11 +23,13 @@ from support.served_ranks import ServedRanks
 from asyncdist import cli, environment
 from asyncdist.live.columns import COLUMNS, Row, columns, together
 from asyncdist.live.counters import PolicyCounters, RankCounters
+from asyncdist.live.top import JobView
 from asyncdist.report.live_page import history as history_module, snapshots
 from asyncdist.report.live_page.history import LINE_COUNT_MAX, POLICY_COUNT_MAX, History
 from asyncdist.report.live_page.server import PageServer
 from asyncdist.report.live_page.snapshots import Snapshots
 from asyncdist.report.slow_ranks import slow_ranks_in_words
+from asyncdist.story import sockets
 
 JOB = "0000abcd"
 PAGE = resources.files("asyncdist.report.live_page").joinpath("page.html").read_text(encoding="utf-8")
@@ -175,6 +179,31 @@ def test_ranks_that_wait_are_named_after_their_likely_cause() -> None:
     told = snapshots._notes([Row(rank, None, None, note) for rank, note in notes.items()])
     assert [note["rank"] for note in told] == [2, 4, 0, 3]
     assert {note["rank"]: note["text"] for note in told} == {rank: note for rank, note in notes.items() if note}
+
+
+def test_a_rank_that_no_longer_answers_adds_no_rate(ranks: ServedRanks, tmp_path: Path) -> None:
+    """Regression: the steps per second of a killed rank stayed in the sum over all ranks."""
+    seconds = itertools.count()
+
+    def moving(rank: int) -> RankCounters:
+        at_s = 10.0 + next(seconds) // 2
+        (policy,) = counters(rank).policies
+        return replace(counters(rank), time_s=at_s, policies=(replace(policy, step=int(10 * at_s)),))
+
+    ranks._counters = moving
+    view, history = JobView(), History()
+    places = sockets.jobs()[JOB]
+    for _ in range(2):
+        view.ask(places)
+    assert together(view.rows).startswith(f"job {JOB}: 2 of 3 ranks, 20.0 steps/s")
+    gone = replace(places[1], path=tmp_path / "gone")
+    view.ask([places[0], gone])
+    history.add(0.0, view.rows)
+    assert together(view.rows).startswith(f"job {JOB}: 1 of 3 ranks, ")
+    assert (view.rows[1].is_silent, view.rows[1].before, view.rows[1].note) == (True, None, "does not answer")
+    assert view.rows[1].now is not None, "its last counts are shown"
+    ((_, first, second, _),) = history.policies()[0]["quantities"]["metric"]
+    assert first == 0.0 and math.isnan(second)
 
 
 def test_rows_of_a_second_policy_repeat_no_counts_of_the_rank(server: PageServer, ranks: ServedRanks) -> None:

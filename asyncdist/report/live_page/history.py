@@ -77,7 +77,8 @@ class History:
 
 
 def _policies(rows: Sequence[Row]) -> Iterator[tuple[Row, PolicyCounters]]:
-    return ((row, policy) for row in rows if row.now is not None for policy in row.now.policies)
+    """Yield the policies of the ranks that have answered the last request."""
+    return ((row, policy) for row in rows if row.now is not None and not row.is_silent for policy in row.now.policies)
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
