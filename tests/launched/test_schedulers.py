@@ -25,9 +25,9 @@ from asyncdist import local_host
 PAGE = ROOT / "docs" / "schedulers.md"
 LOOP = "            loss = (model(torch.randn(64, 8)) - 1).square().mean()\n"
 
-#: Ends rank 1 once, at step 30, after the first checkpoint.
-DYING = f"            import os\n            if world.rank == 1 and begin == 0 and step == 30: os._exit(1)\n{LOOP}"
 SLOW = f"            await world.sleep(0.02)\n{LOOP}"
+#: Ends rank 1 once, at step 30, after the first checkpoint.
+DYING = f"            import os\n            if world.rank == 1 and begin == 0 and step == 30: os._exit(1)\n{SLOW}"
 
 #: On the login node: submits, lets the scheduler preempt the job after its first checkpoint, and starts it again.
 PREEMPT = """
@@ -77,11 +77,11 @@ def test_ray_starts_the_workers_again_and_they_resume(tmp_path: Path) -> None:
     require("ray")
     programs(tmp_path, DYING)
     env = {**base_environment(), **environment(tmp_path), "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": "local"}
-    command = [sys.executable, str(tmp_path / "train_ray.py"), str(tmp_path), "60"]
+    command = [sys.executable, str(tmp_path / "train_ray.py"), str(tmp_path), "1000"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, check=False)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     found = results(ended.stdout + ended.stderr)
-    assert found and all(each[:3] == ("torch", 2, 20) and each[3] < 1.0 for each in found), found
+    assert found and all(each[:2] == ("torch", 2) and 20 <= each[2] < 1000 and each[3] < 1.0 for each in found), found
 
 
 @pytest.mark.long
@@ -139,7 +139,7 @@ def test_the_job_set_is_that_of_the_page_on_clusters() -> None:
     assert mine == plain
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_commands_for_skypilot_start_ranks_on_two_nodes(tmp_path: Path) -> None:
     """Both nodes are this host."""
     task = manifests()["SkyPilot"]

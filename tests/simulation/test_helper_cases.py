@@ -8,7 +8,12 @@ from helpers.cases import all_cases, run_case
 import asyncdist as ad
 
 #: Of large models: not for the quick part.
-SLOW = {"models.giving_up_in_the_middle_puts_the_weights_back", "models.large_models_are_summed_in_rank_order"}
+SLOW = {
+    "models.giving_up_in_the_middle_puts_the_weights_back",
+    "models.large_models_are_summed_in_rank_order",
+    "soups.the_choice_is_that_of_a_second_implementation",
+    "soups.wrong_calls_leave_every_model_alone",
+}
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in all_cases()]
 
 
