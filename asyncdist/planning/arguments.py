@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from asyncdist.argument_types import count
+from asyncdist.planning.outer_rules import SHARDS
 
 _MULTIPLES: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 _BINARY: Final = {"": 1.0, "k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "t": 2.0**40}
@@ -32,7 +33,8 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         help="estimate what averaging costs on given ranks and links, and which policy to start from",
         usage=(
             "asyncdist plan --params N --ranks RANKS --link BANDWIDTH --step SECONDS\n"
-            "                      [--every H,...] [--fragments P] [--overlap STEPS] [--latency SECONDS]"
+            "                      [--every H,...] [--fragments P] [--overlap STEPS] [--latency SECONDS]\n"
+            "                      [--slowest RATIO --shards iid|mixed|separate]"
         ),
         description=(
             "Estimate bytes, seconds, memory and utilisation of each method of averaging, for ranks on hosts of their "
@@ -82,6 +84,17 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="SECONDS",
         help="time until a message's first byte arrives on another host (default: 0.001)",
     )
+    plan.add_argument(
+        "--slowest",
+        type=_speed_ratio,
+        metavar="RATIO",
+        help="step time of the slowest rank divided by that of the fastest: recommends whether ranks should wait",
+    )
+    plan.add_argument(
+        "--shards",
+        choices=tuple(SHARDS),
+        help="with --slowest: ranks have the same kind of data (iid), different shares (mixed), or separate kinds",
+    )
 
 
 def _parameter_count(text: str) -> int:
@@ -119,6 +132,17 @@ def _step_seconds(text: str) -> float:
 def _latency_seconds(text: str) -> float:
     """Convert a string to a non-negative number of seconds."""
     return _seconds(text, 0.0)
+
+
+def _speed_ratio(text: str) -> float:
+    """Convert a string to a ratio of step times of at least 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 1 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number >= 1, got {text!r}")
+    return number
 
 
 def _seconds(text: str, least: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 
+from asyncdist.planning import outer_rules
 from asyncdist.planning.arguments import DEFAULT_EVERIES
 from asyncdist.planning.choice import (
     TARGET,
@@ -37,9 +38,13 @@ def run(options: argparse.Namespace) -> int:
     wishes = Wishes(fragments=options.fragments, overlap_steps=options.overlap)
     everies = options.every or DEFAULT_EVERIES
     problem = _problem(wishes, max(everies))
+    if (options.slowest is None) != (options.shards is None):
+        given, missing = ("--slowest", "--shards") if options.shards is None else ("--shards", "--slowest")
+        problem = f"argument {given}: needs {missing} as well"
     if problem is not None:
         return refuse("plan", problem)
-    return print_to("plan", lambda: print("\n".join(plan_lines(job, everies, wishes))))
+    speeds = None if options.slowest is None else (options.slowest, options.shards)
+    return print_to("plan", lambda: print("\n".join(plan_lines(job, everies, wishes, speeds))))
 
 
 def _problem(wishes: Wishes, every: int) -> str | None:
@@ -51,8 +56,13 @@ def _problem(wishes: Wishes, every: int) -> str | None:
     return None
 
 
-def plan_lines(job: Job, everies: Sequence[int], wishes: Wishes) -> Iterator[str]:
-    """Yield the printed lines: the job, a table of utilisations, a table of costs, and the recommended policy."""
+def plan_lines(
+    job: Job, everies: Sequence[int], wishes: Wishes, speeds: tuple[float, str] | None = None
+) -> Iterator[str]:
+    """Yield the printed lines: the job, a table of utilisations, a table of costs, and the recommended policy.
+
+    With ``speeds``, the speed ratio and the shards, a recommendation for ranks of different speeds follows.
+    """
     yield f"{plural(job.param_count, 'parameter')} ({size_in_words(job.model_nbytes)} in float32)"
     yield f"{job.rank_count:,} ranks, one per host, with {seconds_in_words(job.step_s)} per step"
     bandwidth, latency = _link_in_words(job.link.bandwidth_nbytes_per_s), seconds_in_words(job.link.latency_s)
@@ -69,6 +79,11 @@ def plan_lines(job: Job, everies: Sequence[int], wishes: Wishes) -> Iterator[str
     yield from _notes(job, every)
     yield ""
     yield from _recommendation(job, wishes, chosen)
+    if speeds is not None:
+        yield ""
+        yield from outer_rules.lines(
+            *speeds, every=chosen.method.every if isinstance(chosen.method, DiLoCo) else min(everies)
+        )
 
 
 def _utilisations(job: Job, all_rows: Sequence[Row], everies: Sequence[int]) -> str:

@@ -369,6 +369,10 @@ def test_goodput(bench: Bench, tmp_path: Path) -> None:
     """Figures of virtual time: they are the same on every machine."""
     chart = tmp_path / "chart.png"
     results = bench("goodput", "--chart", str(chart))
+    learners = results.pop("learners")
+    assert all(0.4 < figures["100"]["goodput"] < 0.9 for kind, figures in learners.items() if kind != "average-all")
+    assert learners["average-all"]["100"]["goodput"] < learners["async"]["100"]["goodput"]
+    assert learners["DiLoCo"]["100"]["waited"] > learners["async"]["100"]["waited"]
     assert results.keys() == {"selective", "average-all", "alone"}
     for kind, by_size in results.items():
         assert by_size.keys() == {"8"} and by_size["8"].keys() == {"1000", "100"}

@@ -7,13 +7,14 @@ import ast
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.facts import names
 
 from asyncdist import cli
-from asyncdist.planning import arguments
+from asyncdist.planning import arguments, outer_rules
 
 JOB = ("--params", "1e9", "--ranks", "64", "--link", "1gbit", "--step", "0.5")
 
@@ -54,6 +55,8 @@ def test_values_are_converted() -> None:
         "fragments": 2,
         "overlap": 0,
         "latency": 0.0,
+        "slowest": None,
+        "shards": None,
     }
 
 
@@ -113,6 +116,8 @@ def test_quantities_have_their_usual_units(convert: Callable[[str], float], text
         *(("--every", value, ("30,128",)) for value in ("x", "0", "", "30,", "1.5")),
         *(("--fragments", value, (1,)) for value in ("0", "x")),
         *(("--overlap", value, (0,)) for value in ("-1", "x")),
+        *(("--slowest", value, (1,)) for value in ("0.9", "x", "nan", "inf")),
+        ("--shards", "x", ("iid", "mixed", "separate")),
         ("--fragments", "501", (500,)),
         ("--overlap", "501", (500,)),
     ],
@@ -215,3 +220,59 @@ def test_a_link_that_is_too_slow_gets_a_suggestion(capsys: pytest.CaptureFixture
     assert "would reach 90 % with a round every 420 steps." in out
     assert "Start from this" in printed(capsys, *words, "--every", "420")
     assert "Start from this" not in printed(capsys, *words, "--every", "384")
+
+
+def speed_advice(capsys: pytest.CaptureFixture[str], slowest: str, shards: str) -> str:
+    """Return the lines about ranks of different speeds, which are printed after all others."""
+    out = printed(capsys, *JOB)
+    advised = printed(capsys, *JOB, "--slowest", slowest, "--shards", shards)
+    assert advised.startswith(out)
+    return advised.removeprefix(out)
+
+
+def test_slow_ranks_with_alike_data_need_not_wait(capsys: pytest.CaptureFixture[str]) -> None:
+    advice = speed_advice(capsys, "4", "iid")
+    (outer, statement) = ast.parse(recommended(advice) + "    pass\n").body
+    assert isinstance(statement, ast.AsyncWith)
+    call = ast.unparse(statement.items[0].context_expr)
+    assert call.startswith("AsyncDiLoCoPolicy(") and "correct=StalenessWeight()" in call and "average_every=128" in call
+    assert ast.unparse(outer) == "outer = functools.partial(torch.optim.SGD, lr=2)"
+    assert "Measured at 4 times" in advice and "0.77" in advice
+
+
+@pytest.mark.parametrize(("slowest", "shards"), [("1", "iid"), ("1", "mixed"), ("4", "separate")])
+def test_ranks_wait_if_no_asynchronous_rule_was_better(
+    slowest: str, shards: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    advice = speed_advice(capsys, slowest, shards)
+    assert recommended(advice) == "async with DiLoCoPolicy(model, optimizer, average_every=128) as policy:\n"
+
+
+def test_between_two_measurements_both_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    advice = speed_advice(capsys, "2", "iid")
+    assert "Measured at 1 times" in advice and "Measured at 4 times" in advice
+    assert "    async with DiLoCoPolicy(" in advice and "    async with AsyncDiLoCoPolicy(" in advice
+
+
+def test_outside_the_measured_range_nothing_is_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+    for shards in outer_rules.SHARDS:
+        assert not recommended(speed_advice(capsys, "17", shards))
+
+
+def test_the_recommendations_are_the_table_of_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "staleness.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
+    for shards in outer_rules.SHARDS.values():
+        for ratio, cell in shards.cells.items():
+            (row,) = [row for row in rows if row[:2] == [shards.row, str(ratio)]]
+            assert row[2:4] == [cell.rule, f"{cell.relative_loss:.2f}"]
+            own, waiting = (float(text.split(" ")[0]) for text in row[4:6])
+            assert own / waiting == pytest.approx(cell.relative_loss, abs=0.02)
+            assert cell.wins is (own < waiting)
+
+
+@pytest.mark.parametrize("words", [("--slowest", "4"), ("--shards", "iid")])
+def test_speed_and_shards_are_given_together(words: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, *JOB, *words)
+    other = {"--slowest": "--shards", "--shards": "--slowest"}[words[0]]
+    assert (code, out, err) == (2, "", f"asyncdist plan: argument {words[0]}: needs {other} as well\n")

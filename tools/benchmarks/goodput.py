@@ -10,6 +10,10 @@ given mean number of steps between failures, and its process is killed at an arb
   population checkpoint by ``load_population``. Lost are the steps of all since then. A save takes as long as a step.
 - alone: no averaging. Each rank saves its own state, and a new process resumes from it.
 
+A second table has 8 ranks, which stand for the 8 learners of Decoupled DiLoCo (2604.21428), with DiLoCo and its
+variants (:mod:`goodput_diloco`). The times between failures fall by the same factors as in the paper, in which a
+learner has 1 to 16 times as many chips. The first time is chosen, because the paper's model of failures is not known.
+
 Who saves does it in the interval that is best for its time between failures and the time of a save (Young, 1974: the
 square root of twice their product).
 
@@ -35,6 +39,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import goodput_diloco
 import torch
 from harness import Results, Row, optimizer_of
 from torch import nn
@@ -62,6 +67,16 @@ AVERAGE_EVERY: Final = 10
 #: Training begins at this virtual time, after the collective start and a load.
 START_S: Final = 3.0
 KINDS: Final = ("selective", "average-all", "alone")
+#: Published goodput in percent of Decoupled DiLoCo with 8 learners, and of elastic data parallelism if it is known, by
+#: the number of chips, and the mean steps between failures of a rank that stand for it here.
+PUBLISHED: Final = (
+    ("150,000", 1600, 98, 88),
+    ("300,000", 800, 96, None),
+    ("600,000", 400, 94, None),
+    ("1,200,000", 200, 88, None),
+    ("2,400,000", 100, 80, 40),
+)
+LEARNER_COUNT: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +89,29 @@ class Settings:
             A job that restarts is simulated up to the number of failures expected in these steps, but at least two
             and at most ``restart_count``.
         steps_min: Least number of steps of each rank in a population.
+        learner_steps: Number of steps of all ranks together for each cell of the second table.
+        learner_mtbfs: Mean steps between failures of a rank in the second table.
     """
 
     rank_counts: tuple[int, ...]
     step_counts: dict[int, int]
     restart_count: int
     steps_min: int
+    learner_steps: int
+    learner_mtbfs: tuple[int, ...]
 
 
-FULL: Final = Settings((8, 64, 512), {10_000: 40_000, 1000: 64_000, 100: 9600}, restart_count=5, steps_min=150)
-QUICK: Final = Settings((8,), {1000: 800, 100: 800}, restart_count=2, steps_min=100)
+FULL: Final = Settings(
+    (8, 64, 512),
+    {10_000: 40_000, 1000: 64_000, 100: 9600},
+    restart_count=5,
+    steps_min=150,
+    learner_steps=3200,
+    learner_mtbfs=tuple(mtbf_steps for _, mtbf_steps, *_ in PUBLISHED),
+)
+QUICK: Final = Settings(
+    (8,), {1000: 800, 100: 800}, restart_count=2, steps_min=100, learner_steps=800, learner_mtbfs=(100,)
+)
 
 
 @dataclass(slots=True)
@@ -311,6 +339,32 @@ def _count_attempts(rank_count: int, mtbf_steps: int, failure_count: int) -> Tal
     )
 
 
+# -- DiLoCo and its variants ------------------------------------------------------------------------------------------
+
+
+async def _train_diloco(world: ad.World, lives: Lives, ends_at_s: float, _: Path, __: int, *, kind: str) -> None:
+    await goodput_diloco.train(world, lives, ends_at_s, START_S, Work(), kind)
+
+
+def _count_learners(settings: Settings) -> Results:
+    """Return the figures of the second table, by way to train and steps between failures."""
+    results: Results = {}
+    for mtbf_steps in settings.learner_mtbfs:
+        count = functools.partial(
+            _count_lives,
+            rank_count=LEARNER_COUNT,
+            mtbf_steps=mtbf_steps,
+            step_count=settings.learner_steps,
+            steps_min=settings.steps_min,
+        )
+        tallies = {kind: count(functools.partial(_train_diloco, kind=kind)) for kind in goodput_diloco.MAKERS}
+        tallies["selective"] = count(_train_selectively)
+        tallies["average-all"] = _count_attempts(LEARNER_COUNT, mtbf_steps, settings.restart_count)
+        for kind, tally in tallies.items():
+            results.setdefault(kind, {})[str(mtbf_steps)] = tally.results()
+    return results
+
+
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
@@ -335,7 +389,7 @@ def measure(settings: Settings) -> Results:
                 ("alone", count(_train_alone)),
             ):
                 results[kind][str(rank_count)][str(mtbf_steps)] = tally.results()
-    return results
+    return {**results, "learners": _count_learners(settings)}
 
 
 def rows(results: Results) -> list[Row]:
@@ -357,7 +411,20 @@ def rows(results: Results) -> list[Row]:
             )
             if is_target and figures["failures"]:
                 table.append(Row("seconds of recovery up to which that holds", f"{_longest_recovery_s(figures):.0f} s"))
-    return table
+    return table + _learner_rows(results["learners"])
+
+
+def _learner_rows(by_kind: Results) -> list[Row]:
+    """Return a row of the second table for each number of chips, beside the published figures."""
+    found = []
+    for chips, mtbf_steps, decoupled, elastic in PUBLISHED:
+        if str(mtbf_steps) in by_kind["async"]:
+            shown = (f"{kind} {of_mtbf[str(mtbf_steps)]['goodput']:.3f}" for kind, of_mtbf in by_kind.items())
+            published = f"Decoupled DiLoCo {decoupled} %" + (f", elastic {elastic} %" if elastic else "")
+            found.append(
+                Row(f"8 ranks, one failure in {mtbf_steps} steps", ", ".join(shown), f"{chips} chips: {published}")
+            )
+    return found
 
 
 def _longest_recovery_s(figures: Results) -> float:

@@ -400,27 +400,19 @@ def draw(results: Results, path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    from matplotlib.patches import Rectangle
 
     shards = list(results)
-    ratios = list(results[shards[0]])
+    ratios = sorted({int(ratio) for of_ratio in results.values() for ratio in of_ratio})
     figure, panels = plt.subplots(2, 5, figsize=(13.5, 6.4), dpi=150, sharex=True, sharey=True, layout="constrained")
     for axes, name in zip(panels.flat, RULES, strict=True):
-        values = [[relative_loss(results[row][column], name) for column in ratios] for row in shards]
-        logarithms = [[math.log2(value) for value in line] for line in values]
-        axes.imshow(logarithms, cmap="RdBu_r", vmin=-1.0, vmax=1.0, aspect="auto")
-        for row, line in enumerate(values):
-            for column, value in enumerate(line):
-                is_best = _from_best(results[shards[row]][ratios[column]], RULES)[0] == name
-                axes.text(
-                    column, row, f"{value:.2f}" if value < 9.95 else f"{value:.0f}", ha="center", va="center",
-                    fontsize=8.5, fontweight="bold" if is_best else "normal",
-                    color="white" if abs(math.log2(value)) > 0.75 else "black",
-                )  # fmt: skip
-                if is_best:
-                    box = Rectangle((column - 0.46, row - 0.46), 0.92, 0.92, fill=False, linewidth=1.6)
-                    axes.add_patch(box)
-        axes.set_title(name, loc="left", fontsize=10)
+        logarithms = [[math.nan] * len(ratios) for _ in shards]  # cells without results stay blank
+        for row, of_ratio in enumerate(results.values()):
+            for ratio, of_rule in of_ratio.items():
+                column = ratios.index(int(ratio))
+                logarithms[row][column] = math.log2(relative_loss(of_rule, name))
+                _draw_cell(axes, row, column, of_rule, name)
+        axes.imshow(logarithms, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
+        axes.set_title(name, loc="left", fontsize=9)
         axes.set_xticks(range(len(ratios)), [f"{ratio}x" for ratio in ratios])
         axes.set_yticks(range(len(shards)), shards)
         axes.tick_params(length=0)
@@ -431,6 +423,19 @@ def draw(results: Results, path: Path) -> None:
     bar.set_label("loss / loss of the best synchronous rule (box: best of the ten)", fontsize=9)
     figure.savefig(path)
     plt.close(figure)
+
+
+def _draw_cell(axes: Any, row: int, column: int, of_rule: Results, name: str) -> None:
+    """Write the relative loss of a rule into its cell, and draw a box if it is the smallest of the ten."""
+    from matplotlib.patches import Rectangle
+
+    value = relative_loss(of_rule, name)
+    is_best = _from_best(of_rule, RULES)[0] == name
+    colour = "white" if abs(math.log2(value)) > 0.6 else "black"
+    weight = "bold" if is_best else "normal"
+    axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=9, fontweight=weight, color=colour)
+    if is_best:
+        axes.add_patch(Rectangle((column - 0.46, row - 0.46), 0.92, 0.92, fill=False, linewidth=1.6))
 
 
 def main() -> None:

@@ -1,0 +1,114 @@
+"""Recommends the outer rule of DiLoCo for ranks of different speeds, from the figures of ``./tools/bench staleness``.
+
+The recommendation is the rule with the smallest measured loss, if it is smaller than the loss of the best synchronous
+rule on each seed. Otherwise it is synchronous DiLoCo. Between two measured speed ratios, both measurements are printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The measurement of one cell of the map: four ranks, losses relative to the best synchronous rule.
+
+    Attributes:
+        rule: Name of the asynchronous rule with the smallest loss.
+        lr: Its outer learning rate, the best of three.
+        relative_loss: Its median loss over three seeds, divided by the median loss of the best synchronous rule.
+        wins: Whether its loss is smaller than the loss of the best synchronous rule on each seed.
+    """
+
+    rule: str
+    lr: float
+    relative_loss: float
+    wins: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Describes how the ranks' data differ.
+
+    Attributes:
+        described: Description for the printed sentence.
+        row: Name of the row of the map.
+        cells: Measurements, by the step time of the slowest rank divided by that of the fastest.
+    """
+
+    described: str
+    row: str
+    cells: Mapping[int, Measured]
+
+
+#: The divisions of the data, by their names on the command line.
+SHARDS: Final = {
+    "iid": Shards(
+        "all ranks have the same kind of data",
+        "iid",
+        {
+            1: Measured("SGD, staleness weight", 0.6, 1.09, False),
+            4: Measured("SGD, staleness weight", 2.0, 0.77, True),
+            16: Measured("SGD, staleness weight", 2.0, 0.50, True),
+        },
+    ),
+    "mixed": Shards(
+        "the ranks have different shares of each kind of data",
+        "Dirichlet 0.3",
+        {
+            1: Measured("delayed Nesterov, dynamic steps", 0.3, 1.26, False),
+            4: Measured("SGD", 1.0, 0.84, True),
+        },
+    ),
+    "separate": Shards(
+        "each rank has a kind of data of its own",
+        "one class",
+        {
+            4: Measured("Adam", 0.002, 1.47, False),
+        },
+    ),
+}
+
+
+def lines(slowest: float, shards: str, every: int) -> Iterator[str]:
+    """Yield the printed recommendation.
+
+    Args:
+        slowest: Step time of the slowest rank divided by that of the fastest, at least 1.
+        shards: Name of the division of the data.
+        every: Number of steps between rounds.
+    """
+    found = SHARDS[shards]
+    yield f"The slowest rank takes {slowest:g} times as long as the fastest, and {found.described}."
+    cells = _beside(slowest, found.cells)
+    if not cells:
+        measured = " and ".join(map(str, found.cells))
+        yield f"There is no recommendation: this was only measured at {measured} times."
+        return
+    if len({cell.wins for cell in cells.values()}) > 1:
+        yield "Compare these two, because the measurements on both sides differ:"
+    if not all(cell.wins for cell in cells.values()):
+        yield f"    async with DiLoCoPolicy(model, optimizer, average_every={every}) as policy:"
+    for cell in {cell.rule: cell for cell in cells.values() if cell.wins}.values():
+        yield from _python(cell, every)
+    for ratio, cell in cells.items():
+        share = f"{cell.relative_loss:.2f} of the best synchronous rule's loss"
+        yield f"Measured at {ratio} times: the best asynchronous rule ({cell.rule}) has {share}."
+    yield "This was measured with a small model on 4 ranks: docs/staleness.md."
+
+
+def _beside(slowest: float, cells: Mapping[int, Measured]) -> dict[int, Measured]:
+    """Return the measurement of a ratio, or the two measurements beside it; empty outside the measured range."""
+    below = max((ratio for ratio in cells if ratio <= slowest), default=None)
+    above = min((ratio for ratio in cells if ratio >= slowest), default=None)
+    return {} if below is None or above is None else {ratio: cells[ratio] for ratio in sorted({below, above})}
+
+
+def _python(cell: Measured, every: int) -> Iterator[str]:
+    correct = ", correct=StalenessWeight()" if cell.rule == "SGD, staleness weight" else ""
+    yield f"    outer = functools.partial(torch.optim.SGD, lr={cell.lr:g})"
+    yield "    async with AsyncDiLoCoPolicy("
+    yield f"        model, optimizer, average_every={every}, outer_optimizer=outer{correct}"
+    yield "    ) as policy:"
