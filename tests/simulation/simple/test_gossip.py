@@ -342,6 +342,21 @@ def test_a_rank_that_is_not_finite_takes_its_partners_mean() -> None:
     assert all(weight == 1.0 for _, weight in results)
 
 
+def test_a_state_of_another_outer_step_is_refused() -> None:
+    async def main(world: ad.World) -> None:
+        model = Layers()
+        policy = GossipPolicy(model, sgd(model), **NOLOCO)
+        async with policy:
+            await policy.step()
+        other = GossipPolicy(model, sgd(model), push_sum=True)
+        other.load_state_dict(policy.state_dict())
+        async with other:
+            pass
+
+    with pytest.raises(ValueError, match="that of a policy with the same outer step or push_sum"):
+        simulate(main, ranks=2).value()
+
+
 # -- NoLoCo and GASLoC as DiLoCo --------------------------------------------------------------------------------------
 
 
