@@ -11,7 +11,7 @@ mirrored pairs, the estimated gradient of the score F at the weights theta is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from torch import Tensor
 from asyncdist.protocols.evolution.options import EvolutionStrategyOptions
 from asyncdist.protocols.simple.rule import drawn
 
+#: Largest factor of a perturbation, so that float32 sums of perturbations times factors are finite.
+_LARGEST: Final = torch.finfo(torch.float32).max / 16
+
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -27,27 +30,40 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 def perturbation(
     tensors: Sequence[Tensor], options: EvolutionStrategyOptions, round: int, rank: int, pair: int
 ) -> list[Tensor]:
-    """Return standard normal values of each tensor's shape, on the CPU: float64 for float64, and float32 otherwise."""
+    """Return standard normal values of each tensor's shape, on the CPU, in float32 or wider.
+
+    Real and imaginary parts of a complex tensor are standard normal each.
+    """
     number = rank * options.pairs + pair
     generator = torch.Generator().manual_seed(int(drawn(options.seed, round, number + 1)[number]))
-    return [torch.randn(each.shape, generator=generator, dtype=_wide(each), device="cpu") for each in tensors]
+    found = []
+    for each in tensors:
+        shape = (*each.shape, 2) if each.is_complex() else each.shape
+        values = torch.randn(shape, generator=generator, dtype=_wide(each).to_real(), device="cpu")
+        found.append(torch.view_as_complex(values) if each.is_complex() else values)
+    return found
 
 
 def coefficients(scores: Mapping[int, Sequence[float]], options: EvolutionStrategyOptions) -> dict[int, list[float]]:
-    """Return the factor of each perturbation in the estimated gradient, by rank and pair.
+    """Return the factor of each perturbation in the estimated gradient, by rank and pair; {} without scores.
 
-    A pair with a score that is not finite has the factor 0, and does not count in n.
+    A pair with a score that is not finite, or whose scores differ too much for a gradient in float32, has the factor 0,
+    and does not count in n.
 
     Args:
         scores: Scores by rank, larger is better: of each pair in turn, the plus and the minus side.
     """
+    if not scores:
+        return {}
     table = np.array([scores[rank] for rank in sorted(scores)], dtype=np.float64).reshape(len(scores), -1, 2)
-    is_finite = np.isfinite(table).all(axis=2)
-    values = table[is_finite]
+    counts = np.isfinite(table).all(axis=2)
     if options.fitness == "rank":
-        values = _centred_ranks(values)
+        table[counts] = _centred_ranks(table[counts])
+    with np.errstate(over="ignore", invalid="ignore"):
+        differences = table[:, :, 0] - table[:, :, 1]
+        counts &= np.abs(differences / (2 * options.sigma)) <= _LARGEST
     factors = np.zeros(table.shape[:2])
-    factors[is_finite] = (values[:, 0] - values[:, 1]) / (2 * max(1, len(values)) * options.sigma)
+    factors[counts] = differences[counts] / (2 * max(1, np.count_nonzero(counts)) * options.sigma)
     return {rank: row.tolist() for rank, row in zip(sorted(scores), factors, strict=True)}
 
 
@@ -77,4 +93,6 @@ def estimated_gradient(
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
+    if tensor.is_complex():
+        return torch.promote_types(tensor.dtype, torch.complex64)
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32

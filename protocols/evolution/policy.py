@@ -155,7 +155,16 @@ class EvolutionStrategyPolicy(ExchangePolicy):
         if not any(map(any, factors.values())):  # no score was finite, or all mirror images were equal
             return
         trained = self._trained()
-        with _gradients(trained, estimated_gradient(trained, factors, number, self._own_options)):
+        estimated = estimated_gradient(trained, factors, number, self._own_options)
+        gradients = [each.neg_().to(like) for each, like in zip(estimated, trained, strict=True)]
+        if not all(bool(each.isfinite().all()) for each in gradients):
+            logger.warning(
+                "the estimated gradient of iteration %d is too large for the parameters' dtype, so that the weights "
+                "stay unchanged; scale the scores down, or pass fitness='rank'",
+                self.iteration,
+            )
+            return
+        with _gradients(trained, gradients):
             self.optimizer.step()
 
     def _trouble(self) -> str:
@@ -179,12 +188,12 @@ def _move(trained: Sequence[Tensor], centre: Sequence[Tensor], direction: Sequen
 
 
 @contextmanager
-def _gradients(trained: Sequence[nn.Parameter], scores: Sequence[Tensor]) -> Iterator[None]:
-    """Set the parameters' gradients of the loss, the negative of the score's, for the duration of the block."""
+def _gradients(trained: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> Iterator[None]:
+    """Set the parameters' gradients for the duration of the block."""
     before = [each.grad for each in trained]
     try:
-        for each, gradient in zip(trained, scores, strict=True):
-            each.grad = gradient.neg_().to(each)
+        for each, gradient in zip(trained, gradients, strict=True):
+            each.grad = gradient
         yield
     finally:
         for each, own in zip(trained, before, strict=True):

@@ -76,13 +76,12 @@ class Range:
 
     def perturbed(self, value: Any, factor: float) -> Value:
         """Return the value times a factor, clipped. An integer changes at least by 1, unless it is at a limit."""
-        found = self.clipped(value * factor)
-        if self.integer and found == value and factor != 1.0:
-            found = self.clipped(value + (1 if factor > 1.0 else -1))
-        return found
+        return self.clipped(_integer_times(value, factor) if self.integer else value * factor)
 
     def clipped(self, value: Any) -> Value:
-        """Return the nearest value of the range."""
+        """Return the nearest value of the range; raise ValueError for NaN."""
+        if value != value:
+            validation.refuse("a value of explore", value, f"a number from {self.low!r} to {self.high!r}")
         number = round(value) if self.integer else float(value)
         return type(number)(min(max(number, self.low), self.high))
 
@@ -126,6 +125,8 @@ class Choice:
         for value in found:
             if not isinstance(value, float | int | str | bool | None):
                 raise TypeError(f"a choice must be a number, a string, a bool or None, got {value!r:.80}")
+            if value != value:
+                raise ValueError(f"a list of choices must not have NaN, got {list(found)!r:.80}")
         if len(found) < 2 or len({repr(value) for value in found}) < len(found):
             raise ValueError(f"a list of choices must have at least two different values, got {list(found)!r:.80}")
         object.__setattr__(self, "values", found)
@@ -180,9 +181,8 @@ class Sampler:
         return self.check("the result of a hyperparameter's function", self.function(generator))
 
     def perturbed(self, value: Any, factor: float) -> Value:
-        """Return the value times a factor."""
-        found: Value = type(value)(value * factor)
-        return found
+        """Return the value times a factor. An integer stays one, and changes at least by 1."""
+        return _integer_times(value, factor) if isinstance(value, int) else float(value * factor)
 
     def clipped(self, value: Any) -> Value:
         """Return the value, which must be a finite number."""
@@ -201,6 +201,14 @@ class Sampler:
     def agreed(self) -> list[Any]:
         """Return a mark: functions cannot be compared."""
         return ["function"]
+
+
+def _integer_times(value: int, factor: float) -> int:
+    """Return the nearest integer to a product, but at least 1 away from the value, in the direction of the factor."""
+    found = round(value * factor)
+    if found == value and factor != 1.0:
+        found += 1 if (factor > 1.0) == (value >= 0) else -1
+    return found
 
 
 Space: TypeAlias = Range | Choice | Sampler

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 from asyncdist import validation
 from asyncdist.protocols.declared import Options, function, number, option
 from asyncdist.protocols.options import MemberOptions
-from asyncdist.protocols.population_training.hyperparameters import Given, Range, Space, Value, spaces_of
+from asyncdist.protocols.population_training.hyperparameters import Choice, Given, Range, Space, Value, spaces_of
 from asyncdist.protocols.ranking import MetricMode
 from asyncdist.protocols.step_info import PolicyEvent
 
@@ -73,6 +73,10 @@ class PopulationTrainingOptions(MemberOptions, total=False):
 def _spaces(name: str, value: Any) -> Any:
     """Check hyperparameters, and return them as objects by name; empty for None."""
     return spaces_of(name, {} if value is None else value)
+
+
+def _is_number(value: Value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _factors(name: str, value: Any) -> tuple[float, ...]:
@@ -178,6 +182,13 @@ class ExploringOptions(Options):
             raise ValueError(f"initial has {min(unknown)!r}: {validation.meant(min(unknown), spaces.keys())}")
         initial = {name: spaces[name].check(f"initial[{name!r}]", value) for name, value in self.initial.items()}
         object.__setattr__(self, "initial", initial)
+        for name, space in self.hyperparameters.items():
+            wrong = [each for each in space.values if not _is_number(each)] if isinstance(space, Choice) else []
+            if wrong:
+                raise TypeError(
+                    f"the choices of hyperparameter {name!r} must be numbers, which the policy writes into the "
+                    f"optimizer, got {wrong[0]!r}"
+                )
         for name, space in spaces.items() if self.explore is None else ():
             leaving = [factor for factor in self.perturb if space.leaves(factor)]
             if leaving and isinstance(space, Range):

@@ -69,10 +69,18 @@ class OptimizerSettings:
                         _put(group, name, new)
 
     def _write_base(self, place: int, group: dict[str, Any], new: float) -> None:
-        """Change a group's base learning rate, and the current learning rate in proportion."""
+        """Change a group's base learning rate, and the current learning rate in proportion.
+
+        If the old base is 0, there is no proportion: the current learning rate is that of the schedule, or the new
+        base if the scheduler can only compute it from the last one.
+        """
         old = float(group["initial_lr"])
+        if not old and not new:
+            return
         factor = new / old if old else 1.0
-        if factor != 1.0:
+        if not old:
+            _put(group, "initial_lr", new)
+        elif factor != 1.0:
             _put(group, "lr", float(group["lr"]) * factor if float(group["lr"]) != old else new)
             for name in _SCHEDULED_IN_GROUP:
                 if name in group:
@@ -81,8 +89,15 @@ class OptimizerSettings:
             was = float(scheduler.base_lrs[place])
             for name in _SCHEDULED:
                 found = getattr(scheduler, name, None)
-                if isinstance(found, list) and was:
+                if isinstance(found, list) and (was or name == "base_lrs"):
                     found[place] = new if name == "base_lrs" else found[place] * (new / was)
+        if not old:
+            _put(group, "lr", self._scheduled(place, new))
+
+    def _scheduled(self, place: int, base: float) -> float:
+        """Return a group's learning rate at the only scheduler's current step; the base if it cannot be computed."""
+        of_all = getattr(self._schedulers[0], "_get_closed_form_lr", None) if len(self._schedulers) == 1 else None
+        return base if of_all is None else float(of_all()[place])
 
     def _groups(self, name: str) -> list[dict[str, Any]]:
         key = name.partition("[")[0]

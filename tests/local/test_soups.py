@@ -82,6 +82,13 @@ def test_greedy_soups_are_never_worse_than_their_best_member(draw: int) -> None:
     assert soup.metric == -measured(model) >= max(soup.metrics.values())
 
 
+def test_the_models_own_weights_may_be_a_source() -> None:
+    model = model_with(np.float32([1.0] * 8))
+    other = model_with(np.float32([3.0] * 8)).state_dict()
+    soup = ad.greedy_soup(model, [model.state_dict(), other], loss=lambda m: (m.weight - 1).square().sum())
+    assert soup.members == (0,) and vector(model).tolist() == [1.0] * 8
+
+
 @pytest.mark.parametrize("is_greedy", [False, True])
 def test_a_soup_of_one_model_is_that_model(is_greedy: bool) -> None:
     model = model_with(np.zeros(8, np.float32))
@@ -300,6 +307,19 @@ def test_ema_of_small_updates_moves_in_low_precision() -> None:
     for _ in range(1000):
         averaged.update_parameters(model)
     assert averaged.module[0].item() == pytest.approx(258.0, abs=0.01)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.9])
+def test_ema_of_infinities_and_of_the_largest_values(decay: float) -> None:
+    model = nn.Module()
+    largest = torch.finfo(torch.float32).max
+    model.register_buffer("mask", torch.tensor([0.0, -math.inf, math.inf, largest, largest]))
+    averaged = ad.ema(model, decay)
+    for last in (largest, -largest, -largest):
+        model.get_buffer("mask")[4] = last
+        averaged.update_parameters(model)
+    found = averaged.module.get_buffer("mask")
+    assert found[:4].tolist() == [0.0, -math.inf, math.inf, largest] and -largest <= found[4] < largest / 2
 
 
 def test_tied_weights_stay_tied_in_an_average() -> None:

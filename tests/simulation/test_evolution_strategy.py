@@ -191,6 +191,56 @@ def test_pairs_that_are_not_finite_do_not_count() -> None:
     assert coefficients({1: [math.nan, 1.0]}, options) == {1: [0.0]}
 
 
+def test_scores_that_differ_too_much_do_not_count() -> None:
+    scores = {0: [1e308, -1e308, 1.0, 0.0], 1: [1e39, 0.0, 2.0, 5.0]}
+    assert coefficients(scores, EvolutionStrategyOptions(sigma=0.5)) == {0: [0.0, 0.5], 1: [0.0, -1.5]}
+    of_ranks = coefficients(scores, EvolutionStrategyOptions(sigma=0.5, fitness="rank"))
+    assert all(of_ranks[rank][0] > 0 for rank in scores)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_stay_if_no_rank_is_finite(ranks: int) -> None:
+    async def main(world: ad.World) -> list[float]:
+        model = nn.Linear(2, 1)
+        model.register_buffer("mean", torch.zeros(1))
+        nn.init.ones_(model.weight), nn.init.ones_(model.bias)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        async with EvolutionStrategyPolicy(model, optimizer) as policy:
+            model.get_buffer("mean").fill_(math.nan)
+            for _ in range(2):
+                await policy.step(loss=lambda: model.weight.detach().square().sum())
+        return model.weight.flatten().tolist()
+
+    assert simulate(main, ranks=ranks, strict=True).results == ([1.0, 1.0],) * ranks
+
+
+def test_a_gradient_beyond_the_dtype_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(world: ad.World) -> list[float]:
+        model = nn.Linear(2, 1).half()
+        nn.init.ones_(model.weight), nn.init.ones_(model.bias)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        async with EvolutionStrategyPolicy(model, optimizer) as policy:
+            await policy.step(score=lambda: 1e9 * model.weight.detach().float().sum().item())
+        return model.weight.flatten().tolist()
+
+    assert simulate(main, ranks=1, strict=True).results == ([1.0, 1.0],)
+    assert "fitness='rank'" in caplog.text
+
+
+def test_both_parts_of_complex_weights_are_trained() -> None:
+    async def main(world: ad.World) -> list[complex]:
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j, 0.5j], dtype=torch.complex64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        async with EvolutionStrategyPolicy(model, optimizer, sigma=0.05, pairs=8) as policy:
+            for _ in range(40):
+                await policy.step(loss=lambda: (model.weight.detach() - (1 + 1j)).abs().square().sum())
+        return model.weight.tolist()
+
+    results = simulate(main, ranks=2, strict=True).results
+    assert results[0] == results[1] and max(abs(each - (1 + 1j)) for each in results[0]) < 0.01
+
+
 def test_ranks_replace_scores_of_any_scale() -> None:
     options = EvolutionStrategyOptions(sigma=0.5, fitness="rank")
     small, large = [0.1, 0.2, 0.3, 0.2], [1e3, 2e9, 3e12, 2e9]

@@ -90,6 +90,10 @@ def test_draws_are_within_their_limits_and_even() -> None:
         (Choice([8, 16, 32]), 16, 1.0, 16),
         (Choice([True, False]), True, 1.25, False),
         (Sampler(lambda generator: 1.0), 2.0, 1.25, 2.5),
+        (Sampler(lambda generator: 1), 2, 1.25, 3),
+        (Sampler(lambda generator: 1), 3, 0.8, 2),
+        (Sampler(lambda generator: 1), 10, 1.25, 12),
+        (Sampler(lambda generator: 1), -1, 1.25, -2),
     ],
 )
 def test_perturbed_values_stay_within_their_limits(space: Any, value: Any, factor: float, wanted: Any) -> None:
@@ -120,6 +124,16 @@ def test_a_function_of_the_user_explores_within_the_limits() -> None:
 
     made = Explorer(spaces, factors=(1.0,), resample_probability=0.0, function=explore, seed=0)
     assert made.explored({"lr": 0.01, "depth": 1}, 0, 1) == {"lr": 0.1, "depth": 3}
+    made = Explorer(
+        spaces,
+        factors=(1.0,),
+        resample_probability=0.0,
+        function=lambda values, generator: {**values, "lr": math.nan},
+        seed=0,
+    )
+    with pytest.raises(ValueError, match="explore") as refused:
+        made.explored({"lr": 0.01, "depth": 1}, 0, 1)
+    assert names(refused.value, "nan", "0.0001")
     for wrong in (lambda values, generator: {"lr": 1.0}, lambda values, generator: None):
         made = Explorer(spaces, factors=(1.0,), resample_probability=0.0, function=wrong, seed=0)  # type: ignore[arg-type]
         with pytest.raises(TypeError) as caught:
@@ -206,6 +220,23 @@ def test_a_schedule_continues_with_the_new_base(kind: str) -> None:
             schedule.step()
 
 
+@pytest.mark.parametrize("kind", ["lambda", "step", "cosine", "warm-up"])
+def test_a_base_of_zero_is_left_again(kind: str) -> None:
+    """A rank that began with the learning rate 0, or copied it, follows the schedule with its next base."""
+    rates = []
+    for first in (0.0, 0.1):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=first)
+        scheduler = SCHEDULES[kind](optimizer)
+        own = OptimizerSettings(optimizer, ["lr"], scheduler)
+        for step in range(6):
+            if step == 3:
+                own.write({"lr": 0.2})
+            optimizer.step()
+            scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == pytest.approx(rates[1]) and rates[1] > 0
+
+
 def test_moments_are_loaded_without_settings() -> None:
     def made(rate: float, kind: torch.dtype) -> tuple[torch.optim.Optimizer, nn.Parameter]:
         weights = nn.Parameter(torch.ones(3, dtype=kind))
@@ -262,6 +293,9 @@ LR = {"hyperparameters": {"lr": (1e-4, 1e-1)}}
         ({**LR, "resample_probability": 1.5}, ["resample_probability", "1.5", "0", "1"]),
         ({**LR, "explore": 3}, ["explore", "3"]),
         ({**LR, "seed": 0.5}, ["seed", "0.5", "integer"]),
+        ({"hyperparameters": {"lr": [0.1, "0.2"]}}, ["'lr'", "numbers", "'0.2'"]),
+        ({"hyperparameters": {"lr": [None, 0.2]}}, ["'lr'", "numbers", "None"]),
+        ({"custom_hyperparameters": {"n": [1.0, math.nan]}}, ["'n'", "NaN"]),
         ({**LR, "lr_scheduler": "cosine"}, ["lr_scheduler", "'cosine'", "base_lrs"]),
         ({**LR, "perturbation_interval": 4}, ["perturbation_interval", "average_every"]),
         ({**LR, "hyperparam_mutations": {}}, ["hyperparam_mutations", "hyperparameters"]),

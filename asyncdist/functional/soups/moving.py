@@ -16,12 +16,13 @@ def ema(model: nn.Module, decay: float = 0.999, *, device: torch.device | str | 
     """Return a torch ``AveragedModel`` that keeps the exponential moving average of a model's weights.
 
     Call ``averaged.update_parameters(model)`` after each optimizer step. ``averaged.module`` has the average. It
-    differs from torch's ``get_ema_multi_avg_fn`` in four ways:
+    differs from torch's ``get_ema_multi_avg_fn`` in five ways:
 
     - The decay is bias-corrected: the weights of t steps ago have the weight decay^t / sum. Without the correction the
       first weights keep the weight decay^t, which is still 37 % after 1,000 steps.
     - Weights of less than 32 bits are kept in float32, since an update of 0.1 % would vanish in bfloat16.
     - Floating buffers are averaged, and integer buffers are copied.
+    - Infinities, as in an attention mask, are preserved.
     - A decay outside [0, 1) raises ValueError.
 
     Args:
@@ -48,5 +49,9 @@ def _average(decay: float, averaged: torch.Tensor, value: torch.Tensor, count: t
     exponent = (torch.as_tensor(count, dtype=torch.float64, device=averaged.device) + 1.0) * (
         math.log(decay) if decay else -math.inf
     )
-    share = (1.0 - decay) / -torch.expm1(exponent)
-    return torch.lerp(averaged, value.to(averaged.dtype), share.to(averaged.dtype))
+    share = ((1.0 - decay) / -torch.expm1(exponent)).to(averaged.dtype)
+    new = value.to(averaged.dtype)
+    mixed = torch.lerp(averaged, new, share)
+    # The difference of infinities, as in an attention mask, is NaN, and that of finite values may overflow.
+    apart = torch.where(share == 1, new, averaged * (1 - share) + new * share)
+    return torch.where(averaged == new, new, torch.where(mixed.isfinite(), mixed, apart))

@@ -166,9 +166,9 @@ class _Saved:
     def __init__(self, model: nn.Module, sources: Sequence[Source], loader: Iterable[Any] | None) -> None:
         check_loader(loader)
         self.model = model
-        self.sources = sources
         self.loader = loader
         self._state = FlatState(model)
+        self.sources = [each.apart_from(model) for each in sources]
         self._mean = self._state.new_buffers(accumulate=True)
         self._count = 0
 

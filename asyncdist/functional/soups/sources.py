@@ -27,10 +27,21 @@ _KEYS: Final = ("model", "state_dict", "model_state_dict")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One saved model: its name for errors, and a function that reads its state dict."""
+    """One saved model: its name for errors, a function that reads its state dict, and a state dict in memory."""
 
     name: str
     read: Callable[[], Mapping[str, Any]]
+    held: Mapping[str, Any] | None = None
+
+    def apart_from(self, model: nn.Module) -> Source:
+        """Return a source that does not change with the model, such as a copy of ``model.state_dict()``."""
+        own = {_address(each) for each in (*model.parameters(), *model.buffers())}
+        if self.held is None or not any(
+            isinstance(each, torch.Tensor) and _address(each) in own for each in self.held.values()
+        ):
+            return self
+        copied = {name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in self.held.items()}
+        return Source(self.name, lambda: copied, copied)
 
     def tensors(self, model: nn.Module, entries: Sequence[Entry]) -> list[torch.Tensor]:
         """Return the tensor of each entry of the model. Raise ValueError if the saved model has another layout."""
@@ -44,6 +55,10 @@ class Source:
         except ValueError as error:
             raise ValueError(f"{self.name} does not fit the model: {error}") from None
         return [state[entry.names[0]] for entry in entries]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def sources_of(given: ModelSource | Iterable[ModelSource]) -> list[Source]:
@@ -63,7 +78,7 @@ def sources_of(given: ModelSource | Iterable[ModelSource]) -> list[Source]:
             if isinstance(each, (str, os.PathLike)):
                 found += _at(Path(each))
             elif isinstance(each, Mapping):
-                found.append(Source(f"sources[{place}]", lambda state=each: state))  # type: ignore[misc]
+                found.append(Source(f"sources[{place}]", lambda state=each: state, each))  # type: ignore[misc]
             else:
                 validation.refuse(f"sources[{place}]", type(each).__name__, _ALLOWED, TypeError)
     if not found:
