@@ -36,6 +36,14 @@ def test_every_block_is_run_or_says_why_not() -> None:
     assert sum(not block.is_run and not is_run_by_a_test(block) for block in programs) <= 1
 
 
+def test_a_comment_for_a_block_stands_before_it() -> None:
+    """Regression: the programs of four pages were never run, because the comments that run them stood after them."""
+    for page in pages.PAGES:
+        without = re.sub(r"(?:^<!--(?:(?!-->).)*-->\n)+(?=```)", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        left = re.findall(r"^<!-- (?:after|before)\b", without, flags=re.MULTILINE)
+        assert not left, f"{page.name}: {len(left)} comments without a block"
+
+
 def test_links_to_other_hosts_are_sound() -> None:
     """One form for each, and none to the page of a package in a registry: a project has a page of its own."""
     found = [
