@@ -60,13 +60,16 @@ SHARDS: Final = {
         {
             1: Measured("delayed Nesterov, dynamic steps", 0.3, 1.26, False),
             4: Measured("SGD", 1.0, 0.84, True),
+            16: Measured("Nesterov", 0.1, 0.81, True),
         },
     ),
     "separate": Shards(
         "each rank has a kind of data of its own",
         "one class",
         {
+            1: Measured("Decoupled, grace", 0.03, 1.30, False),
             4: Measured("Adam", 0.002, 1.47, False),
+            16: Measured("Adam", 0.002, 1.39, False),
         },
     ),
 }
@@ -108,7 +111,8 @@ def _beside(slowest: float, cells: Mapping[int, Measured]) -> dict[int, Measured
 
 def _python(cell: Measured, every: int) -> Iterator[str]:
     correct = ", correct=StalenessWeight()" if cell.rule == "SGD, staleness weight" else ""
-    yield f"    outer = functools.partial(torch.optim.SGD, lr={cell.lr:g})"
+    momentum = ", momentum=0.9, nesterov=True" if cell.rule == "Nesterov" else ""
+    yield f"    outer = functools.partial(torch.optim.SGD, lr={cell.lr:g}{momentum})"
     yield "    async with AsyncDiLoCoPolicy("
     yield f"        model, optimizer, average_every={every}, outer_optimizer=outer{correct}"
     yield "    ) as policy:"

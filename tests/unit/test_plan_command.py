@@ -240,7 +240,7 @@ def test_slow_ranks_with_alike_data_need_not_wait(capsys: pytest.CaptureFixture[
     assert "Measured at 4 times" in advice and "0.77" in advice
 
 
-@pytest.mark.parametrize(("slowest", "shards"), [("1", "iid"), ("1", "mixed"), ("4", "separate")])
+@pytest.mark.parametrize(("slowest", "shards"), [("1", "iid"), ("1", "mixed"), ("4", "separate"), ("16", "separate")])
 def test_ranks_wait_if_no_asynchronous_rule_was_better(
     slowest: str, shards: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
