@@ -200,7 +200,7 @@ COLUMNS: Final = (
     _of_rank("out", "bytes of tensors sent", (6, 5), lambda now: now.sent_nbytes),
     Column("waits", "share of the last five seconds in waits that have ended", 4, 5, _waiting, "{:.0%}".format),
     _of_rank("lost", "number of ranks that the rank has lost", (7, 4), lambda now: len(now.lost)),
-    _of_policy("coordinator", "coordinator", "current coordinator, after a failover", (7, 11), is_optional=True),
+    _of_policy("coordinator", "coordinator", "rank that replaced the first coordinator", (7, 11), is_optional=True),
     _of_policy("latest", "latest", "description of the last average", (8, 40)),
 )
 

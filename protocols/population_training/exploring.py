@@ -13,12 +13,14 @@ from asyncdist.protocols.population_training.options import ExploreFunction
 
 
 class Explorer:
-    """Makes the first and the later hyperparameters of one rank; equal arguments give equal results.
+    """Draws the initial hyperparameters of a rank, and changes the hyperparameters that it copies from a donor.
+
+    Equal arguments give equal results.
 
     Args:
         spaces: Possible values of each hyperparameter, by name.
-        factors: Factors of a perturbation.
-        function: The user's function instead of perturbations; None if there is none.
+        factors: Factors by which a perturbation multiplies a value; one of them is drawn.
+        function: User's function that replaces the perturbations, or None.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class Explorer:
         self._seed = seed
 
     def first(self, rank: int, given: Mapping[str, Value]) -> dict[str, Value]:
-        """Return the first values of a rank: those given, and random ones for the others."""
+        """Return the initial hyperparameters of a rank: the values in ``given``, and random values for all others."""
         generator = random.Random(f"{self._seed} first {rank}")
         drawn = {name: space.draw(generator) for name, space in self._spaces.items()}
         return {**drawn, **given}

@@ -235,7 +235,7 @@ def space_of(name: str, given: Any) -> Space:
         return Sampler(given)
     raise TypeError(
         f"the values of hyperparameter {name!r} must be a range (low, high), a list of choices, Range(...), or a "
-        f"callable that gets a random.Random and returns a number, got {given!r:.80}"
+        f"callable that takes a random.Random and returns a number, got {given!r:.80}"
     )
 
 

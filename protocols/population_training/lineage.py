@@ -48,6 +48,10 @@ class Lineage:
 
     @classmethod
     def unpacked(cls, text: str) -> Lineage:
-        """Return the history that :meth:`packed` has packed; raise ValueError or TypeError for other strings."""
+        """Return the history encoded in ``text`` by :meth:`packed`.
+
+        Raises:
+            TypeError, ValueError: The text has another format.
+        """
         rows = json.loads(text)
         return cls([LineageEntry(int(i), int(rank), int(r), int(d), dict(values)) for i, rank, r, d, values in rows])

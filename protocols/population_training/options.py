@@ -176,10 +176,13 @@ class ExploringOptions(Options):
             )
         if len(spaces) < len(self.hyperparameters) + len(self.custom_hyperparameters):
             both = min(self.hyperparameters.keys() & self.custom_hyperparameters.keys())
-            raise ValueError(f"custom_hyperparameters must have other names than hyperparameters, got {both!r} in both")
+            raise ValueError(
+                f"custom_hyperparameters must not contain names from hyperparameters, got {both!r}; rename one"
+            )
         unknown = self.initial.keys() - spaces.keys()
         if unknown:
-            raise ValueError(f"initial has {min(unknown)!r}: {validation.meant(min(unknown), spaces.keys())}")
+            meant = validation.meant(min(unknown), spaces.keys())
+            raise ValueError(f"initial must name hyperparameters, got {min(unknown)!r}; {meant}")
         initial = {name: spaces[name].check(f"initial[{name!r}]", value) for name, value in self.initial.items()}
         object.__setattr__(self, "initial", initial)
         for name, space in self.hyperparameters.items():
@@ -193,8 +196,8 @@ class ExploringOptions(Options):
             leaving = [factor for factor in self.perturb if space.leaves(factor)]
             if leaving and isinstance(space, Range):
                 raise ValueError(
-                    f"perturb must have factors that stay in the range of {name!r}, ({space.low!r}, {space.high!r}), "
-                    f"at least for some values, got {leaving[0]!r}"
+                    f"each factor in perturb must keep some value of {name!r} within its range ({space.low!r}, "
+                    f"{space.high!r}), got {leaving[0]!r}; use a factor nearer to 1"
                 )
 
     @property

@@ -46,7 +46,7 @@ _Told = TypeVar("_Told", Assign, Frozen)
     PopulationTrainingOptions, ExploringOptions, CommonOptions, SelectiveRules, AveragingOptions, CoordinatorOptions
 )
 class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
-    """Population based training (PBT): the worst ranks copy the best ranks, and change their hyperparameters.
+    """Trains a population of models (PBT): the worst ranks copy the best ranks, and change the hyperparameters.
 
     ::
 
@@ -62,9 +62,9 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
                 info = await policy.step(loss=evaluate)
 
     Each rank trains its own model with its own hyperparameters, and reports a metric every ``average_every`` steps.
-    When enough ranks have reported, each of the worst ``quantile`` copies the weights, the optimizer's state and the
-    hyperparameters of one of the best ``quantile``, all from one snapshot. It then changes the hyperparameters, and
-    continues at its own iteration. No rank waits for another.
+    When enough ranks have reported, each rank of the worst ``quantile`` copies a rank of the best ``quantile``: the
+    weights, the optimizer's state and the hyperparameters, from a single snapshot. It then changes the hyperparameters,
+    and continues at its own iteration. No rank waits for another.
 
     Args:
         model: Model to train; see :class:`SpawnPolicy`.
@@ -228,7 +228,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         return value
 
     def prepare(self, parts: Mapping[str, Any], donor: int, round: int) -> Callable[[StepInfo], StepInfo]:
-        """Make new hyperparameters from a donor's, and return the function that takes over the donor's state."""
+        """Draw new hyperparameters, and return a function that loads the donor's state and applies them."""
         state = parts["policy"]
         inherited = self._values_in(state)
         theirs = Observations.unpacked(state["observations"], self._window)

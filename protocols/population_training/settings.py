@@ -37,8 +37,8 @@ class OptimizerSettings:
         for name in names:
             if name not in known:
                 raise ValueError(
-                    f"hyperparameters has {name!r}, which {type(optimizer).__name__} does not have; it has "
-                    f"{', '.join(known)}. Pass a hyperparameter of the training loop in custom_hyperparameters"
+                    f"hyperparameters must name settings of {type(optimizer).__name__}, got {name!r}; allowed: "
+                    f"{', '.join(known)}. Pass hyperparameters of the training loop as custom_hyperparameters"
                 )
         self._check_scheduler("lr" in names, lr_scheduler)
         self._ratios = {name: _ratios(self._values(name)) for name in names}

@@ -22,7 +22,7 @@ class CenterFragment(RuleFragment):
 
     Args:
         tensors: The model's tensors, whose values are the first center.
-        pull: Share of the way from a rank to the center that both of them move towards each other.
+        pull: Fraction of the distance between a rank and the center that both move towards each other.
     """
 
     def __init__(self, layout: WireLayout, rule: Rule, tensors: Sequence[Tensor], pull: float) -> None:

@@ -225,6 +225,6 @@ class GossipPolicy(SimplePolicy):
         return self._graph.partners(number, rank, members)
 
     def _take_weight(self, fragment: int) -> float:
-        """Return this rank's mass, which its contribution carries."""
+        """Return this rank's push-sum weight (mass), which is sent with its contribution; 1.0 without push-sum."""
         own = self._fragments[fragment]
         return own.mass if isinstance(own, GossipFragment) else 1.0

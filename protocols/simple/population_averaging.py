@@ -76,8 +76,8 @@ class PullToMean(Rule):
         is_agreed=True,
     )
     pull: float = option(
-        "Share of the way to the mean that each rank moves, above 0 and at most 1: new weights = (1 - pull) * own + "
-        "pull * mean. With `center`, at most 1 / number of ranks.",
+        "Fraction of the distance to the mean that each rank moves, above 0 and at most 1: new weights = (1 - pull) * "
+        "own + pull * mean. With `center`, at most 1 / number of ranks.",
         number("a number above 0 and at most 1", validation.SMALLEST, 1.0),
         default=0.01,
         is_agreed=True,
@@ -90,14 +90,15 @@ class PullToMean(Rule):
         is_agreed=True,
     )
     center: bool = option(
-        "Whether the ranks are pulled to a center, which moves towards all ranks, instead of to their mean (EASGD).",
+        "Whether the ranks are pulled to a shared center instead of to their mean (EASGD). The center is pulled to all "
+        "ranks.",
         truth,
         default=False,
         is_agreed=True,
     )
     scale_with_lr: bool = option(
-        "Whether pull is multiplied by the current over the initial learning rate of the optimizer's first group, at "
-        "most 1, as in PAPA.",
+        "Whether `pull` is multiplied by the ratio of the current to the initial learning rate of the optimizer's "
+        "first group, as in PAPA. The ratio is at most 1.",
         truth,
         default=False,
         is_agreed=True,

@@ -36,7 +36,7 @@ class Rule(ExchangeOptions):
     )
 
     def due(self, step: int) -> bool:
-        """Return whether a round begins in a step, counted from 0."""
+        """Return whether a round begins in step number ``step``. The first step is number 0."""
         return (step + 1) % self.average_every == 0
 
     def partners(self, round: int, rank: int, members: Sequence[int]) -> Chosen:

@@ -29,7 +29,7 @@ from asyncdist.protocols.options import CommonOptions
 from asyncdist.protocols.simple.policy import SimplePolicy
 from asyncdist.protocols.simple.rule import Rule, drawn
 
-#: What a round does with the chosen values.
+#: Operation on the chosen values.
 Operation: TypeAlias = Literal["mean", "shuffle"]
 
 _ELSEWHERE: Final = {
@@ -59,8 +59,8 @@ class RandomShare(Rule):
         is_agreed=True,
     )
     operation: Operation = option(
-        'What a round does with these values. `"mean"`: all ranks take their mean (SPARTA). `"shuffle"`: at each '
-        "index, the ranks exchange their values by a random permutation (WASH).",
+        'Operation on the chosen values. With `"mean"`, all ranks take the mean (SPARTA). With `"shuffle"`, the ranks '
+        "exchange their values at each index by a random permutation (WASH).",
         one_of(Operation),
         default="mean",
         is_agreed=True,

@@ -163,7 +163,9 @@ class Graph:
                 return self._of_hosts(members, phase)
 
     def _of_matrix(self, rows: tuple[tuple[float, ...], ...], members: tuple[int, ...]) -> Mapping[int, Shares]:
-        """Return the shares of the living members: a lost rank's partners pass on to each other what it passed on.
+        """Return the shares of the living members.
+
+        Values that would have passed through a lost rank pass directly between its partners.
 
         The smaller matrix is the stochastic complement of the lost ranks (Meyer, 1989). Rows and columns that add up
         to 1 still do, and a connected graph stays connected.
@@ -212,9 +214,9 @@ def _ring(members: Sequence[int]) -> dict[int, Shares]:
 
 
 def _exponential(members: Sequence[int], phase: int) -> dict[int, Shares]:
-    """Let each rank take half of the rank that is 2^phase places before it (Assran et al., 1811.10792).
+    """Let each rank average with the rank 2^phase places before it (Assran et al., 1811.10792).
 
-    If the number of ranks is a power of two, log2 rounds without training give all ranks the exact mean.
+    If the number of ranks k is a power of two, log2 k rounds without training give all ranks the exact mean.
     """
     count = len(members)
     step = 1 << phase % max(1, _period(count))
