@@ -202,8 +202,13 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         return {name: space.clipped(values[name]) for name, space in self._spaces.items()}
 
     def restore_whole_state(self, parts: Mapping[str, Any]) -> int:
-        """Load another member's optimizer and policy state, with its hyperparameters, and return its iteration."""
+        """Load another member's optimizer and policy state, with its hyperparameters, and return its iteration.
+
+        The schedule does not move to the other member's position, since this rank's scheduler does not.
+        """
+        own = self._settings.scheduled()
         iteration = super().restore_whole_state(parts)
+        self._settings.put_scheduled(own)
         self._settings.write(self._values)
         return iteration
 

@@ -99,6 +99,17 @@ class OptimizerSettings:
         of_all = getattr(self._schedulers[0], "_get_closed_form_lr", None) if len(self._schedulers) == 1 else None
         return base if of_all is None else float(of_all()[place])
 
+    def scheduled(self) -> list[dict[str, float]]:
+        """Return what the schedulers have written into each group: the current learning rate, the base and the like."""
+        names = ("lr", *_SCHEDULED_IN_GROUP) if self._schedulers and "lr" in self._ratios else ()
+        return [{name: float(group[name]) for name in names if name in group} for group in self._optimizer.param_groups]
+
+    def put_scheduled(self, found: Iterable[Mapping[str, float]]) -> None:
+        """Write the result of an earlier :meth:`scheduled` again, since the schedulers continue from it."""
+        for group, values in zip(self._optimizer.param_groups, found, strict=True):
+            for name, value in values.items():
+                _put(group, name, value)
+
     def _groups(self, name: str) -> list[dict[str, Any]]:
         key = name.partition("[")[0]
         return [group for group in self._optimizer.param_groups if key in group]

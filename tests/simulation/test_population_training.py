@@ -14,13 +14,14 @@ import pytest
 import torch
 from support.seeds import seeds
 from torch import nn
+from torch.optim import lr_scheduler
 
 import asyncdist as ad
 from asyncdist.recording.reader import read_recording
 from asyncdist.report.hyperparameter_figures import hyperparameter_sections
 from asyncdist.report.summary import summarise
 from asyncdist.report.tables import query
-from asyncdist.simulation import simulate
+from asyncdist.simulation import Kill, Restart, simulate
 from protocols import BayesianExplore, PopulationTrainingPolicy
 from simulation.population_training_scenarios import Plan, draw_plan, run, scenario
 
@@ -36,6 +37,45 @@ def test_the_seeds_contain_what_can_go_wrong() -> None:
     for seed in range(12):
         seen += run(draw_plan(seed), seed)[1].seen
     assert seen["copies"] > 50 and seen["abandoned"] and seen["drawn again"] > 20, seen
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
+@pytest.mark.parametrize("kind", ["cosine", "sequence"])
+def test_a_restarted_ranks_schedule_can_catch_up(kind: str) -> None:
+    """The donor's learning rate, which is that of its own position, must not be the start of another schedule."""
+    rates: list[tuple[float, float]] = []
+
+    def schedule(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        if kind == "cosine":
+            return lr_scheduler.CosineAnnealingLR(optimizer, 60)
+        parts: list[Any] = [lr_scheduler.LinearLR(optimizer, 0.25, 1.0, 4), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+        return lr_scheduler.SequentialLR(optimizer, parts, [4])
+
+    async def main(world: ad.World) -> None:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        values: Any = {"lr": (1e-3, 1e-1)}
+        scheduler = schedule(optimizer)
+        policy = PopulationTrainingPolicy(
+            model, optimizer, average_every=2, hyperparameters=values, lr_scheduler=scheduler
+        )
+        async with policy:
+            for _ in range(policy.iteration):
+                scheduler.step()
+            while policy.iteration < 30:
+                await policy.step(loss=float(world.rank))
+                scheduler.step()
+                await asyncio.sleep(0.1)
+        if world.incarnation:
+            same = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=policy.hyperparameters["lr"])
+            other = schedule(same)
+            for _ in range(30):
+                other.step()
+            rates.append((optimizer.param_groups[0]["lr"], same.param_groups[0]["lr"]))
+
+    simulate(main, ranks=4, seed=1, faults=[Kill(1, 1.0), Restart(1, 1.2)])
+    assert len(rates) == 1 and rates[0][0] == pytest.approx(rates[0][1])
 
 
 def test_histories_follow_the_weights() -> None:
