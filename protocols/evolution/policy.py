@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import zlib
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Unpack
@@ -30,7 +31,9 @@ from asyncdist.protocols.exchange.schedule import Schedule
 from asyncdist.protocols.metrics import MetricSource, due_metric
 from asyncdist.protocols.misuse import check_evaluates, line_of_caller
 from asyncdist.protocols.options import CommonOptions, MemberOptions
+from asyncdist.protocols.starting.differences import FIRST_WEIGHTS
 from asyncdist.protocols.step_info import StepInfo
+from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.codecs import find_codec
 from asyncdist.tensors.optimizers.weights import kept_mode
 
@@ -110,6 +113,15 @@ class EvolutionStrategyPolicy(ExchangePolicy):
 
     def _options(self) -> Mapping[str, Any]:
         return {**self._own_options.agreed(), "metric_mode": self._metric_mode}
+
+    def _first_weights(self) -> dict[str, str]:
+        """Return the checksum of the trained parameters, from which all ranks must make equal steps."""
+        if self._was_loaded:
+            return {FIRST_WEIGHTS: "saved"}  # on unequal machines, saved weights may differ in the last bits
+        checksum = 0
+        for each in self._trained():
+            checksum = zlib.crc32(byte_view(each.detach().cpu().contiguous()), checksum)
+        return {FIRST_WEIGHTS: f"{checksum:08x}"}
 
     def _make_fragments(self) -> Sequence[Fragment]:
         """Return a fragment of the buffers, which may be empty."""

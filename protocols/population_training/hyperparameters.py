@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from asyncdist import validation
 
 #: Value of a hyperparameter. Only numbers can be those of an optimizer.
@@ -44,6 +46,7 @@ class Range:
         """Check the limits."""
         for name, value in (("low", self.low), ("high", self.high)):
             validation.real(name, value, "a finite number", low=-validation.LARGEST)
+            object.__setattr__(self, name, _plain(value))
         if not self.low < self.high:
             hint = f"; write ({self.high!r}, {self.low!r})" if self.low > self.high else ""
             raise ValueError(
@@ -112,6 +115,7 @@ class Choice:
 
     Args:
         values: At least two different numbers, strings, bools or None, in an order in which neighbours are similar.
+            Numbers of NumPy and members of enumerations become plain numbers and strings.
 
     Raises:
         TypeError, ValueError: There are fewer than two values, a value repeats, or a value has another type.
@@ -121,7 +125,7 @@ class Choice:
 
     def __init__(self, values: Sequence[Value]) -> None:
         """Check the values."""
-        found = tuple(values)
+        found = tuple(map(_plain, values))
         for value in found:
             if not isinstance(value, float | int | str | bool | None):
                 raise TypeError(f"a choice must be a number, a string, a bool or None, got {value!r:.80}")
@@ -160,7 +164,8 @@ class Choice:
         """Return the list as JSON values."""
         return ["choice", *self.values]
 
-    def _place_of(self, value: Any) -> int:
+    def _place_of(self, given: Any) -> int:
+        value = _plain(given)
         return next(
             (place for place, each in enumerate(self.values) if type(each) is type(value) and each == value), -1
         )
@@ -191,7 +196,7 @@ class Sampler:
     def check(self, name: str, value: Any) -> Value:
         """Return a finite number; raise ValueError for any other value."""
         number = validation.real(name, value, "a finite number", low=-validation.LARGEST)
-        return int(number) if type(value) is int else number
+        return int(number) if isinstance(_plain(value), int) else number
 
     def leaves(self, factor: float) -> bool:
         """Return False: the function has no limits."""
@@ -201,6 +206,17 @@ class Sampler:
     def agreed(self) -> list[Any]:
         """Return a mark: functions cannot be compared."""
         return ["function"]
+
+
+def _plain(value: Any) -> Any:
+    """Return a scalar of NumPy, or a member of an enumeration, as a value of Python, as which it travels to others."""
+    if isinstance(value, np.generic):
+        return value.item()
+    return next((kind(value) for kind in (bool, int, float) if isinstance(value, kind)), _as_string(value))
+
+
+def _as_string(value: Any) -> Any:
+    return str.__str__(value) if isinstance(value, str) else value
 
 
 def _integer_times(value: int, factor: float) -> int:

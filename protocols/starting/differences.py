@@ -16,7 +16,7 @@ from asyncdist.tensors.flat_state import Fingerprint, first_difference
 
 #: Name in error messages for the checksum of the parameters that parameters="trainable" excludes.
 LEFT_OUT: Final = "the hash of the parameters that are not trained"
-#: Name in error messages for the checksum of the anchors of DiLoCo.
+#: Name in error messages for the checksum of weights that must be equal on all ranks, such as DiLoCo's anchors.
 FIRST_WEIGHTS: Final = "the checksum of the first weights"
 #: Name of the value that marks a start after running out of memory. A difference in this value is reported first.
 BEGINS_AGAIN: Final = "a start after exhausted memory"
@@ -77,7 +77,7 @@ async def explained(
         )
     if difference == FIRST_WEIGHTS:
         return DisagreementError(
-            f"{error.message}; with an outer optimizer all ranks must begin with equal weights: call "
+            f"{error.message}; all ranks of this policy must begin with equal weights: call "
             "torch.manual_seed(seed) with the same seed on all ranks before the model is created, load the same "
             "weights or checkpoint on all ranks, or call asyncdist.average_models(model) "
             "(asyncdist.blocking.average_models without coroutines) if the model has been trained before",

@@ -227,6 +227,20 @@ def test_a_gradient_beyond_the_dtype_changes_nothing(caplog: pytest.LogCaptureFi
     assert "fitness='rank'" in caplog.text
 
 
+@pytest.mark.parametrize("differs", ["weights", "frozen"])
+def test_ranks_that_cannot_train_one_model_are_refused(differs: str) -> None:
+    async def main(world: ad.World) -> None:
+        model, optimizer = made()
+        if world.rank and differs == "weights":
+            model.get_parameter("weight").data.add_(1)
+        model.get_parameter("bias").requires_grad_(not world.rank or differs == "weights")
+        with pytest.raises(ad.DisagreementError, match="begin with equal weights"):
+            async with EvolutionStrategyPolicy(model, optimizer):
+                pass
+
+    simulate(main, ranks=2, strict=True)
+
+
 def test_both_parts_of_complex_weights_are_trained() -> None:
     async def main(world: ad.World) -> list[complex]:
         model = nn.Module()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import enum
+import json
 import math
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -99,6 +102,32 @@ def test_draws_are_within_their_limits_and_even() -> None:
 def test_perturbed_values_stay_within_their_limits(space: Any, value: Any, factor: float, wanted: Any) -> None:
     found = space.perturbed(value, factor)
     assert found == wanted and type(found) is type(wanted)
+
+
+class Size(enum.IntEnum):
+    SMALL, LARGE = 1, 2
+
+
+@pytest.mark.parametrize(
+    ("space", "wanted"),
+    [
+        (Choice(list(np.array([0.5, 0.25]))), [0.5, 0.25]),
+        (Choice(list(np.array([0.5, 0.25], np.float32))), [0.5, 0.25]),
+        (Choice(list(np.arange(2))), [0, 1]),
+        (Choice(list(Size)), [1, 2]),
+        (Choice([np.str_("a"), "b"]), ["a", "b"]),
+        (Range(np.int64(1), np.int64(2), integer=True), [1, 2]),
+        (Range(np.float32(0.5), np.float32(1)), [0.5, 1.0]),
+        (Sampler(lambda generator: np.int64(3)), [3]),
+    ],
+)
+def test_numbers_of_numpy_travel_as_plain_values(space: Any, wanted: list[Any]) -> None:
+    """A value that has travelled to another rank, as JSON, must be one of that rank's values."""
+    json.dumps(space.agreed())
+    for value in wanted:
+        found = space.clipped(json.loads(json.dumps(space.check("value", np.array(value)[()]))))
+        assert found == value and type(found) is type(value)
+    assert type(space.draw(random.Random(0))) is type(wanted[0])
 
 
 def test_equal_arguments_draw_equal_values() -> None:
