@@ -30,7 +30,7 @@ from asyncdist.protocols.one_sided.reader import Replacement
 from asyncdist.protocols.one_sided.selection import DEFAULT_DONOR_COUNT_MAX, SAMPLE_COUNT, Choice, ReadOptions
 from asyncdist.protocols.one_sided.statistics import PullStatistics
 from asyncdist.protocols.options import AveragingOptions, CommonOptions, MemberOptions, OptimizerState
-from asyncdist.protocols.simple.population_averaging import ELSEWHERE, PullToMean
+from asyncdist.protocols.simple.population_averaging import ELSEWHERE, PullToMean, warn_of_rounding
 from asyncdist.protocols.step_info import PolicyEvent, StepInfo
 
 _ELSEWHERE: Final = {
@@ -132,6 +132,11 @@ class AsyncPopulationAveragingPolicy(OneSidedPolicy):
             timing=dict(self._durations),
             title=self._journal.title(),
         )
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        if self._group.index == 0 and len(self._group.ranks) > 1:
+            warn_of_rounding(self._journal.title(), self.model.parameters(), self._pull.pull)
 
     def _options(self) -> Mapping[str, Any]:
         return {**self._pull.agreed(), **self._averaging.agreed(), "chunk_nbytes": self._chunk_nbytes}

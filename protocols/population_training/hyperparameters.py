@@ -84,7 +84,7 @@ class Range:
     def clipped(self, value: Any) -> Value:
         """Return the nearest value of the range; raise ValueError for NaN."""
         if value != value:
-            validation.refuse("a value of explore", value, f"a number from {self.low!r} to {self.high!r}")
+            validation.refuse("a saved or explored value", value, f"a number from {self.low!r} to {self.high!r}")
         number = round(value) if self.integer else float(value)
         return type(number)(min(max(number, self.low), self.high))
 
@@ -146,7 +146,7 @@ class Choice:
 
     def clipped(self, value: Any) -> Value:
         """Return the value, which must be in the list."""
-        return self.check("a value of explore", value)
+        return self.check("a saved or explored value", value)
 
     def check(self, name: str, value: Any) -> Value:
         """Return a value that the user has given; raise ValueError if it is not in the list."""
@@ -191,7 +191,7 @@ class Sampler:
 
     def clipped(self, value: Any) -> Value:
         """Return the value, which must be a finite number."""
-        return self.check("a value of explore", value)
+        return self.check("a saved or explored value", value)
 
     def check(self, name: str, value: Any) -> Value:
         """Return a finite number; raise ValueError for any other value."""

@@ -19,7 +19,8 @@ with the values of before the round on the right side.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, Unpack
 
@@ -38,6 +39,10 @@ from asyncdist.protocols.simple.center import CenterFragment
 from asyncdist.protocols.simple.policy import RuleFragment, SimplePolicy
 from asyncdist.protocols.simple.rule import Rule, random_pair
 
+logger = logging.getLogger("protocols.simple")
+
+#: Largest relative difference from the mean that may be rounded away without a warning.
+_ROUNDED_MAX: Final = 0.05
 #: The ranks to whose mean a rank is pulled.
 MeanOf: TypeAlias = Literal["all", "pairs"]
 
@@ -132,6 +137,22 @@ def _pulled(own: Tensor, mean: Tensor, pull: float) -> Tensor:
     return mean if pull == 1.0 else (mean - own).mul_(pull).add_(own)
 
 
+def warn_of_rounding(title: str, parameters: Iterable[Tensor], pull: float) -> None:
+    """Log a warning if pulls to weights that differ by more than 5 % are rounded away, as in bfloat16."""
+    for each in parameters:
+        least = torch.finfo(each.dtype).eps / 2 / pull if each.is_floating_point() and each.requires_grad else 0.0
+        if least > _ROUNDED_MAX:
+            logger.warning(
+                "%s: pull=%s does not change weights of %s that differ from the mean by less than %.0f %%, because the "
+                "change is rounded away; train float32 weights, with torch.autocast, or use a larger pull less often",
+                title,
+                pull,
+                str(each.dtype).removeprefix("torch."),
+                100 * least,
+            )
+            return
+
+
 @with_options(PopulationAveragingOptions, CommonOptions, PullToMean)
 class PopulationAveragingPolicy(SimplePolicy, AnchoredPolicy):
     """Trains with PAPA: every ``average_every`` steps, each rank's weights move a little towards the mean of all ranks.
@@ -175,6 +196,8 @@ class PopulationAveragingPolicy(SimplePolicy, AnchoredPolicy):
             if not self._first_lr > 0.0:
                 validation.refuse("the optimizer's lr", self._first_lr, "above 0 at the start, with scale_with_lr=True")
         super()._prepare()
+        if self._group.index == 0 and len(self._group.ranks) > 1:
+            warn_of_rounding(self._journal.title(), self.model.parameters(), self._pull.pull)
 
     def _new_fragment(self, layout: WireLayout) -> Fragment:
         if not self._pull.center:

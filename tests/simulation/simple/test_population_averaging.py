@@ -16,7 +16,7 @@ from unit.test_simple_rules import GOLDEN, MASK, split_mix
 
 import asyncdist as ad
 from asyncdist.simulation import Kill, Restart, simulate
-from protocols import PopulationAveragingPolicy
+from protocols import AsyncPopulationAveragingPolicy, PopulationAveragingPolicy
 from protocols.simple.population_averaging import PullToMean
 
 #: Options of the simulated runs; the first ones are those of the exact runs.
@@ -254,3 +254,20 @@ def test_only_a_center_has_anchor_weights() -> None:
                     pass
 
     simulate(main, ranks=2)
+
+
+@pytest.mark.parametrize("kind", [PopulationAveragingPolicy, AsyncPopulationAveragingPolicy])
+@pytest.mark.parametrize(
+    ("dtype", "pull", "warns"), [("bfloat16", 0.01, True), ("bfloat16", 0.5, False), ("float32", 0.01, False)]
+)
+def test_pulls_that_are_rounded_away_are_warned_of(
+    kind: Any, dtype: str, pull: float, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main(world: ad.World) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1, dtype=getattr(torch, dtype))
+        async with kind(model, torch.optim.SGD(model.parameters(), lr=0.1), pull=pull):
+            pass
+
+    simulate(main, ranks=2, strict=True)
+    assert caplog.text.count("39 %") == warns
