@@ -224,7 +224,10 @@ def test_policies_without_a_common_anchor_say_why() -> None:
             await policy.settle()
             async with policy.anchor_weights():
                 pass
-        assert not hasattr(PopulationAveragingPolicy, "anchor_weights")
+        async with PopulationAveragingPolicy(model, optimizer) as pulled:
+            with pytest.raises(ad.LocalProtocolError, match="center"):
+                async with pulled.anchor_weights():
+                    pass
 
     run(main, 2)
 

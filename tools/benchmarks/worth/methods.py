@@ -26,6 +26,7 @@ from protocols import (
     PopulationTrainingPolicy,
     SelectiveDiLoCoPolicy,
     SparseAveragingPolicy,
+    StalenessWeight,
 )
 from worth.learning import Learner
 from worth.settings import RANK_COUNT
@@ -100,6 +101,16 @@ def _delayed_nesterov(learner: Learner, every: int, value: float) -> Policy:
     outer = functools.partial(DelayedNesterov, lr=value, momentum=0.9, delay=RANK_COUNT)
     return AsyncDiLoCoPolicy(
         learner.model, learner.optimizer, average_every=every, outer_optimizer=outer, dynamic_steps=True
+    )
+
+
+def _async_sgd(learner: Learner, every: int, value: float) -> Policy:
+    return AsyncDiLoCoPolicy(
+        learner.model,
+        learner.optimizer,
+        average_every=every,
+        outer_optimizer=functools.partial(torch.optim.SGD, lr=value),
+        correct=StalenessWeight(),
     )
 
 
@@ -198,6 +209,7 @@ METHODS: Final[dict[str, Method]] = {
     "Streaming DiLoCo": Method("anchor", *_GAMMA, functools.partial(_diloco, **_STREAMING), waits=True),
     "DiLoCo, quorum 3": Method("anchor", *_ASYNC_GAMMA, functools.partial(_diloco, quorum=3, late="skip")),
     "async DiLoCo": Method("anchor", *_ASYNC_GAMMA, _delayed_nesterov),
+    "async DiLoCo, SGD": Method("anchor", "outer lr", (0.5, 1.0, 2.0), _async_sgd),
     "Decoupled": Method("anchor", "outer lr", (0.0175, 0.035, 0.07), _decoupled),
     "Decoupled, grace": Method(
         "anchor", "outer lr", (0.14, 0.28, 0.56), functools.partial(_decoupled, grace_steps=5.0)

@@ -22,11 +22,20 @@ TIMED: Final = (
     "DiLoCo",
     "DiLoCo, quorum 3",
     "async DiLoCo",
+    "async DiLoCo, SGD",
     "Decoupled, grace",
     "selective, mean",
 )
 #: Methods of the chart of failures.
-FAILING: Final = ("none", "gradients, every step", "LocalSGD", "DiLoCo", "Decoupled, grace", "selective, mean")
+FAILING: Final = (
+    "none",
+    "gradients, every step",
+    "LocalSGD",
+    "DiLoCo",
+    "async DiLoCo, SGD",
+    "Decoupled, grace",
+    "selective, mean",
+)
 #: Methods that are tried in all settings.
 CORE: Final = (
     "none",
@@ -36,6 +45,7 @@ CORE: Final = (
     "Streaming DiLoCo",
     "DiLoCo, quorum 3",
     "async DiLoCo",
+    "async DiLoCo, SGD",
     "Decoupled",
     "Decoupled, grace",
     "selective DiLoCo",
