@@ -46,6 +46,8 @@ TOLD_NBYTES_MAX: Final = 1 << 15
 ANSWER_S: Final = 1.0
 #: Minimum age, in seconds, at which directories without a socket are removed.
 _BEGINNING_S: Final = 10.0
+#: Maximum number of ranks that are asked at once. A process may often have 1,024 open file descriptors.
+_ASKED_COUNT_MAX: Final = 512
 _TRY_COUNT: Final = 10
 #: Maximum length of a Unix socket's path in bytes, without the terminating 0.
 _PATH_NBYTES_MAX: Final = 107
@@ -247,7 +249,17 @@ def ask(asked: Sequence[Place], timeout_s: float = ANSWER_S) -> dict[int, RankSt
 
 
 def exchange(asked: Sequence[Place], question: bytes, timeout_s: float = ANSWER_S) -> dict[int, bytes]:
-    """Send a request to all ranks concurrently; return the answers that arrive in time, by rank."""
+    """Send a request to all ranks concurrently; return the answers that arrive in time, by rank.
+
+    More than some hundred ranks are asked in several groups, since each open socket takes a file descriptor.
+    """
+    answers: dict[int, bytes] = {}
+    for first in range(0, len(asked), _ASKED_COUNT_MAX):
+        answers |= _exchange(asked[first : first + _ASKED_COUNT_MAX], question, timeout_s)
+    return answers
+
+
+def _exchange(asked: Sequence[Place], question: bytes, timeout_s: float) -> dict[int, bytes]:
     answers: dict[int, bytes] = {}
     with selectors.DefaultSelector() as ready, contextlib.ExitStack() as opened:
         waiting = 0

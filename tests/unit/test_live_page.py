@@ -16,6 +16,7 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.served_ranks import ServedRanks
@@ -334,3 +335,15 @@ def test_a_port_in_use_is_refused_in_one_line(server: PageServer, capsys: pytest
     at = f"--port {server.server_port}: cannot listen at 127.0.0.1:{server.server_port} (Address already in use)"
     assert (ended.value.code, told.out) == (2, "")
     assert told.err == f"asyncdist top: {at}; choose another port, or omit --port to use a free one\n"
+
+
+def test_many_ranks_are_asked_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a thousand ranks on one host took more file descriptors than a process may have."""
+    monkeypatch.setattr(environment, "shared_directories", lambda: [str(tmp_path)])
+    monkeypatch.setattr(sockets, "_ASKED_COUNT_MAX", 2)
+    groups = Mock(wraps=sockets._exchange)
+    monkeypatch.setattr(sockets, "_exchange", groups)
+    with ServedRanks(JOB, range(5), counters):
+        answers = sockets.exchange(sockets.jobs()[JOB], sockets.COUNTERS)
+    assert sorted(answers) == [0, 1, 2, 3, 4]
+    assert [len(call.args[0]) for call in groups.call_args_list] == [2, 2, 1]
