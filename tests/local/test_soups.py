@@ -210,6 +210,7 @@ def test_missing_statistics_are_warned_of(caplog: pytest.LogCaptureFixture) -> N
 
 def tensors_nbytes(folder: Path | None = None) -> int:
     """Bytes of all tensors in memory, without those that are mapped from files in a folder."""
+    gc.collect()  # of other tests, which would be freed in the middle of this one
     lines = Path("/proc/self/maps").read_text().splitlines() if folder else []
     mapped = [line.split()[0].split("-") for line in lines if str(folder) in line]
     spans = [(int(first, 16), int(end, 16)) for first, end in mapped]

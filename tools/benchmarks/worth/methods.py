@@ -208,7 +208,7 @@ METHODS: Final[dict[str, Method]] = {
     "DiLoCo": Method("anchor", *_GAMMA, _diloco, waits=True),
     "Streaming DiLoCo": Method("anchor", *_GAMMA, functools.partial(_diloco, **_STREAMING), waits=True),
     "DiLoCo, quorum 3": Method("anchor", *_ASYNC_GAMMA, functools.partial(_diloco, quorum=3, late="skip")),
-    "async DiLoCo": Method("anchor", *_ASYNC_GAMMA, _delayed_nesterov),
+    "async DiLoCo, Nesterov": Method("anchor", *_ASYNC_GAMMA, _delayed_nesterov),
     "async DiLoCo, SGD": Method("anchor", "outer lr", (0.5, 1.0, 2.0), _async_sgd),
     "Decoupled": Method("anchor", "outer lr", (0.0175, 0.035, 0.07), _decoupled),
     "Decoupled, grace": Method(
