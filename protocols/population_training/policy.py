@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import zlib
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -68,7 +69,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
 
     Args:
         model: Model to train; see :class:`SpawnPolicy`.
-        optimizer: Optimizer of the model, of the same class on all ranks.
+        optimizer: Optimizer of the model, of the same class and with the parameters in the same order on all ranks.
         average_every, metric, options: The options below.
 
     Raises:
@@ -154,7 +155,11 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
     # -- starting and continuing ------------------------------------------------------------------------------------
 
     def _options(self) -> Mapping[str, Any]:
-        groups = [len(group["params"]) for group in self.optimizer.param_groups]
+        names = {each: name for name, each in self.model.named_parameters()}
+        groups = []
+        for group in self.optimizer.param_groups:  # state is copied by the places of the parameters
+            order = "\n".join(names.get(each, "") for each in group["params"])
+            groups.append(f"{len(group['params'])} parameters in the order {zlib.crc32(order.encode()):08x}")
         spaces = {name: space.agreed() for name, space in self._spaces.items()}
         mine = {"optimizer": [type(self.optimizer).__name__, *groups], "hyperparameters": spaces}
         return {**super()._options(), **self._own_options.agreed(), **mine}

@@ -164,6 +164,7 @@ def test_an_evaluation_leaves_no_trace() -> None:
 
     async def main(world: ad.World) -> None:
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        model.register_buffer("calls", torch.zeros(()), persistent=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         given = [torch.full_like(each, 7.0) for each in model.parameters()]
         for parameter, gradient in zip(model.parameters(), given, strict=True):
@@ -171,6 +172,7 @@ def test_an_evaluation_leaves_no_trace() -> None:
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
         def fail() -> float:
+            model.get_buffer("calls").add_(1)
             model(torch.randn(8, 3))
             raise RuntimeError("no score")
 
@@ -179,6 +181,7 @@ def test_an_evaluation_leaves_no_trace() -> None:
                 await policy.step(loss=fail)
             assert await policy.step(score=lambda: model(torch.randn(8, 3)).sum())
         assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+        assert model.get_buffer("calls") == 0
         assert all(each.grad is own for each, own in zip(model.parameters(), given, strict=True))
 
     simulate(main, ranks=1, strict=True)

@@ -78,6 +78,22 @@ def test_a_restarted_ranks_schedule_can_catch_up(kind: str) -> None:
     assert len(rates) == 1 and rates[0][0] == pytest.approx(rates[0][1])
 
 
+def test_parameters_in_another_order_are_refused() -> None:
+    """Moments are copied by the places of the parameters, so they would go to other parameters of the same shape."""
+
+    async def main(world: ad.World) -> None:
+        model = nn.Linear(1, 1, bias=False)
+        model.other = nn.Parameter(torch.ones(1, 1))
+        order = [model.weight, model.other]
+        optimizer = torch.optim.Adam(reversed(order) if world.rank else order)
+        policy = PopulationTrainingPolicy(model, optimizer, average_every=2, hyperparameters={"lr": (1e-3, 1e-1)})
+        with pytest.raises(ad.DisagreementError, match="parameters in the order"):
+            async with policy:
+                pass
+
+    simulate(main, ranks=2, strict=True)
+
+
 def test_histories_follow_the_weights() -> None:
     plan = Plan(steps=(40,) * 4, options={"average_every": 2})
     _, record = run(plan)
