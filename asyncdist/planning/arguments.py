@@ -151,7 +151,9 @@ def _seconds(text: str, least: float) -> float:
     except ValueError:
         number = math.nan
     if not least <= number <= _SECONDS_MAX:
-        raise argparse.ArgumentTypeError(f"must be from {least:g} to {_SECONDS_MAX:g} seconds, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be a number of seconds without a unit, from {least:g} to {_SECONDS_MAX:g}, got {text!r}"
+        )
     return number
 
 
