@@ -85,6 +85,7 @@ def lines(slowest: float, shards: str, every: int) -> Iterator[str]:
     """
     found = SHARDS[shards]
     yield f"The slowest rank takes {slowest:g} times as long as the fastest, and {found.described}."
+    yield "The utilisation above is for ranks of equal speed."
     cells = _beside(slowest, found.cells)
     if not cells:
         measured = " and ".join(map(str, found.cells))
