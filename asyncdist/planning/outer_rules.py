@@ -85,21 +85,25 @@ def lines(slowest: float, shards: str, every: int) -> Iterator[str]:
     """
     found = SHARDS[shards]
     yield f"The slowest rank takes {slowest:g} times as long as the fastest, and {found.described}."
-    yield "The utilisation above is for ranks of equal speed."
+    yield "The policy and the utilisation above are for ranks of equal speed."
     cells = _beside(slowest, found.cells)
     if not cells:
         measured = " and ".join(map(str, found.cells))
         yield f"There is no recommendation: this was only measured at {measured} times."
         return
-    if len({cell.wins for cell in cells.values()}) > 1:
-        yield "Compare these two, because the measurements on both sides differ:"
+    winning = {cell.rule: cell for cell in cells.values() if cell.wins}
+    programs = [list(_python(cell, every)) for cell in winning.values()]
     if not all(cell.wins for cell in cells.values()):
-        yield f"    async with DiLoCoPolicy(model, optimizer, average_every={every}) as policy:"
-    for cell in {cell.rule: cell for cell in cells.values() if cell.wins}.values():
-        yield from _python(cell, every)
+        programs.insert(0, [f"    async with DiLoCoPolicy(model, optimizer, average_every={every}) as policy:"])
+    yield "For your ranks, start from this:" if len(programs) == 1 else "For your ranks, compare these:"
+    for number, program in enumerate(programs):
+        yield from ["or"] * (number > 0) + program
+    if any(cell.lr >= 1.0 for cell in winning.values()):
+        yield "If the loss rises, try lr=0.5."
     for ratio, cell in cells.items():
-        share = f"{cell.relative_loss:.2f} of the best synchronous rule's loss"
-        yield f"Measured at {ratio} times: the best asynchronous rule ({cell.rule}) has {share}."
+        at = "with equal speeds" if ratio == 1 else f"at {ratio} times"
+        yield f"Measured {at}: the loss of the best asynchronous rule, {cell.rule},"
+        yield f"is {cell.relative_loss:.2f} times that of the best synchronous rule."
     yield "This was measured with a small model on 4 ranks: docs/staleness.md."
 
 
@@ -113,7 +117,10 @@ def _beside(slowest: float, cells: Mapping[int, Measured]) -> dict[int, Measured
 def _python(cell: Measured, every: int) -> Iterator[str]:
     correct = ", correct=StalenessWeight()" if cell.rule == "SGD, staleness weight" else ""
     momentum = ", momentum=0.9, nesterov=True" if cell.rule == "Nesterov" else ""
-    yield f"    outer = functools.partial(torch.optim.SGD, lr={cell.lr:g}{momentum})"
+    yield "    from functools import partial"
+    yield f"    from protocols import AsyncDiLoCoPolicy{', StalenessWeight' if correct else ''}"
+    yield ""
+    yield f"    outer = partial(torch.optim.SGD, lr={cell.lr:g}{momentum})"
     yield "    async with AsyncDiLoCoPolicy("
     yield f"        model, optimizer, average_every={every}, outer_optimizer=outer{correct}"
     yield "    ) as policy:"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
 
@@ -26,4 +27,5 @@ async def main(world: ad.World, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    logging.getLogger("asyncdist.soups").setLevel(logging.ERROR)  # a case has models with NaN, which are logged
     ad.run(main, sys.argv[1:], strict=True)
