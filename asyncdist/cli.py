@@ -228,7 +228,6 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
         "-n",
         "--ranks",
         type=count,
-        required=True,
         metavar="RANKS",
         help="the number of ranks to simulate",
     )
@@ -433,16 +432,18 @@ def _init(flavour: str, path: Path) -> int:
     return 0
 
 
+def _ranks_missing(command: str, script: str, arguments: Sequence[str]) -> str:
+    """Return the error if ``-n`` was not given to a command; it may be among the script's arguments."""
+    text = "the following arguments are required before the script: -n/--ranks"
+    if any(word.partition("=")[0] in ("-n", "--ranks") for word in arguments):
+        text += f". Options after the script are passed to the script; write asyncdist {command} -n RANKS {script}"
+    return text
+
+
 def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     script, ranks, threads = _script(options), options.ranks, options.threads_per_rank
     if ranks is None and options.hosts is None and options.join is None:
-        is_behind = any(word.partition("=")[0] in ("-n", "--ranks") for word in arguments)
-        hint = (
-            f". Options after the script are passed to the script; write asyncdist run -n RANKS {script}"
-            if is_behind
-            else ""
-        )
-        raise local_host.LaunchError(f"the following arguments are required before the script: -n/--ranks{hint}")
+        raise local_host.LaunchError(_ranks_missing("run", script, arguments))
     hosts, ssh = _hosts(options)
     environ = environment.environment()
     try:
@@ -593,6 +594,8 @@ def _run_sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from asyncdist.simulation.exploration.fault_plans import ScriptError, read_faults
 
     try:
+        if options.ranks is None:
+            raise ScriptError(_ranks_missing("sim", options.script, arguments))
         if options.processes is not None and options.explore is None:
             raise ScriptError("--processes needs --explore")
         local_host.check_script(options.script)

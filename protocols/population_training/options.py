@@ -192,7 +192,10 @@ class ExploringOptions(Options):
                     f"the choices of hyperparameter {name!r} must be numbers, which the policy writes into the "
                     f"optimizer, got {wrong[0]!r}"
                 )
-        for name, space in spaces.items() if self.explore is None else ():
+
+    def check_factors(self) -> None:
+        """Raise ValueError if a factor takes each value of a hyperparameter out of its range."""
+        for name, space in self.spaces.items() if self.explore is None else ():
             leaving = [factor for factor in self.perturb if space.leaves(factor)]
             if leaving and isinstance(space, Range):
                 raise ValueError(

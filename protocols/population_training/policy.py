@@ -102,6 +102,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         self._rules = replace(self._rules, copies_one=True)
         self._resources = replace(self._resources, heir=self)
         self._settings = OptimizerSettings(optimizer, own.hyperparameters, own.lr_scheduler)
+        own.check_factors()  # a name that the optimizer does not have is reported first
         self._spaces = own.spaces
         self._explorer = Explorer(
             self._spaces,

@@ -34,7 +34,7 @@ Operation: TypeAlias = Literal["mean", "shuffle"]
 
 _ELSEWHERE: Final = {
     **dict.fromkeys(("shuffle", "shuffle_prob"), "here operation='shuffle' shuffles a share of the values, fraction"),
-    **dict.fromkeys(("p", "p_sparta", "sparsity"), "here fraction is the share of the values that a round averages"),
+    **dict.fromkeys(("p", "p_sparta", "share", "sparsity"), "here fraction is the share of the values to average"),
     **dict.fromkeys(("sparta_interval", "H"), "here average_every is the number of steps between rounds"),
 }
 

@@ -498,7 +498,7 @@ def test_a_terminal_gets_a_progress_bar(script: str) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["script.py"], "required: -n/--ranks"),
+        (["script.py"], "required before the script: -n/--ranks"),
         (["--ranks", "2"], "required: script"),
         (["script.py", "--ranks"], "expected one argument"),
         (["script.py", "--ranks", "0"], "--ranks: must be an integer >= 1, got '0'"),
