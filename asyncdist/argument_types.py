@@ -1,9 +1,10 @@
-"""Functions for argparse's ``type=`` that convert the values of command-line options."""
+"""Functions that divide a command line into words for argparse, and convert the values of its options."""
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 
 
 def count(text: str, least: int = 1) -> int:
@@ -44,3 +45,38 @@ def folder(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("the folder must have a name, got ''")
     return text
+
+
+def split_words(
+    arguments: Sequence[str], valued: Sequence[str], flags: Sequence[str] = (), names: int = 1
+) -> tuple[list[str], list[str]]:
+    """Split a command line into the command's words and the script's words.
+
+    The command's options may appear before or after the script's name. The script's words begin at the first word that
+    is neither an option of the command nor the script's name. After ``--``, the next word is the script's name if no
+    name was given before.
+
+    Args:
+        arguments: Words of the command line.
+        valued: Options of the command that take a value.
+        flags: Options of the command without a value.
+        names: Number of positional words. The last one is the script's name. The result begins with the positional
+            words, because argparse accepts an optional positional argument only directly after the previous one.
+    """
+    own: list[str] = []
+    named: list[str] = []
+    words = list(arguments)
+    while words:
+        word = words[0]
+        if word == "--":
+            return named + words[1 : 1 + names] + own, words[1 + names :]
+        if word in valued:
+            own += words[:2]
+            del words[:2]
+        elif names or word in flags or word.partition("=")[0] in valued:
+            is_name = not word.startswith("-")
+            names -= is_name
+            (named if is_name else own).append(words.pop(0))
+        else:
+            break
+    return named + own, words

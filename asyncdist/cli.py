@@ -20,7 +20,7 @@ from typing import Final, NoReturn
 
 from asyncdist import environment, local_host, rank_program, validation
 from asyncdist._version import __version__
-from asyncdist.argument_types import count, folder, port, seconds, whole
+from asyncdist.argument_types import count, folder, port, seconds, split_words, whole
 from asyncdist.launch import joining_ranks, local_ranks, mpirun, remote_hosts, remote_ranks
 from asyncdist.live.destinations import destinations, missing
 from asyncdist.planning import arguments as plan_arguments
@@ -289,41 +289,6 @@ def _split_run(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(arguments[: place + 1]), list(arguments[place + 1 :])
 
 
-def _split(
-    arguments: Sequence[str], valued: Sequence[str], flags: Sequence[str] = (), names: int = 1
-) -> tuple[list[str], list[str]]:
-    """Split a command line into the command's words and the script's words.
-
-    The command's options may appear before or after the script's name. The script's words begin at the first word that
-    is neither an option of the command nor the script's name. After ``--``, the next word is the script's name if no
-    name was given before.
-
-    Args:
-        arguments: Words of the command line.
-        valued: Options of the command that take a value.
-        flags: Options of the command without a value.
-        names: Number of positional words. The last one is the script's name. The result begins with the positional
-            words, because argparse accepts an optional positional argument only directly after the previous one.
-    """
-    own: list[str] = []
-    named: list[str] = []
-    words = list(arguments)
-    while words:
-        word = words[0]
-        if word == "--":
-            return named + words[1 : 1 + names] + own, words[1 + names :]
-        if word in valued:
-            own += words[:2]
-            del words[:2]
-        elif names or word in flags or word.partition("=")[0] in valued:
-            is_name = not word.startswith("-")
-            names -= is_name
-            (named if is_name else own).append(words.pop(0))
-        else:
-            break
-    return named + own, words
-
-
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; never returns. ``arguments`` excludes the program's name; None means ``sys.argv[1:]``."""
     local_host.open_standard_files()
@@ -334,10 +299,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         own, rest = _split_run(words[1:])
         words = ["run", *own]
     elif words[:1] == ["sim"]:
-        own, rest = _split(words[1:], _SIM_OPTIONS)
+        own, rest = split_words(words[1:], _SIM_OPTIONS)
         words = ["sim", *own]
     elif words[:1] == ["replay"]:
-        own, rest = _split(words[1:], _REPLAY_OPTIONS, ("--pdb",), names=2)
+        own, rest = split_words(words[1:], _REPLAY_OPTIONS, ("--pdb",), names=2)
         words = ["replay", *own]
     _check_names(words)
     options, unknown = _parser().parse_known_args(words)
