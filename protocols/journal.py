@@ -180,7 +180,10 @@ class Journal:
     def note_hyperparameters(
         self, round: int, iteration: int, donor: int, inherited: Mapping[str, Any], values: Mapping[str, Any]
     ) -> None:
-        """Record new hyperparameters, made from those of a donor; with donor -1, the first ones of this rank."""
+        """Record this rank's new hyperparameters, made from the donor's.
+
+        If ``donor`` is -1, ``values`` are this rank's initial hyperparameters.
+        """
         self.add("hyperparameters", round, iteration, donor, json.dumps(dict(inherited)), json.dumps(dict(values)))
 
     def note_contributed(self, event: Contributed) -> None:

@@ -42,7 +42,7 @@ class _Leavers:
 
 
 class MembershipLog:
-    """Counts the collectives that this rank has started, and ends those in which another member takes no part."""
+    """Counts this rank's collectives, and stops a collective with an error if another member does not take part."""
 
     def __init__(self) -> None:
         self._started: Counter[int] = Counter()

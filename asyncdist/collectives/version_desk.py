@@ -141,6 +141,6 @@ class VersionDesk:
         try:
             self._channel.send_nowait(message, rank)
         except (RankLostError, BusyError) as error:
-            logger.debug("%s to rank %d: %s", type(message).__name__, rank, error)
+            logger.debug("could not send %s to rank %d: %s", type(message).__name__, rank, error)
             return False
         return True

@@ -160,8 +160,8 @@ def all_gather(
         return _all_gather(tensor, group, world)
     if group is not None or world is not None:
         raise TypeError(
-            f"group and world cannot be used with an axis name, because the axis {axis_name!r} has its own ranks; they "
-            "belong to all_gather(tensor)"
+            f"group and world cannot be used with an axis name, because the axis {axis_name!r} has its own ranks; pass "
+            "group and world only to all_gather(tensor), without an axis name"
         )
     return tree_collectives.all_gather(tensor, axis_name, axis=axis, tiled=tiled, mesh=mesh)
 

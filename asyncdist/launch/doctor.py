@@ -476,7 +476,7 @@ def _first_words(text: str) -> str:
 
 
 def tell_of_mpi() -> None:
-    """Start MPI for the :class:`Launch` given in ``sys.argv``, and print the result. Main function of a child."""
+    """Start MPI for the :class:`Launch` given in ``sys.argv``, and print the result; run in a child process."""
     started = Launch(**json.loads(sys.argv[1]))
     try:
         found = _start_mpi_here(started)

@@ -42,7 +42,10 @@ class DirectWriteSender:
         self._written_at = time.perf_counter()
 
     def write_piece(self) -> bool:
-        """Write a piece of the tail, or send the rest after a long pause. Return whether to write more pieces."""
+        """Write the next piece of the tail, or send the rest if too much time has passed since the last piece.
+
+        Return whether to call this method again.
+        """
         if self.stream.is_stopping:
             return False
         is_over = time.perf_counter() - self._written_at > ATTENTION_S

@@ -179,7 +179,9 @@ class AsyncMember:
         """Log the part of this member's state that is lost if it leaves now."""
         me, own = self._services.rank, self._holdings
         if own.outstanding is not None:
-            logger.warning("rank %d leaves %s before contribution %d is answered", me, self._name, own.sequence)
+            logger.warning(
+                "rank %d leaves %s before the leader has answered its contribution %d", me, self._name, own.sequence
+            )
         elif self.server is not None or self._is_heir:
             logger.warning(
                 "rank %d leaves %s before another rank has its anchor; the newest versions may be lost", me, self._name

@@ -66,7 +66,12 @@ class EvolutionStrategyOptions(ExchangeOptions):
         default="score",
         is_agreed=True,
     )
-    seed: int = option("Seed of the perturbations, from 0; equal on all members.", whole(0), default=0, is_agreed=True)
+    seed: int = option(
+        "Seed for drawing the perturbations, an integer >= 0; must be equal on all members.",
+        whole(0),
+        default=0,
+        is_agreed=True,
+    )
     metric: Callable[[], Metric] | None = option(
         "Callable without arguments that evaluates the model's current weights; for calls of `step` without `loss` or "
         "`score`.",

@@ -141,7 +141,7 @@ class WholeState(Protocol):
 
 
 class Heir(Protocol):
-    """Interface to a replacer that takes over a donor's optimizer and policy state with the donor's weights."""
+    """Takes over a donor's optimizer and policy state when this rank copies the donor's weights (interface)."""
 
     def prepare(self, parts: Mapping[str, Any], donor: int, round: int) -> Callable[[StepInfo], StepInfo]:
         """Check a donor's state without changing this rank; an exception leaves the round for the next step.

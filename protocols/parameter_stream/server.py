@@ -338,7 +338,7 @@ class SnapshotServer:
 
 
 def snapshot_chunks(snapshot: FlatBuffers, grant: Grant | PartGrant) -> list[memoryview] | None:
-    """Return the chunks that a donor sends for ``grant``; None if its sizes do not match the snapshot."""
+    """Return the chunks that a donor sends for ``grant``; None if the grant's sizes do not match the snapshot."""
     sizes = {messages.CHUNK_NBYTES, *([part_chunk_nbytes(grant.nbytes)] if isinstance(grant, PartGrant) else [])}
     for exact in (False, True):
         if grant.nbytes == stream_nbytes(snapshot, exact=exact) and grant.chunk_nbytes in sizes:

@@ -30,12 +30,12 @@ logger = logging.getLogger("protocols.simple")
 class SimplePolicy(ExchangePolicy):
     """Base class of policies that consist of a :class:`~protocols.simple.rule.Rule`.
 
-    The rule decides about floating and complex entries. Integer and bool entries are copied from the first donor. In
-    each due step, all ranks wait for the slowest rank.
+    The rule decides how the model's floating and complex entries are averaged. Integer and bool entries are copied from
+    the first donor. In each due step, a rank waits for the slowest of its partners, by default of all ranks.
 
     Args:
-        rule: The checked options.
-        options: The given options, which contain the options of :class:`SpawnPolicy`.
+        rule: Rule with its checked options.
+        options: Keyword arguments of the policy, including the options of :class:`SpawnPolicy`.
     """
 
     def __init__(

@@ -109,7 +109,7 @@ class PullToMean(Rule):
         is_agreed=True,
     )
     seed: int = option(
-        "Seed of the pairs, from 0; equal on all members.",
+        "Seed for drawing the pairs, an integer >= 0; must be equal on all members.",
         whole(0),
         default=0,
         is_agreed=True,

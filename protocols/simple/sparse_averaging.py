@@ -66,7 +66,7 @@ class RandomShare(Rule):
         is_agreed=True,
     )
     seed: int = option(
-        "Seed of the indices and permutations, from 0; equal on all members.",
+        "Seed for drawing the indices and permutations, an integer >= 0; must be equal on all members.",
         whole(0),
         default=0,
         is_agreed=True,

@@ -107,7 +107,7 @@ def test_a_one_sided_policy_tells_its_statistics_after_its_end(capsys: pytest.Ca
         policy = torchgfn.AsyncSelectiveAveragingPolicympi4pyGeneral(
             None, made(0)[0], 100, poll_interval_s=0.1, threshold_metric=math.inf, age_range=(2, 4)
         )
-        with pytest.raises(RuntimeError, match="its first call starts it"):
+        with pytest.raises(RuntimeError, match="call the policy once before its statistics"):
             policy.print_stats()
         with pytest.raises(ValueError, match=naming("expose_params", False)):
             policy(0, *made(world.rank), 0.0, expose_params=False)

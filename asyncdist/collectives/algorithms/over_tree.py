@@ -49,7 +49,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One member's position in the tree of a collective, whose subtree has the numbers ``number`` to ``last``."""
+    """Describes a member's position in a collective's tree. Its subtree has the numbers ``number`` to ``last``."""
 
     tag: int
     number: int

@@ -113,7 +113,7 @@ class Outlet:
         self._under_way.clear()
 
     async def put(self, view: memoryview) -> None:
-        """Start to send a piece, after waiting while too many are in progress. Does nothing after :meth:`tell`."""
+        """Wait while too many sends are in progress, then start to send a piece. Do nothing after :meth:`tell`."""
         if self._has_told:
             return
         while len(self._under_way) >= AHEAD_COUNT:

@@ -283,7 +283,7 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
 
     def _started(self) -> _OneSided:
         if self._one_sided is None:
-            raise RuntimeError("this policy has not started yet; its first call starts it")
+            raise RuntimeError("this policy has not started yet; call the policy once before its statistics")
         return self._one_sided
 
 

@@ -1,1 +1,1 @@
-"""Makes a simulated program deterministic: controls its clocks, random numbers, sets, generators and system calls."""
+"""Makes simulated programs deterministic: controls clocks, random numbers, set order, generators, system calls."""

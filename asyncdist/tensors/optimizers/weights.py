@@ -121,7 +121,7 @@ class OptimizerWeights:
         self._has_stepped = True
 
     def change(self, optimizer: Any) -> None:
-        """Use a different optimizer from now on. Raise ValueError if only one of the two is schedule-free."""
+        """Replace the optimizer. Raise ValueError if exactly one of the old and the new optimizer is schedule-free."""
         if not self._is_reset:
             self._states.change(self._model, optimizer)
         is_watched = bool(self._hooks)
