@@ -216,7 +216,7 @@ def tensors_nbytes(folder: Path | None = None) -> int:
     spans = [(int(first, 16), int(end, 16)) for first, end in mapped]
     storages = {}
     for each in gc.get_objects():
-        if type(each) in (torch.Tensor, nn.Parameter):
+        if type(each) in (torch.Tensor, nn.Parameter) and each.layout == torch.strided:  # others have no storage
             place = each.untyped_storage().data_ptr()
             if not any(first <= place < end for first, end in spans):
                 storages[place] = each.untyped_storage().nbytes()
