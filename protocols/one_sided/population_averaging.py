@@ -111,7 +111,8 @@ class AsyncPopulationAveragingPolicy(OneSidedPolicy):
             model,
             optimizer,
             average_every=pull.average_every,
-            averaging=AveragingOptions.of({**options, "momentum": 1.0 - pull.pull}),
+            # Each pull has its own share. With a share above 0, this rank's weights are checked before they are kept.
+            averaging=AveragingOptions.of({**options, "momentum": 0.5}),
             read_timeout_s=ReadOptions.of(options).read_timeout_s,
             **among(options, MemberOptions),
         )

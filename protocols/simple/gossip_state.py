@@ -114,7 +114,11 @@ class GossipFragment(RuleFragment):
             "anchors": {place: each.clone() for place, each in self._anchors.items()},
             "momenta": {place: each.clone() for place, each in self._momenta.items()},
         }
-        return {**super().state_dict(), "mass": self.mass, **kept}
+        return {**super().state_dict(), "mass": self.mass, "nesterov": self._is_nesterov, **kept}
+
+    @property
+    def _is_nesterov(self) -> bool:
+        return self._outer is not None and self._outer.nesterov
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of a fragment with the same layout and options.
@@ -123,6 +127,8 @@ class GossipFragment(RuleFragment):
             ValueError: The state belongs to a policy with another outer step, or to push-sum.
         """
         super().load_state_dict(state)
+        if state["nesterov"] != self._is_nesterov:  # the momenta are then other values: velocities, or sent weights
+            raise ValueError(f"the state must be that of a policy with nesterov={self._is_nesterov}, got the other")
         for name, kept in (("anchors", self._anchors), ("momenta", self._momenta)):
             saved = state.get(name, {})
             if {place: each.shape for place, each in saved.items()} != {

@@ -209,7 +209,7 @@ class PopulationAveragingPolicy(SimplePolicy, AnchoredPolicy):
 
     async def _write(self, fragment: int, ready: Readiness, *, is_late: bool, is_left_out: bool) -> None:
         own = self._fragments[fragment]
-        if isinstance(own, _PulledFragment) and self._first_lr is not None:
+        if isinstance(own, _PulledFragment) and self._pull.scale_with_lr and self._first_lr is not None:
             own.scale = min(1.0, float(self.optimizer.param_groups[0]["lr"]) / self._first_lr)
         await super()._write(fragment, ready, is_late=is_late, is_left_out=is_left_out)
 

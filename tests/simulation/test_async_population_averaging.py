@@ -208,12 +208,13 @@ def test_a_rank_that_computes_delays_pulls_but_no_step(factor: int, donor_count:
     assert all(alone_s / seconds >= 0.98 for _, seconds in results[:3])
 
 
-def test_a_diverged_rank_takes_the_mean_of_the_others() -> None:
+@pytest.mark.parametrize("pull", [0.5, 1])
+def test_a_diverged_rank_takes_the_mean_of_the_others(pull: float) -> None:
     async def main(world: ad.World) -> tuple[list[float], int]:
         model = nn.Linear(2, 1, bias=False, dtype=torch.float64)
         nn.init.constant_(model.weight, float(world.rank))
         recovered = 0
-        async with AsyncPopulationAveragingPolicy(model, sgd(model), average_every=2, pull=0.5) as policy:
+        async with AsyncPopulationAveragingPolicy(model, sgd(model), average_every=2, pull=pull) as policy:
             for step in range(12):
                 if world.rank == 1 and step == 5:
                     nn.init.constant_(model.weight, float("nan"))

@@ -342,18 +342,19 @@ def test_a_rank_that_is_not_finite_takes_its_partners_mean() -> None:
     assert all(weight == 1.0 for _, weight in results)
 
 
-def test_a_state_of_another_outer_step_is_refused() -> None:
+@pytest.mark.parametrize("options", [{"push_sum": True}, GASLOC], ids=["push-sum", "nesterov"])
+def test_a_state_of_another_outer_step_is_refused(options: dict[str, Any]) -> None:
     async def main(world: ad.World) -> None:
         model = Layers()
         policy = GossipPolicy(model, sgd(model), **NOLOCO)
         async with policy:
             await policy.step()
-        other = GossipPolicy(model, sgd(model), push_sum=True)
+        other = GossipPolicy(model, sgd(model), **options)
         other.load_state_dict(policy.state_dict())
         async with other:
             pass
 
-    with pytest.raises(ValueError, match="that of a policy with the same outer step or push_sum"):
+    with pytest.raises(ValueError, match="that of a policy with"):
         simulate(main, ranks=2).value()
 
 

@@ -140,6 +140,23 @@ def test_a_pull_falls_with_the_learning_rate() -> None:
     ]
 
 
+def test_a_saved_first_rate_changes_no_pull_without_the_option() -> None:
+    async def main(world: ad.World) -> float:
+        model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        saving = PopulationAveragingPolicy(model, torch.optim.SGD(model.parameters(), lr=1.0), scale_with_lr=True)
+        async with saving:
+            pass
+        nn.init.constant_(model.weight, float(world.rank))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        policy = PopulationAveragingPolicy(model, optimizer, average_every=1, pull=0.5)
+        policy.load_state_dict(saving.state_dict())
+        async with policy:
+            await policy.step()
+        return model.weight.item()
+
+    assert simulate(main, ranks=3).results == (0.5, 1.0, 1.5)
+
+
 def test_a_scale_needs_a_learning_rate_at_the_start() -> None:
     async def main(world: ad.World) -> None:
         model = nn.Linear(2, 2)
