@@ -57,10 +57,12 @@ class Explorer:
         """Return the values of a rank that has copied a donor with the values ``inherited``.
 
         Args:
-            known, iteration, metric: Observations, this rank's iteration, and the metric of the copied weights, where
-                a larger value is better; for :class:`BayesianExplore`.
+            iteration: This rank's iteration. The draws depend on it, because rounds are numbered from 1 again in a job
+                that continues from a saved state.
+            known, metric: Observations, and the metric of the copied weights, where a larger value is better; for
+                :class:`BayesianExplore`.
         """
-        generator = random.Random(f"{self._seed} explore {rank} {round}")
+        generator = random.Random(f"{self._seed} explore {rank} {round} {iteration}")
         if self._function is not None and not isinstance(self._function, BayesianExplore):
             return self._checked(self._function(dict(inherited), generator))
         changed = {name: self._changed(name, inherited[name], generator) for name in self._spaces}

@@ -151,7 +151,7 @@ class ExploringOptions(Options):
         group="exploration",
     )
     seed: int = option(
-        "Seed of all random choices, which depend on nothing else but the rank and the round.",
+        "Seed of all random choices, which depend on nothing else but the rank, its iteration and the round.",
         validation.whole,
         default=0,
         is_agreed=True,

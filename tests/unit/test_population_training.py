@@ -145,6 +145,21 @@ def test_equal_arguments_draw_equal_values() -> None:
     assert len({one.explored(old, 3, number)["lr"] for number in range(30)}) > 3
 
 
+def test_a_continued_job_does_not_repeat_its_draws() -> None:
+    """Rounds are numbered from 1 again in a job that continues from a saved state, but iterations are not."""
+    found = Explorer({"lr": Range(1e-4, 1e-1)}, factors=(0.8, 1.25), resample_probability=1.0, function=None, seed=0)
+    drawn = [found.explored({"lr": 0.01}, 3, 1, iteration=iteration)["lr"] for iteration in range(0, 2000, 100)]
+    assert len(set(drawn)) == 20
+    function = Explorer(
+        {"lr": Range(1e-4, 1e-1)},
+        factors=(1.0,),
+        resample_probability=0.0,
+        function=lambda values, generator: {"lr": generator.uniform(1e-4, 1e-1)},
+        seed=0,
+    )
+    assert len({function.explored({"lr": 0.01}, 3, 1, iteration=iteration)["lr"] for iteration in range(20)}) == 20
+
+
 def test_a_function_of_the_user_explores_within_the_limits() -> None:
     spaces = {"lr": Range(1e-4, 1e-1), "depth": Choice([1, 2, 3])}
 
