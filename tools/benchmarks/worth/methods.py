@@ -209,7 +209,7 @@ METHODS: Final[dict[str, Method]] = {
     "Streaming DiLoCo": Method("anchor", *_GAMMA, functools.partial(_diloco, **_STREAMING), waits=True),
     "DiLoCo, quorum 3": Method("anchor", *_ASYNC_GAMMA, functools.partial(_diloco, quorum=3, late="skip")),
     "async DiLoCo, Nesterov": Method("anchor", *_ASYNC_GAMMA, _delayed_nesterov),
-    "async DiLoCo, SGD": Method("anchor", "outer lr", (0.5, 1.0, 2.0), _async_sgd),
+    "async DiLoCo, SGD": Method("anchor", "outer lr", (0.25, 0.5, 1.0), _async_sgd),
     "Decoupled": Method("anchor", "outer lr", (0.0175, 0.035, 0.07), _decoupled),
     "Decoupled, grace": Method(
         "anchor", "outer lr", (0.14, 0.28, 0.56), functools.partial(_decoupled, grace_steps=5.0)

@@ -155,8 +155,8 @@ def _part(name: str, setting: str, *methods: str) -> Part:
 QUICK: Final = tuple(
     replace(part, tuning_count=1, length=0.5)
     for part in (
-        _part("times, 1", "equal", "LocalSGD", "async DiLoCo, Nesterov"),
-        _part("times, 10", "slow 10", "LocalSGD", "async DiLoCo, Nesterov", "selective, mean"),
+        _part("times, 1", "equal", "LocalSGD", "async DiLoCo, SGD"),
+        _part("times, 10", "slow 10", "LocalSGD", "async DiLoCo, SGD", "selective, mean"),
         _part("gaussians, equal", "equal", "gradients, every step", "LocalSGD", "WASH"),
         _part("gaussians, diverges", "diverges", "none", "selective, mean"),
         _part("gaussians, failures", "failures", "DiLoCo", "selective, mean"),
