@@ -203,7 +203,7 @@ def weighted_mean_into(
 def mean_into(result: Tensor, parts: Sequence[Tensor]) -> None:
     """Write the unweighted mean of two or more tensors into ``result``.
 
-    The mean is equal to that of :class:`WeightedMean` to the bit.
+    The mean is bitwise equal to the mean of :class:`WeightedMean`.
 
     ``result`` must be a contiguous 1-D tensor of dtype float32, complex64 or wider, and must not be one of ``parts``.
     """

@@ -92,6 +92,10 @@ class OneSidedPolicy(SpawnPolicy):
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
 
+    def _is_turn(self) -> bool:
+        """Return whether a snapshot or a replacement may be due in this step; :meth:`_train_on` is called only then."""
+        return self._is_due()
+
     @abc.abstractmethod
     async def _train_on(self, local_metric: MetricSource, info: StepInfo) -> None:
         """Publish a snapshot and begin a replacement, if they are due in this step.
@@ -203,7 +207,8 @@ class OneSidedPolicy(SpawnPolicy):
             return NOTHING
         await self._world.progress()
         info = self._act() if self._needs_step else NOTHING
-        await self._train_on(local_metric, info)
+        if self._is_turn():  # an idle step takes no further coroutine
+            await self._train_on(local_metric, info)
         return info
 
     def _act(self) -> StepInfo:

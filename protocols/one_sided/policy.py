@@ -156,6 +156,9 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
             self._read_metric(local_metric)
         return await super()._step(local_metric)
 
+    def _is_turn(self) -> bool:
+        return self._is_due() or self._step_count >= self._dies_at
+
     async def _train_on(self, local_metric: MetricSource, info: StepInfo) -> None:
         is_due = self._is_due()
         if (is_due or self._step_count >= self._dies_at) and not info:

@@ -335,7 +335,7 @@ class _Search:
             take(mean, start, values)
 
     async def _share_statistics(self) -> None:
-        """Recompute the BatchNorm statistics of the chosen soup, and use those of the best member on all ranks."""
+        """Recompute the BatchNorm statistics of the chosen soup; all ranks take the best member's statistics."""
 
         def recompute() -> float:
             self._check()

@@ -52,6 +52,6 @@ def _average(decay: float, averaged: torch.Tensor, value: torch.Tensor, count: t
     share = ((1.0 - decay) / -torch.expm1(exponent)).to(averaged.dtype)
     new = value.to(averaged.dtype)
     mixed = torch.lerp(averaged, new, share)
-    # The difference of infinities, as in an attention mask, is NaN, and that of finite values may overflow.
+    # The difference of infinities, as in an attention mask, is NaN. The difference of finite values may overflow.
     apart = torch.where(share == 1, new, averaged * (1 - share) + new * share)
     return torch.where(averaged == new, new, torch.where(mixed.isfinite(), mixed, apart))
