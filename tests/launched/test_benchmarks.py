@@ -144,9 +144,12 @@ def test_beside(bench: Bench, transport: str) -> None:
 @pytest.mark.parametrize("name", ["step", pytest.param("one-sided", marks=pytest.mark.long)])
 def test_step(bench: Bench, name: str) -> None:
     results = bench(name)
-    assert list(results) == ["85 k", "1.1 M", "20 M", "yield"]
+    assert list(results) == ["85 k", "1.1 M", "20 M", "yield", "cold 1 ms"]
     for ranks in results.values():
         assert ranks.keys() == {"rank 0", "rank 1"}
+    for figures in results.pop("cold 1 ms").values():
+        assert all(0 < figures[f"{name}p10_us"] <= figures[f"{name}median_us"] for name in ("", "yield_", "alone_"))
+    for ranks in results.values():
         for figures in ranks.values():
             assert 0 < figures["median_us"] <= figures["p99_us"]
 
