@@ -95,6 +95,10 @@ from .messaging.channels import (
     ChannelStatistics as ChannelStatistics,
     Envelope as Envelope,
 )
+from .messaging.user_requests.progress import (
+    Progress as Progress,
+    progress as progress,
+)
 from .runtime.run import (
     open_world as open_world,
     run as run,

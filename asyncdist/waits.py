@@ -40,6 +40,7 @@ class WaitKind(enum.StrEnum):
     STREAM_SEND = "stream_send", "stream to rank {peer}, tag {tag}"
     STREAM_RECEIVE = "stream_receive", "stream from rank {peer}, tag {tag}"
     STREAM_RECEIVER = "stream_receiver", "rank {peer} to receive a stream"
+    USER_REQUEST = "user_request", "{name}"  # a request of mpi4py or torch that the program has started
     # Only recordings and replays use these kinds. The number counts a task's sends to one rank on one tag.
     MESSAGE_LEFT = "message_left", "send {number} to {peer}, tag {tag}"
     STREAM_LEFT = "stream_left", "stream {number} to {peer}, tag {tag}"

@@ -29,6 +29,7 @@ async def leave(world: World, transport: Transport) -> list[str]:
     """End this rank together with the others; describe the leftovers, such as unread messages and unfinished tasks."""
     world.peers.leave()
     world.refuse_streams()
+    given_up = world.give_up_requests()
     await world.services.engine.until(lambda: world.services.task_count == 0, WaitId(WaitKind.OWN_SERVICES))
     # Wait before the barrier, while the peers still receive. A peer receives user messages while its main runs, and
     # drops the remaining ones when it leaves.
@@ -40,7 +41,7 @@ async def leave(world: World, transport: Transport) -> list[str]:
     await _flush(world)
     await _last_barrier(world, transport)
     await _flush(world)
-    leftovers = world.services.leftovers(world.peers.attendance.spoiled_tags)
+    leftovers = given_up + world.services.leftovers(world.peers.attendance.spoiled_tags)
     world.close()
     await _flush(world)
     return leftovers

@@ -27,6 +27,7 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.engine import PROGRESS_BUDGET_S as PROGRESS_BUDGET_S, EngineStatistics
 from asyncdist.messaging.services import Services
+from asyncdist.messaging.user_requests.waiting import RequestWaiter, refuse_in_simulation
 from asyncdist.messaging.user_streams import UserStreams
 from asyncdist.runtime.compute import Computing, VirtualClock
 from asyncdist.runtime.peers import Peers
@@ -386,6 +387,34 @@ class World:
     def _streams(self) -> UserStreams:
         return UserStreams(self.services, wire.scope_of(self.group.ranks, "streams", 0))
 
+    # -- requests of mpi4py and torch --------------------------------------------------------------------------------
+
+    async def wait(self, request: Any, status: Any = None) -> Any:
+        """Wait until a request that the program has started with mpi4py or torch has completed; return its result.
+
+        Arguments, results, ownership and cancellation are those of :meth:`asyncdist.Progress.wait`. In worlds on torch
+        and in local worlds, requests are tested every millisecond.
+
+        Raises:
+            LocalProtocolError: This rank is simulated or replayed, or the request cannot be awaited.
+            RankLostError: A peer has failed, which ends the job.
+            Exception: An error of the request or of its type, as in :meth:`asyncdist.Progress.wait`.
+        """
+        return await self._requests.wait(request, status)
+
+    async def waitany(self, requests: Sequence[Any], status: Any = None) -> tuple[int, Any]:
+        """Wait until one request of a list has completed; return its index and its result.
+
+        See :meth:`asyncdist.Progress.waitany` and :meth:`wait`.
+        """
+        return await self._requests.waitany(requests, status)
+
+    @functools.cached_property
+    def _requests(self) -> RequestWaiter:
+        if self.is_simulated:
+            refuse_in_simulation("world.wait")
+        return RequestWaiter(self._engine)
+
     # -- groups -----------------------------------------------------------------------------------------------------
 
     async def new_group(self, ranks: Sequence[int], *, timeout_s: float = GROUP_TIMEOUT_S) -> Group:
@@ -479,6 +508,11 @@ class World:
     def refuse_streams(self) -> None:
         """Stop sending streams, and notify peers that wait for a stream."""
         self._streams.refuse_all()
+
+    def give_up_requests(self) -> list[str]:
+        """Stop testing the program's requests of mpi4py and torch; describe the unfinished ones."""
+        left = self._requests.close() if "_requests" in self.__dict__ else None
+        return [] if left is None else [f"requests of this program: {left}"]
 
     def close(self) -> None:
         """Cancel all receives, and prevent further worker threads."""

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from support import mpi, pages, torchrun, warm
 
+from asyncdist.launch.mpirun import ROOT_VARIABLES
+
 FILES = {"python", "diff"}
 #: What these show has tests of its own, of the same libraries, benchmarks and commands.
 LONG = {
@@ -84,4 +86,5 @@ def comparable(line: str, is_loose: bool) -> str:
 def environment() -> dict[str, str]:
     """The shell's, with this environment's commands first, which start warm ranks."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return warm.environment({**mpi.base_environment(), "PATH": path}, *warm.LIBRARIES, simulates=True)
+    as_root = dict.fromkeys(ROOT_VARIABLES, "1")  # a plain mpirun of Open MPI refuses root
+    return warm.environment({**mpi.base_environment(), **as_root, "PATH": path}, *warm.LIBRARIES, simulates=True)

@@ -56,6 +56,7 @@ server, states = 0, torch.zeros(3, 2)
 if world.rank == server:
     world.awaited.spawn(serve_replay_buffer([0, 1], capacity=10))
 """,
+    "asyncdist.progress": "import types; request = types.SimpleNamespace(query=lambda: True)\n",
     "asyncdist.integrations.pytorch.new_replica_group": """
 from asyncdist.integrations.pytorch import SelectiveAveraging
 new_replica_group = lambda replica_size: None

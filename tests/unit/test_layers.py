@@ -231,7 +231,7 @@ def test_a_concrete_transport_is_known_to_what_opens_it_alone() -> None:
     both = {"transports.mpi", "transports.mpi_survival"}
     concrete = {"transports.local", *both, "transports.torch_distributed.transport"}
     users = {name for name, tree in ASYNCDIST.items() if own_imports(tree) & concrete}
-    assert users - both == {"transports.select", "runtime.run"}
+    assert users - both == {"transports.select", "runtime.run", "messaging.user_requests.progress"}
 
 
 def test_asyncdist_imports_protocols_only_to_offer_or_measure() -> None:

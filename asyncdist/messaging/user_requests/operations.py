@@ -1,0 +1,216 @@
+"""Adapts requests of the user's program to the contract of the engine's requests.
+
+- :class:`MpiOperation` calls ``test`` of an ``mpi4py.MPI.Request``. MPI_Request_get_status would leave the request
+  unchanged, but Open MPI 5 does not detect the death of a peer in it, and MPICH 5 makes persistent requests inactive.
+- :class:`WorkOperation` calls ``is_completed`` of a ``torch.distributed.Work``. Works of gloo's ``isend`` and ``irecv``
+  complete only inside ``wait`` (pytorch#30723), which a thread calls.
+- :class:`EventOperation` calls ``query`` of a device event.
+
+The modules mpi4py and torch are not imported here: without them, the user's program has none of their requests.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+from asyncdist import validation
+from asyncdist.errors import LocalProtocolError
+
+#: Source and tag in a status that MPI has not filled in.
+_UNSET: Final = -77
+_ALLOWED: Final = (
+    "an mpi4py.MPI.Request, a torch.distributed.Work, an event with the method query(), or a list of these"
+)
+
+
+def operation_of(request: object, ring: Callable[[], None]) -> Operation:
+    """Return the operation for a request of the user's program.
+
+    Args:
+        request: Request, work or event.
+        ring: Function that a thread calls when the request has completed.
+
+    Raises:
+        TypeError: ``request`` is none of these.
+        LocalProtocolError: ``request`` belongs to asyncdist, or can never complete.
+    """
+    if is_mpi_request(request):
+        return MpiOperation(request)
+    work_type = getattr(sys.modules.get("torch.distributed"), "Work", None)
+    if work_type is not None and isinstance(request, work_type):
+        return WorkOperation(request, ring)
+    if type(request).__module__.startswith("asyncdist."):
+        raise LocalProtocolError(
+            f"this {type(request).__name__} belongs to asyncdist, which completes it: await the method that started "
+            "it, for example channel.send or world.send_stream"
+        )
+    if callable(getattr(request, "query", None)) and not isinstance(request, type):
+        return EventOperation(request)
+    if inspect.isawaitable(request):
+        raise TypeError(f"request must be {_ALLOWED}; await this {type(request).__name__} directly")
+    return validation.refuse("request", request, _ALLOWED, TypeError)
+
+
+def is_mpi_request(request: object) -> bool:
+    """Return whether ``request`` is an ``mpi4py.MPI.Request``."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and isinstance(request, mpi.Request)
+
+
+class Operation:
+    """A request of the user's program, in the form that the engine tests.
+
+    Attributes:
+        name: Description of the request for reports.
+        rings: Whether a thread wakes the loop when the request completes.
+        value: Result of the completed request.
+        error: Exception with which the request has failed; None if it has not.
+    """
+
+    cancelled: Final = False
+    source: Final = -1
+    nbytes: Final = 0
+
+    def __init__(self, name: str, *, rings: bool = False) -> None:
+        self.name = name
+        self.rings = rings
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def test(self) -> bool:
+        """Return whether the request has completed or failed. Does not wait."""
+        raise NotImplementedError
+
+    def cancel(self) -> None:
+        """Do nothing, since only the program cancels its requests."""
+
+    def is_outdated(self) -> bool:
+        """Return whether the program has started the request again since it completed, which persistent ones allow."""
+        return False
+
+    def fill(self, status: Any) -> None:
+        """Copy the status of the completed request into ``status``."""
+        raise TypeError(f"status must be None for {self.name}, which has no status, got {status!r}")
+
+
+class MpiOperation(Operation):
+    """Tests an MPI request.
+
+    Raises:
+        LocalProtocolError: The request is MPI.REQUEST_NULL, or an inactive persistent request.
+    """
+
+    def __init__(self, request: Any) -> None:
+        super().__init__("an MPI request")
+        self._mpi = sys.modules["mpi4py.MPI"]
+        self._request = request
+        self._is_persistent = isinstance(request, self._mpi.Prequest)
+        self._status = self._new_status()
+        self._has_been_active = False
+        if not request:
+            raise LocalProtocolError(
+                "this MPI request is MPI.REQUEST_NULL: it was freed, or an earlier wait or test has completed it; wait "
+                "for each request once"
+            )
+
+    def _new_status(self) -> Any:
+        status = self._mpi.Status()
+        status.source = status.tag = _UNSET
+        return status
+
+    def test(self) -> bool:
+        if not self._request:
+            self.error = LocalProtocolError(
+                "another call has completed or freed this MPI request while a task waited for it: do not call methods "
+                "of a request from the first wait for it until a wait has returned"
+            )
+            return True
+        try:
+            is_complete, self.value = self._request.test(self._status)
+        except Exception as error:
+            self.error = error
+            return True
+        if not is_complete:
+            self._has_been_active = True
+        elif self._is_persistent and not self._has_been_active and self._is_inactive(self._status):
+            self.error = LocalProtocolError(
+                "this persistent MPI request is inactive: call Start() before each wait for it; on MPICH, requests of "
+                "MPI.PROC_NULL always look inactive, so do not wait for them"
+            )
+        return bool(is_complete)
+
+    def _is_inactive(self, status: Any) -> bool:
+        """Return whether ``status`` is empty, as after a test of an inactive request (MPI-4.1 section 3.7.3)."""
+        return bool(status.source == self._mpi.ANY_SOURCE and status.tag == self._mpi.ANY_TAG)
+
+    def is_outdated(self) -> bool:
+        if not self._is_persistent:
+            return False
+        status = self._new_status()
+        is_complete, _ = self._request.test(status)
+        if is_complete and not self._is_inactive(status):
+            self._status = status  # the request was started again, and has completed again
+            return False
+        return not is_complete
+
+    def fill(self, status: Any) -> None:
+        if not isinstance(status, self._mpi.Status):
+            validation.refuse("status", status, "an mpi4py.MPI.Status or None", TypeError)
+        status.__setstate__(self._status.__getstate__())
+
+
+class WorkOperation(Operation):
+    """Tests a work of torch.distributed, in a thread of its own if the work completes only inside ``wait``."""
+
+    def __init__(self, work: Any, ring: Callable[[], None]) -> None:
+        waits_in_thread = not work.is_completed() and _completes_in_wait(work)
+        super().__init__("a work of torch.distributed", rings=waits_in_thread)
+        self._work = work
+        self._ring = ring
+        self._has_ended = False
+        if waits_in_thread:
+            threading.Thread(target=self._run, name="asyncdist-work", daemon=True).start()
+
+    def test(self) -> bool:
+        if self.rings:
+            return self._has_ended
+        if not self._work.is_completed():
+            return False
+        self.error = self._work.exception()  # a second wait for a gloo send or receive would never return
+        return True
+
+    def _run(self) -> None:
+        try:
+            self._work.wait()
+        except Exception as error:
+            self.error = error
+        self._has_ended = True
+        self._ring()
+
+
+def _completes_in_wait(work: Any) -> bool:
+    """Return whether ``work`` completes only inside ``wait``: it then has no future."""
+    try:
+        work.get_future()
+    except RuntimeError:
+        return True
+    return False
+
+
+class EventOperation(Operation):
+    """Tests a device event, such as a ``torch.cuda.Event``."""
+
+    def __init__(self, event: Any) -> None:
+        super().__init__(f"an event ({type(event).__name__})")
+        self._event = event
+
+    def test(self) -> bool:
+        try:
+            return bool(self._event.query())
+        except Exception as error:
+            self.error = error
+            return True

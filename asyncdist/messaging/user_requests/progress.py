@@ -1,0 +1,136 @@
+"""Makes requests of mpi4py and torch awaitable in any asyncio program, with or without a world."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from asyncdist.errors import ClosedError, LocalProtocolError
+from asyncdist.messaging.engine import Engine
+from asyncdist.messaging.user_requests.waiting import RequestWaiter, refuse_in_simulation
+from asyncdist.transports.local import LocalHub
+
+logger = logging.getLogger("asyncdist.progress")
+
+
+class Progress:
+    """Waits for requests that the program has started with mpi4py or torch; made by :func:`asyncdist.progress`.
+
+    While requests are outstanding, a callback of the event loop tests them: in each iteration of the loop for some 100
+    iterations, then, if the loop has nothing else to do, every 20 µs or so for 20 iterations, then every millisecond.
+
+    **Ownership**: from the first wait for a request until a wait has returned its result, the request belongs to this
+    object. It stores the request with its buffer, and tests it even if no task waits for it. Meanwhile do not call
+    methods of the request, except ``Cancel`` of a receive.
+
+    **Cancellation**: a cancelled wait does not cancel the request. The next wait for the same request returns its
+    result, even if the request has completed in between.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        transport = LocalHub(1).transport(0)  # a transport without peers
+        # The engine relies on rings of a transport that wakes; nothing rings for the program's requests.
+        transport.capabilities = dataclasses.replace(transport.capabilities, wakes=False)
+        self._loop = loop
+        self._engine = Engine(transport, loop)
+        self._requests = RequestWaiter(self._engine, drives=True)
+
+    def __repr__(self) -> str:
+        return f"<Progress, {'closed' if self._engine.failure else 'open'}>"
+
+    async def wait(self, request: Any, status: Any = None) -> Any:
+        """Wait until a request has completed, and return its result; or wait for each request of a list.
+
+        Args:
+            request: One of these objects, or a list of them:
+
+                - an ``mpi4py.MPI.Request``, which may be persistent
+                - a ``torch.distributed.Work``. Works of gloo's ``isend`` and ``irecv`` cannot be polled, so a thread
+                  waits for each of them.
+                - an event with a method ``query()``, such as a ``torch.cuda.Event``
+            status: ``MPI.Status`` to be filled by an MPI request, or, for a list of MPI requests, a list of them.
+
+        Returns:
+            The value of mpi4py's ``request.wait(status)``: the received object for a request of ``irecv``, and None for
+            other MPI requests. None for works and events. For a list, the list of these values.
+
+        Raises:
+            mpi4py.MPI.Exception: The MPI request has failed.
+            RuntimeError: The work has failed.
+            TypeError: ``request`` or ``status`` has another type.
+            LocalProtocolError: The request is MPI.REQUEST_NULL or inactive, was completed by another call, or belongs
+                to asyncdist; or the call runs on another event loop.
+            ClosedError: The block of ``progress()`` has ended.
+
+        If a request of a list fails, its error is raised after all have completed.
+        """
+        self._check()
+        return await self._requests.wait(request, status)
+
+    async def waitany(self, requests: Sequence[Any], status: Any = None) -> tuple[int, Any]:
+        """Wait until one request of a list has completed; return its index and the value that :meth:`wait` returns.
+
+        MPI requests that are MPI.REQUEST_NULL are skipped, as in MPI, so a loop may pass the same list repeatedly.
+        Remove completed works, events and persistent requests from the list.
+
+        Args:
+            requests: List of one or more requests; see :meth:`wait`.
+            status: ``MPI.Status`` to be filled by the completed MPI request.
+
+        Raises:
+            LocalProtocolError: All requests are MPI.REQUEST_NULL; or another reason of :meth:`wait`.
+            TypeError, mpi4py.MPI.Exception, RuntimeError, ClosedError: As in :meth:`wait`.
+        """
+        self._check()
+        return await self._requests.waitany(requests, status)
+
+    def _check(self) -> None:
+        if self._engine.failure is not None:
+            raise self._engine.failure
+        if asyncio.get_running_loop() is not self._loop:
+            raise LocalProtocolError(
+                "this Progress belongs to another event loop: enter async with asyncdist.progress() on this one"
+            )
+
+    def _close(self) -> None:
+        left = self._requests.close()
+        self._engine.fail(ClosedError("the block of asyncdist.progress() has ended: wait for requests inside of it"))
+        self._engine.stop()
+        if left is not None:
+            logger.warning(
+                "asyncdist.progress() has ended with unfinished requests (%s). Their buffers stay in memory until the "
+                "process ends. Wait for all requests inside the block; Cancel receives that will not complete, and "
+                "wait for them too",
+                left,
+            )
+
+
+@asynccontextmanager
+async def progress() -> AsyncIterator[Progress]:
+    """Make requests of mpi4py and torch awaitable in this event loop, without a world.
+
+    ::
+
+        async with ad.progress() as progress:
+            message = await progress.wait(request)  # for example, request = MPI.COMM_WORLD.irecv(source=0)
+
+    Inside a world, use :meth:`asyncdist.World.wait` instead, whose requests share the world's polling.
+
+    When the block ends, waits that are still in progress raise ClosedError. If requests have not completed, one warning
+    is logged, and they stay in memory with their buffers until the process ends, because MPI may still write to them.
+
+    Raises:
+        LocalProtocolError: The caller is a simulated rank.
+    """
+    loop = asyncio.get_running_loop()
+    if type(loop).__module__.startswith("asyncdist."):
+        refuse_in_simulation("asyncdist.progress()")
+    made = Progress(loop)
+    try:
+        yield made
+    finally:
+        made._close()
