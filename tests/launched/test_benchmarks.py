@@ -172,6 +172,23 @@ def test_gpu(bench: Bench) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.long
+def test_other_libraries_do_the_same_work(bench: Bench, tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    results = bench("compare", "--report", str(report))
+    assert not results["skipped"], "asyncdist, mpi4py, gloo and asyncio are always installed"
+    parts = {"small_us", "large_ms", "mean_ms"}
+    assert {title: parts - figures.keys() for title, figures in results["medians"].items()} == {
+        "asyncdist on MPI": set(),
+        "asyncdist on torch": set(),
+        "mpi4py, buffers": set(),
+        "gloo, blocking": set(),
+        "asyncio streams": {"mean_ms"},
+    }
+    assert "| mean of 16 MiB: gloo, blocking " in report.read_text()
+
+
+@pytest.mark.mpi
+@pytest.mark.long
 def test_round(bench: Bench) -> None:
     results = bench("round")
     assert results["ours_s"] > 0 and results["period_s"] > 0

@@ -1,11 +1,12 @@
 """Runs benchmarks on real ranks, and prints a table of the measured figures and their targets.
 
-    ./tools/bench NAME [--transport mpi|torch] [--json PATH] [--chart PATH] [--quick] [--check]
+    ./tools/bench NAME [--transport mpi|torch] [--json PATH] [--report PATH] [--chart PATH] [--quick] [--check]
 
 NAME is a script in this folder, or ``all``. The first lines of each script define what it times. The JSON file is
-``{"bench": NAME, "results": {...}}``; for ``all``, the results are keyed by benchmark. ``--chart`` draws the results of
-the benchmarks that have a chart. ``--quick`` uses tiny settings, which check that everything works; its figures mean
-nothing. The exit code is 1 if a benchmark fails or, with ``--check``, misses a target. Otherwise the exit code is 0.
+``{"bench": NAME, "results": {...}}``; for ``all``, the results are keyed by benchmark. ``--report`` writes a Markdown
+page with the tables, the machine, the versions and the commit. ``--chart`` draws the results of the benchmarks that
+have a chart. ``--quick`` uses tiny settings, which check that everything works; its figures mean nothing. The exit code
+is 1 if a benchmark fails or, with ``--check``, misses a target. Otherwise the exit code is 0.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import report
 from harness import Results, Row
 from rich.console import Console
 from rich.table import Table
@@ -51,6 +53,7 @@ NAMES: Final = (
     "value",
     "async-diloco",
     "staleness",
+    "compare",
 )
 #: Benchmarks that can draw a chart of their results.
 CHARTS: Final = ("goodput", "scale", "staleness", "value")
@@ -66,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmarks that the command line (or ``arguments``) names, and return the exit code."""
     options = _options(arguments)
     found: dict[str, Results] = {}
+    tables: dict[str, list[Row]] = {}
     missed: list[str] = []
     for name in NAMES if options.name == "all" else (options.name,):
         benchmark = importlib.import_module(_module(name))
@@ -74,12 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if results is None:
             return 1
         found[name] = results
-        rows = benchmark.rows(results)
+        rows = tables[name] = benchmark.rows(results)
         _print(name, rows, time.perf_counter() - began_at)
         missed += [row.figure for row in rows if row.met is False]
     if options.json is not None:
         results = found if options.name == "all" else found[options.name]
         options.json.write_text(json.dumps({"bench": options.name, "results": results}, indent=2) + "\n")
+    if options.report is not None:
+        report.write(options.report, tables)
     if options.chart is not None:
         importlib.import_module(_module(options.name)).draw(found[options.name], options.chart)
     if missed:
@@ -92,13 +98,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("name", choices=(*NAMES, "all"), metavar="NAME", help=", ".join((*NAMES, "all")))
     parser.add_argument("--transport", choices=("mpi", "torch"), default="mpi", help="under asyncdist run, or gloo")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here")
+    parser.add_argument("--report", type=Path, metavar="PATH", help="write a page with the tables and the machine here")
     parser.add_argument("--chart", type=Path, metavar="PATH", help=f"draw the results: {', '.join(CHARTS)}")
     parser.add_argument("--quick", action="store_true", help="use tiny settings: checks that everything works")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a figure is missed")
     options = parser.parse_args(arguments)
     if options.chart is not None and options.name not in CHARTS:
         parser.error(f"--chart: {options.name} has none; allowed: {', '.join(CHARTS)}")
-    for option, path in (("--json", options.json), ("--chart", options.chart)):
+    for option, path in (("--json", options.json), ("--report", options.report), ("--chart", options.chart)):
         if path is not None and not path.parent.is_dir():  # report it now, not after an hour of measuring
             parser.error(f"{option} {path}: there is no folder {path.parent}")
     return options
