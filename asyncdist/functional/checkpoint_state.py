@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from asyncdist.tensors.optimizers import loading
 from asyncdist.validation import printable
 
 _OTHER_MODEL: Final = "the checkpoint must be of a model with the same layout"
@@ -41,6 +42,7 @@ def state_of(
         "model": model.state_dict(),
         "optimizer": None if optimizer is None else _map_leaves(_plain_number, optimizer.state_dict()),
         "optimizer_class": None if optimizer is None else type(optimizer).__qualname__,
+        "optimizer_names": None if optimizer is None else loading.parameter_names(model, optimizer),
         "policy": None if policy is None else _map_leaves(_plain_number, policy.state_dict()),
         "extra": _map_leaves(_plain_number, extra),
         "random": _random_states(),
@@ -164,6 +166,9 @@ def check_parts(state: Any) -> None:
         for group in optimizer["param_groups"]:
             len(group["params"])
         optimizer["state"].items()
+        if (named := state.get("optimizer_names")) is not None:
+            for group, names in zip(optimizer["param_groups"], named, strict=True):
+                "".join(name for _, name in zip(group["params"], names, strict=True))  # raises for other values
     states = state["random"]
     random.Random().setstate(states["python"])
     name, words, position, has_gauss, gauss = states["numpy"]
@@ -203,6 +208,20 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: M
     kind, other = type(optimizer).__qualname__, loaded.get("optimizer_class")
     if other not in (kind, None):  # old files lack the optimizer's class name
         raise ValueError(f"the checkpoint must be of an optimizer of the class {kind}, got {printable(str(other))}")
+    arranged_optimizer(model, optimizer, loaded)
+
+
+def arranged_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> Any:
+    """Return the loaded optimizer's state in the order of this optimizer's parameters.
+
+    Files of earlier versions lack the parameters' names; their order is kept.
+
+    Raises:
+        ValueError: The optimizers have different parameters in their groups.
+    """
+    if loaded.get("optimizer_names") is not None:
+        own = loading.parameter_names(model, optimizer)
+        return loading.arranged(loaded["optimizer"], loaded["optimizer_names"], own)
     counts, others = (
         [len(group["params"]) for group in state["param_groups"]]
         for state in (optimizer.state_dict(), loaded["optimizer"])
@@ -211,3 +230,4 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: M
         raise ValueError(
             f"the checkpoint must be of an optimizer with parameter groups of {counts} parameters, got {others}"
         )
+    return loaded["optimizer"]

@@ -10,7 +10,8 @@ A folder looks like this::
         checkpoint-000003/
             manifest.json       number of ranks; size, CRC-32 and metric for each rank's file
             rank-00000.pt       a file for torch.load(..., weights_only=True): a dictionary with "model",
-            rank-00001.pt       "optimizer", "optimizer_class", "policy", "extra" and "random"
+            rank-00001.pt       "optimizer", "optimizer_class", "optimizer_names",
+                                "policy", "extra" and "random"
 
 With ``format="safetensors"``, the weights are in ``rank-00000.safetensors``. "model" then has only the entries that
 this format does not support, and "tied" maps names to tensors that they share.
@@ -42,6 +43,7 @@ from asyncdist.functional.collectives import place
 from asyncdist.functional.joint_work import JointWork
 from asyncdist.functional.main_process import compute_and_broadcast, gather_from_all_ranks
 from asyncdist.runtime.world import World
+from asyncdist.tensors.optimizers.loading import load_exactly
 from asyncdist.tensors.trained_models import TrainedModels
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
@@ -402,6 +404,12 @@ async def _load(
             read_rank = functools.partial(checkpoint_files.read_rank, folder, source, entry)
             loaded.update(await world.do_file_work(read_rank))
         checkpoint_state.compare(model, optimizer, loaded)
+        if optimizer is not None and group.index == 0 and loaded.get("optimizer_names") is None:
+            logger.warning(
+                "%s was saved by an earlier version, without the names of the optimizer's parameters: list them in the "
+                "same order as in the program that saved it",
+                folder,
+            )
         if policy is not None and not isinstance(loaded["policy"], Mapping):
             raise ValueError(
                 f"{folder} must have a policy's state, but it was saved without a policy; pass policy=None"
@@ -418,7 +426,7 @@ async def _load(
         model.load_state_dict(loaded["model"])
         world.services.shared(TrainedModels).models.add(model)
         if optimizer is not None:
-            optimizer.load_state_dict(loaded["optimizer"])
+            load_exactly(optimizer, checkpoint_state.arranged_optimizer(model, optimizer, loaded))
 
     await gather_from_all_ranks(read, group=group, world=world)
     await gather_from_all_ranks(go_on, group=group, world=world)  # raises on all ranks if any policy differs

@@ -133,8 +133,10 @@ class EvolutionStrategyPolicy(ExchangePolicy):
         return True
 
     def _trained(self) -> list[nn.Parameter]:
-        """Return the optimizer's parameters that require a gradient."""
-        return [each for group in self.optimizer.param_groups for each in group["params"] if each.requires_grad]
+        """Return the optimizer's parameters that require a gradient, in the model's order, equal on all ranks."""
+        trained = [each for group in self.optimizer.param_groups for each in group["params"] if each.requires_grad]
+        places = {id(each): place for place, each in enumerate(self.model.parameters())}
+        return sorted(trained, key=lambda each: places.get(id(each), len(places)))
 
     async def _take_scores(self, fragment: int, tensors: Sequence[Tensor]) -> tuple[float, ...]:
         """Return the scores of this rank's perturbations. Each pair has two: the plus side, then the minus side."""

@@ -19,7 +19,7 @@ from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.joining.state_transfer import cloned
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.starting.without_lost import lost_members
-from asyncdist.tensors.optimizers.loading import load_exactly
+from asyncdist.tensors.optimizers.loading import load_named, named_state
 
 logger = logging.getLogger("protocols.joining.policy")
 
@@ -142,14 +142,14 @@ class JoinablePolicy(SpawnPolicy):
         weights = self._flat.new_buffers()
         self._flat.snapshot(weights)
         policy = {**self.state_dict(), "iteration": self.iteration + 1}
-        return {"weights": weights.by_name(), "optimizer": self.optimizer.state_dict(), "policy": policy}
+        return {"weights": weights.by_name(), "optimizer": named_state(self.model, self.optimizer), "policy": policy}
 
     def _restore_whole(self, state: Mapping[str, Any]) -> None:
         """Load the leader's whole state, except the parts that belong to the leader alone."""
         weights = self._flat.new_buffers()
         for name, tensor in weights.by_name().items():
             tensor.copy_(state["weights"][name])
-        load_exactly(self.optimizer, cloned(state["optimizer"]))  # torch keeps the given tensors
+        load_named(self.model, self.optimizer, cloned(state["optimizer"]))  # torch keeps the given tensors
         with self._weights.following():
             self._flat.load(weights)
         self._restore(state["policy"])

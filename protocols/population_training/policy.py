@@ -37,6 +37,7 @@ from asyncdist.protocols.selective.messages import REPLACER, Assign, Frozen
 from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.step_info import StepInfo
+from asyncdist.tensors.optimizers.loading import arranged, parameter_names
 
 logger = logging.getLogger("protocols.population_training")
 
@@ -69,7 +70,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
 
     Args:
         model: Model to train; see :class:`SpawnPolicy`.
-        optimizer: Optimizer of the model, of the same class and with the parameters in the same order on all ranks.
+        optimizer: Optimizer of the model, of the same class and with the same parameters in its groups on all ranks.
         average_every, metric, options: The options below.
 
     Raises:
@@ -156,13 +157,12 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
     # -- starting and continuing ------------------------------------------------------------------------------------
 
     def _options(self) -> Mapping[str, Any]:
-        names = {each: name for name, each in self.model.named_parameters()}
         groups = []
-        for group in self.optimizer.param_groups:  # state is copied by the places of the parameters
-            order = "\n".join(names.get(each, "") for each in group["params"])
-            groups.append(f"{len(group['params'])} parameters in the order {zlib.crc32(order.encode()):08x}")
+        for names in parameter_names(self.model, self.optimizer):  # a copied state is mapped by the names
+            checksum = zlib.crc32("\n".join(sorted(names)).encode())
+            groups.append(f"{len(names)} parameters with the names {checksum:08x}")
         spaces = {name: space.agreed() for name, space in self._spaces.items()}
-        mine = {"optimizer": [type(self.optimizer).__name__, *groups], "hyperparameters": spaces}
+        mine = {"optimizer": [type(self.optimizer).__name__, *sorted(groups)], "hyperparameters": spaces}
         return {**super()._options(), **self._own_options.agreed(), **mine}
 
     def _prepare(self) -> None:
@@ -240,10 +240,11 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
 
     def prepare(self, parts: Mapping[str, Any], donor: int, round: int) -> Callable[[StepInfo], StepInfo]:
         """Draw new hyperparameters, and return a function that loads the donor's state and applies them."""
-        state = parts["policy"]
+        state, theirs = parts["policy"], parts["optimizer"]
+        moments = arranged(theirs["state"], theirs["names"], parameter_names(self.model, self.optimizer))
         inherited = self._values_in(state)
-        theirs = Observations.unpacked(state["observations"], self._window)
-        observations = self._observations.inherited(theirs, self.iteration - state["iteration"])
+        known = Observations.unpacked(state["observations"], self._window)
+        observations = self._observations.inherited(known, self.iteration - state["iteration"])
         metric = None if state["metric"] is None else self._sign * state["metric"]
         values = self._explorer.explored(
             inherited,
@@ -257,7 +258,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         lineage = Lineage.unpacked(state["lineage"]).add(entry)
 
         def take_over(info: StepInfo) -> StepInfo:
-            load_moments(self.optimizer, parts["optimizer"])
+            load_moments(self.optimizer, moments)
             self._settings.write(values)  # only now: the donor's state must not undo it
             self._values.update(values)
             self._lineage, self._observations = lineage, observations

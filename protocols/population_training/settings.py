@@ -180,7 +180,7 @@ def load_moments(optimizer: Any, state: Mapping[str, Any]) -> None:
     """Load another rank's optimizer state, such as moments and step counts; all groups keep their own settings.
 
     Args:
-        state: Result of ``state_dict()`` of an optimizer of the same class, for parameters of the same layout.
+        state: ``state_dict()`` of an optimizer of the same class, in the order of this optimizer's parameters.
     """
     groups = list(optimizer.param_groups)
     own = optimizer.state_dict()["param_groups"]

@@ -68,7 +68,7 @@ from asyncdist.protocols.selective.statistics import SelectiveStatistics
 from asyncdist.protocols.selective.succession import Succession
 from asyncdist.protocols.starting.without_lost import lost_members
 from asyncdist.protocols.step_info import NOTHING, StepInfo, UserEvents
-from asyncdist.tensors.optimizers.loading import load_exactly
+from asyncdist.tensors.optimizers.loading import load_named, named_state
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.selective.policy")
@@ -371,11 +371,11 @@ class AsyncSelectiveAveragingPolicy(Ported):
 
     def whole_state(self) -> Mapping[str, Any]:
         """Return this member's optimizer and policy state, which a restarted rank receives with the weights."""
-        return {"optimizer": self.optimizer.state_dict(), "policy": self.state_dict()}
+        return {"optimizer": named_state(self.model, self.optimizer), "policy": self.state_dict()}
 
     def restore_whole_state(self, parts: Mapping[str, Any]) -> int:
         """Load another member's optimizer and policy state, and return its iteration."""
-        load_exactly(self.optimizer, parts["optimizer"])
+        load_named(self.model, self.optimizer, parts["optimizer"])
         self._restore(parts["policy"])
         return self.iteration
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.facts import naming
+from support.facts import names, naming
 from torch import nn
 
 import asyncdist as ad
@@ -272,6 +272,32 @@ def test_a_named_pipe_in_a_checkpoint_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(folder / "rank-00000.pt")
     with pytest.raises(ValueError, match=r"rank-00000\.pt must be a regular file"):
         ad.simulate(load, tmp_path, ranks=1).value()
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_the_optimizers_parameters_may_be_in_another_order(
+    is_old: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files of earlier versions have no names: the order counts, and a warning says so."""
+
+    async def main(world: World, is_saving: bool) -> tuple[float, float]:
+        model = nn.ParameterDict({"a": torch.ones(2), "b": torch.ones(2)})
+        order = [model["a"], model["b"]] if is_saving else [model["b"], model["a"]]
+        optimizer = torch.optim.Adam(order)
+        if not is_saving:
+            await ad.load_population(tmp_path, model, optimizer)
+            return tuple(float(optimizer.state[model[name]]["exp_avg"][0]) for name in "ab")  # type: ignore[return-value]
+        (model["a"] + 2 * model["b"]).sum().backward()
+        optimizer.step()
+        await ad.save_population(tmp_path, model, optimizer)
+        return 0.0, 0.0
+
+    ad.simulate(main, True, ranks=1, strict=True).value()
+    if is_old:
+        put(tmp_path / "checkpoint-000001", {}, optimizer_names=None)
+    found = ad.simulate(main, False, ranks=1, strict=True).value()
+    assert found == pytest.approx((0.2, 0.1) if is_old else (0.1, 0.2))
+    assert [names(each.message, "earlier version") for each in caplog.records] == [True] * is_old
 
 
 def test_files_open_with_torch_alone(tmp_path: Path) -> None:

@@ -17,7 +17,13 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist.simulation import Kill, Restart, simulate
-from protocols import AsyncDiLoCoPolicy, DiLoCoPolicy
+from protocols import (
+    AsyncDiLoCoPolicy,
+    AsyncSelectiveAveragingPolicy,
+    DiLoCoPolicy,
+    GossipPolicy,
+    PopulationTrainingPolicy,
+)
 
 END = 60
 KINDS: dict[str, Callable[..., Any]] = {
@@ -61,3 +67,61 @@ def test_nothing_of_a_state_loaded_before_the_join_remains(kind: str) -> None:
     applied_count, moment_nbytes, _ = loaded[2]
     assert applied_count >= 5, "the newcomer applies means"
     assert moment_nbytes <= 12 * 4, "the optimizer does not keep the received state in memory"
+
+
+ORDERED: dict[str, Callable[..., Any]] = {
+    "async diloco": functools.partial(AsyncDiLoCoPolicy, average_every=4),
+    "diloco": functools.partial(DiLoCoPolicy, average_every=4),
+    "gossip": functools.partial(GossipPolicy, average_every=4),
+    "selective": functools.partial(AsyncSelectiveAveragingPolicy, average_every=4),
+    "population training": functools.partial(
+        PopulationTrainingPolicy, average_every=4, hyperparameters={"lr": (1e-4, 1e-1)}
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ORDERED)
+def test_moments_follow_the_names_of_the_parameters(kind: str) -> None:
+    """Regression: if a newcomer's optimizer listed its parameters in another order, their moments were exchanged."""
+
+    async def main(world: ad.World) -> tuple[int, int]:
+        model = nn.ParameterDict({name: torch.ones(2) for name in "abc"})
+        order = [model[name] for name in ("abc", "cab", "bca")[(world.rank + world.incarnation) % 3]]
+        policy = ORDERED[kind](model, torch.optim.Adam(order, lr=0.001))
+        took = 0
+        async with policy:
+            while policy.iteration < END:
+                for place, name in enumerate("abc"):
+                    model[name].grad = torch.full((2,), place + 1.0)
+                policy.optimizer.step()
+                await asyncio.sleep(0.01)
+                took += bool(await policy.step(**({"score": world.rank} if policy.takes_metric else {})))
+                for place, name in enumerate("abc"):
+                    state = policy.optimizer.state[model[name]]
+                    moment = (1 - 0.9 ** float(state["step"])) * (place + 1.0)
+                    assert state["exp_avg"].tolist() == pytest.approx([moment] * 2, rel=1e-4)
+        return took, int(policy.optimizer.state[model["a"]]["step"])
+
+    faults = (Kill(2, at_s=0.2), Restart(2, at_s=0.3))
+    results = simulate(main, ranks=3, seed=1, faults=faults, strict=True).results
+    assert sum(took for took, _ in results) > 5
+    assert results[2][1] > END - 15, "the newcomer has the steps of the leader's optimizer"
+
+
+def test_a_newcomer_with_other_parameters_is_refused_alone() -> None:
+    async def main(world: ad.World) -> int:
+        model = nn.ParameterDict({name: torch.ones(2) for name in "abc"})
+        names = "ab" if world.incarnation else "abc"
+        policy = DiLoCoPolicy(model, torch.optim.SGD([model[name] for name in names], lr=0.001), average_every=4)
+        if world.incarnation:
+            with pytest.raises(ValueError, match="'c' is only in the other optimizer"):
+                await policy.__aenter__()
+            return 0
+        async with policy:
+            while policy.iteration < END:
+                await asyncio.sleep(0.01)
+                await policy.step()
+        return policy.iteration
+
+    faults = (Kill(2, at_s=0.2), Restart(2, at_s=0.3))
+    assert simulate(main, ranks=3, seed=1, faults=faults, strict=True).results == (END, END, 0)

@@ -1,10 +1,12 @@
-"""Tests that an optimizer's state is reset in place to the state after construction."""
+"""Tests that an optimizer's state is reset to the state after construction, and loaded by the parameters' names."""
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from asyncdist.tensors.optimizers.loading import arranged, load_named, named_state
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
 
@@ -31,3 +33,63 @@ def test_reset_restores_the_state_that_the_constructor_makes() -> None:
         return model.weight.detach()
 
     assert torch.equal(trained(2), trained(0))
+
+
+class Four(nn.Module):
+    """Has four parameters of the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "abcd":
+            setattr(self, name, nn.Parameter(torch.ones(2)))
+
+
+def stepped(model: nn.Module, *groups: str, rate: float = 0.1) -> torch.optim.Adam:
+    """Return Adam with a group for each string of names, after a step whose gradients depend on the names."""
+    optimizer = torch.optim.Adam(
+        [{"params": [getattr(model, name) for name in names], "lr": rate * len(names)} for names in groups]
+    )
+    for place, (_, parameter) in enumerate(sorted(model.named_parameters())):
+        parameter.grad = torch.full((2,), float(place + 1))
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("groups", [("abcd",), ("dcba",), ("abc", "d"), ("d", "cab")])
+def test_moments_are_loaded_by_the_parameters_names(groups: tuple[str, ...]) -> None:
+    model, other = Four(), Four()
+    saved = named_state(model, stepped(model, *(("abcd",) if len(groups) == 1 else ("bca", "d"))))
+    optimizer = torch.optim.Adam([{"params": [getattr(other, name) for name in names]} for names in groups])
+    load_named(other, optimizer, saved)
+    for place, name in enumerate("abcd"):
+        assert optimizer.state[getattr(other, name)]["exp_avg"].tolist() == pytest.approx([0.1 * (place + 1)] * 2)
+    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.1 * len(names)) for names in groups]
+
+
+def test_parameters_that_the_model_lacks_keep_their_order() -> None:
+    names, own = [["", "a", ""]], [["a", "", ""]]
+    state = {"state": {0: "first", 1: "a", 2: "second"}, "param_groups": [{"params": [0, 1, 2], "lr": 1.0}]}
+    expected = {"state": {1: "first", 0: "a", 2: "second"}, "param_groups": [{"params": [0, 1, 2], "lr": 1.0}]}
+    assert arranged(state, names, own) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "own", "words"),
+    [
+        ([["a", "b"]], [["a", "c"]], "'c' is only in this optimizer"),
+        ([["a", "b"]], [["a"]], "'b' is only in the other optimizer"),
+        ([["a"], ["b"]], [["a", "b"]], r"its groups have \[2\] parameters here and \[1, 1\] there"),
+        ([["a", "b"], ["c", "d"]], [["a", "c"], ["b", "d"]], "some parameters are in other groups"),
+    ],
+)
+def test_a_state_of_other_parameters_is_refused(names: Any, own: Any, words: str) -> None:
+    state = {"state": {}, "param_groups": [{"params": list(range(len(group)))} for group in names]}
+    with pytest.raises(ValueError, match=f"must have the same parameters in its groups.*{words}"):
+        arranged(state, names, own)
+
+
+def test_a_state_in_another_form_is_not_rearranged() -> None:
+    state = {"state": {}, "slow_state": {}, "param_groups": [{"params": [0, 1]}]}
+    assert arranged(state, [["a", "b"]], [["a", "b"]]) is state
+    with pytest.raises(ValueError, match="in the same order on all ranks, since its state has 'slow_state'"):
+        arranged(state, [["a", "b"]], [["b", "a"]])

@@ -1,9 +1,97 @@
-"""Loads another rank's optimizer state without rounding it."""
+"""Loads another rank's optimizer state without rounding it, and maps it to this rank's parameters by their names.
 
-from collections.abc import Mapping
+torch numbers the parameters in a state by the order in which an optimizer lists them. Ranks may list them in different
+orders, so the model's names of the parameters travel with the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+_ALLOWED = "the optimizer must have the same parameters in its groups as the optimizer whose state it loads"
+
+
+def parameter_names(model: nn.Module, optimizer: Any) -> list[list[str]]:
+    """Return the model's names of an optimizer's parameters, by group; "" for a parameter that the model lacks."""
+    names = {id(each): name for name, each in model.named_parameters()}
+    return [[names.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
+
+
+def named_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Return an optimizer's state with the names of its parameters, for :func:`load_named`."""
+    return {"state": optimizer.state_dict(), "names": parameter_names(model, optimizer)}
+
+
+def load_named(model: nn.Module, optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Load the result of :func:`named_state` of another rank; ValueError if its optimizer has other parameters."""
+    load_exactly(optimizer, arranged(saved["state"], saved["names"], parameter_names(model, optimizer)))
+
+
+def arranged(
+    state: Mapping[str, Any], names: Sequence[Sequence[str]], own: Sequence[Sequence[str]]
+) -> Mapping[str, Any]:
+    """Return an optimizer's state in the order of another optimizer's groups and parameters.
+
+    Args:
+        state: Result of ``state_dict()``.
+        names: Names of the parameters in ``state``, by group.
+        own: Names of the parameters of the other optimizer, by group. Parameters without a name keep their order.
+
+    Raises:
+        ValueError: The groups have different parameters, or the optimizer keeps a state of its own beside that of
+            torch, which may depend on the order.
+    """
+    if [*map(list, names)] == [*map(list, own)]:
+        return state
+    left = list(range(len(names)))
+    chosen = []
+    for group in own:
+        place = next((each for each in left if sorted(names[each]) == sorted(group)), None)
+        if place is None:
+            raise ValueError(f"{_ALLOWED}, but {_difference(names, own)}")
+        left.remove(place)
+        chosen.append(place)
+    if left:
+        raise ValueError(f"{_ALLOWED}, but {_difference(names, own)}")
+    if state.keys() != {"state", "param_groups"}:
+        other = min(map(str, state.keys() - {"state", "param_groups"}), default="no 'param_groups'")
+        raise ValueError(
+            f"the optimizer must list its parameters in the same order on all ranks, since its state has {other!r} in "
+            "addition to that of torch, and cannot be rearranged"
+        )
+    groups, moved = [], {}
+    for group, place in zip(own, chosen, strict=True):
+        found = state["param_groups"][place]
+        indices = _in_order(found["params"], names[place], group)
+        first = len(moved)
+        moved.update({index: first + offset for offset, index in enumerate(indices)})
+        kept = {key: value for key, value in found.items() if key not in ("params", "param_names")}
+        groups.append({**kept, "params": list(range(first, first + len(indices)))})
+    return {"state": {moved.get(key, key): value for key, value in state["state"].items()}, "param_groups": groups}
+
+
+def _in_order(indices: Sequence[int], names: Sequence[str], own: Sequence[str]) -> list[int]:
+    """Return the indices of a saved group's parameters in the order of the other optimizer's group."""
+    by_name: dict[str, list[int]] = {}
+    for index, name in zip(indices, names, strict=True):
+        by_name.setdefault(name, []).append(index)
+    return [by_name[name].pop(0) for name in own]
+
+
+def _difference(names: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> str:
+    """Describe the first difference between the parameters of two optimizers."""
+    saved, here = ({name for group in groups for name in group if name} for groups in (names, own))
+    for name in sorted(here - saved):
+        return f"{name!r} is only in this optimizer"
+    for name in sorted(saved - here):
+        return f"{name!r} is only in the other optimizer"
+    sizes, others = ([len(group) for group in groups] for groups in (own, names))
+    if sorted(sizes) != sorted(others):
+        return f"its groups have {sizes} parameters here and {others} there"
+    return "some parameters are in other groups"
 
 
 def load_exactly(optimizer: Any, state: Mapping[str, Any]) -> None:
