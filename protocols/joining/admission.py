@@ -19,7 +19,8 @@ from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
 from asyncdist.protocols.joining.board import Board
 from asyncdist.protocols.joining.membership import Membership
-from asyncdist.protocols.joining.newcomers import Application, Refusal, Request, Welcome, digest_of, key_of
+from asyncdist.protocols.joining.messages import Declined, Waiting
+from asyncdist.protocols.joining.newcomers import ASK_AGAIN_S, Application, Refusal, Request, Welcome, digest_of, key_of
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.joining.state_transfer import StateTransfer, packed, state_nbytes_max, unpacked
 from asyncdist.waits import WaitId, WaitKind
@@ -48,9 +49,11 @@ class Admission:
         self._values = dict(values)
         self._requests: dict[int, Request] = {}  # newest request by rank, to answer if this rank becomes the leader
         self._applicants: dict[int, tuple[int, int]] = {}  # incarnation and attempt by rank
+        self._waiting: dict[int, tuple[int, int]] = {}  # incarnation and attempt of newcomers with open channels
+        self._has_declined = False  # whether the leader that this newcomer asks has left
         membership.call_when_leading(self._answer_kept)
         self._board = services.shared(Board)
-        self._board.open(scopes.policy, lambda message, source: None, key_of(ranks, values), self._on_request)
+        self._board.open(scopes.policy, self._on_message, key_of(ranks, values), self._on_request)
         scope = wire.scope_of((), f"states of policy {scopes.policy}", 0)
         self._states = StateTransfer(services, scope)
 
@@ -61,8 +64,8 @@ class Admission:
 
     def _next(self) -> tuple[int, int, int] | None:
         """Return the rank, incarnation and attempt of the next newcomer; None if none waits."""
-        waiting = ((rank, *identity) for rank, identity in sorted(self._applicants.items()))
-        return next(filter(self._membership.is_waiting, waiting), None) if self._applicants else None
+        waiting = (each for each in sorted(self._applicants.items()) if self._waiting.get(each[0]) == each[1])
+        return next(((rank, *identity) for rank, identity in waiting), None) if self._applicants else None
 
     def admit(self, state: Callable[[], Mapping[str, Any]]) -> None:
         """Admit the first newcomer that is not lost, and offer it this rank's state in the current step."""
@@ -87,36 +90,48 @@ class Admission:
             RankLostError: The leader was lost or has left.
         """
         membership, leader = self._membership, self._membership.leader
-        membership.wait_for_admission()
+        services, wait = self._services, WaitId(WaitKind.POLICY_ADMISSION)
 
         def has_news() -> bool:
             return membership.admission > 0 or has_left()
 
         def has_left() -> bool:
-            return leader in self._services.gone or leader not in membership.members()
+            return self._has_declined or leader in services.gone or leader not in membership.members()
 
-        if not await self._services.engine.until(has_news, WaitId(WaitKind.POLICY_ADMISSION), deadline=deadline):
-            raise StartTimeoutError(
-                f"rank {leader} did not admit this rank within {timeout_s:g} s; it admits ranks only inside step(), so "
-                "pass a start_timeout_s above the longest time between two of its steps",
-                missing=(),
-            )
+        while not has_news():
+            if services.time() >= deadline:
+                raise StartTimeoutError(
+                    f"rank {leader} did not admit this rank within {timeout_s:g} s; it admits ranks only inside "
+                    "step(), so pass a start_timeout_s above the longest time between two of its steps",
+                    missing=(),
+                )
+            self._board.send(Waiting(self._scopes.policy, *membership.me[1:]), leader)
+            await services.engine.until(has_news, wait, deadline=min(deadline, services.time() + ASK_AGAIN_S))
         try:
             number, limit = membership.admission, state_nbytes_max(nbytes)
             data: torch.Tensor = await self._states.take(leader, number, nbytes_max=limit, deadline=deadline)
         except AsyncdistError as error:
             if isinstance(error, StreamAborted):  # the leader's Left may arrive later, with another tag
-                wait = WaitId(WaitKind.POLICY_ADMISSION)
-                await self._services.engine.until(has_left, wait, deadline=deadline)
+                await services.engine.until(has_left, wait, deadline=deadline)
             if not has_left():
                 raise
             raise RankLostError(f"rank {leader} left while it admitted this rank", rank=leader) from error
         return unpacked(data)
 
     def close(self) -> None:
-        """Answer no further requests."""
+        """Answer no further requests, and notify the newcomers that wait for admission."""
         self._board.close(self._scopes.policy)
+        for rank in self._applicants.keys() - self._services.gone:
+            self._board.send(Declined(self._scopes.policy), rank)
         self._states.close()
+
+    def _on_message(self, message: Any, source: int) -> None:
+        match message:
+            case Waiting(_, incarnation, attempt):
+                self._waiting[source] = incarnation, attempt
+            case Declined() if source == self._membership.leader:
+                self._has_declined = True
+                self._services.engine.recheck()
 
     def _on_request(self, request: Request, source: int) -> bool:
         """Answer a request if this rank leads; return whether the request may still be granted."""

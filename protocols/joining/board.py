@@ -14,7 +14,7 @@ from asyncdist import BusyError, Envelope, RankLostError, tags
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
-from asyncdist.protocols.joining.messages import Declined, Emigrant, Invitation, Nomination, TakeOver
+from asyncdist.protocols.joining.messages import Declined, Emigrant, Invitation, Nomination, TakeOver, Waiting
 from asyncdist.protocols.joining.newcomers import Ambiguous, Application, Over, Refusal, Request, Welcome
 
 logger = logging.getLogger("protocols.joining.board")
@@ -22,7 +22,8 @@ logger = logging.getLogger("protocols.joining.board")
 
 SuccessionMessage: TypeAlias = Nomination | TakeOver | Declined
 IslandMessage: TypeAlias = Emigrant | Invitation | Declined
-BoardMessage: TypeAlias = SuccessionMessage | IslandMessage | Request | Welcome | Refusal | Over | Ambiguous
+NewcomerMessage: TypeAlias = Request | Waiting | Welcome | Refusal | Over | Ambiguous
+BoardMessage: TypeAlias = SuccessionMessage | IslandMessage | NewcomerMessage
 
 #: Number of policies that a rank remembers after leaving them. Older policies are assumed to have no members left.
 LEFT_COUNT_MAX: Final = 1024
@@ -124,7 +125,7 @@ class Board:
         if not any(hopes) and (waits or same or request.key in self._left.values()):
             self.send(Over(request.key, has_ended=not waits), source)
 
-    def _tell(self, message: SuccessionMessage | IslandMessage, source: int) -> None:
+    def _tell(self, message: SuccessionMessage | IslandMessage | Waiting, source: int) -> None:
         handler = self._policies.get(message.policy)
         if handler is not None:
             handler(message, source)

@@ -32,7 +32,6 @@ from asyncdist.protocols.joining.messages import (
     MembershipMessage,
     Settled,
     Settling,
-    Waiting,
 )
 from asyncdist.protocols.joining.replicas import SINGLE, Replicas
 from asyncdist.protocols.joining.scopes import PolicyScopes
@@ -103,7 +102,6 @@ class Membership:
         # By rank: last incarnation and attempt of members that were restarted or have left.
         self._admitted = {rank: (incarnation, 0) for rank, incarnation in (admitted or {}).items()}
         self._left: dict[int, tuple[int, int]] = {}
-        self._waiting: dict[int, tuple[int, int]] = {}  # incarnation and attempt of newcomers with open channels
         self._admission_count = 0
         self._is_welcoming = False  # whether this leader has answered a newcomer that it has not admitted yet
         self._newcomer: tuple[int, int, int] | None = None  # the newcomer that this leader admits now
@@ -247,10 +245,6 @@ class Membership:
         """True if this rank leads, admits no newcomer at present, and a newcomer could continue from its state."""
         return self.leads and self._newcomer is None and not self._is_closed and self._concerned.may_admit()
 
-    def is_waiting(self, newcomer: tuple[int, int, int]) -> bool:
-        """Return whether a newcomer, with its incarnation and attempt, is ready to be admitted by this leader."""
-        return self._waiting.get(newcomer[0]) == newcomer[1:]
-
     def dismiss(self, rank: int, incarnation: int, attempt: int) -> bool:
         """Count a member's earlier process or attempt as lost, because the member has asked for admission again.
 
@@ -305,18 +299,16 @@ class Membership:
 
     # -- this newcomer ----------------------------------------------------------------------------------------------
 
-    def wait_for_admission(self) -> None:
-        """Notify the leader that this newcomer has opened all channels of the policy."""
-        self._post(Waiting(*self._me()[1:]), self.leader)
-
     def complete_joining(self) -> None:
         """Record that this newcomer has loaded the leader's state. The leader may have left since it sent the state."""
         self.is_joining = False
-        self._post(Acquainted(self._me()), self.leader)
+        self._post(Acquainted(self.me), self.leader)
         if self.leader not in self.living:
             self._services.engine.loop.call_soon(self._follow_next)
 
-    def _me(self) -> tuple[int, int, int]:
+    @property
+    def me(self) -> tuple[int, int, int]:
+        """Rank, incarnation and attempt of this newcomer."""
         return self._services.rank, self._services.incarnation, self._attempt
 
     # -- events -----------------------------------------------------------------------------------------------------
@@ -394,8 +386,6 @@ class Membership:
                     self._note_gone(source)
             case Abdicated(count) if source in self.living:
                 self._note_abdicated(source, count)
-            case Waiting(incarnation, attempt):
-                self._waiting[source] = incarnation, attempt
             case Acquainted() if message.newcomer == self._newcomer:
                 self._note_acquainted(source)
             case Admitted() if source == self.leader:
@@ -416,7 +406,7 @@ class Membership:
         self._order = ranks
         self._abdications.clear()
         self._admission_count = max(self._admission_count, number)
-        if message.newcomer == self._me():
+        if message.newcomer == self.me:
             self.admission = number
             self._settling, self._settled = Settling(message.settle_count), Settled(message.settle_count)
             self._admitted.update({each: (incarnation, attempt) for each, incarnation, attempt in message.order})

@@ -107,9 +107,11 @@ class Abdicated:
 class Waiting:
     """Newcomer to leader: this newcomer has opened its channels, and waits for its admission.
 
-    The leader waits for this message, because messages to closed channels may be lost after a failed attempt.
+    The leader waits for this message, because messages to closed channels may be lost after a failed attempt. A leader
+    that has left answers `Declined`.
     """
 
+    policy: int
     incarnation: int
     attempt: int
 
@@ -167,4 +169,4 @@ class Settled:
     least: tuple[int, ...] = ()
 
 
-MembershipMessage = Left | Abdicated | Waiting | Admitted | Acquainted | Settling | Settled
+MembershipMessage = Left | Abdicated | Admitted | Acquainted | Settling | Settled

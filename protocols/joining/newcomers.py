@@ -17,7 +17,7 @@ from asyncdist.messaging.services import Services
 from asyncdist.waits import WaitId, WaitKind
 
 #: Minimum number of seconds between two requests of a newcomer; slow answers lengthen the interval.
-_ASK_AGAIN_S: Final = 0.5
+ASK_AGAIN_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ class Application:
         now, others = self._services.time(), self._others()
         if now >= self._ask_again_at:
             waited_s = now - self._began_at if self._answer_s is None else 2 * self._answer_s
-            self._ask_again_at = now + max(_ASK_AGAIN_S, min(waited_s, self._timeout_s / 2))
+            self._ask_again_at = now + max(ASK_AGAIN_S, min(waited_s, self._timeout_s / 2))
             self._asked.clear()
             self._over.clear()
             self._have_left.clear()

@@ -128,8 +128,8 @@ class JoinablePolicy(SpawnPolicy):
         try:
             admission = self._opened_admission()
             self._restore_whole(await admission.take_state(self._flat.nbytes, self._start_timeout_s, deadline))
-        except RankLostError:
-            await self._stop(None)
+        except RankLostError as error:
+            await self._stop(error)  # at once: without a state, this rank owes nothing to the others
             return False
         except BaseException as error:
             await self._stop(error)

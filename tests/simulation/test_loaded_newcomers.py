@@ -125,3 +125,35 @@ def test_a_newcomer_with_other_parameters_is_refused_alone() -> None:
 
     faults = (Kill(2, at_s=0.2), Restart(2, at_s=0.3))
     assert simulate(main, ranks=3, seed=1, faults=faults, strict=True).results == (END, END, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lingers_s", [0.0, 100.0], ids=["and ends", "and stays"])
+def test_newcomers_do_not_wait_for_a_leader_that_leaves(lingers_s: float) -> None:
+    """Regression: a newcomer waited for 60 s for the state of a leader that had left, and others waited with it.
+
+    It settled a policy that it had not joined. If the leader stayed in the world, the newcomer was not notified.
+    """
+    waited_s: list[float] = []
+
+    async def main(world: ad.World) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        policy = AsyncDiLoCoPolicy(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=2, start_timeout_s=10.0
+        )
+        began_s = world.time()
+        try:
+            async with policy:
+                while policy.iteration < 40:
+                    await asyncio.sleep(0.01)
+                    await policy.step()
+        except ad.LateError:
+            waited_s.append(world.time() - began_s)
+            raise
+        await asyncio.sleep(lingers_s)
+
+    for at_s in (0.42, 0.422, 0.424, 0.426, 0.428, 0.43):
+        faults = (Kill(1, at_s=at_s), Restart(1, at_s=at_s + 0.001), Kill(2, at_s=0.34), Restart(2, at_s=0.438))
+        simulate(main, ranks=3, seed=1, faults=faults)
+    assert waited_s and max(waited_s) < (12.0 if lingers_s else 3.0)

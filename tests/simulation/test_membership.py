@@ -11,7 +11,9 @@ import pytest
 import asyncdist as ad
 from asyncdist.simulation import Fault, Kill, Restart, SlowLink, simulate
 from asyncdist.waits import WaitId, WaitKind
+from protocols.joining.board import Board
 from protocols.joining.membership import Membership
+from protocols.joining.messages import Waiting
 from protocols.joining.scopes import PolicyScopes
 
 RANKS = 4
@@ -26,6 +28,7 @@ class Concerned:
     lost: list[int] = field(default_factory=list)
     reachable: list[int] = field(default_factory=list)
     admitted: list[int] = field(default_factory=list)
+    waiting: list[tuple[int, int, int]] = field(default_factory=list)
     leader_count: int = 0
     settling_count: int = 0
     is_fit: bool = True
@@ -62,6 +65,12 @@ def opened(world: ad.World, members: Sequence[int], attempt: int = 0) -> tuple[M
         world.services, PolicyScopes.elsewhere(0, 0), members, known=range(RANKS), leader=leader, attempt=attempt
     )
     membership.open(concerned)
+
+    def note(message: Waiting, source: int) -> None:
+        concerned.waiting.append((source, message.incarnation, message.attempt))
+        world.services.engine.recheck()
+
+    world.services.shared(Board).open(0, note)
     return membership, concerned
 
 
@@ -69,7 +78,7 @@ async def joined(world: ad.World, members: Sequence[int], attempt: int = 1) -> M
     """Join as a newcomer; the leader admits it as soon as it waits."""
     await until(world, lambda: not {0, 1} & world.services.gone)
     membership, _ = opened(world, members, attempt)
-    membership.wait_for_admission()
+    world.services.shared(Board).send(Waiting(0, *membership.me[1:]), 0)
     await until(world, lambda: membership.admission)
     membership.complete_joining()
     return membership
@@ -77,14 +86,15 @@ async def joined(world: ad.World, members: Sequence[int], attempt: int = 1) -> M
 
 async def admit(world: ad.World, membership: Membership, rank: int, attempt: int = 1) -> None:
     """Admit a newcomer that waits, and return when it has the state."""
-    newcomer, ended = (rank, 1, attempt), False
+    newcomer, ended, concerned = (rank, 1, attempt), False, membership._concerned
+    assert isinstance(concerned, Concerned), "it was opened by a test"
 
     def end() -> None:
         nonlocal ended
         ended = True
         world.services.engine.recheck()
 
-    await until(world, lambda: membership.is_waiting(newcomer) and membership.can_admit)
+    await until(world, lambda: newcomer in concerned.waiting and membership.can_admit)
     membership.admit(newcomer, end)
     assert not membership.can_admit, "one newcomer is admitted at a time"
     await until(world, lambda: ended)

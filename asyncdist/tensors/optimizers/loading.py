@@ -62,7 +62,8 @@ def arranged(
             f"the optimizer must list its parameters in the same order on all ranks, since its state has {other!r} in "
             "addition to that of torch, and cannot be rearranged"
         )
-    groups, moved = [], {}
+    groups: list[dict[str, Any]] = []
+    moved: dict[int, int] = {}
     for group, place in zip(own, chosen, strict=True):
         found = state["param_groups"][place]
         indices = _in_order(found["params"], names[place], group)
