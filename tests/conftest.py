@@ -40,6 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     if any(item.path.is_relative_to(place) for place in LAUNCHED):
         item.add_marker("launched")
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
 
 
 class _Guard:

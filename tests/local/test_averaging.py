@@ -166,7 +166,7 @@ def test_buffers_kept_in_inference_mode_serve_the_next_call(
     assert ad.run_local(main, ranks=2, strict=True) == [False] * 2
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.cuda
 def test_gpu_tensors_stay_on_the_gpu_and_match_the_host_result() -> None:
     """Whole numbers: the mean is exact, wherever it is computed."""
 

@@ -23,8 +23,6 @@ from protocols import (
     SnapshotTaken,
 )
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
-
 
 class SlowCopy:
     """Keeps the values of its moment to itself; they appear in the buffers with the n-th test, and not before."""
@@ -174,7 +172,7 @@ def test_one_sided_policy_exposes_a_snapshot_once_it_is_copied(
     assert test_count == 7 or bool(late) == (test_count == 40), late
 
 
-@needs_gpu
+@pytest.mark.cuda
 def test_a_copy_from_the_gpu_has_the_weights_of_its_moment() -> None:
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).cuda()
     state = FlatState(model)
@@ -192,7 +190,7 @@ def test_a_copy_from_the_gpu_has_the_weights_of_its_moment() -> None:
         assert torch.equal(view, tensor)
 
 
-@needs_gpu
+@pytest.mark.cuda
 def test_averages_between_models_on_the_gpu_are_exact() -> None:
     story = Story()
 

@@ -10,7 +10,7 @@ from torch._inductor import config as inductor
 import asyncdist as ad
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, AverageApplied, PolicyEvent
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+pytestmark = pytest.mark.cuda
 
 
 def test_a_part_of_the_own_weights_is_kept_as_on_the_host() -> None:
@@ -105,3 +105,25 @@ def test_checkpoint_restores_gpu_weights_and_random_state(tmp_path: object) -> N
         return torch.equal(model.weight, kept) and torch.equal(torch.randn(4, device=world.device), drawn)
 
     assert ad.run_local(main, ranks=1) == [True]
+
+
+def test_a_cuda_graph_sees_the_weights_of_an_average() -> None:
+    """A captured forward pass reads the parameters at their addresses, which an average must not change."""
+
+    async def main(world: ad.World) -> float:
+        model = nn.Linear(8, 1, bias=False).to(world.device)
+        nn.init.constant_(model.weight, float(world.rank))
+        inputs = torch.ones(1, 8, device=world.device)
+        stream = torch.cuda.Stream()
+        with torch.no_grad(), torch.cuda.stream(stream):
+            model(inputs)  # cuBLAS allocates its workspace before the capture
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            outputs = model(inputs)
+        await ad.average_models(model)
+        graph.replay()
+        torch.cuda.synchronize()
+        return float(outputs)
+
+    assert ad.run_local(main, ranks=2, strict=True) == [4.0, 4.0]

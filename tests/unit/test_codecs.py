@@ -329,7 +329,7 @@ def test_no_step_reads_a_value_on_the_host(name: str) -> None:
     ErrorFeedback(count, decay=0.9, device="meta").encode(codec, values, encoded)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.cuda
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cuda_device_gives_the_same_bits_without_a_wait(name: str, kind: Kind) -> None:
