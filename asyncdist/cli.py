@@ -68,10 +68,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     top = commands.add_parser(
         "top",
-        help="show what the ranks of a running job do, in a table that refreshes",
+        help="show what the ranks of a running job are doing, in a table that refreshes",
         description=(
-            "Show what each rank of a running job on this host does, in a table that refreshes: steps and their rate, "
-            "metric, round and role, replacements, bytes, waits, losses. The ranks are not disturbed."
+            "Show what each rank of a running job on this host is doing, in a table that refreshes: steps and their "
+            "rate, metric, round and role, replacements, bytes, waits, losses. The ranks are not disturbed."
         ),
         allow_abbrev=False,
     )
@@ -220,7 +220,8 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
             "                     [--record DIR] [--explore COUNT [--processes P]] [arguments]"
         ),
         description="Run a script on simulated ranks in this process; asyncdist.run then calls asyncdist.simulate.",
-        epilog="Arguments after --, or from the first one that is not an option of this command, go to the script.",
+        epilog="Arguments after --, or from the first argument that is not an option of this command, are passed to "
+        "the script.",
         allow_abbrev=False,
     )
     sim.add_argument("script", help="a Python script that calls asyncdist.run once")
@@ -262,7 +263,7 @@ def _add_replay(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="repeat a recorded job in the simulator, with the recorded messages",
         usage="asyncdist replay DIR [--job JOB] [--rank RANK --pdb | --to-test FILE] [script.py [arguments]]",
         description="Replay a recorded job on simulated ranks, with the same decisions and the same weights.",
-        epilog="Script and arguments default to the recorded ones.",
+        epilog="The script and its arguments are the recorded ones by default.",
         allow_abbrev=False,
     )
     replay.add_argument("folder", metavar="DIR", help="the folder that was passed to --record")
@@ -398,7 +399,7 @@ def _init(flavour: str, path: Path) -> int:
 
 
 def _ranks_missing(command: str, script: str, arguments: Sequence[str]) -> str:
-    """Return the error if ``-n`` was not given to a command; it may be among the script's arguments."""
+    """Return the error for a command without ``-n``, which may be among the script's arguments; otherwise None."""
     text = "the following arguments are required before the script: -n/--ranks"
     if any(word.partition("=")[0] in ("-n", "--ranks") for word in arguments):
         text += f". Options after the script are passed to the script; write asyncdist {command} -n RANKS {script}"

@@ -563,7 +563,7 @@ def rank_above(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def _place(environ: Mapping[str, str]) -> set[str]:
-    """Return the variables that distinguish an MPI rank from all others, including ranks of a job that it starts."""
+    """Return the variables that distinguish an MPI rank from others, including ranks of a job that it starts."""
     names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_SIZE", "PMI_RANK", "SLURM_STEP_ID", "SLURM_PROCID")
     return {f"{name}={environ[name]}" for name in names if environ.get(name)}
 

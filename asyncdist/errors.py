@@ -113,7 +113,7 @@ class StallError(AsyncdistError):
 
 
 class LocalProtocolError(AsyncdistError):
-    """This rank broke a rule of the runtime, for example by a bad tag, an oversized message or a call out of order."""
+    """This rank broke a rule of the runtime: a bad tag, an oversized message, a call in a wrong order, ..."""
 
 
 class RemoteProtocolError(AsyncdistError):

@@ -95,7 +95,7 @@ class _Plan:
 
 
 def _plan(item: pytest.Item) -> _Plan | None:
-    """Return the merged options of an item's ``sim`` marks; None if it has none. Inner marks override outer marks."""
+    """Return the merged options of an item's ``sim`` marks, or None. Inner marks override outer marks."""
     given: dict[str, Any] = {}
     marks = list(item.iter_markers("sim"))
     if not marks:

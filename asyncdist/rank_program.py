@@ -324,7 +324,7 @@ class _Ending:
 
     def _end(self) -> None:
         for file in filter(None, (sys.stdout, sys.stderr)):
-            with contextlib.suppress(OSError, ValueError):  # no process reads the output anymore
+            with contextlib.suppress(OSError, ValueError):  # no process reads the output any longer
                 file.flush()
         os._exit(self.code)
 

@@ -71,7 +71,7 @@ class WaitKind(enum.StrEnum):
     TURN = "turn", "the turn of {name}"
     TURN_TIMEOUT = "turn_timeout", "the timeout of {name}"
     VERSION_ANSWERS = "version_answers", "the newest versions of other members"
-    VERSION_IN_USE = "version_in_use", "the reads of the version before the last one, window {number}"
+    VERSION_IN_USE = "version_in_use", "the reads of the previous version, window {number}"
     LAST_READS = "last_reads", "the last reads of the exposed state of this rank"
 
     # -- asyncdist.runtime ------------------------------------------------------------------------------------------
@@ -83,10 +83,10 @@ class WaitKind(enum.StrEnum):
     DEPARTURES = "departures", "the departures of other ranks"
     DEPARTURES_AGAIN = "departures_again", "another report of departures"
     OWN_SERVICES = "own_services", "the services of this rank to end"
-    OWN_MESSAGES = "own_messages", "the other ranks to take the messages of this one"
+    OWN_MESSAGES = "own_messages", "the other ranks to receive this rank's messages"
     OWN_REQUESTS = "own_requests", "the requests under way"
     OTHERS_LEFT = "others_left", "the other ranks to leave"
-    OTHERS_ENDED = "others_ended", "the other ranks to come to their end"
+    OTHERS_ENDED = "others_ended", "the other ranks to end"
     END_KNOWN = "end_known", "all ranks to know that every rank has ended"
     FINALIZE_MESSAGES = "finalize_messages", "the finalize messages of the other ranks"
     MAIN_END = "main_end", "the end of main"

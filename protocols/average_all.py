@@ -7,10 +7,10 @@ If a waiting step is cancelled after all members have agreed on the average, the
 raises the cancellation. Otherwise no member averages in this step: the other members get RemoteError, and all try again
 at the next due step. If a member has left, the others get ClosedError instead of waiting forever.
 
-The average is a collective, and not a round of :mod:`protocols.exchange`, which survives the loss of members but takes
-longer: with 64 MiB on 4 ranks of one host, 64 ms and 42 ms of CPU time per rank. A round also computes the norm of each
-contribution (6 ms), and copies the mean (10 ms), because it may be retired before the step applies it. Both keep their
-data in :mod:`asyncdist.host_memory.shared_memory`, and add it up with :mod:`asyncdist.tensors.means`.
+The average is a collective. A round of :mod:`protocols.exchange` would survive the loss of members, but takes longer:
+on 4 ranks of one host with 64 MiB, 64 ms of CPU time per rank instead of 42 ms. A round also computes the norm of each
+contribution (6 ms), and copies the mean (10 ms), because the mean may be freed before the step applies it. Both methods
+keep their data in :mod:`asyncdist.host_memory.shared_memory`, and add it up with :mod:`asyncdist.tensors.means`.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Return an instance built from those given options that this class declares; ignore all others."""
+        """Return an instance built from the given options that this class declares; ignore all other options."""
         return cls(**{each.name: given[each.name] for each in declared(cls) if each.name in given})
 
     def agreed(self) -> dict[str, Any]:

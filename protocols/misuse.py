@@ -24,7 +24,7 @@ logger = logging.getLogger("protocols.misuse")
 _DIRECTIONS: Final = {"loss": False, "losses": False, "acc": True, "accuracy": True, "reward": True, "rewards": True}
 #: Words in the names of variables that contain a negated value.
 _SIGNS: Final = frozenset({"neg", "negative", "negated", "minus", "inverse", "inverted"})
-#: Method names, and words in variable names, that change neither a value's meaning nor its sign.
+#: Method names, and words in variable names, that do not change a value's meaning or sign.
 _CONVERSIONS: Final = frozenset({"avg", "cpu", "detach", "double", "float", "item", "mean", "sum", "value"})
 #: Folders whose stack frames may lie between the user's call of ``step`` and the policy.
 _BETWEEN: Final = tuple(str(Path(file).parent) for file in (asyncdist.__file__, __file__, asyncio.__file__))
@@ -50,7 +50,7 @@ def line_of_caller() -> tuple[str, int]:
 
 
 def check_evaluates(**metrics: object) -> None:
-    """Raise TypeError if a metric is given that is not callable, to a policy that evaluates trial weights."""
+    """Raise TypeError if a policy that evaluates trial weights gets a metric that is not callable."""
     for name, given in metrics.items():
         if given is not None and not callable(given):
             raise TypeError(

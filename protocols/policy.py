@@ -92,7 +92,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     """
 
     takes_metric: ClassVar[bool] = True
-    #: Whether the policy calls the metric with weights of its own in the model, so that the metric must be a callable
+    #: Whether the policy calls the metric while the model contains trial weights; the metric must then be a callable
     #: that evaluates the model.
     calls_metric: ClassVar[bool] = False
     #: Whether a restarted rank may join the running policy, and whether a policy on all ranks may start without the
@@ -118,7 +118,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self.iteration = 0
         self._call_count = 0  # calls of step in this process; `iteration` also counts the steps before a restart
         self._is_due_here: bool | None = None  # whether the current step is due; None unless its caller decides that
-        self._is_unawaited = True  # whether the last call of step was not awaited, or there was none
+        self._is_unawaited = True  # whether the last call of step was not awaited, or step was never called
         self._first_call: tuple[str, int] | None = None
         self._journal = Journal(own.name, type(self).__name__)
         self._metric = own.metric
@@ -311,8 +311,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
                 progress.
             ClosedError: The call is outside ``async with``.
             RankLostError: A peer is lost, and the job has failed.
-            TypeError, ValueError: A metric is due but is not a number, more than one metric was passed, or
-                ``threshold`` is in the units of a metric with the opposite sign.
+            TypeError, ValueError: A metric is due but is not a number, more than one metric was passed, or the metric's
+                sign is the opposite of the ``threshold``'s.
         """
         if loss is not None or score is not None:
             given, is_opposite = self.given_metric(local_metric, loss, score)
@@ -408,9 +408,9 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the policy's own state, from which a later run can continue after :meth:`load_state_dict`.
 
-        The state consists of numbers, strings, None and tuples of these. It does not include the weights or the
-        optimizer's state, which :func:`asyncdist.save_population` saves as well. Rounds in progress and a coordinator's
-        cooldown are not saved.
+        The state consists of numbers, strings, None and tuples of such values. It does not include the weights or the
+        optimizer's state; :func:`asyncdist.save_population` saves both. Rounds in progress and a coordinator's cooldown
+        are not saved.
         """
         return {
             "policy": type(self).__name__,
@@ -514,7 +514,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return self.takes_metric
 
     def _prepare(self) -> None:
-        """Prepare what depends on the members, before the start; also called if this rank is alone."""
+        """Prepare the state that depends on the members, before the start; also called if this rank is alone."""
 
     def _choose_members(self) -> tuple[int, ...]:
         """Return the ranks that start the policy together, including this rank: by default, all ranks of the group."""

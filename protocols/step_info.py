@@ -44,16 +44,16 @@ class StepInfo:
         waited_s: Seconds for which this step waited for the average; 0 for policies in which no rank waits.
         fragment_count: Number of the policy's fragments.
         version: Number of averages of this fragment so far, including this one; -1 if averages are not counted.
-        staleness_versions: Number of averages of this fragment between the one from which the oldest contribution was
-            computed and this one; None if averages are not counted.
+        staleness_versions: Age of the oldest contribution: the number of averages of this fragment since the average
+            from which it was computed; None if averages are not counted.
         left_out: Members whose contributions were not averaged, ascending: they came too late, were not finite, or
             would have done harm. Empty for policies without contributions.
         grace_s: Seconds that the leader has waited for further contributions after the quorum; 0 if it does not wait.
         gains: For each donor, the gain of its contribution on held-out data; empty if the policy does not measure it.
         hyperparameters: New hyperparameters of this rank, by name, if they were replaced with the weights; else empty.
-        inherited: Hyperparameters of the donor, by name, from which the new ones were made; else empty.
+        inherited: Hyperparameters of the donor, by name, from which the new hyperparameters were made; otherwise empty.
         parts: Results for each fragment, in the order of their rounds, if one step has averaged several; otherwise
-            empty. The other attributes then tell of all of them together (see :func:`together`).
+            empty. The other attributes then summarise all of these averages (see :func:`together`).
     """
 
     averaged_this_iteration: bool = False
@@ -131,7 +131,7 @@ def together(infos: Sequence[StepInfo]) -> StepInfo:
     """Return one result for all averages that a step has applied, at least one.
 
     Sizes and durations are added up, the staleness is the largest, and the outer norm is that of all fragments
-    together. The round, its donors and their weights are those of the last average; the cosine is unknown.
+    together. The round, its donors and their weights describe the last average; the cosine is unknown.
     """
     if len(infos) == 1:
         return infos[0]
@@ -190,7 +190,7 @@ class AverageApplied:
         iteration: Iteration of the replacer, from 0.
         state: New state of this rank, as flat 1-D tensors by dtype name; valid only during the call.
         versions: Version of each donor's snapshot, in the same order, if snapshots are published; otherwise empty.
-        info: Result of the step; if a step applies several averages, the result of this one.
+        info: Result of the step; if a step applies several averages, the result for this average.
     """
 
     round: int

@@ -72,7 +72,7 @@ def check_not_inside(model: nn.Module) -> None:
 
 
 def check_replica_group(model: nn.Module, ranks: Sequence[int], world: World) -> None:
-    """Raise ValueError if DDP around the model synchronises ranks other than ``ranks``, those of this rank's replica.
+    """Raise ValueError if DDP around the model synchronises other ranks than ``ranks``, this rank's replica.
 
     Other wrappers around the model, such as a trainer's FullyShardedDataParallel, are refused.
 

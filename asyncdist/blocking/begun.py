@@ -86,7 +86,7 @@ class BegunCall:
         return awaited if awaited is not None else self._coroutine.send(value)
 
     def throw(self, *error: Any) -> Any:
-        """Raise ``error`` at the point where the coroutine is suspended."""
+        """Raise ``error`` inside the coroutine, at the point where it is suspended."""
         self._awaited = None
         return self._coroutine.throw(*error)
 

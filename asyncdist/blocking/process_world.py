@@ -43,7 +43,7 @@ def process_world() -> World:
 def end_process_world() -> None:
     """Leave the world that :func:`process_world` has opened, if any, before the process ends.
 
-    This rank waits until the others also leave the world. ``MPI.Finalize()`` also leaves it.
+    This rank waits until the others also leave the world. ``MPI.Finalize()`` leaves the world, too.
     """
     if _until_exit is not None:
         _until_exit.leave(None)
@@ -66,7 +66,8 @@ class _UntilExit:
         except BaseException as raised:
             trace = raised.__traceback__
             if isinstance(raised, KeyboardInterrupt) and isinstance(error, KeyboardInterrupt):
-                # This is the same Ctrl-C again. If it was not reported, the user's own line is the most helpful.
+                # Python raises this Ctrl-C a second time. If it was not reported, the user's own line is the most
+                # helpful.
                 trace, raised.__suppress_context__ = user_traceback(error), True
             kind, error = type(raised), raised.with_traceback(trace)
         is_replaced = sys.excepthook != self._on_exception  # another hook knows which errors were reported

@@ -202,7 +202,7 @@ class Collectives:
         return torch.cat(await self.all_gather(mine, group))[: len(tensor)]
 
     async def all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
-        """Replace every member's tensor by the elementwise reduction of all of them, and return the tensor."""
+        """Replace every member's tensor by the elementwise reduction of all members' tensors, and return it."""
         if op not in reduction_dtypes.OPERATIONS:
             raise LocalProtocolError(
                 f"op must be one of {', '.join(map(repr, reduction_dtypes.OPERATIONS))}, got {op!r}", op=op
@@ -286,7 +286,8 @@ class Collectives:
             work: Coroutine function that is called with a :class:`Collectives` object for the sequence.
 
         Returns:
-            A task to await with :meth:`join`. It must not be cancelled, because the other members take part in it.
+            A task to await with :meth:`join`. The task must not be cancelled, because the other members take part in
+            the collective.
         """
         self._note(group, HELPER)
         return self._start(group, work, Collectives(self._engine, self._rank, self._spawn, buffers=self._buffers))

@@ -166,7 +166,7 @@ async def run_and_raise(
     except AsyncdistError:
         if error is None:
             raise
-        raise error from None  # This rank's own error came first.
+        raise error from None  # This rank's own error occurred first.
     if error is not None:
         raise error
     return result

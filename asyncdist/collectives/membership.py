@@ -25,7 +25,7 @@ from asyncdist.transports.rank_sets import RankSet
 
 @dataclass(eq=False, slots=True)
 class Participation:
-    """A collective in progress on this rank; ``stop`` ends the wait for it with an error."""
+    """A collective in progress on this rank. Calling ``stop`` ends the wait for the collective with an error."""
 
     group: Group
     number: int
@@ -177,7 +177,7 @@ class MembershipLog:
     def has_heard_of(self, rank: int, incarnation: int) -> bool:
         """Return whether this rank needs no notice of the loss of ``rank``'s process with this incarnation.
 
-        That is true if this rank knows of the loss, or was never connected to the process.
+        This is the case if this rank knows of the loss, or was never connected to the process.
         """
         known = self._incarnations.get(rank, 0)
         return incarnation != known or rank in self._lost
@@ -234,4 +234,4 @@ def _loss_of(rank: int, group: Group) -> str:
     """Return the message for a collective of a group that lost ``rank``; it names the remedy."""
     argument = "group" if group.lease.serial else ""  # Only the group of all ranks has the serial number 0.
     remedy = f"Pass await ad.surviving_group({argument}) as the group of this call"
-    return f"rank {rank} is gone, which ends the group {short(group.ranks)}. {remedy}"
+    return f"rank {rank} is lost or has left, which ends the group {short(group.ranks)}. {remedy}"

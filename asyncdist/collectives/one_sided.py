@@ -76,7 +76,7 @@ class VersionedWindow(abc.ABC):
     """Exposes versions of this rank's state, and reads other ranks' versions. Made by :func:`open_versioned_window`.
 
     Attributes:
-        version: Number of the newest version that this rank has published; 0 for none.
+        version: Number of the newest version that this rank has published; 0 if it has not published any.
     """
 
     version: int = 0
@@ -116,7 +116,7 @@ class VersionedWindow(abc.ABC):
 
         Raises:
             OutdatedError: The version no longer exists.
-            RankLostError: The owner is gone.
+            RankLostError: The owner is lost.
             TimeoutError: The deadline has passed.
         """
 

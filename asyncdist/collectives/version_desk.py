@@ -135,7 +135,7 @@ class VersionDesk:
             inquiry.found[source] = VersionRecord(answer.version, answer.iteration, answer.metric)
 
     def _tell(self, message: Question | Answer, rank: int) -> bool:
-        """Send a message to ``rank``; return False if the rank is gone or its channel is full."""
+        """Send a message to ``rank``; return False if the rank is lost or has left, or its channel is full."""
         if rank in self._services.gone:
             return False
         try:

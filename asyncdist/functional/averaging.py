@@ -227,7 +227,7 @@ async def _check_equal(
     found = b""
     if own == other:
         difference = first_difference(fingerprint, Fingerprint.from_text(reference.decode()))
-        found = f"the models of rank {first} and rank {other} must be alike, but {difference}".encode()
+        found = f"the models of rank {first} and rank {other} must have the same layout, but {difference}".encode()
     _, sentence = await share(collectives, group, LocalResult(payload=found), other)
     raise DisagreementError(f"{sentence.decode()} (in this group: rank {other})", ranks=(first, other))
 
@@ -295,7 +295,7 @@ class _Gradients:
         ]
 
     def finish(self) -> None:
-        """Set the gradients of parameters that had none, and keep the flat tensors for the next call."""
+        """Set the gradients of parameters that had no gradient, and keep the flat tensors for the next call."""
         for parameter, gradient in self._missing:
             parameter.grad = gradient
         kept = self._flats, self.fingerprint, self._digest, self._views, self._commons

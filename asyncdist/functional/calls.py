@@ -184,13 +184,13 @@ class Calls(Generic[AskT, AnswerT]):
         try:
             await channel.send(answer, envelope.source, round=envelope.round)
         except (ClosedError, RankLostError):
-            return  # the asking rank is gone, or this rank has left the block
+            return  # the asking rank is lost or has left, or this rank has left the block
 
     def _send_nowait(self, channel: Channel[Any], message: Any, dest: int, number: int) -> None:
         try:
             channel.send_nowait(message, dest, round=number)
         except (BusyError, ClosedError, RankLostError):
-            return  # the asking rank is gone, or does not receive
+            return  # the asking rank is lost or has left, or does not receive
 
     def _on_gone(self, rank: int) -> None:
         is_deaf = rank in self._deaf

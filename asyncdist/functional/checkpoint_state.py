@@ -53,7 +53,7 @@ def state_of(
 
 
 def copy_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy in CPU memory. Tensors that share memory also do so in the copy."""
+    """Return a copy in CPU memory. Tensors that share memory share memory in the copy, too."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def copied(value: Any) -> Any:

@@ -121,7 +121,7 @@ class JointWork(Generic[T]):
     # -- called by the work -------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise CancelledError if the caller was cancelled. Call it in a helper's function, to notify the others."""
+        """Raise CancelledError if the caller was cancelled. In a helper's function, this notifies the other ranks."""
         if self._is_given_up:
             raise asyncio.CancelledError(f"{self._operation} was cancelled")
 
@@ -151,7 +151,8 @@ class JointWork(Generic[T]):
         return await self._world.peers.groups.new_group(self._group.ranks, _GROUP_TIMEOUT_S, subject=subject)
 
     async def _run(self, work: Callable[[Group, Any], Coroutine[Any, Any, T]], prepared: Any) -> None:
-        # If the group were made in the exchange of `begin`, the others would see its cancellation instead of a loss.
+        # If the group were made in the exchange of `begin`, the others would see a cancellation of this rank, not its
+        # loss.
         own = self._group
         try:
             own = await self._new_group()

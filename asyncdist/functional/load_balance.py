@@ -53,7 +53,7 @@ class StepBalance:
 
     @property
     def remark(self) -> str:
-        """Note about missing ranks and ignored iterations; "" if there are none."""
+        """Note about missing ranks and ignored iterations; "" if nothing is missing or ignored."""
         remarks = [f"not on {ranks_in_words(self.missing)}"] if self.missing else []
         if self.iteration_count < self.iteration_count_max:
             remarks.append(f"first {self.iteration_count} of up to {self.iteration_count_max} iterations")

@@ -95,15 +95,15 @@ async def save_population(
         path: Folder for all checkpoints, accessible to all ranks. It is created if it does not exist.
         model, optimizer: Model and optimizer of this rank; any torch module and optimizer.
         policy: Policy of this rank, or another object with a ``state_dict``.
-        extra: Further state of this rank: tensors, numbers, strings, and lists and dictionaries of them. NumPy numbers
+        extra: Further state of this rank: tensors, numbers, strings, and lists and dictionaries of these. NumPy numbers
             are loaded as Python numbers.
         metric: Metric by which :func:`load_population` chooses ranks; by default the policy's newest. Larger is better,
             unless ``policy`` has ``metric_mode="min"``.
-        keep: Number of checkpoints to keep, including this one; older ones are deleted. None keeps all.
+        keep: Number of checkpoints to keep, including this one; older checkpoints are deleted. None keeps all.
         format: ``"torch"``, or ``"safetensors"`` for a separate weights file per rank, which
             ``safetensors.torch.load_file`` opens. Requires ``pip install 'asyncdist[safetensors]'``.
-        group: Ranks to save; by default all that were never lost. A restarted rank does not know which save the others
-            reach next. By default it saves nothing, logs a warning, and returns ``path``.
+        group: Ranks to save; by default all ranks that were never lost. A restarted rank does not know which save the
+            other ranks reach next. By default, it saves nothing, logs a warning, and returns ``path``.
         world: World of the call; by default the current one.
 
     Returns:
@@ -118,7 +118,7 @@ async def save_population(
         ModuleNotFoundError: The package safetensors is missing.
 
     **Cancellation**: before this rank's file is complete, the others get RemoteError, and the checkpoint is not valid.
-    After that, they complete the checkpoint. The cancellation is raised when no file is being written.
+    After that, the others complete the checkpoint. The cancellation is raised when no file is being written.
     """
     save = _Save(path, model, keep, format, group, world)
     await _settle(policy)
@@ -179,8 +179,8 @@ async def async_save_population(
 class PendingSave:
     """A running save by :func:`async_save_population`. Await it to get the checkpoint's folder.
 
-    It may be awaited several times, or not at all. ``folder`` is not valid before the save has ended. **Cancellation**:
-    the save continues.
+    This object may be awaited several times, or not at all. ``folder`` is not valid before the save has ended.
+    **Cancellation**: the save continues.
     """
 
     def __init__(self, folder: Path, joint: JointWork[Path] | None) -> None:
@@ -226,7 +226,7 @@ class _Save:
         self.joint: JointWork[Path] = JointWork(self._world, self._group, "save_population")
 
     def is_left_out(self) -> bool:
-        """Return whether this rank saves nothing, because it was restarted and no group was given."""
+        """Return whether this rank saves nothing, because it was restarted and no group was passed."""
         is_left_out = self._is_default_group and self._world.incarnation > 0
         if is_left_out:
             text = "rank %d was restarted, so its state is not saved to %s; pass group= to save it"
@@ -260,7 +260,7 @@ class _Save:
         groups = self._world.peers.groups
         self._group = await groups.surviving_group(everyone, _SURVIVORS_TIMEOUT_S)
         self.joint = JointWork(self._world, self._group, "save_population")
-        # A later save, in a new group of survivors, waits for this one.
+        # A later save, made by a new group of survivors, waits for this save.
         self._group.lease.joint_work, everyone.lease.joint_work = everyone.lease.joint_work, self.joint
 
     async def _free_survivors(self) -> None:

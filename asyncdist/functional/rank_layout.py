@@ -59,10 +59,10 @@ class RankLayout:
         clients = {buffer: _tuple(f"clients[{buffer!r}]", ranks, "ranks") for buffer, ranks in self.clients.items()}
         object.__setattr__(self, "clients", clients)
         if not self.agent_groups:
-            raise ValueError("agent_groups must have at least one group of training ranks, got none")
+            raise ValueError("agent_groups must have at least one group of training ranks, got no group")
         for index, group in enumerate(self.agent_groups):
             if not group:
-                raise ValueError(f"agent group {index} must have at least one rank, got none")
+                raise ValueError(f"agent group {index} must have at least one rank, got no rank")
         sizes = [len(group) for group in self.agent_groups]
         if len(set(sizes)) > 1:
             raise ValueError(f"agent groups must have equal sizes, got {sizes}")
@@ -92,7 +92,9 @@ class RankLayout:
             )
         for buffer, ranks in self.clients.items():
             if not ranks:
-                raise ValueError(f"buffer rank {buffer} must have at least one training rank as a client, got none")
+                raise ValueError(
+                    f"buffer rank {buffer} must have at least one training rank as a client, got no client"
+                )
             strangers = [rank for rank in ranks if rank not in training]
             if strangers:
                 served = ranks_in_words(strangers)
@@ -254,7 +256,7 @@ class DistributedContext:
         return self.my_rank == self.layout.coordinator
 
     async def cleanup(self) -> None:
-        """Free the groups, without waiting for other ranks. This rank can then no longer use any of them.
+        """Free the groups, without waiting for other ranks. Afterwards, this rank can no longer use these groups.
 
         A second call does nothing.
         """

@@ -65,7 +65,7 @@ def read_model(path: Path, rest: OrderedDict[str, Any], tied: Mapping[str, str])
 
 
 def read_foreign(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of any safetensors file, memory-mapped, under all names that its metadata tells."""
+    """Return the tensors of any safetensors file, memory-mapped, under all names that the file's metadata lists."""
     check_installed()
     from safetensors import safe_open
 
@@ -76,7 +76,7 @@ def read_foreign(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return these contiguous tensors without overlaps: a tensor that begins inside another one is copied."""
+    """Return these contiguous tensors without overlaps: a tensor that begins inside another tensor is copied."""
     apart: dict[str, torch.Tensor] = {}
     ends: dict[torch.device, int] = {}
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):

@@ -205,7 +205,7 @@ class Training(Generic[PolicyT]):
 
     Args:
         make: Function that makes the policy for a model and its optimizer.
-        warning: Warning that rank 0 logs when the training begins; "" for none.
+        warning: Warning that rank 0 logs when the training begins; "" for no warning.
 
     Attributes:
         policy: Open policy; None before and after the training.

@@ -346,7 +346,7 @@ class Averaging(Callback, Generic[PolicyT]):
         return f"{type(self).__qualname__}({self._policy_name})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the policy's state for a checkpoint, also after the fit; empty if nothing was trained."""
+        """Return the policy's state for a checkpoint, even after the fit; empty if nothing was trained."""
         return self._open_state() or self._last_state
 
     def _open_state(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class RunningLoss:
         self._total, self._count = 0.0, 0
 
     def __call__(self) -> float:
-        """Return the mean of the losses since the last call; infinity if there are none."""
+        """Return the mean of the losses since the last call; infinity if there were no losses."""
         mean = metric_as_number(self._total) / self._count if self._count else math.inf
         self.reset()
         return mean

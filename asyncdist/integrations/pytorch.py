@@ -85,7 +85,7 @@ class Averaging(Generic[PolicyT]):
         Raises:
             ClosedError: Called after :meth:`close` or after the end of the ``with`` block.
             TypeError, ValueError: The policy needs a metric and not exactly one was given, a value is not a number, or
-                the policy has no use for ``tokens``.
+                the policy does not accept ``tokens``.
         """
         if not self._training.is_judged:
             return self._training.step(None, tokens)
@@ -167,8 +167,8 @@ def new_replica_group(replica_size: int, backend: str | None = None) -> torch.di
 
     Works under MPI too. If torch.distributed is already initialized with all ranks, the group is added to it, and the
     call is collective among all ranks. Otherwise it is collective among the replica's ranks, and torch.distributed is
-    initialized with only these; end it with ``torch.distributed.destroy_process_group()``. Later calls return further
-    groups of the same ranks.
+    initialized with only these ranks; shut it down with ``torch.distributed.destroy_process_group()``. Later calls
+    return further groups of the same ranks.
 
     Args:
         replica_size: Number of consecutive ranks that form a replica.

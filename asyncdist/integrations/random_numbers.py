@@ -1,4 +1,4 @@
-"""Makes random numbers differ between ranks, although the program seeds all ranks alike.
+"""Makes random numbers differ between ranks, although the program sets the same seed on all ranks.
 
 In a program for one process, the initial weights, the order of rows and dropout are all determined by one seed. The
 initial weights should be equal on all ranks, but the rest should differ; otherwise all ranks would train the same model
@@ -44,7 +44,7 @@ _DIVIDING: Final = ("num_replicas", "num_processes", "dp_size")
 
 
 def mix(seed: int, number: int) -> int:
-    """Return a 32-bit seed derived from ``seed`` that is statistically independent of those for other numbers."""
+    """Return a 32-bit seed derived from ``seed`` that is statistically independent of the seeds for other numbers."""
     return int(np.random.SeedSequence([seed % 2**64, number]).generate_state(1)[0])
 
 
@@ -93,7 +93,7 @@ def shuffle_apart(loader: Any, number: int, *, size: int = 1, seed: int | None =
 
 
 def saves_order(loader: Any) -> bool:
-    """Return whether the loader's state contains its order of rows, as that of a shuffling StatefulDataLoader does."""
+    """Return whether the loader's state contains its order of rows, like that of a shuffling StatefulDataLoader."""
     return _is_stateful(loader) and any(
         type(sampler).__module__.startswith("torchdata.") and hasattr(sampler, "generator")
         for sampler in _samplers_of(loader, 1)

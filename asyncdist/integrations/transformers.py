@@ -76,8 +76,8 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         policy: Class of the policy, for example :class:`protocols.DiLoCoPolicy`.
         monitor: Name of the evaluation metric by which ranks are judged, if the policy judges them. By default, ranks
             are judged by the mean training loss since their last report, as the trainer logs it.
-        options: Options of the policy. With ``weights="tokens"`` or ``"rate"`` the tokens of a step are those that have
-            a label, if the trainer counts them for its loss; otherwise they are the examples of its batches. With
+        options: Options of the policy. With ``weights="tokens"`` or ``"rate"`` the tokens of a step are the tokens that
+            have a label, if the trainer counts these for its loss; otherwise they are the examples of its batches. With
             ``replica_size``, as for :class:`SelectiveAveraging`.
 
     Attributes:

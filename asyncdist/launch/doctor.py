@@ -246,7 +246,7 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
         ("threads per rank", f"{threads}; OMP_NUM_THREADS is {facts.omp_threads or 'not set'}"),
         ("torch backends", ", ".join(facts.backends) or "none"),
         ("streams", _describe_streams(facts)),
-        ("GPUs", f"{len(facts.gpus)}: {', '.join(facts.gpus)}" if facts.gpus else "none that torch sees"),
+        ("GPUs", f"{len(facts.gpus)}: {', '.join(facts.gpus)}" if facts.gpus else "no GPU that torch can use"),
     ]
 
 
@@ -476,7 +476,7 @@ def _first_words(text: str) -> str:
 
 
 def tell_of_mpi() -> None:
-    """Start MPI for the :class:`Launch` given in ``sys.argv``, and print the result; run in a child process."""
+    """Start MPI for the :class:`Launch` in ``sys.argv``, and print the result; run in a child process."""
     started = Launch(**json.loads(sys.argv[1]))
     try:
         found = _start_mpi_here(started)

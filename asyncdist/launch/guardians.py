@@ -76,7 +76,7 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 def guarded(command: list[str], *, parent: int = 0, started: int = 0) -> list[str]:
-    """Return the command line that runs ``command`` under guardians, or ``command`` itself if the system has none."""
+    """Return the command line that runs ``command`` under guardians; ``command`` itself if the system has none."""
     # These options let Python start in 10 ms: it is isolated and does not load site-packages.
     guardian = [sys.executable, "-I", "-S", PROGRAM, str(parent), str(started), *command]
     return ([] if parent else [*_IGNORING_SIGUSR1]) + guardian if ARE_HERE else command
@@ -267,7 +267,7 @@ def _stand_guard(
 ) -> int:
     """Fork. The parent becomes a guardian and never returns; the child returns the guardian's pid.
 
-    When ``parent`` ends, the guardian kills the rank. ``signals_group`` tells whether ``parent`` sends its signals to
+    When ``parent`` ends, the guardian kills the rank. ``signals_group`` says whether ``parent`` sends its signals to
     the whole process group of the guardian and the rank.
     """
     own = os.getpid()
@@ -308,7 +308,7 @@ def _tell_of_failure(code: int, parent: int, heard: _Heard) -> int:
     news = heard.last()
     if news in (b"", _OPENS_WORLD):
         how = f"exit code {code}" if code > 0 else f"signal {-code}"
-        os.write(2, f"asyncdist: a rank ended before it had joined the others ({how}); ending the job\n".encode())
+        os.write(2, f"asyncdist: a rank ended before it had joined the other ranks ({how}); ending the job\n".encode())
     if news in (b"", _OPENS_WORLD, _ENDS_JOB):
         if _is_first_to_ask():
             os.kill(parent, signal.SIGTERM)
@@ -348,7 +348,7 @@ def _wait(child: int, parent: int, on_word: Callable[[], None], *, signals_group
 
 
 def _reap() -> tuple[int, int] | None:
-    """Return the pid and wait status of a child that has ended; None if there is none."""
+    """Return the pid and wait status of a child that has ended; None if no child has ended."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:

@@ -118,7 +118,7 @@ class _Agent:
             return
         missing = [path for path in needs if not os.access(path, os.X_OK)]
         if missing:
-            self._tell(problem=f"there is no program {missing[0]}")
+            self._tell(problem=f"the program {missing[0]} was not found")
             return
         if token:
             self._reports = GuardianReports(token, lambda report: self._tell(report=report))

@@ -128,7 +128,7 @@ def build_environments(
 
 
 def _kept_secret(address: str, port: int) -> str:
-    """Return the secret that a launcher on this host has stored for this user. Raise LaunchError if there is none."""
+    """Return the secret that a launcher on this host has stored for this user. Raise LaunchError if it is missing."""
     secret = secret_files.find(secret_files.name_of(port), environment.secret_directories())
     if secret is None:
         raise local_host.LaunchError(

@@ -16,7 +16,7 @@
   that any rank may die, and the launcher records there which processes have ended.
 - With ``places``, the world has more ranks than the launcher starts, and processes for the others may join later
   (:mod:`asyncdist.launch.joining_ranks`). A rank that is killed and not restarted also becomes free for them.
-- This module does not import torch: the launcher starts in 0.1 s and uses no CPU while it waits.
+- This module does not import torch, so that the launcher starts in 0.1 s and uses no CPU while it waits.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Restarts(Generic[P]):
         return self._start(rank, variables)
 
     def is_borne(self, others: int) -> bool:
-        """Return whether the job survives a lost rank without restart: other ranks are alive and new ones may join."""
+        """Return whether the job survives a lost rank that is not restarted: others are alive, and ranks may join."""
         return self._is_open and not self.have_joined and others > 0
 
     def note_exit(self, rank: int, returncode: int) -> None:

@@ -50,9 +50,9 @@ _HOST_BOUND: Final = (
 )
 #: Messages for the exit codes with which a host's shell reports a missing file.
 _MISSING: Final = {
-    91: "there is no directory {folder}: start in a directory that exists on all hosts",
-    92: "there is no interpreter {python}: install this environment in the same place on all hosts",
-    93: "there is no asyncdist at {agent}: install it in the same place on all hosts",
+    91: "the directory {folder} does not exist: start in a directory that exists on all hosts",
+    92: "the interpreter {python} does not exist: install this environment in the same place on all hosts",
+    93: "asyncdist is not installed at {agent}: install it in the same place on all hosts",
 }
 
 
@@ -315,7 +315,7 @@ class Agent:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError):  # no process reads this process's output anymore
+    with contextlib.suppress(BrokenPipeError):  # no process reads this process's output any longer
         while data:
             data = data[os.write(descriptor, data) :]
 

@@ -172,11 +172,11 @@ COLUMNS: Final = (
     _of_policy("step", "step", "number of steps", (0, 6)),
     Column("step/s", "mean of the last five seconds", 1, 6, steps_per_s, rate, is_of_policy=True),
     _of_policy("metric", "metric", "the last metric given to the policy", (1, 8), number),
-    _of_policy("round", "round", "the newest round in which the rank had a role", (3, 5)),
+    _of_policy("round", "round", "the newest round (exchange of weights) in which the rank had a role", (3, 5)),
     _of_policy("role", "role", "current role of the rank", (2, 8)),
     _of_policy("replaced", "replacement_count", "number of times that the rank has taken an average", (1, 8)),
     _of_policy("stale", "staleness_steps", "age of the oldest snapshot in the last average, in steps", (4, 5)),
-    _of_policy("part", "fragment", "fragment of the last average", (5, 4), is_optional=True),
+    _of_policy("part", "fragment", "the part of the model (fragment) in the last average", (5, 4), is_optional=True),
     _of_policy(
         *("behind", "staleness_versions", "age of the oldest contribution to the last average, in averages", (4, 6)),
         is_optional=True,
@@ -198,9 +198,11 @@ COLUMNS: Final = (
     ),
     _of_rank("in", "bytes of tensors received", (5, 5), lambda now: now.received_nbytes),
     _of_rank("out", "bytes of tensors sent", (6, 5), lambda now: now.sent_nbytes),
-    Column("waits", "share of the last five seconds in waits that have ended", 4, 5, _waiting, "{:.0%}".format),
+    Column("waits", "percentage of the last five seconds that the rank spent waiting", 4, 5, _waiting, "{:.0%}".format),
     _of_rank("lost", "number of ranks that the rank has lost", (7, 4), lambda now: len(now.lost)),
-    _of_policy("coordinator", "coordinator", "rank that replaced the first coordinator", (7, 11), is_optional=True),
+    _of_policy(
+        "coordinator", "coordinator", "rank that took over from the first coordinator", (7, 11), is_optional=True
+    ),
     _of_policy("latest", "latest", "description of the last average", (8, 40)),
 )
 

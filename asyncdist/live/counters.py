@@ -34,8 +34,8 @@ class PolicyCounters:
         coordinator: Rank of the current coordinator; None while the initial coordinator has not been replaced.
         latest: Description of the last replacement.
         fragment: Fragment of the last average; None before the first one, and for policies without contributions.
-        staleness_versions: Number of averages between the one from which the oldest contribution to the last average
-            was computed and the last average; None if averages are not counted.
+        staleness_versions: Age of the oldest contribution to the last average: the number of averages since the average
+            from which it was computed; None if averages are not counted.
         wire_nbytes: Encoded size in bytes of all contributions of this rank; None for policies without contributions,
             as for the following attributes.
         unencoded_nbytes: Size of the same contributions with ``wire="float32"``.

@@ -3,9 +3,9 @@
 Channels that share a tag are distinguished by their *scope*, a hash of group, name and creation index. Instead of a
 mailbox, a channel of the runtime may have a *handler*, a function that is called with each arriving message.
 
-When the mailbox of a user's channel is full, its tag *stalls*: nothing is received on it until a task takes a message.
-When the mailbox of a protocol's channel is full, the channel fails with RemoteProtocolError (``"error"``), or keeps
-only the newest message of each source (``"latest"``). A protocol whose coordinator may change has one *epoch* per
+When the mailbox of a user's channel is full, its tag *stalls*: nothing is received on the tag until a task takes a
+message. When the mailbox of a protocol's channel is full, the channel fails with RemoteProtocolError (``"error"``), or
+keeps only the newest message of each source (``"latest"``). A protocol whose coordinator may change has one *epoch* per
 coordinator (:meth:`Channel.enter_epoch`).
 """
 

@@ -29,7 +29,7 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.demultiplexer")
 
-#: Maximum number of closed channels per tag that still answer their peers. Beyond this number the oldest one is
+#: Maximum number of closed channels per tag that still answer their peers. Beyond this number the oldest channel is
 #: removed, so that a long job's memory does not grow.
 ANSWERING_COUNT_MAX: Final = 64
 #: Maximum number of scopes per tag that are remembered as closed.

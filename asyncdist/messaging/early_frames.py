@@ -74,7 +74,7 @@ class EarlyFrames:
             logger.warning("awaiting %s for %g s: %s", " and ".join(awaited), EARLY_PATIENCE_S, self.describe())
 
     def describe(self) -> str:
-        """Describe the frames that wait for unopened channels; return an empty string if there are none."""
+        """Describe the frames that wait for unopened channels; return an empty string if no frame waits."""
         count, ranks = len(self._frames), sorted(self._sources)
         if not count:
             return ""

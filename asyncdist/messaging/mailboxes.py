@@ -151,7 +151,9 @@ class Outbox:
         if dest in self._left:
             raise ClosedError(f"{self._name}: rank {dest} has left and no longer receives", dest=dest, tag=self._tag)
         if dest in self.strangers:
-            raise RankLostError(f"{self._name}: rank {dest} was restarted, and its previous process is gone", rank=dest)
+            raise RankLostError(
+                f"{self._name}: rank {dest} was restarted, and its previous process has ended", rank=dest
+            )
         if not 0 <= round <= wire.ROUND_MAX:
             raise LocalProtocolError(
                 f"{self._name}: round must be from 0 to {wire.ROUND_MAX}, got {round!r}", round=round

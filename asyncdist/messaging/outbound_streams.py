@@ -55,7 +55,7 @@ class OutboundStream(StreamEnd):
         **Cancellation**: the abort is sent; the engine completes the sends in progress.
 
         Raises:
-            RankLostError: The receiver is gone.
+            RankLostError: The receiver is lost.
         """
         self.start()
         try:
@@ -115,7 +115,7 @@ class OutboundStream(StreamEnd):
         self.send_more([count, *chunks], is_last=True)
 
     def send_more(self, chunks: Sequence[memoryview], *, is_last: bool) -> None:
-        """Send further chunks of an open stream; ``is_last`` tells whether no more chunks follow."""
+        """Send further chunks of an open stream; ``is_last`` says whether these are the last chunks."""
         self._chunks = [*self._chunks, *chunks]
         self._is_open = not is_last
         self._post_more()

@@ -101,7 +101,7 @@ class PendingRequest:
         self.error: AsyncdistError | None = None
 
     def finish(self, error: AsyncdistError | None) -> None:
-        """Store the error, and call ``on_done`` with it."""
+        """Store the error, and call ``on_done`` with the error."""
         self.error = error
         if self.on_done is not None:
             self.on_done(error)

@@ -71,8 +71,8 @@ class Services:
             one host. Equal on all ranks, unless a rank was lost while the ranks connected.
         slots: Slots of the streams that this rank receives, and byte counts of all its streams.
         gone: Ranks that have left or are lost.
-        restarted: Incarnation of each rank that was restarted after this rank was connected to it. Protocols that
-            admit no restarted ranks treat these ranks as gone.
+        restarted: Incarnation of each rank that was restarted after this rank was connected to it. Protocols that do
+            not admit restarted ranks treat these ranks as lost.
         left: Ranks that have stopped, because main has returned or after the failure of a rank.
         sent_to: Ranks to which this rank has sent messages on channels with ``counts_contacts``.
         heard_from: Ranks from which messages on channels with ``counts_contacts`` have arrived.
@@ -207,7 +207,7 @@ class Services:
         return channel
 
     def _lost_senders(self, name: str, ranks: Sequence[int]) -> RankLostError | None:
-        """Return the error to raise if all other ranks are gone forever and at least one of them is lost; else None."""
+        """Return the error to raise if all other ranks have gone and at least one was lost; otherwise None."""
         if len(self.gone) < len(ranks) - 1 or self.may_return:
             return None
         lost = self.lost_ranks().intersection(ranks)
@@ -327,7 +327,7 @@ class Services:
     # -- for the runtime --------------------------------------------------------------------------------------------
 
     def tell_gone(self, ranks: RankSet) -> None:
-        """Notify listeners, channels and waiting tasks that ``ranks``, already added to :attr:`gone`, are gone."""
+        """Notify listeners, channels and waiting tasks of the ranks that were just added to :attr:`gone`."""
         for listener, among in list(self._gone_listeners):
             for rank in ranks if among is None else ranks & among:
                 listener(rank)

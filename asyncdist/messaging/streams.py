@@ -27,7 +27,7 @@ from asyncdist.transports.base import Request
 from asyncdist.waits import WaitId, WaitKind
 
 CHUNK_NBYTES: Final = 4 << 20
-#: Chunk size of ``send_stream`` in bytes. Chunks are received into the target tensor, so smaller ones save no memory.
+#: Chunk size of ``send_stream`` in bytes. Chunks are received into the target tensor, so smaller chunks save no memory.
 USER_CHUNK_NBYTES: Final = 16 << 20
 #: Maximum number of outstanding chunks at each end of a stream.
 WINDOW_COUNT: Final = 4
@@ -180,7 +180,7 @@ class InboundStream(StreamEnd):
             TimeoutError: The deadline has passed.
             StreamAborted: The sender has aborted the stream.
             RemoteProtocolError: A chunk has the wrong size.
-            RankLostError: The sender is gone.
+            RankLostError: The sender is lost.
         """
         for index in range(len(self._targets)):
             await self.arrival(index, deadline=deadline)
@@ -317,7 +317,7 @@ class InboundStream(StreamEnd):
             self._slots.kept.append(self._kept)
 
     def _withdraw(self) -> None:
-        """Cancel the posted receives, because no messages will arrive for them."""
+        """Cancel the posted receives, because no further messages will arrive on this slot."""
         if self._posted:
             for request in list(self._posted.values()):
                 request.cancel()
@@ -370,7 +370,7 @@ class Slots:
 
     @property
     def unanswered_count(self) -> int:
-        """Number of taken slots whose sender is neither lost nor finished."""
+        """Number of taken slots whose sender is not lost and has not finished."""
         lost = self.engine.transport.lost_ranks()
         return sum(
             self._taken_count(source) - self.retired_counts[source]

@@ -37,8 +37,8 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
             "                      [--slowest RATIO --shards iid|mixed|separate]"
         ),
         description=(
-            "Estimate bytes, seconds, memory and utilisation of each method of averaging, for ranks on hosts of their "
-            "own, and print a policy to start from. Nothing is run or sent."
+            "Estimate bytes, seconds, memory and utilisation of each method of averaging, for ranks that each have "
+            "their own host, and print a policy to start from. The command starts no ranks and sends nothing."
         ),
     )
     plan.add_argument(
@@ -88,7 +88,8 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         "--slowest",
         type=_speed_ratio,
         metavar="RATIO",
-        help="step time of the slowest rank divided by that of the fastest: recommends whether ranks should wait",
+        help="step time of the slowest rank divided by the step time of the fastest rank; determines whether waiting "
+        "is recommended",
     )
     plan.add_argument(
         "--shards",

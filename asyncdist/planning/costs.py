@@ -1,16 +1,16 @@
 """Computes in closed form the bytes, seconds and memory of one round of averaging, for each method and codec.
 
-Each rank has a host of its own, whose link carries the same number of bytes per second in both directions at once. A
-message takes the link's latency, plus its bytes divided by the bandwidth. Encoding, sums and outer steps take no time,
-and all ranks step at the same pace.
+Each rank has its own host, whose link carries the same number of bytes per second in both directions at once. A message
+takes the link's latency, plus its bytes divided by the bandwidth. Encoding, sums and outer steps take no time, and all
+ranks step at the same pace.
 
 A sharded mean is computed in two phases. First each rank sends every other rank that rank's slice; then each rank sends
 the mean of its own slice to all others. A rank sends, and receives, 2 S (k - 1) / k bytes, where S is the encoded size
-of the values and k the number of ranks. The mean is encoded with the same codec as the values, except with top-k: the
-mean has the values of all ranks, so it has k times their bytes, at most those of float32. In DiLoCo, three messages
-precede the first phase: a report to the leader, the leader's decision, and the requests for the slices. A slice is sent
-in chunks, and at the end of a phase a rank still receives the last chunk of each other rank. While the ranks
-train, each message also waits for the end of a step, because a rank moves data only inside its steps' awaits.
+of the values and k the number of ranks. The mean is encoded with the same codec as the values. With top-k, however, the
+mean contains the values of all ranks, so it has k times as many bytes, but at most as many as in float32. In DiLoCo,
+three messages precede the first phase: a report to the leader, the leader's decision, and the requests for the slices.
+A slice is sent in chunks, and at the end of a phase a rank still receives the last chunk of each other rank. While the
+ranks train, each message also waits for the end of a step, because a rank moves data only inside its steps' awaits.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The ranks of a job, each on a host of its own.
+    """The ranks of a job, each on its own host.
 
     Attributes:
         param_count: Number of the model's parameters, which are stored in float32.
@@ -190,7 +190,7 @@ class DiLoCo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectiveAveraging:
-    """The worst ranks take the mean of the others, and no rank waits, as by AsyncSelectiveAveragingPolicy.
+    """Method in which the worst ranks take the mean of the others and no rank waits: AsyncSelectiveAveragingPolicy.
 
     The estimate is for the sharded route and the default share of replaced ranks.
     """

@@ -67,7 +67,7 @@ SHARDS: Final = {
         },
     ),
     "separate": Shards(
-        "each rank has a kind of data of its own",
+        "each rank has a different kind of data",
         "one class",
         {
             1: Measured("Decoupled, grace", 0.03, 1.30, False),
@@ -92,7 +92,7 @@ def lines(slowest: float, shards: str, every: int) -> Iterator[str]:
     cells = _beside(slowest, found.cells)
     if not cells:
         measured = " and ".join(map(str, found.cells))
-        yield f"There is no recommendation: this was only measured at {measured} times."
+        yield f"There is no recommendation: this was only measured with ranks that are {measured} times slower."
         return
     winning = {cell.rule: cell for cell in cells.values() if cell.wins}
     programs = [list(_python(cell, every)) for cell in winning.values()]
@@ -114,7 +114,7 @@ def lines(slowest: float, shards: str, every: int) -> Iterator[str]:
 
 
 def _beside(slowest: float, cells: Mapping[int, Measured]) -> dict[int, Measured]:
-    """Return the measurement of a ratio, or the two measurements beside it; empty outside the measured range."""
+    """Return the measurement of a ratio, or of the two nearest ratios; empty outside the measured range."""
     below = max((ratio for ratio in cells if ratio <= slowest), default=None)
     above = min((ratio for ratio in cells if ratio >= slowest), default=None)
     return {} if below is None or above is None else {ratio: cells[ratio] for ratio in sorted({below, above})}

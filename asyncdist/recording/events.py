@@ -36,7 +36,7 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "metric": ("policy", "iteration", "value"),
     # This rank entered a new state of a round; the states are defined by protocols.selective.member.
     "role": ("policy", "round", "state"),
-    # This rank applied new weights. The fields from ``fragment`` on are those of averages of contributions.
+    # This rank applied new weights. The fields from ``fragment`` on describe averages of contributions.
     "applied": (
         *("policy", "round", "iteration", "donors", "weights"),
         *("staleness_steps", "seconds", "nbytes", "coordinator", "route"),
@@ -94,8 +94,8 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
         *("policy", "round", "fragment", "iteration", "version"),
         *("weight", "norm", "wire_nbytes", "unencoded_nbytes", "group"),
     ),
-    # This rank got new hyperparameters, as JSON objects: the donor's, and those made from them. The donor is -1 when
-    # the policy starts.
+    # This rank got new hyperparameters. Two JSON objects contain the donor's hyperparameters, and the new ones made
+    # from them. The donor is -1 when the policy starts.
     "hyperparameters": ("policy", "round", "iteration", "donor", "inherited", "chosen"),
 }
 _PLACES: Final = {kind: {name: place for place, name in enumerate(names)} for kind, names in KINDS.items()}

@@ -160,7 +160,7 @@ class RecordWriter:
         self._block_began_at = clock()
         self._is_at_safe_point = False  # whether a safe point has begun that is not recorded yet
         self._woken_count = 0
-        self._turn_count = -1  # turns of a safe point whose end is not recorded yet; -1 if there is none
+        self._turn_count = -1  # turns of a safe point whose end is not recorded yet; -1 if there is no such safe point
         self._has_sent = False
 
     @property

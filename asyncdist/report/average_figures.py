@@ -123,10 +123,10 @@ def _table(summary: Summary) -> tuple[str, str]:
         )
         rows.append(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>")
     note = (
-        "For each rank: the rounds to which it contributed, those that left its contribution out, and those in which it"
-        " was the last; the averages that it applied and the time for which it waited for them; the encoded size of its"
-        " contributions, and their size as float32. Look for a rank that is often the last and waits little: the others"
-        " wait for it."
+        "For each rank: the rounds to which it contributed, the rounds that left its contribution out, and the rounds "
+        "in which it was the last. Then the averages that it applied, and the time for which it waited for them. "
+        "Finally the size of its contributions, encoded and as float32. Look for a rank that is often the last and "
+        "waits little: the other ranks wait for it."
     )
     if more > 0:
         note += f" {RANK_COUNT_MAX} ranks with the longest and the shortest waits are shown; {more} are not."

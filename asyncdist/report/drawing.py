@@ -33,7 +33,7 @@ def new_figure(height: int, x: str, y: str) -> go.Figure:
 
 
 def scale(title: str, **more: Any) -> dict[str, Any]:
-    """Return a heat map's colour scale, placed below the map because a narrow window has no space beside it."""
+    """Return a heat map's colour scale, placed below the map, because a narrow window has no space next to it."""
     place = {"orientation": "h", "x": 0.5, "y": -0.22, "yanchor": "top", "thickness": 12, "len": 0.9}
     return {"title": {"text": title, "side": "bottom"}, **place, **more}
 

@@ -144,7 +144,7 @@ def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, 
     what = f"Mean seconds by which a rank {did} after the first rank. Look for a row that gets brighter:"
     yield (
         "Stragglers",
-        *_over_time(summary, "lag_bins", f"{what} that rank falls further and further behind."),
+        *_over_time(summary, "lag_bins", f"{what} that this rank falls further and further behind."),
     )
     yield "Bytes between ranks", *_bytes(summary)
 

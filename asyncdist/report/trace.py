@@ -266,7 +266,7 @@ class _Tracks:
     def _added(
         self, track: int, name: str, began_us: float, until_us: float, facts: Entry, *, slack_us: float = 0.0
     ) -> Iterator[Entry]:
-        """Yield a span, clipped to begin at 0 or later. A span that overlaps another one is on an additional track.
+        """Yield a span, clipped to begin at 0 or later. A span that overlaps another span is on an additional track.
 
         Perfetto ignores overlapping spans and spans that begin before 0, such as a wait before the rank's file began.
         """

@@ -68,7 +68,7 @@ class Computing:
         return any(future is each for each in self._awaited)
 
     def frame(self) -> types.FrameType | None:
-        """Return the current frame of the function that runs in the worker thread; None if none runs."""
+        """Return the current frame of the function that runs in the worker thread; None if no function runs."""
         return sys._current_frames().get(self._thread) if self.is_under_way and self._thread is not None else None
 
     async def run(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
@@ -114,7 +114,7 @@ class Computing:
         except asyncio.CancelledError:
             while not has_ended:
                 self._wait_anew(future)
-                # A repeated cancellation; the first one is raised below.
+                # The task was cancelled again; the first cancellation is raised below.
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._waiter
             raise

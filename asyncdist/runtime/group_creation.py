@@ -57,7 +57,7 @@ class GroupCreation:
     async def new_groups(
         self, lists: Iterable[Sequence[int]], timeout_s: float, *, part_of: Start[Any] | None = None
     ) -> list[Group]:
-        """Make several groups in turn, or none if one fails; see :meth:`asyncdist.World.new_groups`."""
+        """Make several groups in turn, or no group if one of them fails; see :meth:`asyncdist.World.new_groups`."""
         made: list[Group] = []
         wanted = list(lists)
         now = self._services.time

@@ -32,7 +32,7 @@ async def leave(world: World, transport: Transport) -> list[str]:
     given_up = world.give_up_requests()
     await world.services.engine.until(lambda: world.services.task_count == 0, WaitId(WaitKind.OWN_SERVICES))
     # Wait before the barrier, while the peers still receive. A peer receives user messages while its main runs, and
-    # drops the remaining ones when it leaves.
+    # drops the remaining messages when it leaves.
     is_nobody_in_main = _have_all_left(world, transport)
     await world.services.engine.until(
         lambda: not world.services.is_sending or is_nobody_in_main(),

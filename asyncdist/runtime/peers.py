@@ -2,7 +2,7 @@
 
 The runtimes of all ranks communicate on one channel, the system channel. It also carries the messages of agreements and
 of freed groups. In a small world each rank notifies all others when it leaves, ends or fails. In a larger world it
-notifies the ranks with which it has exchanged messages, and the others are notified along a tree
+notifies the ranks with which it has exchanged messages, and these pass the notice on along a tree
 (:mod:`asyncdist.runtime.departing.announcements`).
 """
 

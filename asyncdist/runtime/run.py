@@ -116,7 +116,7 @@ def run(
         strict: Whether to raise LocalProtocolError instead of logging a warning if anything is left at the end: an
             unread message, a request, a stream slot, a snapshot or a task.
         watchdog_s: Seconds after main's return until a warning lists the spawned tasks, if all of them are still
-            waiting; ``math.inf`` for never.
+            waiting; ``math.inf`` for no warning.
         stall_s: Seconds after which the waits of all ranks of this host are printed once, with line numbers, if none of
             them has made a step or received a message (``docs/hangs.md``); ``math.inf`` for never. The default is the
             variable ASYNCDIST_STALL_S (``asyncdist run --stall-s``), or 60. If a value is set, a warning is also logged

@@ -24,7 +24,7 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 class Interrupts:
     """Context manager that cancels tasks at the first SIGINT or SIGTERM, and ends the process at the second.
 
-    It does nothing outside the main thread. In a forked process the previous handlers are restored.
+    This context manager does nothing outside the main thread. In a forked process the previous handlers are restored.
 
     Args:
         spares_process: Whether the second signal raises KeyboardInterrupt or SystemExit instead of ending the process,

@@ -315,7 +315,7 @@ def _name(awaited: Any) -> str:
     if isinstance(awaited, asyncio.Task):
         return awaited.get_name()
     gathered = getattr(awaited, "_children", None)
-    return f"all of {', '.join(map(_name, gathered))}" if gathered else "a future of its own"
+    return "a future of its own that it awaits" if gathered else "a future of its own"
 
 
 def frames_of(task: asyncio.Task[Any]) -> list[types.FrameType]:

@@ -217,7 +217,7 @@ class Fabric:
         nbytes = message.nbytes if message.eager else 64
         done_at = self._interfaces.enter(message.dest, self._scheduler.time(), nbytes)
         last = path.last_entry.get(message.tag, -1.0)
-        if done_at <= last:  # a small message must not overtake a large one that the interface carries
+        if done_at <= last:  # a small message must not overtake a large message that the interface carries
             done_at = math.nextafter(last, math.inf)
         path.last_entry[message.tag] = done_at
         self._scheduler.at(done_at, self._take_in, (message,))

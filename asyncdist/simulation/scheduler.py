@@ -95,7 +95,7 @@ class Scheduler:
             self._cancelled_count = 0
 
     def _next_when(self) -> float:
-        """Return the time of the next event that is not a cancelled timer; infinity if there is none."""
+        """Return the time of the next event that is not a cancelled timer; infinity if there is no such event."""
         heap = self._heap
         while heap:
             first = heap[0]

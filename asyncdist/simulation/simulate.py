@@ -319,7 +319,7 @@ class _Simulation:
                 self._states.restore()
 
     def _let_happen(self, until_s: float | None, after_event: Callable[[], object] | None) -> bool:
-        """Run events; return False if none is left. If tasks loop endlessly, name them in an EndlessLoopError."""
+        """Run events; return False if no event is left. If tasks loop endlessly, name them in an EndlessLoopError."""
         try:
             return self._scheduler.run(until_s=math.inf if until_s is None else until_s, after_event=after_event)
         except EndlessLoopError as error:

@@ -271,7 +271,7 @@ def _checked(axes: Mapping[str, int], group: Group) -> dict[str, int]:
         if not name or size < 1:
             raise ValueError(f"each axis must have a non-empty name and a size >= 1, got {name!r}: {size}")
     if not axes:
-        raise ValueError("axes must have at least one name with its size, like {'POP': 4}, got none")
+        raise ValueError("axes must have at least one name with its size, like {'POP': 4}, got no name")
     if math.prod(axes.values()) != group.size:
         raise ValueError(
             f"the sizes of the axes {_in_words(axes)} must multiply to {group.size}, the number of ranks in the group, "

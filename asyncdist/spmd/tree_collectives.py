@@ -280,7 +280,7 @@ async def _agree(axis: Axis, what: str, outline: pytrees.Outline) -> None:
         return
     path, sentence = pytrees.first_difference(await _all_lines(axis, outline), ranks)
     raise DisagreementError(
-        f"the trees for {what} along {axis.name!r} must be alike on all ranks, but {sentence}", difference=path
+        f"the trees for {what} along {axis.name!r} must be equal on all ranks, but {sentence}", difference=path
     )
 
 

@@ -41,7 +41,7 @@ async def main(world: ad.World) -> float:
                 await channel.send(Done(), dest)
         await world.safe_point()
         while done_count < len(others):
-            # In the last step wait for all messages in progress; before that, take only those that have arrived.
+            # In the last step, wait for all messages in progress; before that, take only messages that have arrived.
             envelope = await channel.receive() if step == ROUNDS - 1 else channel.receive_nowait()
             if envelope is None:
                 break

@@ -32,9 +32,10 @@ def find_job(name: str | None) -> str:
 
 
 def job_of_process(pid: int, found: Mapping[str, Sequence[Place]]) -> str | None:
-    """Return the job to which a process belongs, or whose ranks the process has started; None if there is none.
+    """Return the job to which a process belongs, or whose ranks it has started; None if there is no such job.
 
-    If a rank has started a job of its own, the launcher of the rank has started both. The outer job is then returned.
+    If a rank has itself started a job, the launcher of the rank has indirectly started both jobs, and the outer job is
+    returned.
     """
     distances = {job: _distance(pid, places) for job, places in found.items()}
     nearest = min(distances, key=distances.__getitem__, default="")

@@ -77,7 +77,7 @@ def tell_job(stories: Mapping[int, RankStory], silent: Sequence[Silent] = ()) ->
         lines.append(f"  and {len(groups) - GROUP_COUNT_MAX} more")
     others = some.size - len(stories) - len(silent) - len(some.lost) - len(some.left)
     if others > 0 and len({story.hostname for story in stories.values()}) == 1:
-        lines.append(f"  {others} more are on other hosts, or have ended: run asyncdist story {some.job} there")
+        lines.append(f"  {others} more ranks are on other hosts, or have ended: run asyncdist story {some.job} there")
     return "\n".join(map(printable, lines))
 
 
@@ -126,7 +126,7 @@ def _tell_wait(wait: Wait, story: RankStory, stories: Mapping[int, RankStory]) -
     if not wait.what:  # the task is about to run
         return f"runs{line}"
     if wait.ends_by_itself:
-        return f"is in {wait.what}, which ends on its own{line}"
+        return f"is in {wait.what}, which ends without other ranks{line}"
     seconds = story.still_s if wait.seconds is None else wait.seconds
     needs = awaited_ranks(wait, stories)
     what = wait.what

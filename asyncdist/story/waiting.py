@@ -53,7 +53,7 @@ def _may_end(wait: Wait, needs: Sequence[int], stuck: Collection[int], lost: Col
 
 
 def circle(stuck: Collection[int], stories: Mapping[int, RankStory]) -> tuple[int, ...]:
-    """Return a cycle of ranks, each of which waits for the next, and the last for the first; () if there is none."""
+    """Return a cycle of ranks, each of which waits for the next, and the last for the first; () without a cycle."""
     for start in sorted(stuck):
         path = [start]
         while True:
@@ -68,7 +68,7 @@ def circle(stuck: Collection[int], stories: Mapping[int, RankStory]) -> tuple[in
 
 
 def by_root(stories: Mapping[int, RankStory]) -> list[int]:
-    """Return the ranks in display order: ranks that do not wait first, then ranks with more waiters before others."""
+    """Return the ranks in display order: ranks that do not wait come first, then ranks for which many others wait."""
     waiters = dict.fromkeys(stories, 0)
     for rank, story in stories.items():
         for needed in main_needs(story, stories):

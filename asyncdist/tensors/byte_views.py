@@ -1,6 +1,6 @@
 """Views tensors as bytes, for all code that sends, stores or receives tensors.
 
-There are three pitfalls. A contiguous tensor may have any stride in a dimension of size 1, its conjugation or negation
+There are three pitfalls: a contiguous tensor may have any stride in a dimension of size 1, its conjugation or negation
 may be pending, and numpy supports neither bfloat16 nor float8.
 """
 
@@ -53,7 +53,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous dense CPU tensor, of any dtype, without a copy. Raise ValueError for others."""
+    """Return the bytes of a contiguous dense CPU tensor without a copy. Raise ValueError for other tensors."""
     if not tensor.is_cpu:
         raise ValueError(f"a tensor to send must be in CPU memory, got a tensor on {tensor.device}")
     if not tensor.is_contiguous():

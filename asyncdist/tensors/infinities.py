@@ -64,7 +64,7 @@ class KnownInfinities:
 
 
 def trouble_of(known: KnownInfinities | None, optimizer: torch.optim.Optimizer | None) -> str:
-    """Describe the part of a model or of its optimizer, each if it is given, that is not finite; "" if all is finite.
+    """Describe the part of a model, and of its optimizer if one is passed, that is not finite; "" if all is finite.
 
     Args:
         known: Infinities that belong to the model; None if the model is known to be finite.
@@ -106,7 +106,7 @@ def _stored(tensor: Tensor) -> Sequence[Tensor]:
 
 @torch.no_grad()
 def _infinities(tensor: Tensor) -> Tensor:
-    """Return a CPU tensor that contains the tensor's infinities, and zeros in place of all other values."""
+    """Return a CPU tensor that contains the tensor's infinities, and zeros instead of all other values."""
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     wide = real.detach().to(device="cpu", dtype=torch.float32 if real.itemsize < 4 else real.dtype)
     return torch.where(wide.isinf(), wide, 0.0)

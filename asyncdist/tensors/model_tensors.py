@@ -197,7 +197,7 @@ def _is_lazy(tensor: Tensor) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return the tensor's data pointer; 0 for wrapper tensors, which have none."""
+    """Return the tensor's data pointer; 0 for wrapper tensors, which have no data pointer."""
     try:
         return tensor.data_ptr()
     except RuntimeError:

@@ -47,7 +47,7 @@ class Outline:
         return _digest(self.spec, self.kinds)
 
     def first_leaf(self, is_wrong: Callable[[Kind], bool]) -> tuple[str, str] | None:
-        """Return the path and description of the first leaf that ``is_wrong`` rejects; None if there is none."""
+        """Return the path and description of the first leaf that ``is_wrong`` rejects; None if it rejects no leaf."""
         for index, kind in enumerate(self.kinds):
             if is_wrong(kind):
                 return _leaf_path(self.spec, index), _kind_in_words(kind)

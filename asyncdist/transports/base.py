@@ -148,8 +148,8 @@ class Transport(abc.ABC):
             None if the ranks must still agree on a number.
         hosts: Lowest rank on the host of each rank; None if this is unknown before the handshake, or if all ranks share
             one host.
-        launch_nonce: Number from the launcher that identifies the job even if a rank is lost during the handshake; None
-            if there is none.
+        launch_nonce: Number from the launcher that identifies the job even if a rank is lost during the handshake; or
+            None.
         trusts_network: Whether ranks trust any process that reaches them, since the job has no secret.
     """
 

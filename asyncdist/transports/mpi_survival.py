@@ -108,11 +108,11 @@ class SurvivingMpiTransport(MpiMessages):
             listen(rank)
 
     def note_met(self) -> None:
-        """Make the exit of this rank visible to the others, since no rank waits in a collective MPI call any longer."""
+        """Make this rank's exit visible to the others, because no rank waits in a collective MPI call any longer."""
         rank_program.tell_guardian(rank_program.IN_WORLD)
 
     def close(self) -> None:
-        """Send a goodbye to all other ranks, and wait until each of them has sent one or is lost."""
+        """Send a goodbye message to all other ranks, and wait until each of them has sent one or is lost."""
         self._listen = lambda _: None
         nothing = bytearray()
         peers = [rank for rank in range(self.size) if rank != self.rank and rank not in self._lost]
@@ -151,7 +151,7 @@ class SurvivingMpiTransport(MpiMessages):
                 self._note_losses(peer)
                 raise self._loss_of(peer) from error
             self._note_losses()
-            raise RankLostError("the rank that was sending this message is gone", rank=ANY_SOURCE) from error
+            raise RankLostError("the rank that was sending this message is lost", rank=ANY_SOURCE) from error
         super()._fail(error, status, buffer, peer)
 
     def _acknowledge(self, error: BaseException) -> bool:

@@ -51,8 +51,8 @@ class Quorum(NamedTuple):
 
     Attributes:
         ranks: Ranks that have contributed.
-        reported_at: Time at which the first of these ranks reported its contribution.
-        met_at: Time at which the last of these contributions had arrived.
+        reported_at: Time at which the first rank of this version reported its contribution.
+        met_at: Time at which the quorum was met: the last needed contribution had arrived.
     """
 
     ranks: frozenset[int]
@@ -65,7 +65,8 @@ class Arrivals:
 
     Args:
         members: Living members.
-        quorum: Number of members whose contributions make a version; if fewer members live, all of them.
+        quorum: Number of members whose contributions make a version; if fewer members live, the number of living
+            members.
         applied: Sequence number of the last contribution of each rank that the anchor contains.
 
     Attributes:
@@ -109,7 +110,7 @@ class Arrivals:
         self._fetching = {key: each for key, each in self._fetching.items() if key[0] != rank}
 
     def forget(self, rank: int, source: int | None = None) -> None:
-        """Drop a worker's contributions that are not applied; if ``source`` is given, only those not yet received."""
+        """Drop a worker's unapplied contributions; if ``source`` is given, only those that have not been received."""
         fetching = self._fetching.items()
         self._fetching = {key: each for key, each in fetching if key[0] != rank or source not in (None, each[0].source)}
         if source is None:

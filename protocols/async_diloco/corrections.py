@@ -165,7 +165,7 @@ class HeLoCo:
             return difference
         cosine = torch.dot(difference, momentum).item() / (length * momentum_length)
         if not cosine < self.threshold:
-            return difference  # also if the cosine is not a number
+            return difference  # also returned if the cosine is NaN
         mean_length = (1.0 - self.momentum) * momentum_length
         own, other = self.shares(cosine, length / (length + self.kappa * mean_length))
         return difference.mul_(own).add_(momentum, alpha=other * length / momentum_length)

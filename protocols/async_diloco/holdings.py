@@ -65,7 +65,7 @@ class Outstanding:
         return cls(state["sequence"], block, Arrived(*state["report"]))
 
     def left_out(self) -> Outstanding:
-        """Return the contribution in a form that is answered but not applied, since another rank has the same one."""
+        """Return the contribution in a form that is answered but not applied, because it would count twice."""
         return replace(self, report=replace(self.report, norm=math.nan))
 
 
@@ -210,6 +210,6 @@ class Holdings:
     def apply_answer(self) -> Answer:
         """Make the answer's anchor the base, and return the answer."""
         answer, self.answer = self.answer, None
-        assert answer is not None, "there is no answer to apply"
+        assert answer is not None, "an answer has arrived before it is applied"
         self.base = answer.held()
         return answer

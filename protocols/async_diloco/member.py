@@ -77,8 +77,8 @@ class AsyncMember:
         self._registrations: list[HeldAnchor] = []  # answers to this member's registration
         self._early: list[tuple[int, int, AsyncMessage]] = []  # messages that arrived before this rank leads
         self._fetching: asyncio.Task[None] | None = None  # the task that receives an answer
-        self._is_heir = False  # whether a leader that leaves has given its anchor and outer state to this member
-        self._has_settled = False  # whether this member leaves, and inherits no longer
+        self._is_heir = False  # whether a leaving leader has given its anchor and outer state to this member
+        self._has_settled = False  # whether this member is leaving, and accepts no anchor from a leaving leader
         self._is_closed = False
         self.server: Server | None = None
         self._contributions = Offers(services, scopes.to_members, is_overlapped=is_overlapped)
@@ -150,7 +150,7 @@ class AsyncMember:
         self.post(Taken(), leader, version)
 
     async def settled(self, deadline: float) -> bool:
-        """Wait until this member may leave: it has its answer, and the next leader has got the anchor.
+        """Wait until this member may leave: its contribution is answered, and the next leader has received the anchor.
 
         A member that has inherited the anchor waits until it leads, and gives the anchor to the next member. Otherwise
         the anchor would be lost if both ranks leave at the same time.
@@ -176,7 +176,7 @@ class AsyncMember:
         return is_free or members.is_broken
 
     def _note_late(self) -> None:
-        """Log the part of this member's state that is lost if it leaves now."""
+        """Log which part of this member's state is lost if it leaves now."""
         me, own = self._services.rank, self._holdings
         if own.outstanding is not None:
             logger.warning(
@@ -311,7 +311,7 @@ class AsyncMember:
                 if is_new:
                     task = self._take_answer(leader, number, message)
                     self._fetching = self._anchors.spawn(task, f"anchor {message.version}")
-                elif self._fetching is None:  # the contribution was that of this rank's previous process
+                elif self._fetching is None:  # the contribution came from this rank's previous process
                     self.post(Taken(), leader, message.version)
             case Registered(applied):
                 task = self._take_registration(leader, number, applied)

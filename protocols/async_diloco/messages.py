@@ -1,7 +1,7 @@
 """Defines the messages between the workers and the leader, which keeps the anchor.
 
-The round number in the frame's header is the worker's sequence number, or a version where noted. Annotations are real
-objects, never strings, since `get_type_hints` must return plain types.
+The round number in the frame's header is the worker's sequence number, or a version if the message's docstring says so.
+Annotations are real objects, never strings, since `get_type_hints` must return plain types.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Arrived:
     Attributes:
         base_version: Version of the anchor from which the worker has trained.
         steps: Number of training steps since the previous contribution.
-        tokens: Number of tokens or examples of these steps.
+        tokens: Number of tokens or examples since the previous contribution.
         norm: L2 norm of the difference; NaN or infinite if the contribution must be left out.
         speed: Training steps per second; 0 if unknown.
     """

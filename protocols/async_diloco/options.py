@@ -50,7 +50,7 @@ ELSEWHERE: Final = {
     "model_merge_weight": "use merge_weight",
     **dict.fromkeys(
         ("delay_state_averaging", "delay_grad_averaging", "delay_optimizer_step"),
-        "here no rank waits for others, unless late='wait'",
+        "here ranks wait for each other only with late='wait'",
     ),
 }
 LOSES_VALUES: Final = (

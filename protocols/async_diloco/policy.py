@@ -2,8 +2,8 @@
 
 Each rank trains alone from an anchor a_v. After ``average_every`` steps (H) it sends the difference D = a_v - theta
 between this anchor and its weights, and continues to train. The first member, the leader, makes one step of the outer
-optimizer with D, or with the mean of the differences of ``quorum`` ranks, and sends the new anchor back. The rank
-applies it in its first step after the arrival:
+optimizer with D, or with the mean difference of ``quorum`` ranks. Then it sends the new anchor back. The rank applies
+it in its first step after the arrival:
 
     theta <- a_new + (theta - theta_captured)
 
@@ -167,11 +167,11 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         Args:
             local_metric, loss, score: Ignored.
             tokens: Number of tokens or examples of this step, for ``weights="tokens"`` or ``"rate"``. Pass it in all
-                steps, on all ranks, or in none: then each step counts as 1.
+                steps on all ranks, or in no step; then each step counts as 1.
 
         Raises:
             TypeError: ``weights`` is not ``"equal"``, and the call has a positional number instead of ``tokens``.
-            ValueError: ``tokens`` is not finite and above 0, is given in only some steps, or is given although
+            ValueError: ``tokens`` is not finite and above 0, is missing in some steps, or is passed although
                 ``weights`` is ``"equal"``.
         """
         if self._first_call is None:

@@ -16,13 +16,13 @@ class Progress:
     Attributes:
         wanted: Number of steps after which the next contribution is captured.
         steps: Number of steps since the last contribution was captured.
-        tokens: Number of tokens since then.
-        captured_at: Iteration in which it was captured.
+        tokens: Number of tokens since the last contribution was captured.
+        captured_at: Iteration in which the last contribution was captured.
         is_waiting: Whether the anchor with the last contribution is not applied yet.
         reported: Report on the last contribution; None before the first one, and on other ranks of a replica's first
             rank.
         contribution_count: Number of contributions that this process has captured.
-        postponed_count: Number of steps in which a contribution was due, and the last one was not answered.
+        postponed_count: Number of steps in which a contribution was due while the last one had no answer.
     """
 
     wanted: int

@@ -265,7 +265,7 @@ class Server:
         if self.anchor is None:
             self._early.append((rank, sequence, report))
             return
-        self._arrivals.settling.discard(rank)  # it makes steps again
+        self._arrivals.settling.discard(rank)  # the rank makes steps again
         worker = self._options.worker_of(rank)
         if self._serving.setdefault(worker, rank) != rank:
             logger.debug("rank %d no longer serves island %d: its contribution is not used", rank, worker)
@@ -492,7 +492,7 @@ class Server:
             self._look()
 
     def last_reported(self, rank: int) -> int:
-        """Return the sequence number of the last contribution of a rank that this leader knows; 0 if there is none."""
+        """Return the sequence number of a rank's last known contribution; 0 if there is none."""
         return self._arrivals.reported.get(rank, 0)
 
     def held(self) -> tuple[HeldAnchor, Tensor]:

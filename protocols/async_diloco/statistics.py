@@ -31,8 +31,8 @@ class AsyncDiLoCoStatistics:
         lost_outer_state_count: Number of times that this member became the leader with an outer optimizer's state older
             than the anchor.
         merge_count: Number of times that this member has merged the global anchor, as the server of its island.
-        lost_progress_count: Number of times that this member became the server of its island without the state that is
-            needed to contribute the island's progress since its last merge.
+        lost_progress_count: Number of times that this member became the server of its island without the state after
+            its last merge; the progress since then was not contributed.
         global_count: Number of contributions of islands that this member has applied as the global server.
         global_version: Version of the newest global anchor that this member has received; 0 without islands.
         title: Name of the policy and of this rank.

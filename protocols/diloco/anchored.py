@@ -33,15 +33,15 @@ class AnchoredPolicy(ReplicatedPolicy):
                 async with policy.anchor_weights():
                     held_out_loss = model(torch.ones(4, 2)).square().mean().item()
 
-        At the end, also after an exception, parameters and buffers have the same bits as before, and training continues
-        as if the block had not been there. The optimizer is not changed. Do not train the model in the block. A
-        schedule-free optimizer has the mode of before again. Its ``eval()`` in the block would mix the anchor with this
-        rank's own z.
+        At the end of the block, even after an exception, parameters and buffers have the same bits as before, and
+        training continues as if the block had not been there. The optimizer is not changed. Do not train the model in
+        the block. A schedule-free optimizer has the same mode after the block as before it. Its ``eval()`` in the block
+        would mix the anchor with this rank's own iterate z.
 
-        The block receives no data. The anchor is the newest one that this rank has, of each fragment after its last
-        merged round. With overlap, a quorum or asynchronous rounds, another rank may have a newer one. One rank may
-        enter the block alone. With ``replica_size``, all ranks of a replica enter it together. Under `fully_shard` the
-        model contains this rank's shards of the anchor.
+        The block sends and receives nothing. It shows the newest anchor that this rank has: for each fragment, the
+        anchor after its last merged round. With overlap, a quorum or asynchronous rounds, another rank may have a newer
+        anchor. One rank may enter the block alone. With ``replica_size``, all ranks of a replica enter it together.
+        Under `fully_shard` the model contains this rank's shards of the anchor.
 
         Raises:
             BusyError: A step, a save, ``world.compute`` or another such block is in progress. In the block, ``step``,

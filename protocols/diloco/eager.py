@@ -101,14 +101,17 @@ class EagerFragment(FragmentState):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state of a fragment with the same layout and options."""
         if "rest" not in state:
-            raise ValueError("the state must be of a policy with eager=True, like this one, but it has no 'rest'")
+            raise ValueError(
+                "the state must have been saved by a policy with eager=True, like this policy, but it "
+                "has no entry 'rest'"
+            )
         super().load_state_dict(state)
         for rest, saved in zip(self._rest, state["rest"], strict=True):
             rest.copy_(saved)
 
 
 class AnchorMean(Fragment):
-    """Replaces the anchors of one fragment by their mean over the ranks, in a round of its own.
+    """Replaces the anchors of one fragment by their mean over the ranks, in a separate round.
 
     A rank keeps its progress since its anchor moved: its parameters are shifted by the change of the anchor. Floating
     buffers take their mean. The outer optimizer's state and the rest are unchanged.

@@ -1,4 +1,4 @@
-"""Explains options and calls of torchft, Accelerate and hivemind to those who pass them to DiLoCo's policies."""
+"""Explains to users of torchft, Accelerate and hivemind how those libraries' options and calls are written here."""
 
 from __future__ import annotations
 

@@ -182,9 +182,9 @@ class DiLoCoOptions(ExchangeOptions):
         is_agreed=True,
     )
     eager: bool = option(
-        "Whether each rank moves its anchor by its own share of the round and by the other ranks' shares of the "
-        "previous round (eager outer steps), so that no rank waits for the average of the same round. The ranks' "
-        "anchors then differ. They are averaged at the end and in checkpoints.",
+        "Whether steps are eager: each rank moves its anchor by its own share of this round and the other ranks' "
+        "shares of the previous round. No rank then waits for the average of this round. The ranks' anchors then "
+        "differ. They are averaged at the end and in checkpoints.",
         truth,
         default=False,
         group=_STRAGGLERS,

@@ -1,7 +1,8 @@
 """The adaptive outer optimizers of federated learning, which torch does not have.
 
-The other methods of the family use ``torch.optim.SGD`` as outer optimizer, or none. In this table, D is the anchor
-minus the mean of the ranks' weights, a the anchor, m the momentum buffer, lr and b the options ``lr`` and ``momentum``.
+The other methods of the family use ``torch.optim.SGD`` as outer optimizer, or average without an outer optimizer. In
+this table, D is the anchor minus the mean of the ranks' weights, a the anchor, m the momentum buffer, lr and b the
+options ``lr`` and ``momentum``.
 
 ============== ============================================= ================================
 method         ``outer_optimizer=``                          update
@@ -17,8 +18,8 @@ Lookahead      ``partial(SGD, lr=0.5)``                      a <- a - lr D, on o
 LocalSGD       ``None``                                      a <- mean of the ranks' weights
 ============== ============================================= ================================
 
-- SlowMo (Wang et al., ICLR 2020) divides D by the inner learning rate, and multiplies the step by it. While the inner
-  learning rate is constant, this equals the update above. Under a schedule it differs.
+- SlowMo (Wang et al., ICLR 2020) divides D by the inner learning rate, and multiplies the step by the inner learning
+  rate. While the inner learning rate is constant, this equals the update above. Under a schedule it differs.
 - MuLoCo's one-rank code (Therien et al., 2025) has lr inside its buffer: m <- b m + lr D; a <- a - b m - lr D. While
   the outer lr is constant, this equals the update above. Under an outer schedule it differs.
 - ``SGD(lr=1.0)`` does not equal LocalSGD to the bit, because a - (a - mean) is rounded.

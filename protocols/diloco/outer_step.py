@@ -6,7 +6,7 @@ therefore towards the ranks' weights.
 
 - The anchors are stepped in place, in the caller's memory. They are never replaced or copied.
 - Each parameter is a piece of an anchor, so the optimizer should be elementwise, as SGD and Adam are.
-- D is the gradient only during :meth:`OuterStep.step`. It is neither changed nor kept.
+- D is the gradient only during :meth:`OuterStep.step`. The optimizer must not change it or keep a reference to it.
 - Equal anchors, states and differences give equal bits on ranks with the same torch and the same kind of processor.
   torch computes ``a - lr * d`` with one rounding if the processor has FMA, and with two otherwise.
 """
@@ -65,8 +65,8 @@ class OuterStep:
         """Move the anchors by one step of the outer optimizer.
 
         Args:
-            differences: D = anchor - mean of the ranks' weights for all anchors in turn, each as a whole or divided
-                into consecutive parts, with the anchors' dtypes and device.
+            differences: D = anchor - mean of the ranks' weights, for all anchors in turn, with their dtypes and device.
+                Each D may be divided into consecutive parts.
         """
         counts = sum(map(len, differences)), sum(map(len, self.anchors))
         assert counts[0] == counts[1], f"differences have as many elements as anchors, {counts}"
@@ -82,8 +82,8 @@ class OuterStep:
     def momenta(self) -> list[Tensor] | None:
         """Return a copy of the momentum of each anchor, a flat tensor with its shape.
 
-        None before the first momentum exists, or if the optimizer keeps none under the names of torch's optimizers
-        (``momentum_buffer``, ``exp_avg``) or of FedAdam (``m``).
+        None before the first momentum exists, or if the optimizer does not keep it as ``momentum_buffer`` or
+        ``exp_avg``, like torch's optimizers, or as ``m``, like FedAdam.
         """
         found = []
         for parameter in self._parameters:

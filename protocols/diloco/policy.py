@@ -6,9 +6,9 @@ difference as its gradient, and becomes the new weights of all ranks:
 
     D = sum(w_i D_i) / sum(w_i),    a = outer(a, D),    theta_i = a
 
-(DiLoCo: Douillard et al., 2311.08105.) With ``fragments``, parts of the model are averaged in turn, and with
-``overlap_steps`` (tau) and ``mixing`` (alpha) the ranks continue to train while the data moves, and then mix: theta_i =
-alpha theta_i + (1 - alpha) a (Streaming DiLoCo: Douillard et al., 2501.18512). Without an outer optimizer, the weights
+(DiLoCo: Douillard et al., 2311.08105.) With ``fragments``, parts of the model are averaged in turn. With
+``overlap_steps`` (tau) and ``mixing`` (alpha) the ranks train while the data moves, and then mix: theta_i = alpha
+theta_i + (1 - alpha) a (Streaming DiLoCo: Douillard et al., 2501.18512). Without an outer optimizer, the weights
 themselves are averaged (local SGD; with ``weights="tokens"`` federated averaging: McMahan et al., 2017).
 
 The ranks wait for each other when a mean is applied. With ``late="skip"``, each rank instead applies a mean after its
@@ -140,12 +140,12 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         Args:
             local_metric, loss, score: Metric of this rank for reports and the live table. It is read in steps that
                 capture a contribution, and does not affect the averages.
-            tokens: Number of tokens or examples of this step, for ``weights="tokens"``. Pass it in all steps, on all
-                ranks, or in none: then each step counts as 1.
+            tokens: Number of tokens or examples of this step, for ``weights="tokens"``. Pass it in all steps on all
+                ranks, or in no step; then each step counts as 1.
 
         Raises:
             TypeError: ``weights`` is not ``"equal"``, and the call has a positional number instead of ``tokens``.
-            ValueError: ``tokens`` is not finite and above 0, is given in only some steps, or is given although
+            ValueError: ``tokens`` is not finite and above 0, is missing in some steps, or is passed although
                 ``weights`` is ``"equal"``.
         """
         if self._first_call is None:

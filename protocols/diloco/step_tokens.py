@@ -11,7 +11,7 @@ LEAST_TOKENS: Final = 1e-9
 
 
 class StepTokens:
-    """Returns the number of tokens of each step, and checks that all steps of a rank report it, or none.
+    """Returns the number of tokens of each step, and checks that a rank reports it in all steps or in no step.
 
     Args:
         weights: Option ``weights`` of the policy. ``"equal"`` counts no tokens.
@@ -29,7 +29,7 @@ class StepTokens:
 
         Raises:
             TypeError: The weights are tokens, and the step has a positional number instead of ``tokens``.
-            ValueError: ``tokens`` is not finite and above 0, has no effect, or is given in only some steps.
+            ValueError: ``tokens`` is not finite and above 0, has no effect, or is missing in some steps.
         """
         if tokens is None and metric is not None and self._weights != "equal":
             raise TypeError(
@@ -43,14 +43,14 @@ class StepTokens:
             )
             if self._weights == "equal":
                 raise ValueError(
-                    f"tokens must be None with weights='equal', where it has no effect, got {tokens!r:.80}; pass "
+                    f"tokens must be None with weights='equal', under which it has no effect, got {tokens!r:.80}; pass "
                     "weights='tokens' to the policy, or call step() without tokens"
                 )
         if self._are_given not in (None, tokens is not None):
             given, other = ("None", "a number") if tokens is None else (repr(tokens), "None")
             raise ValueError(
-                f"tokens must be given in all steps or in none with weights={self._weights!r}, which adds them up, got "
-                f"{given} after steps with {other}; a step without tokens would count as 1"
+                f"with weights={self._weights!r}, which adds up tokens, tokens must be passed in all steps or in no "
+                f"step, got {given} after steps with {other}; a step without tokens would count as 1"
             )
         self._are_given = tokens is not None
         return count

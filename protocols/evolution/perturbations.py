@@ -1,7 +1,7 @@
 """Draws the perturbations of an evolution strategy, and estimates the gradient from the scores.
 
-Perturbations are never sent: each rank draws those of all ranks again from the seed, the round and the rank. With n
-mirrored pairs, the estimated gradient of the score F at the weights theta is
+Perturbations are never sent: each rank draws the perturbations of all ranks again, from the seed, the round and each
+rank's number. With n mirrored pairs, the estimated gradient of the score F at the weights theta is
 
     g = 1 / (2 n sigma) * sum over all pairs of (F(theta + sigma eps) - F(theta - sigma eps)) eps
 
@@ -48,7 +48,7 @@ def coefficients(scores: Mapping[int, Sequence[float]], options: EvolutionStrate
     """Return the factor of each perturbation in the estimated gradient, by rank and pair; {} without scores.
 
     A pair with a score that is not finite, or whose scores differ too much for a gradient in float32, has the factor 0,
-    and does not count in n.
+    and is not counted in n, the number of pairs.
 
     Args:
         scores: Scores by rank, larger is better: of each pair in turn, the plus and the minus side.

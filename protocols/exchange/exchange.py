@@ -10,8 +10,8 @@ leader. Messages between two ranks arrive in order, so the new leader needs no o
 the means of all rounds that are in progress.
 
 With a quorum, a round does not wait for late members. The contribution of a late member moves to the next round of its
-fragment when the member learns that it was late. A member is *behind* if no rank offers its next mean any longer.
-After its next contribution, it catches up (:mod:`protocols.exchange.catching_up.catch_up`).
+fragment when the member learns that it was late. A member is *behind* if the next mean that it needs is no longer
+offered by any rank. After its next contribution, it catches up (:mod:`protocols.exchange.catching_up.catch_up`).
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Exchange:
         Also return if another rank of its replica is lost.
 
         If all members wait in the same step, also wait until the others have received this member's slices. Otherwise
-        this member would train for a step while they wait for the rest of a slice.
+        this member would train for a step while the others wait for the rest of a slice.
         """
         engine, members, wait = self._services.engine, self._membership, WaitId(WaitKind.ROUND_MEAN, number=number)
         if not self.has_merged(self.latest(number)):
@@ -249,8 +249,8 @@ class Exchange:
     def holds_means(self) -> bool:
         """True if this member has the mean of a round that another member may lack.
 
-        No newcomer may get this member's state then: if this member were lost, no member could give the mean to the
-        others.
+        As long as this is True, no newcomer may get this member's state: if this member were lost, the others could not
+        get the mean.
         """
         return any(own.has_merged for own in self._rounds.values())
 
@@ -259,7 +259,7 @@ class Exchange:
         await self._services.engine.until(lambda: not self.holds_means, WaitId(WaitKind.OWN_ROUND))
 
     async def settle(self, numbers: Sequence[int], progress: Sequence[int]) -> tuple[int, ...]:
-        """Wait until this member has the means of these rounds, or until all members wait here.
+        """Wait until this member has the means of these rounds, or until all members wait in this method.
 
         See :meth:`Membership.settle`.
         """
@@ -301,7 +301,7 @@ class Exchange:
         self._leading.on_lost(rank)
 
     def on_new_leader(self) -> None:
-        """MemberMessage this member's standing to the new leader, which takes a census."""
+        """Report this member's standing to the new leader, which takes a census: it collects all members' standings."""
         self._forget_lost()
         self._leading.follow(self._retired)
         self._begin_leading()
@@ -358,7 +358,7 @@ class Exchange:
         """Handle the leader's message as a member."""
         match message:
             case Decided(verdict) if number > self._retired[(number - 1) % len(self._fragments)]:
-                if number not in self._rounds and self.has_merged(number):  # its state includes the mean
+                if number not in self._rounds and self.has_merged(number):  # this member's state includes the mean
                     self._tell_leader(Merged(), number)
                 else:
                     self._take_verdict(self._round(number), verdict)
@@ -395,7 +395,7 @@ class Exchange:
             if verdict.holder == self._services.rank:
                 self._transfers.offer_mean(own, verdict)
             return
-        if own.has_received:  # but not merged
+        if own.has_received:  # but has not merged
             self._transfers.stop(own)
         own.verdict = verdict if self._replicas.size == 1 else verdict.among(self._counterparts)
         self._begin(own)
@@ -472,7 +472,8 @@ class Exchange:
     def _look_behind(self, fragment: int) -> None:
         """Ask for a fragment's newest state, if this member has contributed to it and is behind.
 
-        A member that has not contributed would be behind again when it contributes, so it asks only if others leave.
+        A member that has not contributed would be behind again when it contributes, so it asks only if other members
+        leave.
         """
         if self._catch_up is None or self._is_closed:
             return

@@ -118,7 +118,7 @@ class Fetch:
     def piece(self, first: int, end: int, scratch: Tensor) -> Tensor:
         """Return the bytes from ``first`` to ``end``, if necessary by reading them into ``scratch``.
 
-        They may be used only if :meth:`check` succeeds afterwards.
+        The bytes may be used only if :meth:`check` succeeds afterwards.
         """
         if not isinstance(self._stream, PartReading):
             return self._into[first:end]

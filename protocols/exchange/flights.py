@@ -1,4 +1,4 @@
-"""Tracks one member's fragments: which of them are due, which are in flight, and when their means are applied.
+"""Tracks one member's fragments: which fragments are due, which are in flight, and when their means are applied.
 
 A fragment is *owed* from the step in which it is due until its contribution is captured, and then *in flight* until its
 mean is applied. The state is equal on all members that have made the same number of steps, except with ``skips_late``.
@@ -53,7 +53,7 @@ class Flights:
 
     def note_step(self, step: int) -> None:
         """Record that the fragments of a step are due."""
-        for fragment in self._schedule.due(step):  # most steps have none
+        for fragment in self._schedule.due(step):  # in most steps no fragment is due
             if self._is_in_turn(fragment) and not (self.skips_late and fragment in self._owed):
                 self._owed.append(fragment)
 
@@ -105,7 +105,7 @@ class Flights:
         del self.in_flight[fragment]
 
     def _is_in_turn(self, fragment: int) -> bool:
-        """Return whether a fragment's next round is the first that is neither captured nor owed.
+        """Return whether a fragment's next round is the first round that is not captured and not owed.
 
         Rounds are retired in the order of their numbers, so they must be captured in this order. The fragments are
         due in another order if their means are late, or if the training was resumed with another schedule.

@@ -180,7 +180,7 @@ class Leading:
                     self._services.spawn_service(self._await_grace(number, grace), name=f"grace of round {number}")
 
     def _delays_rounds(self, number: int, verdict: Verdict) -> bool:
-        """Return whether this leader contributes to so few rounds that it should abdicate."""
+        """Return whether this leader contributes to so few rounds that another member should lead."""
         if self._quorum is None or self._ledger is None or self._services.rank not in verdict.late:
             return False
         count = len(self._ledger.retired)

@@ -1,4 +1,4 @@
-"""Decides, on the leader of an exchange, which contributions each round averages, also after the loss of a rank.
+"""Decides, on the leader of an exchange, which contributions each round averages, even after the loss of a rank.
 
 A round passes through these states on the leader:
 
@@ -14,9 +14,9 @@ A round passes through these states on the leader:
 If a rank is lost that a decided round needs, or if this rank becomes the leader, the leader takes a *census*: all
 members stop receiving means, and report their standing in each round. No mean is received during a census, so its
 result is a consistent state: if a member has a round's mean, the others receive it from that member; if no member has
-it, no model has changed, and the leader decides the round again, by the same function of the reports that are left.
-If all members that were not behind are lost, the newest state of the others counts as that of the last retired round.
-(This is the recovery of a two-phase commit with a known set of participants: Bernstein, Hadzilacos and Goodman, 1987.)
+it, no model has changed, and the leader decides the round again from the remaining reports. If all members that were
+not behind are lost, the newest remaining state counts as the state after the last retired round. (This is the recovery
+of a two-phase commit with a known set of participants: Bernstein, Hadzilacos and Goodman, 1987.)
 
 All functions are pure: messages and losses in, decisions out.
 """
@@ -110,8 +110,8 @@ class Quorum:
         count: Number of contributions that suffice, less than the number of members; if fewer members are left, all.
         grace_s: Seconds to wait for further contributions once there is a quorum.
         members_wait: Whether a member waits for the mean with its contribution before it contributes to other
-            fragments. If members wait for different fragments, so that no round gets a quorum, the first of these
-            rounds is decided without a quorum.
+            fragments. Members may then wait for different fragments, so that no round gets a quorum; the first of these
+            rounds is then decided without a quorum.
     """
 
     count: int
@@ -121,8 +121,8 @@ class Quorum:
     def is_missed_by_slow(self, missed: int, members: int) -> bool:
         """Return whether a member that has missed the last rounds makes longer steps than the others.
 
-        If the leader does, all members wait for its steps. Among equally fast members, each one contributes to one of
-        ``members / count`` rounds; it may miss another one by chance.
+        If the leader is so slow, all members wait for its steps. Among equally fast members, each member contributes to
+        one of ``members / count`` rounds; by chance, it may miss one more.
 
         Args:
             missed: Number of a fragment's rounds since the member's last contribution.
@@ -156,7 +156,7 @@ class Ledger:
 
     Args:
         members: Ranks that take part.
-        retired: Last round of each fragment that is known to be retired; 0 for none.
+        retired: Last round of each fragment that is known to be retired; 0 if no round is.
         weigh: Pure function that chooses the donors and their weights, equal on all members.
         partners: Pure function that chooses whose contributions a member averages, equal on all members. A member's
             verdict follows when these contributions and its own are reported, so only partners wait for each other.
@@ -209,7 +209,7 @@ class Ledger:
         return self._decisions()
 
     def on_grace_over(self, round: int, number: int) -> list[Instruction]:
-        """Decide a round with the contributions that are there, if its grace period is still the one that began."""
+        """Decide a round with the contributions that have arrived, unless a new grace period has begun."""
         if not self.is_in_grace(round, number):
             return []
         self._rounds[round].is_grace_over = True
@@ -245,8 +245,8 @@ class Ledger:
         """Record a member's answer to a census.
 
         Args:
-            retired: Last retired round of each fragment, as known to the member; () for none.
-            newest: Last round of each fragment whose state the member has; () for none.
+            retired: Last retired round of each fragment, as known to the member; () if it knows no such round.
+            newest: Last round of each fragment whose state the member has; () if it has no state.
         """
         if self._awaited is None or rank not in self._awaited or number < self.census:
             return []
@@ -259,7 +259,8 @@ class Ledger:
     def on_admitted(self, rank: int, by: int) -> list[Instruction]:
         """Record a new member, which has the state of member ``by``.
 
-        It receives the means of all rounds, but does not contribute to rounds to which ``by`` has contributed already.
+        The newcomer receives the means of all rounds, but does not contribute to rounds to which ``by`` has contributed
+        already.
         """
         assert self._awaited is None, "no member is admitted during a census"
         self.members.add(rank)
@@ -401,8 +402,9 @@ class Ledger:
     def _awaited_in(self, number: int, each: _Round) -> set[int]:
         """Return the members whose contributions a round needs: all that have not passed the round.
 
-        Members contribute in the order of the rounds. A member has passed a round if it has contributed to a later one,
-        or if it is excused from a later round, to which the leader had contributed when the member was admitted.
+        Members contribute in the order of the rounds. A member has passed a round if it has contributed to a later
+        round. It has also passed the round if it is excused from a later round, because the leader had contributed to
+        that round before it admitted the member.
         """
         passed: set[int] = set()
         for later, other in self._rounds.items():
@@ -466,7 +468,7 @@ class Ledger:
         return made
 
     def _holder(self, number: int, each: _Round) -> int:
-        """Return a member that has a round's mean, if possible one that has contributed to the newest round."""
+        """Return a member that has a round's mean, preferably a member that has contributed to the newest round."""
         holders = self.members & each.merged
         newest = self._rounds.get(number + len(self.retired), each).verdict or each.verdict
         return min(holders.intersection(() if newest is None else newest.donors) or holders)

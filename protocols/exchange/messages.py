@@ -76,7 +76,7 @@ class Standing:
     """One member's standing in one round.
 
     Attributes:
-        attempt: Attempt of the last verdict that this member knows; 0 if it knows none.
+        attempt: Attempt of the last verdict that this member knows; 0 if it knows no verdict.
         has_merged: Whether the member has the mean.
         weight, norm: Weight and L2 norm of the member's contribution; 0 if the member was admitted after the round had
             begun, and only receives the mean.
@@ -177,8 +177,8 @@ class Census:
     Attributes:
         number: Number of the census that is answered; 0 if this member reports to a new leader without being asked.
         standings: Standing in each round.
-        retired: Last round of each fragment that is retired; 0 for none.
-        newest: Last round of each fragment whose state the member has; 0 for none.
+        retired: Last retired round of each fragment; 0 if no round is retired.
+        newest: Last round of each fragment whose state the member has; 0 if it has no state.
     """
 
     number: int
@@ -228,7 +228,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """From a member to a holder: the state after this round has arrived, or is no longer needed."""
+    """From a member to a holder: the state after this round has arrived, or the member no longer needs it."""
 
 
 ExchangeMessage = (

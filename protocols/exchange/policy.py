@@ -244,7 +244,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return agreed
 
     async def _start_replica(self) -> None:
-        """Create the group of this rank's replica, and compare the model with those of the other replicas."""
+        """Create the group of this rank's replica, and check that its model fits the models of the other replicas."""
         start = self._joint_start
         left_s, weights = start.left_s(self._start_timeout_s), self._first_weights()
         facts = self._world, start, self._replicas, self._flat, self._group.ranks, weights
@@ -373,7 +373,7 @@ class ExchangePolicy(ReplicatedPolicy):
         self._saved = state
 
     def _take_saved(self) -> None:
-        """Load the state that :meth:`load_state_dict` or another rank has given, if any."""
+        """Load the state from :meth:`load_state_dict` or from another rank, if there is one."""
         if self._saved is not None:
             with validation.reading_state(type(self).__name__):
                 self._take(self._saved)
@@ -509,7 +509,7 @@ class ExchangePolicy(ReplicatedPolicy):
         self._fragments[fragment].merge(verdict, mean)
 
     async def _apply_due(self, step: int) -> list[StepInfo]:
-        """Apply all means that are due in this step; wait for those that have not arrived, unless they are skipped."""
+        """Apply all means that are due in this step. Wait for missing means, unless late means are skipped."""
         applied = []
         for fragment, flight in self._flights.due(step):
             began_at = self._world.time()
@@ -555,7 +555,7 @@ class ExchangePolicy(ReplicatedPolicy):
         is_whole = bool(trouble) or is_left_out or fragment in self._unsound_captures
         with self._weights.following():
             own.apply(tensors, is_late=is_late, is_whole=is_whole)
-            if trouble:  # otherwise the other fragments would make this one non-finite in the next training step
+            if trouble:  # otherwise the other fragments would make this fragment non-finite in the next training step
                 for each in self._fragments:
                     each.begin_again(tensors)
         await self._share(range(self._fragment_count) if trouble else [fragment], tensors)

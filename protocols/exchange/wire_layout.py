@@ -191,8 +191,8 @@ class WireLayout:
     Args:
         entries: All entries of the model.
         chosen: Indices of the fragment's entries.
-        parameters: Names of the model's parameters, without those that contain infinities, such as frozen masks, since
-            differences of infinities are NaN. All other floating entries have the role ``"averaged"``.
+        parameters: Names of the model's parameters, except parameters that contain infinities, such as frozen masks,
+            because differences of infinities are NaN. All other floating entries have the role ``"averaged"``.
         owner_count: Number of ranks among which each vector is divided.
         codec: Codec of the stepped float32 vector.
         divisible: Names of the parameters that may be cut into pieces; None if all may be. Each other parameter is one
@@ -473,7 +473,7 @@ def values_of(vector: Vector, tensor: Tensor) -> Tensor:
 
 
 def checksum_of_parameters(entries: Sequence[Entry], parameters: set[str], tensors: Sequence[Tensor]) -> int:
-    """Return a checksum of those tensors of a model that are parameters; it does not depend on their device."""
+    """Return a checksum of the parameters among a model's tensors; it does not depend on their device."""
     checksum = 0
     for vector in WireLayout(entries, range(len(entries)), parameters, 1, _EXACT).stepped:
         flat = vector.new_flat()

@@ -163,7 +163,7 @@ class Admission:
 
 
 def newest_left(services: Services, ranks: Sequence[int], values: Mapping[str, str]) -> int:
-    """Return the newest policy with these values that this rank has left and must not join again; 0 for none."""
+    """Return the newest policy with these values that this rank has left and must not rejoin; 0 if there is none."""
     return services.shared(Board).newest_left(key_of(ranks, values))
 
 

@@ -1,9 +1,10 @@
 """Tracks the members of a policy with a leader: losses, succession, clean leaves and admissions.
 
-The leader is the first member that is neither lost nor has left. If the leader is lost, each member follows the next.
-Messages between two ranks arrive in order, so a new leader and its members need not agree on its succession. A leader
-may also *abdicate*: it then follows the next member, and leads again only after all members that have abdicated less
-often. This order does not depend on the order in which messages of several such leaders arrive.
+The leader is the first living member: the first that is not lost and has not left. If the leader is lost, each member
+follows the next. Messages between two ranks arrive in order, so a new leader and its members need not agree on its
+succession. A leader may also *abdicate*: the next member then leads. A member that has abdicated leads again only if
+all members that have abdicated less often cannot lead. This rule does not depend on the order in which messages of
+several abdicating leaders arrive.
 
 The leader admits restarted ranks (*newcomers*) one at a time. It copies its whole state, and from then on the newcomer
 is a member. The newcomer gets the state when all other members count it as a member. If the leader is lost, the next
@@ -76,7 +77,7 @@ class Membership:
 
     Attributes:
         leader: Rank of the current leader.
-        living: Members that are neither lost nor have left.
+        living: Members that are not lost and have not left.
         known: All ranks that may become members.
         is_broken: Whether another rank of this rank's replica is lost or has left.
         is_joining: Whether this newcomer has not loaded a state yet.
@@ -317,10 +318,10 @@ class Membership:
         self._services.engine.loop.call_soon(self._note_gone, rank)
 
     def _note_gone(self, rank: int) -> None:
-        """Handle the loss of a rank, and with it of all members of its replica, or the leaving of a rank.
+        """Handle the loss of a rank, which counts as the loss of its whole replica, or handle the leaving of a rank.
 
-        If a rank has left, the other ranks of its replica leave later. Until then they are members: if one of them
-        leads, decisions on which it has acted may not have arrived yet.
+        If a rank has left, the other ranks of its replica leave later. Until then they remain members: if one of them
+        leads, its decisions may not have arrived at all members yet.
         """
         mates = self._replicas.mates(rank)
         gone = self.living.intersection([rank] if self._has_left(rank) else mates)
@@ -358,7 +359,7 @@ class Membership:
             self._on_leading()
 
     def abdicate(self) -> None:
-        """Let the next member lead, unless there is none or a newcomer waits for this leader."""
+        """Let the next member lead, unless there is no other member or a newcomer waits for this leader."""
         me, others = self._services.rank, self.living - {self._services.rank}
         if not self.leads or not others or self._newcomer is not None or self._is_welcoming or self._is_closed:
             return

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Nomination:
-    """Asks the receiver to coordinate, because the coordinator of ``epoch`` is gone.
+    """Asks the receiver to become coordinator, because the coordinator of ``epoch`` is lost or has stopped.
 
     ``epoch`` is the newest epoch that the sender knows.
     """

@@ -29,7 +29,7 @@ class Request:
     Attributes:
         key: Number that identifies all policies of this class and name on these ranks.
         digest: Digest of the policy's class, name, model and options on the newcomer.
-        left: Number of the policy that the newcomer's process has left and must not join again; 0 for none.
+        left: Number of the policy that the newcomer's process has left and must not rejoin; 0 if there is none.
         attempt: Number of the newcomer's attempt to join. A new attempt begins if the leader is lost before admission.
     """
 
@@ -110,7 +110,7 @@ class Application:
 
     Args:
         timeout_s: Seconds to wait for each answer of the coordinator.
-        left: Number of the policy with this class and name that this process has left; 0 for none.
+        left: Number of the policy with this class and name that this process has left; 0 if there is none.
         attempt: Number of this attempt to join.
     """
 
@@ -192,7 +192,7 @@ class Application:
         return welcome
 
     def take_welcome(self) -> tuple[Welcome, int] | None:
-        """Return, and forget, the newest answer and the coordinator's rank; None if there is no new answer."""
+        """Return the newest answer and the coordinator's rank, and remove the answer; None if there is no answer."""
         welcome, self._welcome = self._welcome, None
         if welcome is not None:
             self._policy = welcome[0].policy

@@ -124,7 +124,7 @@ def _mapped(change: Any, node: Any) -> Any:
 
 
 def _chunks(state: torch.Tensor | None, nbytes: int) -> list[memoryview] | None:
-    """Return the chunks of the state or of its encoded size, whichever has ``nbytes`` bytes; None if neither has."""
+    """Return the chunks of the state or of its encoded size, whichever has ``nbytes`` bytes; otherwise None."""
     if state is not None and nbytes == _LENGTH_NBYTES:
         return [memoryview(bytearray(state.numel().to_bytes(_LENGTH_NBYTES, "little")))]
     return split(byte_view(state), CHUNK_NBYTES) if state is not None and nbytes == state.numel() else None
@@ -202,7 +202,7 @@ class StateTransfer:
         """Receive the state that ``donor`` offers in ``round``, as bytes for :func:`unpacked`.
 
         Raises:
-            RankLostError: The donor is gone.
+            RankLostError: The donor is lost or has left.
             TimeoutError: The deadline has passed.
             RemoteProtocolError: The donor offers no state or has aborted, or its state is larger than ``nbytes_max``.
         """

@@ -6,10 +6,10 @@ ranks:
 
     theta_i = (1 - pull) theta_i + pull * (theta_i + (k - 1) mean(s_j)) / k
 
-theta_i is the rank's own weights in that step, and mean(s_j) is over the donors, which stand for all k - 1 other ranks
-that offer a snapshot. If all snapshots were of the same step, and all other ranks were donors, this would be PAPA
-(:mod:`protocols.simple.population_averaging`). Here the snapshots are older, so that the mean of all ranks is not kept
-exactly.
+theta_i is the rank's own weights in that step. mean(s_j) is the mean of the donors' snapshots, used as an estimate for
+all k - 1 other ranks that offer a snapshot. If all snapshots were of the same step, and all other ranks were donors,
+this would be PAPA (:mod:`protocols.simple.population_averaging`). Here the snapshots are older, so the mean of all
+ranks changes slightly.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ class AsyncPopulationAveragingPolicy(OneSidedPolicy):
                 train_step(model, optimizer, batch)
                 await policy.step()
 
-    Every ``average_every`` steps, each rank publishes a snapshot, and reads those of other ranks in the background. A
-    later step moves its weights by ``pull`` towards the mean. ``StepInfo.staleness_steps`` is the age of the oldest
-    snapshot. Integer and bool buffers are copied from the first donor. A rank whose weights are not finite is not a
-    donor, and its weights are replaced by the mean of the donors.
+    Every ``average_every`` steps, each rank publishes a snapshot, and reads the snapshots of other ranks in the
+    background. A later step moves its weights by ``pull`` towards the mean. ``StepInfo.staleness_steps`` is the age of
+    the oldest snapshot. Integer and bool buffers are copied from the first donor. A rank whose weights are not finite
+    is not a donor, and its weights are replaced by the mean of the donors.
 
     Args:
         model: Model that this rank trains; see :class:`SpawnPolicy`.

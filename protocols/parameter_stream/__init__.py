@@ -1,4 +1,4 @@
-"""Streams of model weights: a replacer requests the snapshots of several donors and adds them up as they arrive.
+"""Streams model weights: a replacer (a rank that takes new weights) requests the donors' snapshots and adds them up.
 
 The replacer sends each donor a :class:`asyncdist.messaging.streams.Grant`, and the donor answers with the chunks of its
 snapshot, or with an abort. Chunks from all donors pass through one window of ``WINDOW_COUNT`` pages of ``CHUNK_NBYTES``

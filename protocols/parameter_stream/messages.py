@@ -25,7 +25,7 @@ _CHUNK_UNIT: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class PartGrant:
-    """Receiver to sender: requests a stream of one part of the sender's snapshot, or of the mean of that part.
+    """Receiver to sender: requests a stream of a part of the sender's snapshot, or of that part's mean.
 
     Attributes:
         slot: Slot of the sender that the stream uses.

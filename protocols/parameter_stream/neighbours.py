@@ -6,7 +6,8 @@ donor's memory can be read. The donor revokes its token (:mod:`asyncdist.host_me
 reuses the memory. A read is therefore valid only if the token is still valid afterwards.
 
 If the donor's tensors are in shared memory (:mod:`asyncdist.host_memory.shared_memory`), the receiver maps this memory
-and reads the tensors where they are. Otherwise it copies them, which takes twice as long as adding them up.
+and reads the tensors where they are. Otherwise the receiver copies the tensors, which takes twice as long as adding
+them up.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ logger = logging.getLogger("protocols.parameter_stream.neighbours")
 
 #: Snapshots with fewer bytes are streamed, since asking for the address and reading the memory would be no faster.
 READ_NBYTES_MIN: Final = 1 << 20
-#: Number of failures after which a donor's memory is no longer read. One read may fail because its round has ended.
+#: Number of failures after which a donor's memory is no longer read. A single read may fail only because its round has
+#: ended.
 TRIAL_COUNT: Final = 3
 #: Number of a donor's blocks of shared memory that stay mapped, since mapping a block again costs page faults.
 _MAPPED_COUNT: Final = 8
@@ -62,7 +64,7 @@ class Neighbours:
             The reading, which the caller must close; None if the snapshot must be streamed.
 
         Raises:
-            RankLostError: The rank is gone.
+            RankLostError: The rank is lost.
             BusyError: The queue of outgoing messages is full.
         """
         if not self._is_possible or nbytes < READ_NBYTES_MIN or self._failures[donor] >= TRIAL_COUNT:
@@ -161,7 +163,7 @@ class Reading:
 
         Raises:
             TimeoutError: The deadline has passed.
-            RankLostError: The donor is gone.
+            RankLostError: The donor is lost.
             StreamAborted: The donor has no snapshot for the round, or its memory can no longer be read.
         """
         gone = self._services.gone
@@ -199,7 +201,7 @@ class Reading:
     def view(self, number: int, first: int, nbytes: int) -> torch.Tensor | None:
         """Return bytes of the snapshot in the donor's shared memory; None if they are not there.
 
-        They may be used only if :meth:`check` succeeds afterwards.
+        The bytes may be used only if :meth:`check` succeeds afterwards.
 
         Args:
             number: Index of the flat tensor in the snapshot.
@@ -262,7 +264,7 @@ class PartReading:
 
         Raises:
             TimeoutError: The deadline has passed.
-            RankLostError: The donor is gone.
+            RankLostError: The donor is lost.
             StreamAborted: The donor has no snapshot, has withdrawn it or has ended.
         """
         await self.located(deadline=deadline)

@@ -76,7 +76,7 @@ class PartPool:
         return PartBuffers(FlatBuffers((), mean, ()), tuple(FlatBuffers((), tensors, ()) for tensors in given))
 
     def release(self, *, is_clean: bool) -> None:
-        """Return a round's buffers; if not ``is_clean``, chunks may still arrive in them, and they are not reused."""
+        """Return a round's buffers; if not ``is_clean``, chunks may still arrive in them, so they are not reused."""
         self.in_use -= 1
         if not is_clean:
             self._tensors = {}

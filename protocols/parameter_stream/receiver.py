@@ -59,7 +59,7 @@ def ask_for_part(
         The stream, to be finished with :func:`cancel_stream`; None if the part is empty.
 
     Raises:
-        RankLostError: The rank is gone.
+        RankLostError: The rank is lost.
         BusyError: All slots of the rank are taken.
     """
     channel, nbytes = server.channel, stream_nbytes(into, exact=exact)
@@ -93,7 +93,7 @@ def _pieces(
 
 
 def cancel_stream(services: Services, channel: Channel[StreamMessage], stream: InboundStream, round: int) -> None:
-    """Ask the sender of a stream to stop, unless it is gone."""
+    """Ask the sender of a stream to stop, unless the sender is lost or has left."""
     if stream.source not in services.gone:
         channel.send_nowait(Cancel(stream.slot), stream.source, round=round)
 
@@ -148,7 +148,7 @@ class SnapshotReceiver:
         self._asked_count = 0
         self._is_asking = True  # whether some receives are not posted yet
         self._posting: InboundStream | None = None  # stream of the most recently asked donor
-        self._unposted: deque[Landing] = deque()  # chunks of that stream whose receives are not posted
+        self._unposted: deque[Landing] = deque()  # chunks of the current stream whose receives are not posted
         self._posted_count = 0
         self._under_way: deque[Landing] = deque()  # chunks with posted receives, not added yet
         self.donor = donors[0]
@@ -164,7 +164,7 @@ class SnapshotReceiver:
         """Request snapshots from as many donors as the window has room for; :meth:`run` adds the chunks.
 
         Raises:
-            RankLostError: A donor is gone.
+            RankLostError: A donor is lost.
             BusyError: All slots of a donor are taken.
         """
         self._post()
@@ -202,7 +202,7 @@ class SnapshotReceiver:
 
         Raises:
             StreamAborted: A donor has aborted its stream.
-            RankLostError: A donor is gone.
+            RankLostError: A donor is lost.
             TimeoutError: The deadline has passed.
             BusyError: All slots of a donor are taken.
         """

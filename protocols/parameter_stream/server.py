@@ -299,7 +299,7 @@ class SnapshotServer:
     def _locate(self, location: Location, dest: int, round: int = 0) -> None:
         try:
             self.channel.send_nowait(location, dest, round=round)
-        except AsyncdistError as error:  # the rank is gone or its queue is full; it will not complete the round
+        except AsyncdistError as error:  # the rank is lost or its queue is full; it will not complete the round
             logger.info("the address of a snapshot was not sent to rank %d: %s", dest, error)
 
     def _refuse(self, key: tuple[int, int]) -> None:

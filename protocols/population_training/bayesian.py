@@ -1,8 +1,8 @@
 """Chooses hyperparameters with a Gaussian process of the gains that earlier hyperparameters had (PB2, 2002.02518).
 
 An observation is the time between two reports of a rank: the gain of its metric per step, the iteration, the metric at
-the beginning, and the hyperparameters. A rank knows its own observations and those of the ranks that it has copied,
-which travel with their snapshots. No further message is needed, but no rank knows all observations.
+the beginning, and the hyperparameters. A rank knows its own observations, and the observations of the ranks that it has
+copied, which arrive with their snapshots. No further message is needed, but no rank knows all observations.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Observations:
         self.entries = self._newest(entries)
 
     def note(self, rank: int, iteration: int, metric: float, values: Mapping[str, Value]) -> None:
-        """Add a report; a larger metric is better. Nothing is added if it or the previous one is not finite."""
+        """Add a report, in which a larger metric is better, if both it and the previous metric are finite."""
         if self._last is not None and iteration > self._last[0]:
             gain = (metric - self._last[1]) / (iteration - self._last[0])
             if math.isfinite(gain):

@@ -1,4 +1,4 @@
-"""Makes the hyperparameters of a replaced rank from those of its donor: drawn again, perturbed, or by a function."""
+"""Makes a replaced rank's hyperparameters from its donor's: draws new values, perturbs values, or calls a function."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Explorer:
 
 
 def donor_for(donors: Sequence[int], rank: int, round: int, seed: int) -> int:
-    """Return the donor that a replaced rank copies in a round: each is as likely as the others.
+    """Return the donor that a replaced rank copies in a round; all donors are equally likely.
 
     The choice does not change if a different donor drops out, so requests before the freeze are rarely in vain.
     """

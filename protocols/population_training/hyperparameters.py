@@ -1,4 +1,4 @@
-"""Defines what values a hyperparameter can have: a range, a list of choices, or the results of a function.
+"""Defines the possible values of a hyperparameter: a range, a list of choices, or the results of a function.
 
 Each kind draws values, perturbs a value, and brings a value within its limits. All randomness comes from the caller's
 generator.
@@ -17,7 +17,7 @@ import numpy as np
 
 from asyncdist import validation
 
-#: Value of a hyperparameter. Only numbers can be those of an optimizer.
+#: Value of a hyperparameter. An optimizer's hyperparameters are numbers.
 Value: TypeAlias = float | int | str | bool | None
 
 
@@ -89,7 +89,7 @@ class Range:
         return type(number)(min(max(number, self.low), self.high))
 
     def check(self, name: str, value: Any) -> Value:
-        """Return a value that the user has given; raise ValueError if it is outside the range."""
+        """Return a value that the user has passed; raise ValueError if it is outside the range."""
         kind = "an integer" if self.integer else "a number"
         number = validation.real(
             name, value, f"{kind} from {self.low!r} to {self.high!r}", low=self.low, high=self.high
@@ -149,7 +149,7 @@ class Choice:
         return self.check("a saved or explored value", value)
 
     def check(self, name: str, value: Any) -> Value:
-        """Return a value that the user has given; raise ValueError if it is not in the list."""
+        """Return a value that the user has passed; raise ValueError if it is not in the list."""
         place = self._place_of(value)
         if place < 0:
             validation.refuse(name, value, f"one of {list(self.values)!r:.200}")
@@ -209,7 +209,7 @@ class Sampler:
 
 
 def _plain(value: Any) -> Any:
-    """Return a scalar of NumPy, or a member of an enumeration, as a value of Python, as which it travels to others."""
+    """Convert a NumPy scalar or an enumeration member to a plain Python value, which can be sent to other ranks."""
     if isinstance(value, np.generic):
         return value.item()
     return next((kind(value) for kind in (bool, int, float) if isinstance(value, kind)), _as_string(value))
@@ -233,7 +233,7 @@ Given: TypeAlias = Range | Choice | tuple[float, float] | list[Any] | Callable[[
 
 
 def space_of(name: str, given: Any) -> Space:
-    """Return the values that the user has given for a hyperparameter, as an object.
+    """Return the values that the user has passed for a hyperparameter, as an object.
 
     Raises:
         TypeError, ValueError: The values are not a range, a list or a callable, or a range is reversed.

@@ -31,7 +31,7 @@ class LineageEntry:
 
 
 class Lineage:
-    """Collects the entries, oldest first; the first and the newest ones are kept."""
+    """Collects the entries, oldest first; if there are too many, keeps the first and the newest entries."""
 
     def __init__(self, entries: Sequence[LineageEntry] = ()) -> None:
         self.entries = tuple(entries)

@@ -21,9 +21,10 @@ ExploreFunction: TypeAlias = Callable[[dict[str, Any], random.Random], Mapping[s
 ELSEWHERE: Final = {
     "perturbation_interval": "here average_every is the number of steps between reports",
     "time_attr": "here average_every counts steps",
-    "mode": "here metric_mode is 'max' or 'min', and step(loss=...) or step(score=...) decides by itself",
-    "hyperparam_mutations": "here hyperparameters={'lr': (1e-4, 1e-1)} has the optimizer's, and "
-    "custom_hyperparameters those that the training loop reads from policy.hyperparameters",
+    "mode": "here metric_mode is 'max' or 'min', and step(loss=...) or step(score=...) sets the direction regardless "
+    "of it",
+    "hyperparam_mutations": "here hyperparameters={'lr': (1e-4, 1e-1)} sets the optimizer's hyperparameters, and "
+    "custom_hyperparameters the ones that the training loop reads from policy.hyperparameters",
     "hyperparam_bounds": "here hyperparameters={'lr': (low, high)} has the bounds",
     "quantile_fraction": "here quantile is the share of ranks that are replaced, and of ranks that are copied",
     "perturbation_factors": "here perturb=(0.8, 1.25) has the factors",
@@ -114,14 +115,14 @@ class ExploringOptions(Options):
         default=None,
     )
     initial: Mapping[str, Value] = option(
-        "First values on this rank, by name; the others are drawn, by `seed` and rank.",
+        "First values on this rank, by name. The other values are drawn, depending on `seed` and the rank.",
         _initial,
         default=None,
         group="exploration",
     )
     quantile: float = option(
-        "Share of the n participants that are replaced, and of those that are copied, above 0 and at most 0.5: n * "
-        "quantile, rounded half up, from 1 to n / 2.",
+        "Share of the n participants that are replaced, above 0 and at most 0.5; as many are copied. The number is n "
+        "* quantile, rounded half up, from 1 to n / 2.",
         number("above 0 and at most 0.5", validation.SMALLEST, 0.5),
         default=0.25,
         is_agreed=True,
@@ -144,7 +145,7 @@ class ExploringOptions(Options):
     )
     explore: ExploreFunction | None = option(
         "Function that gets the donor's hyperparameters as a dict and a `random.Random`, and returns a dict of new "
-        "ones, which are clipped to their ranges; instead of `perturb` and `resample_probability`. Or "
+        "hyperparameters, which are clipped to their ranges; replaces `perturb` and `resample_probability`. Or "
         "`protocols.BayesianExplore()`.",
         function("None or a function (hyperparameters, generator) -> hyperparameters"),
         default=None,
@@ -171,8 +172,8 @@ class ExploringOptions(Options):
         spaces = self.spaces
         if not spaces:
             raise ValueError(
-                "hyperparameters must name at least one, got none; pass hyperparameters={'lr': (1e-4, 1e-1)}, or train "
-                "with AsyncSelectiveAveragingPolicy"
+                "hyperparameters must name at least one hyperparameter, got none; pass "
+                "hyperparameters={'lr': (1e-4, 1e-1)}, or train with AsyncSelectiveAveragingPolicy"
             )
         if len(spaces) < len(self.hyperparameters) + len(self.custom_hyperparameters):
             both = min(self.hyperparameters.keys() & self.custom_hyperparameters.keys())

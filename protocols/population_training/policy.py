@@ -199,7 +199,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         self._lineage = lineage
 
     def _values_in(self, state: Mapping[str, Any]) -> dict[str, Value]:
-        """Return the hyperparameters in a policy's state; raise ValueError if they are not those of this policy."""
+        """Return the hyperparameters in a policy's state; raise ValueError if their names are not this policy's."""
         values = json.loads(state["hyperparameters"])
         if values.keys() != self._spaces.keys():
             raise ValueError(

@@ -71,8 +71,8 @@ class OptimizerSettings:
     def _write_base(self, place: int, group: dict[str, Any], new: float) -> None:
         """Change a group's base learning rate, and the current learning rate in proportion.
 
-        If the old base is 0, there is no proportion: the current learning rate is that of the schedule, or the new
-        base if the scheduler can only compute it from the last one.
+        If the old base is 0, there is no ratio to keep. The current learning rate is then the schedule's, or the new
+        base if the scheduler can compute a rate only from the previous rate.
         """
         old = float(group["initial_lr"])
         if not old and not new:
@@ -100,12 +100,12 @@ class OptimizerSettings:
         return base if of_all is None else float(of_all()[place])
 
     def scheduled(self) -> list[dict[str, float]]:
-        """Return what the schedulers have written into each group: the current learning rate, the base and the like."""
+        """Return the values that the schedulers have written into each group, such as the current learning rate."""
         names = ("lr", *_SCHEDULED_IN_GROUP) if self._schedulers and "lr" in self._ratios else ()
         return [{name: float(group[name]) for name in names if name in group} for group in self._optimizer.param_groups]
 
     def put_scheduled(self, found: Iterable[Mapping[str, float]]) -> None:
-        """Write the result of an earlier :meth:`scheduled` again, since the schedulers continue from it."""
+        """Write the result of an earlier :meth:`scheduled` again, because the schedulers continue from these values."""
         for group, values in zip(self._optimizer.param_groups, found, strict=True):
             for name, value in values.items():
                 _put(group, name, value)
@@ -120,7 +120,7 @@ class OptimizerSettings:
 
 
 def _schedulers_in(scheduler: Any) -> list[Any]:
-    """Return a scheduler and those that it contains, as SequentialLR and ChainedScheduler do; empty for None."""
+    """Return a scheduler and the schedulers that it contains, as SequentialLR does; empty for None."""
     if scheduler is None:
         return []
     inner = [each for part in getattr(scheduler, "_schedulers", ()) for each in _schedulers_in(part)]

@@ -92,7 +92,7 @@ class ReplayBuffer:
         world: World of the client; the current world by default.
 
     Raises:
-        StartTimeoutError: The server did not serve a buffer of that name in time.
+        StartTimeoutError: The server did not serve a buffer with this name in time.
         DisagreementError: This rank is not one of the buffer's clients.
         RankLostError, ClosedError: The server is lost, or has left or stopped; raised by every method.
         RemoteError: An exception has ended the server, for example in its scoring hook; raised by every method.
@@ -126,7 +126,7 @@ class ReplayBuffer:
     async def __aenter__(self) -> Self:
         services, server = self._services, self._server
         if self._channel is not None:
-            raise LocalProtocolError("a ReplayBuffer can be entered only once; make a new one")
+            raise LocalProtocolError("a ReplayBuffer can be entered only once; create a new ReplayBuffer")
         to_server, to_clients = scopes(server, self._name)
         self._channel = services.open_channel(
             ReplayMessage,
@@ -505,7 +505,7 @@ class ReplayBuffer:
             self._services.spawn_service(self._hear_why(), name=f"end reason of the replay buffer {self._name!r}")
 
     async def _hear_why(self) -> None:
-        """Wait for the error that the server sent before it left, and then fail all requests with it.
+        """Wait for the error that the server sent before it left, and then fail all requests with this error.
 
         The notice that the server has left may arrive before this error.
         """

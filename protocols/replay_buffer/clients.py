@@ -45,8 +45,8 @@ class Client:
 def more_may_come(clients: Collection[Client]) -> bool:
     """Return whether any client may still add items.
 
-    A client that has added items is assumed to add more, since its draws may wait for another of its own tasks to add.
-    A client that only draws is assumed not to add if there are no other clients, or if some have left.
+    A client that has added items is assumed to add more: while one of its tasks waits in a draw, another task may add.
+    A client that has only drawn is assumed to add nothing if it is the only client, or if other clients have left.
     """
     some_have_left = len(clients) == 1 or any(client.is_done for client in clients)
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from asyncdist.messaging.streams import Cancel, Grant
 
-#: Payloads with more bytes are sent as streams. A frame has at most 64 KiB, and a long frame delays short ones.
+#: Payloads with more bytes are sent as streams. A frame (message) has at most 64 KiB, and a long frame delays short
+#: frames.
 INLINE_NBYTES_MAX = 32 << 10
 
 

@@ -99,7 +99,7 @@ async def serve_replay_buffer(
 
     Raises:
         ValueError, TypeError: An argument is out of range, ``clients`` is empty, or a score is not a number.
-        LocalProtocolError: This rank already serves a buffer of that name.
+        LocalProtocolError: This rank already serves a buffer with this name.
         BaseException: The exception that ``score`` raised.
     """
     world = world or current_world()
@@ -200,8 +200,8 @@ class _Server:
                 return
             self._has_warned = True
             logger.warning(
-                "replay buffer %r on rank %d contains %d items; for %g s all of its clients have waited for more "
-                "items, and none has added any: %s. Add items first, request fewer items, or pass wait=False",
+                "replay buffer %r on rank %d contains %d items; all of its clients have waited for more items for %g "
+                "s, and no client has added any: %s. Add items first, request fewer items, or pass wait=False",
                 self._name,
                 self._services.rank,
                 self._store.size,

@@ -66,7 +66,7 @@ class RowLayout:
         """
         form, parts = _parts(batch)
         if not parts:
-            raise ValueError("batch must have at least one tensor, got none")
+            raise ValueError("batch must have at least one tensor, got no tensor")
         lengths = set()
         for name, tensor in parts.items():
             check_dense(tensor, f"batch{_where(name)}")

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 from asyncdist.protocols.selective.member import EnterEpoch, Instructions, RoundMember
 from asyncdist.protocols.selective.messages import Assign, End, Frozen
 
-#: Kinds of events other than messages about a round: the coordinator is gone, or a new epoch has begun.
+#: Kinds of events other than messages about a round: the coordinator is lost, or a new epoch has begun.
 GONE: Final = "gone"
 EPOCH: Final = "epoch"
 
@@ -57,7 +57,7 @@ class LeadingMember(RoundMember):
         return super().on_end(reason, round)
 
     def on_coordinator_gone(self, why: str) -> Instructions:
-        """End the current role, since the coordinator is gone, and record the loss for the followers."""
+        """End the current role, since the coordinator is lost, and record the loss for the followers."""
         self._add(GONE, 0, why)
         return super().on_coordinator_gone(why)
 

@@ -87,9 +87,9 @@ class ReplicaAveragingPolicy(Ported):
     own shards.
 
     Args:
-        model: Module, DDP around a module, module that contains DDP (as ``torch.compile(ddp)`` does), or module sharded
-            by ``fully_shard`` over exactly the ranks of the replica, in the same way in all replicas. At the start, the
-            replica's first rank copies its weights to the other ranks, unless the model is sharded.
+        model: A module; a module in DDP, or one that contains DDP (as ``torch.compile(ddp)`` does); or a module that
+            ``fully_shard`` has sharded over exactly the ranks of the replica, in the same way in all replicas. At the
+            start, the replica's first rank copies its weights to the other ranks, unless the model is sharded.
         optimizer: Optimizer of the model on this rank.
         replica_size: Number of ranks in a replica. Replicas are consecutive ranks of the group.
         swap_every: Number of steps between steps in which weights may change; a divisor of ``average_every``. By
@@ -289,7 +289,7 @@ class ReplicaAveragingPolicy(Ported):
         return math.fsum(map(float, metrics)) / self.replica_size if value is not None else lambda: NOT_MEASURED
 
     async def _copy_from_leader(self) -> None:
-        """Copy the weights of the replica's first rank to all its ranks; all of them call this method."""
+        """Copy the weights of the replica's first rank to all ranks of the replica, which all call this method."""
         is_leader = self._world.rank == self._replica.ranks[0]
         if is_leader:
             self._flat.snapshot(self._buffers)

@@ -161,7 +161,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         """Notify a follower that it may leave, since its shards are no longer requested."""
         try:
             self._ending.send_nowait(Leave(), rank)
-        except AsyncdistError:  # the follower is gone, or is already leaving
+        except AsyncdistError:  # the follower is lost or is already leaving
             return
 
     def _on_leader_left(self, _: Envelope[Leave]) -> None:

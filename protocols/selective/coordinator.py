@@ -140,7 +140,7 @@ class Coordinator:
             self._close()
 
     def stop(self, inform: Callable[[int], None]) -> None:
-        """Stop, since another rank coordinates; call ``inform(rank)`` for each rank that still reports to this one."""
+        """Stop, because another rank has become coordinator. Call ``inform(rank)`` for each rank that reports here."""
         if not self._is_stopped:
             self._send(self._core.migrants.dismissals())
         self._is_stopped, self._inform = True, inform

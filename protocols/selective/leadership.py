@@ -34,7 +34,7 @@ from asyncdist.protocols.selective.succession import (
 logger = logging.getLogger("protocols.selective.leadership")
 
 
-_UNKNOWN: Final = "after a rank that is gone"  # logged if this rank did not know the previous coordinator
+_UNKNOWN: Final = "after a rank that is lost or has left"  # logged if this rank did not know the previous coordinator
 
 
 class Leadership:
@@ -109,7 +109,7 @@ class Leadership:
 
     @property
     def coordinator(self) -> int | None:
-        """The coordinator's rank, as far as this rank knows; None if the coordinator is gone."""
+        """The coordinator's rank, as far as this rank knows; None if the coordinator is lost or has stopped."""
         return self._succession.coordinator
 
     @property

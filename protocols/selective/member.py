@@ -1,9 +1,10 @@
 """State machine of a member in a round of selective averaging: turns events into instructions.
 
 `RoundMember` is a plain synchronous object without asyncio, torch or a clock, so the same events give the same
-instructions. `protocols.selective.roles.member_roles` passes each event to it (a message from the coordinator, a step,
-the end of a copy or of an exchange) and carries out the instructions in the given order. Weights are copied and changed
-only inside a step; `on_step` returns these actions. The coordinator's state machine is `protocols.selective.rounds`.
+instructions. `protocols.selective.roles.member_roles` passes each event to the object (a message from the coordinator,
+a step, the end of a copy or of an exchange) and carries out the returned instructions in order. Weights are copied and
+changed only inside a step; `on_step` returns these actions. The coordinator's state machine is
+`protocols.selective.rounds`.
 
 A member has one role at a time. `TRANSITIONS` lists all changes of its state:
 
@@ -123,7 +124,7 @@ class Tell(NamedTuple):
 
 
 class EnterEpoch(NamedTuple):
-    """Instruction: send and accept only messages of this epoch from now on, and drop those of earlier epochs."""
+    """Instruction: send and accept only messages of this epoch from now on, and drop messages of earlier epochs."""
 
     epoch: int
 
@@ -235,8 +236,8 @@ class RoundMember:
     Attributes:
         round: Number of the current role's round; 0 without a role.
         last_round: Number of the newest round that named this member.
-        reducing: Number of the round in which this member adds up a part or shares fetched parts; 0 for none.
-        admitting: Number of the newest round in which this member sent or received a rank's whole state; 0 for none.
+        reducing: Number of the round in which this member adds up a part or shares fetched parts; 0 if there is none.
+        admitting: Number of the newest round in which this member sent or received a rank's whole state; 0 if none.
         wants_step: Whether the next step must copy or change weights, or report a failed round.
         is_joining: Whether this rank was restarted and waits for admission.
         declined: Number of declined roles, by reason.

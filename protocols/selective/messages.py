@@ -60,12 +60,14 @@ class Assign:
         replacers: Ranks that receive new weights, ascending.
         judged_iteration: Iteration of the receiver's report that the decision used. A replacer declines if it has
             applied an average since then.
-        best: Donor whose integer and bool entries are copied if all donors are ready; -1 for none.
+        best: Donor whose integer and bool entries are copied if all donors are ready; -1 if there is no such donor.
         admits: Whether the replacers are restarted ranks, which also receive the donor's optimizer and policy state.
-        restarted: Restarted ranks in this round, with their incarnations; later incarnations have no role in it.
+        restarted: Restarted ranks in this round, with their incarnations (numbers of their processes); a later process
+            of such a rank has no role in the round.
         reducers: Ranks that each add up one part of the donors' snapshots on the sharded route, ascending: all donors
             or replacers, or the donors or replacers on one host. Empty on the direct route.
-        part: Index of the receiver among the reducers, which is also the number of its part; -1 for none.
+        part: Index of the receiver among the reducers, which is also the number of the part that it adds up; -1 if it
+            is not a reducer.
         sources: Rank from which each part's mean is requested, if replacers on the receiver's host share parts: the
             reducer if it is on this host, otherwise the replacer that fetches the part for the host. Empty if each part
             is requested from its reducer.
@@ -156,7 +158,7 @@ class Frozen:
     Attributes:
         donors: Ranks that send their weights; empty if the replacers build fresh weights.
         weights: Unnormalised weight of each donor; the receiver divides by their sum.
-        best: Donor whose integer and bool entries are copied unchanged; -1 for none.
+        best: Donor whose integer and bool entries are copied unchanged; -1 if there is no such donor.
         timeout_s: Seconds, from the receipt of this message, in which the receiver must complete its average.
         reducers: Assigned reducers that will add up their parts.
     """
@@ -245,8 +247,8 @@ class Joined:
 
     Attributes:
         last_round: Newest round that named the member; the coordinator continues with higher numbers.
-        applied_iteration: Iteration of the member's last average, up to which its reports are invalid; -1 for none.
-        judged_iteration: Iteration of the member's newest report that led to a round; -1 for none.
+        applied_iteration: Iteration of the member's last average, up to which its reports are invalid; -1 without one.
+        judged_iteration: Iteration of the member's newest report that led to a round; -1 if there is none.
         iteration, value, step_time_s, interval_s: Fields of the member's newest report; the iteration is -1 if there is
             none.
     """
@@ -267,7 +269,7 @@ class Rejoin:
 
 
 def count_reason(counts: Counter[str], reason: str) -> None:
-    """Count a reason; once `REASON_LIMIT` different reasons are counted, further ones share the entry "other"."""
+    """Count a reason; after `REASON_LIMIT` different reasons, all further reasons are counted as "other"."""
     counts[reason if reason in counts or len(counts) < REASON_LIMIT else "other"] += 1
 
 

@@ -92,7 +92,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
     """Asynchronous selective averaging, after torchgfn's policy of the same name.
 
     Each rank reports its metric every ``average_every`` steps. When enough members have reported, the worst
-    ``replacement_ratio`` of them adopt the average of the others. No rank waits for another: a straggler is judged by
+    ``replacement_ratio`` of them adopt the average of the others. No rank waits for another: a slow rank is judged by
     its newest report.
 
     ::
@@ -404,7 +404,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
                 self._services.leftover_probes.remove(self._leftovers)
 
     def _is_quiet(self) -> bool:
-        """Return whether this rank has neither a role in a round nor a stream in progress."""
+        """Return whether this rank has no role in a round and no stream in progress."""
         member = self._member
         is_moving = self._opened.roles.is_giving or member.reducing or self._services.slots.discarding_count
         is_abroad = self._visits is not None and not self._visits.is_quiet

@@ -17,7 +17,7 @@ class Roster:
         have_joined: Whether the initial members are known to take part.
 
     Attributes:
-        members: Records of all members, by rank, including newcomers and members that are gone.
+        members: Records of all members by rank, including newcomers and members that are lost or have left.
         live_count: Number of live, admitted members.
         fresh_count: Number of live members that have reported since the last decision.
         quorum_count: Number of reports needed for a quorum of the live members.
@@ -49,7 +49,7 @@ class Roster:
         self._count_live(1)
 
     def add_newcomer(self, rank: int, incarnation: int) -> None:
-        """Replace the record of a member that is gone by that of its new process, which requests admission."""
+        """Replace the record of a lost member by a record of its new process, which requests admission."""
         self.members[rank] = Member(joined=False, admitted=False, incarnation=incarnation)
 
     def admit(self, member: Member) -> None:

@@ -378,7 +378,7 @@ class RoundCoordinator:
         sends += self._course.end(state, reason, self._decision_count, now)
 
     def _depart(self, rank: int, how: str, now: float) -> tuple[Send, ...]:
-        """Remove a member that is gone, so that no decision or round waits for it. A second call does nothing."""
+        """Remove a member that is lost or has left, so that no decision or round waits for it."""
         self.migrants.remove(rank)
         member = self._members.get(rank)
         if member is None or not member.live:

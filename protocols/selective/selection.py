@@ -102,7 +102,7 @@ class Decision:
 
     Attributes:
         donors: Ranks whose weights are averaged, ascending; empty for `reset_weights`.
-        replacers: Ranks that receive new weights, ascending; at least one, and none of them a donor.
+        replacers: Ranks that receive new weights, ascending; at least one. A replacer is never a donor.
         weights: Unnormalised positive weight of each donor.
         best: Donor with the best metric, whose integer and bool entries are copied; -1 without donors.
         guests: Donors from other islands.
@@ -214,8 +214,8 @@ def reducers_of(
 
     On the direct route, each of D donors sends its model to each of R replacers, so the busiest rank transfers max(D,
     R) models. On the sharded route, a donor sends one part to each reducer, and each reducer sends the mean of its part
-    to each replacer, D + R - 1 models in total. The larger of the two groups reduces, so that the busiest rank
-    transfers 1 + (min(D, R) - 1) / max(D, R) models, less than two. Donors from other islands never reduce. If the
+    to each replacer: D + R - 1 models in total. The larger of the two groups adds up the parts, so that the busiest
+    rank transfers 1 + (min(D, R) - 1) / max(D, R) models, less than two. Donors from other islands never reduce. If the
     hosts are known, only the ranks of one host reduce if this lowers the load of the busiest host's network and no rank
     transfers more than two models.
 
@@ -255,8 +255,8 @@ def sources_of(
     """Return, for each replacer, the rank from which it requests the mean of each part.
 
     Replacers that request all parts from the reducers have no entry. Several replacers on one host share the parts from
-    other hosts: one of them fetches a part for all, so that the part crosses the network once. The fetching is divided
-    evenly among them.
+    other hosts: one of them fetches a part for all, so that the part crosses the network once. The parts are divided
+    evenly among these replacers.
 
     Args:
         reducers: Ranks that each add up one part; empty on the direct route.
@@ -306,7 +306,7 @@ def _sharded_network_load(
 def _least_load(
     candidates: tuple[int, ...], decision: Decision, model_nbytes: int, hosts: Mapping[int, int]
 ) -> tuple[int, ...]:
-    """Return the reducers with the least load on the busiest host's network: all candidates, or those of one host."""
+    """Return the reducers with the least load on the busiest host's network: all candidates, or one host's."""
     by_host: dict[int, list[int]] = {}
     for rank in candidates:
         by_host.setdefault(hosts[rank], []).append(rank)

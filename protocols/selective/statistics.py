@@ -163,8 +163,8 @@ class SelectiveStatistics:
         received_nbytes: Number of bytes received as a replacer or reducer, including abandoned rounds.
         read_nbytes: Number of received bytes that were read directly from the memory of donors on this host.
         epoch: Epoch of the coordinator: 0 for the first coordinator, and larger for each successor.
-        coordinator_rank: Rank of the coordinator known to this rank; None before the start or if the coordinator is
-            gone.
+        coordinator_rank: Rank of the coordinator known to this rank; None before the start, or if the coordinator is
+            lost or has stopped.
         coordinator: Statistics of this rank as a coordinator; None if it has never coordinated.
         island: Number of this rank's island, from 0; None without islands.
         migration_count: Number of snapshots that this rank has sent to rounds of other islands.

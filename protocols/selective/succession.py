@@ -1,9 +1,10 @@
 """Decides which rank coordinates a policy when its coordinator is lost, has stopped, or does not answer.
 
-All ranks know the same order of succession. When a rank notices that the coordinator is gone, the first rank in that
-order becomes the coordinator, or is nominated if it has not noticed the loss. Each new coordinator opens an *epoch*. No
-two ranks open the same epoch, and each rank follows the largest epoch that it knows, so that all ranks end up with one
-coordinator even if several take over at the same time. (An epoch corresponds to a term of Raft, Ongaro and Ousterhout
+All ranks know the same order of succession. When a rank notices that the coordinator is lost or has stopped, the first
+rank in that order becomes coordinator. If that rank has not noticed the loss, it is nominated. Each new coordinator
+opens an *epoch*. No two ranks open the same epoch, and each rank follows the largest epoch that it knows, so that all
+ranks end up with one coordinator even if several take over at the same time. (An epoch corresponds to a term of Raft,
+Ongaro and Ousterhout
 2014. No vote is needed, since no decision must outlive its coordinator.)
 
 `Watch` detects that the coordinator does not respond, although its rank is not reported as lost. The first members of
@@ -31,11 +32,11 @@ LATE_STEPS: Final = 3
 #: Number of messages from the coordinator that each round waits for: assignment, freeze and end.
 _ROUND_ANSWER_COUNT: Final = 3
 _RECENT_COUNT: Final = 8
-_LATE_COUNT: Final = 6  # number of late answers among the recent ones after which a member takes over
+_LATE_COUNT: Final = 6  # number of late answers among the recent answers after which a member takes over
 
 
 class Nominate(NamedTuple):
-    """Instruction: notify ``dest`` that the coordinator is gone and that ``dest`` is next in the succession."""
+    """Instruction: notify ``dest`` that it is next in the succession, because there is no coordinator."""
 
     dest: int
 
@@ -72,7 +73,7 @@ class Succession:
 
     Attributes:
         epoch: Largest epoch known to this rank.
-        coordinator: Coordinator of that epoch; None if it is gone.
+        coordinator: Coordinator of that epoch; None if it is lost or has stopped.
         is_newcomer: Whether this rank was restarted and has joined a running policy.
     """
 
@@ -130,12 +131,13 @@ class Succession:
         return self._seek()
 
     def on_nomination(self, source: int, epoch: int) -> Steps:
-        """Handle a nomination of this rank: ``source`` reports that the coordinator of ``epoch`` is gone."""
+        """Handle a nomination of this rank: ``source`` reports that the coordinator of ``epoch`` has stopped."""
         if epoch < self.epoch:
             return () if self.coordinator is None else (Inform(source),)
         if epoch == self.epoch or epoch > EPOCH_MAX:
             return ()
-        self.epoch, self.coordinator = epoch, None  # this rank never knew the coordinator of this epoch, which is gone
+        # this rank never knew the coordinator of this epoch, which has already stopped
+        self.epoch, self.coordinator = epoch, None
         return self._seek()
 
     def on_suspicion(self) -> Steps:

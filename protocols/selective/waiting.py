@@ -6,9 +6,10 @@ The functions here are pure; `Patience` stores their inputs. The *cadence* is th
   quorum, the coordinator therefore waits at most ``max(0, cadence - quorum_time - round_time)``, and only for ranks
   whose report can be expected within that time. This is the adaptive grace window of Decoupled DiLoCo (eq. 3, ``gamma *
   max(0, tau * step - quorum_time - sync_time)``, with gamma 1). docs/grace.md compares it with other windows.
-- **Roles.** Rounds do not overlap, so a rank with long steps would delay every round in which it has a role. A round
-  may take 1.25 cadences, or twice its time with the median rank, at no cost. A slower rank gets a role only if its
-  round's excess over this limit is at most a tenth of the time since the last delayed round.
+- **Roles.** Rounds do not overlap, so a rank with long steps would delay every round in which it has a role. A cadence
+  is the usual time between two reports of a member. A round may take 1.25 cadences, or twice its time with the median
+  rank, at no cost. A slower rank gets a role only if its round's excess over this limit is at most a tenth of the time
+  since the last delayed round.
 """
 
 import math
@@ -27,7 +28,8 @@ NOISE_S: Final = 0.1
 HELD_SHARE: Final = 0.1
 #: Upper limit for reported times, in seconds, so that every deadline is finite.
 BELIEVED_MAX_S: Final = 3600.0
-#: Number of steps that a role needs in addition to those of its streams: one to receive the role, one to complete it.
+#: Number of steps that a role needs in addition to the steps of its streams: one to receive the role, one to complete
+#: it.
 _ROLE_STEP_COUNT: Final = 2
 _RECENT_ROUND_COUNT: Final = 9  # number of latest rounds whose median is the expected duration of a round
 
@@ -113,7 +115,7 @@ class Patience:
         self._tolerance_s = NOISE_S if grace_s is None else grace_s
         self._stream_safe_points = stream_safe_points
         self._rounds_s: deque[float] = deque(maxlen=_RECENT_ROUND_COUNT)
-        self._held_at = math.inf  # end of the last round with a slow rank, which may have delayed others
+        self._held_at = math.inf  # end of the last round with a slow rank, which may have delayed other ranks
         self._holding: frozenset[int] = frozenset()  # slow ranks that may have a role in the next round and delay it
         self._first_quorum_at = math.inf
         self._complete_at: float | None = None  # time of the quorum, or of the last awaited report
@@ -159,7 +161,7 @@ class Patience:
         self.awaited.clear()
 
     def on_arrival(self, rank: int, now: float) -> None:
-        """Stop waiting for a member that has reported or is gone."""
+        """Stop waiting for a member that has reported, is lost or has left."""
         if rank in self.awaited:
             self.awaited.remove(rank)
             self._complete_at = now

@@ -115,8 +115,8 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
                 called twice when this rank's contribution is due, with trial weights in the model.
             score: Callable like ``loss``, for a metric whose larger values are better.
             local_metric: Callable like ``loss``; ``metric_mode`` defines which values are better.
-            tokens: Number of tokens or examples of this step, for ``weights="tokens"``. Pass it in all steps, on all
-                ranks, or in none: then each step counts as 1.
+            tokens: Number of tokens or examples of this step, for ``weights="tokens"``. Pass it in all steps on all
+                ranks, or in no step; then each step counts as 1.
 
         Raises:
             TypeError: A metric is not callable.

@@ -1,11 +1,11 @@
 """Measures how much one rank's difference improves a held-out metric, with trial weights in the rank's own model.
 
 The metric is evaluated twice: at the anchor, which is equal on all ranks, and after a *trial step*, the anchor plus a
-share of this rank's change of one fragment. With k donors, the share is 1 / k, the share of one donor in the mean. A
-trial step of the whole difference would be misleading: late in a training, each rank's own weights are often worse than
-the anchor because of the noise in its steps, although the mean of all differences improves the anchor. The loss of
-the metric by noise is proportional to the square of the share, and the gain by progress is proportional to the share.
-If the donors' noise is independent, a trial step of share 1 / k has 1 / k of the gain of the mean.
+share of this rank's change of one fragment. With k donors, the share is 1 / k, as in the mean of the donors. A trial
+step of the whole difference would be misleading. Late in a training, noise in its steps often makes each rank's own
+weights worse than the anchor, although the mean of all differences improves the anchor. The harm of noise is
+proportional to the square of the share, and the gain of progress is proportional to the share. If the donors' noise is
+independent, a trial step of share 1 / k has 1 / k of the gain of the mean.
 
 The ranks of a replica measure together. Each writes trial weights into its part of the model.
 """

@@ -1,7 +1,7 @@
 """Implements gossip: each rank averages with a few partners, and waits only for them.
 
-In a round, rank i takes a weighted mean of the weights of its partners, with the shares W of a graph that depends on
-the round (:mod:`protocols.simple.topologies`):
+In a round, rank i takes a weighted mean of the weights of its partners, with the shares W, which come from a graph that
+depends on the round (:mod:`protocols.simple.topologies`):
 
     theta_i = sum(W[i][j] * theta_j)
 
@@ -9,8 +9,8 @@ The ranks stay slightly different models around a common mean. The family's memb
 
 - D-PSGD (Lian et al., 1705.09056): a fixed graph, such as a ring, in each step.
 - GossipGraD (Daily et al., 1803.05880): a partner that changes with each round, so that log2 rounds reach all ranks.
-- SGP (Assran et al., 1811.10792), ``push_sum=True``: each rank also has a mass w, which is mixed with x = w * theta, so
-  that the columns of W suffice to keep the mean of a directed graph.
+- SGP (Assran et al., 1811.10792), ``push_sum=True``: each rank also has a mass w, which is mixed in the same way as x =
+  w * theta. Then only the columns of W must add up to 1, and the mean is kept even in a directed graph.
 - NoLoCo (Kolehmainen et al., 2506.10911): pairs, an anchor phi and a momentum m of each rank:
   m = beta * m + gamma * (mean(theta) - phi); phi = phi + m. Its two terms, the mean drift and the distance to the
   partners' mean anchor, have the same factor gamma, so that only theta is sent.
@@ -54,7 +54,7 @@ _ELSEWHERE: Final = {
     **dict.fromkeys(("random_seed", "gossip_seed"), "here seed draws the pairs of topology='random'"),
     **dict.fromkeys(
         ("num_nodes", "num_modules", "local_process_group", "nprocs_per_node", "group_size", "target_group_size"),
-        "the ranks and hosts are those of the world, and topology chooses the partners",
+        "here the world defines the ranks and hosts, and topology chooses the partners",
     ),
     **dict.fromkeys(("prefix", "averager", "target_batch_size"), "the ranks find each other through the world"),
     **dict.fromkeys(

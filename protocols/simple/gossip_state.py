@@ -1,4 +1,4 @@
-"""Keeps a gossiping rank's own state beside its weights: its mass for push-sum, or its anchor and momentum."""
+"""Keeps a gossiping rank's state in addition to its weights: its mass for push-sum, or its anchor and momentum."""
 
 from __future__ import annotations
 
@@ -128,13 +128,15 @@ class GossipFragment(RuleFragment):
         """
         super().load_state_dict(state)
         if state["nesterov"] != self._is_nesterov:  # the momenta are then other values: velocities, or sent weights
-            raise ValueError(f"the state must be that of a policy with nesterov={self._is_nesterov}, got the other")
+            raise ValueError(
+                f"the state must have been saved by a policy with nesterov={self._is_nesterov}, got the opposite"
+            )
         for name, kept in (("anchors", self._anchors), ("momenta", self._momenta)):
             saved = state.get(name, {})
             if {place: each.shape for place, each in saved.items()} != {
                 place: each.shape for place, each in kept.items()
             }:
-                raise ValueError("the state must be that of a policy with the same outer step or push_sum")
+                raise ValueError("the state must have been saved by a policy with the same outer step or push_sum")
             for place, each in saved.items():
                 kept[place].copy_(each)
         self.mass = state["mass"]

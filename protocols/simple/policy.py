@@ -111,7 +111,7 @@ class RuleFragment(Fragment):
 
     @property
     def measured_entries(self) -> frozenset[int]:
-        """Indices of the entries that a contribution contains as a whole: none if it contains a share of them."""
+        """Indices of the entries that a contribution contains whole; empty if it contains a share of the entries."""
         return super().measured_entries if self._share is None else frozenset()
 
     def capture(self, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
@@ -162,8 +162,8 @@ class RuleFragment(Fragment):
 class _PermutedFragment(RuleFragment):
     """Keeps a share whose values the ranks exchange with each other, each value as its rank's row of a permutation.
 
-    The "mean" of a round has the values of all donors, side by side: value i of donor j, in the order of ranks, has the
-    place i * (number of members) + j. So all members decide with equal data, also after a loss.
+    The "mean" of a round contains the values of all donors, side by side: value i of donor j, in the order of ranks, is
+    at index i * (number of members) + j. So all members decide with equal data, even after a loss.
     """
 
     def __init__(self, layout: WireLayout, rule: Rule, share: Share, rank: int) -> None:

@@ -4,8 +4,8 @@ Every ``average_every`` steps, each rank i takes a step towards the mean of all 
 
     theta_i = (1 - pull) theta_i + pull * mean(theta_1, ..., theta_k)
 
-The mean itself does not change, and the differences between the ranks shrink by the factor 1 - ``pull``, so that the
-ranks stay different models that can still be averaged at the end (PAPA: Jolicoeur-Martineau et al., 2304.03094, with
+The mean itself does not change, and the differences between the ranks shrink by the factor 1 - ``pull``. So the ranks
+stay different models, which can still be averaged at the end (PAPA: Jolicoeur-Martineau et al., 2304.03094, with
 ``pull=0.01`` every 10 steps). ``pull=1`` is local SGD, or PAPA-all. With ``mean_of="pairs"``, each rank moves towards
 the mean of a random pair, which is drawn from the seed and the round; with ``pull=1`` this is PAPA-2.
 
@@ -14,7 +14,7 @@ LeCun, 1412.6651):
 
     theta_i = theta_i - pull (theta_i - x)        x = x + pull * sum(theta_1 - x, ..., theta_k - x)
 
-with the values of before the round on the right side.
+with the values from before the round on the right side.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ROUNDED_MAX: Final = 0.05
 #: The ranks to whose mean a rank is pulled.
 MeanOf: TypeAlias = Literal["all", "pairs"]
 
-#: Options of other libraries, and what they are called here.
+#: Options of other libraries, with the corresponding option of this policy.
 ELSEWHERE: Final = {
     **dict.fromkeys(
         ("mixing", "momentum"), "here pull is the share of the mean, and 1 - pull the share of the rank's own weights"
@@ -121,7 +121,9 @@ class PullToMean(Rule):
         if self.center and self.mean_of != "all":
             validation.refuse("mean_of", self.mean_of, "'all' with center=True, which is pulled to all ranks")
         if self.center and self.scale_with_lr:
-            validation.refuse("scale_with_lr", True, "False with center=True: all ranks must move the center alike")
+            validation.refuse(
+                "scale_with_lr", True, "False with center=True, because all ranks must move the center in the same way"
+            )
 
     def partners(self, round: int, rank: int, members: Sequence[int]) -> Sequence[int] | None:
         """Return the pair of a rank, or None for the mean of all ranks."""

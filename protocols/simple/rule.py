@@ -1,4 +1,4 @@
-"""Base class of the rules of simple policies: options, and pure functions that decide who averages what, when and how.
+"""Base class of the rules of simple policies: options, and pure functions that decide which ranks average, and when.
 
 A rule is a frozen dataclass of options. Its methods depend only on their arguments and the options, and keep no state.
 They are called on all members with equal arguments, so that all members make the same decision without a message. A
@@ -43,8 +43,8 @@ class Rule(ExchangeOptions):
         """Return the members whose values a rank combines in a round, or None if all members share one mean.
 
         In a due step, a rank waits only for its partners. With k ranks and S bytes of values, a rank receives S bytes
-        from each partner, or 2 S (k - 1) / k bytes in all if the members share one mean. If a rank is lost, the
-        partners of the ranks that still wait for a mean are chosen again.
+        from each partner, or 2 S (k - 1) / k bytes in all if the members share one mean. If a rank is lost, ranks that
+        still wait for a mean get new partners.
 
         Args:
             members: Ranks that take part, ascending, ``rank`` included. They change when a rank is lost or joins.

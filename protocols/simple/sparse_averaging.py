@@ -10,8 +10,8 @@ p = 0.005 in each step.) The indices are never sent. Each value is chosen with p
 rounds, so that after n rounds a share 1 - (1 - p)^n has been averaged.
 
 WASH (Fournier et al., 2405.17517) does not average the values. At each index, a random permutation decides which rank
-takes which rank's value, so that the ranks' values at the index stay the same as a whole. The permutations are
-also drawn from the seed and r.
+takes which rank's value, so that the ranks together still have the same values at the index. The permutations are also
+drawn from the seed and r.
 """
 
 from __future__ import annotations

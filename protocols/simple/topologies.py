@@ -1,9 +1,9 @@
 """Topologies of gossip: pure functions that choose the partners of each rank in a round, and the shares they count.
 
-A round is a mixing matrix W: rank i takes ``sum(W[i][j] * theta[j])`` over its partners j. In each row the shares add
-up to 1. In all named topologies the columns do as well, so the mean of the ranks does not change. A round is a function
-of its number, the seed and the living members, so that all members know it without a message. If a rank is lost, the
-others take the graph of the smaller group.
+A mixing matrix W describes a round: rank i takes ``sum(W[i][j] * theta[j])`` over its partners j. In each row the
+shares add up to 1. In all named topologies, the shares in each column add up to 1 as well, so the mean of the ranks
+does not change. A round is a function of its number, the seed and the living members, so that all members know it
+without a message. If a rank is lost, the others use the graph for the smaller group.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _check_mixes(name: str, given: torch.Tensor) -> None:
     if len(wrong):
         row, column = wrong[0].tolist()
         raise ValueError(
-            f"{name} must be a matrix of finite shares >= 0, got {given[row, column].item()} in row {row}, column "
+            f"{name} must be a matrix of finite shares >= 0, got {given[row, column].item()} at row {row}, column "
             f"{column}"
         )
     size = len(given)

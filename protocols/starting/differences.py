@@ -60,7 +60,7 @@ async def explained(
     start: Start[Any],
     timeout_s: float,
 ) -> DisagreementError:
-    """Add detail to a failed start's error: where the models differ, or how to make frozen parameters equal.
+    """Add detail to a failed start's error: how the models differ, or how to make frozen parameters equal.
 
     All members have the same error, and call this function to compare their models. They use a new group, since the
     caller of a cancelled start may already be using the policy's group for another purpose.

@@ -246,9 +246,12 @@ def script(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("mount -t tmpfs none {folder}", "host2: there is no directory {folder}/works: start in a directory that"),
-        ("mount --bind /dev/null {python}", "host2: there is no interpreter {python}: install this environment"),
-        ("mount -t tmpfs none {agent.parent}", "host2: there is no asyncdist at {agent}: install it"),
+        (
+            "mount -t tmpfs none {folder}",
+            "host2: the directory {folder}/works does not exist: start in a",
+        ),
+        ("mount --bind /dev/null {python}", "host2: the interpreter {python} does not exist: install this environment"),
+        ("mount -t tmpfs none {agent.parent}", "host2: asyncdist is not installed at {agent}: install it"),
         ("mount -t tmpfs none {script.parent}", "host2: the script '{script}' does not exist"),
         (
             "mount --bind {other} {version}",

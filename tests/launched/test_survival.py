@@ -88,7 +88,7 @@ def test_ranks_that_disagree_end_the_job() -> None:
 def test_a_rank_that_dies_before_mpi_has_started_ends_the_job() -> None:
     """The others would wait for it in MPI_Init for ever."""
     result = run("before_mpi").check(returncode=None)
-    assert "asyncdist: a rank ended before it had joined the others (signal 9); ending the job" in result.stderr
+    assert "asyncdist: a rank ended before it had joined the other ranks (signal 9); ending the job" in result.stderr
 
 
 @pytest.mark.parametrize(("victim", "moment"), [pytest.param(0, 1e-6, marks=pytest.mark.long), (1, 0.005)])

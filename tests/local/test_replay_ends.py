@@ -307,8 +307,8 @@ def test_draws_that_all_clients_await_warn_once_and_deadlock(seed: int, caplog: 
         ad.simulate(on_ranks(3, client), ranks=3, seed=seed).value()
     (said,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
     assert said == (
-        "replay buffer 'replay' on rank 2 contains 10 items; for 10 s all of its clients have waited for more items, "
-        "and none has added any: rank 0 for 100 and 200, rank 1 for 100 and 201. Add items first, request fewer "
+        "replay buffer 'replay' on rank 2 contains 10 items; all of its clients have waited for more items for 10 s, "
+        "and no client has added any: rank 0 for 100 and 200, rank 1 for 100 and 201. Add items first, request fewer "
         "items, or pass wait=False"
     )
 

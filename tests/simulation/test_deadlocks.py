@@ -159,7 +159,7 @@ def test_a_rank_that_ends_does_not_hide_a_deadlock() -> None:
 
     waits = waits_of_mains(str(deadlock_of(main)))
     assert "tag 5" in waits[1]
-    assert waits[0].startswith("the other ranks to come to their end")
+    assert waits[0].startswith("the other ranks to end")
 
 
 def test_a_deadlock_lists_messages_for_channels_never_opened(caplog: pytest.LogCaptureFixture) -> None:

@@ -315,7 +315,7 @@ def test_a_simulation_inside_a_simulation_is_refused() -> None:
     def nested() -> None:
         simulate(story, ranks=1)
 
-    with pytest.raises(ad.LocalProtocolError, match="cannot be started inside another one"):
+    with pytest.raises(ad.LocalProtocolError, match="cannot be started inside another simulation"):
         simulate(story, ranks=1, after_event=nested)
     simulate(story, ranks=1)
 

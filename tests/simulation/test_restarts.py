@@ -374,7 +374,7 @@ def test_a_group_ends_with_a_member_and_a_new_one_has_its_heir() -> None:
 
     report = simulate(main, ranks=3, faults=[Kill(2, at_s=0.02), Restart(2, at_s=0.03)], network=Network())
     check(report)
-    assert all("is gone, which ends the group [0, 1, 2]" in text for text in report.results)
+    assert all("is lost or has left, which ends the group [0, 1, 2]" in text for text in report.results)
 
 
 def test_a_newcomer_that_fails_before_admission_is_lost_again() -> None:

@@ -110,7 +110,7 @@ def test_a_batch_that_fits_is_known_at_once() -> None:
     [
         ("text", "batch must be a tensor, a tuple of tensors, or a dict that maps names to tensors, got a str"),
         (3, "got a int"),
-        ({}, "batch must have at least one tensor, got none"),
+        ({}, "batch must have at least one tensor, got no tensor"),
         ((), "at least one tensor"),
         (torch.tensor(1.0), "batch must have a leading dimension with one row for each item, got a tensor without"),
         ({"x": torch.ones(2), "y": torch.ones(3)}, r"got x \(2,\), y \(3,\)"),

@@ -160,7 +160,7 @@ class TestWords:
         own = story(1, waits_for(0), Wait("helper", "sleep", "help (train.py:3)", ends_by_itself=True))
         first, second = tell_rank(own).splitlines()
         assert first.startswith("rank 1 (of 3, pid 101) ") and names(first, "60 s", "rank 0", "tag 100", "train.py:7")
-        assert second == "  its task helper is in sleep, which ends on its own, in help (train.py:3)"
+        assert second == "  its task helper is in sleep, which ends without other ranks, in help (train.py:3)"
 
     def test_128_ranks_are_told_on_one_screen(self) -> None:
         channels = (ChannelState("Note", 100, 0, 0, 0, False),)
@@ -183,7 +183,7 @@ class TestWords:
         assert "  ranks 0-2 run, in main (x.py:3)" in tell_job(of(*(story(rank, running) for rank in range(3))))
 
     def test_of_ranks_on_other_hosts_it_is_said_where_to_ask(self) -> None:
-        assert "2 more are on other hosts, or have ended: run asyncdist story 0123abcd there" in tell_job(of(story(0)))
+        assert "2 more ranks are on other hosts, or have ended: run asyncdist story 0123abcd" in tell_job(of(story(0)))
 
     def test_events(self) -> None:
         events = [

@@ -121,8 +121,8 @@ class Agreements:
                 mapping.
             timeout_s: Seconds that the leader waits for the last member; None for no limit.
             leader: Rank that compares the values; by default the first of ``ranks``.
-            taken: Resource numbers, such as group tags, in use on this rank. The members agree on the smallest number
-                that none of them uses.
+            taken: Resource numbers, such as group tags, in use on this rank. The members agree on the smallest unused
+                number.
             hold_s: Seconds for which a member polls without yielding to the loop while it waits for the decision.
             bound_to: Further ranks whose loss ends the agreement.
 
@@ -401,7 +401,7 @@ class Agreements:
         return verdict or self._verdict_without(meeting, gone, is_leaderless=has_no_leader())
 
     def _verdict_without(self, meeting: Meeting, gone: Absentees, *, is_leaderless: bool) -> Verdict:
-        """Return the refusal of an agreement whose leader, or another required rank, is gone."""
+        """Return the refusal of an agreement whose leader, or another required rank, is lost or has left."""
         key, leader = meeting.key, meeting.leader
         all_lost = self._absences.lost_to(key)
         lost = tuple(rank for rank in (*meeting.ranks, *meeting.bound_to) if rank in all_lost)
@@ -464,7 +464,8 @@ class Agreements:
 
     def on_decision_request(self, request: DecisionRequest, source: int) -> None:
         """Answer another member that asks for the decision of a lost leader."""
-        if self._rank not in self.incarnations.replaced(request.key):  # Otherwise the previous process was the member.
+        # Otherwise the rank's previous process was the member.
+        if self._rank not in self.incarnations.replaced(request.key):
             self.termination.on_request(request, source)
 
     def on_join(self, join: Join, source: int) -> None:

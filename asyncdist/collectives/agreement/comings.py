@@ -31,7 +31,7 @@ class Comings:
         self._told: dict[AgreementKey, None] = {}  # agreements whose decision has arrived
 
     def come(self, join: Join, leader: int) -> None:
-        """Join an agreement along the tree, or directly if a rank of the tree is gone."""
+        """Join an agreement along the tree, or directly if a rank of the tree is lost or has left."""
         key = join.key
         self._open[key] = join, leader
         if key in self._direct or self._absences.gone_from(key):

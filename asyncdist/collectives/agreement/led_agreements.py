@@ -278,9 +278,9 @@ class LedAgreements:
         self.over.keep(verdict, self._absences.may_come(verdict.key, absent))
 
     def _refuse_if_one_is_gone(self, key: AgreementKey) -> None:
-        """Refuse an agreement that this rank leads but has not joined if a member is gone and other members wait.
+        """Refuse an agreement that this rank leads but has not joined, if a member has gone and other members wait.
 
-        This rank may never join it, because it may already have started again without the gone member.
+        This rank may never join the agreement, because it may already have started again without the missing member.
         """
         joins = self.joins.get(key, {})
         if not joins or self._rank in joins:

@@ -166,7 +166,7 @@ class Objection(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Reminder(Keyed):
-    """Message with which a leader reminds a missing member that the ranks ``present`` wait for it."""
+    """Message with which a leader reminds a missing member that the ranks ``present`` wait for this member."""
 
     subject: str
     present: Runs
@@ -241,7 +241,7 @@ class Gathered(Keyed):
         ranks: Ranks that have joined, and that the sender has not reported before.
         values: Named values of these ranks. If members have more than two different sets of values, ranks with a third
             set are reported with the second set, because only the first difference is needed.
-        taken: Resource numbers, such as group tags, in use on any of these ranks.
+        taken: Resource numbers, such as group tags, that any of these ranks uses.
     """
 
     subject: str
@@ -365,7 +365,7 @@ def first_two(marks: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def first_free(taken: Iterable[Runs]) -> int:
-    """Return the smallest number >= 0 that is in none of the sets ``taken``."""
+    """Return the smallest number >= 0 that is not in any of the sets ``taken``."""
     free = 0
     for first, last in sorted(run for runs in taken for run in runs):
         if first > free:

@@ -4,8 +4,9 @@ The leader is the root (:mod:`asyncdist.collectives.agreement.tree_shape`). A ra
 parent when the whole subtree has joined, or after a delay, which doubles each time, if some ranks are late.
 
 All other messages are sent to the leader directly, after the sender has repeated its join there, so that the leader
-receives both in order. A member also repeats its join directly if a rank is gone that may have relayed its join or the
-decision. The leader answers a direct join directly, even after its decision, because ranks store the latest decisions.
+receives both in order. A member also repeats its join directly if a rank that may have relayed its join or the decision
+is lost or has left. The leader answers a direct join directly, even after its decision, because ranks store the latest
+decisions.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ class Relays:
             logger.debug("%s: %s", key, error)
 
     def _pass_on(self, key: AgreementKey, leader: int) -> None:
-        """Send the unreported joins to the parent, or to the leader if the parent is gone."""
+        """Send the unreported joins to the parent, or to the leader if the parent is lost or has left."""
         coming = self._coming.get((key, leader))
         if coming is None or not coming.said:
             return

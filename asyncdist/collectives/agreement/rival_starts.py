@@ -3,7 +3,7 @@
 If ranks pass different groups, each of their agreements waits forever for members that are in a different agreement.
 Leaders therefore send reminders to missing members. If a rank receives a reminder while it waits in its own start for a
 rank that has joined the reminded start, it objects to both starts. A rank whose main function serves other ranks, such
-as a replay buffer, objects to starts in which one of its clients waits for it.
+as a replay buffer, objects to starts in which one of its clients waits for this rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NAMED_COUNT_MAX: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """Start whose members wait for this rank, while this rank waits for some of them in a different start.
+    """A start whose members wait for this rank, while this rank waits in another start for some of them.
 
     Attributes:
         text: Description of both starts, for the error message.
@@ -143,7 +143,7 @@ class Rivals:
                 self._look = None
 
     def on_waiting(self) -> None:
-        """Schedule a check of the starts that this rank leads, because other ranks may wait for it there."""
+        """Schedule a check of the starts that this rank leads, because other ranks may wait in them for this rank."""
         if self._duties and self._joins and self._look is None:
             self._look = self._engine.call_later(REMIND_AFTER_S, WaitId(WaitKind.LOOK_AT_STARTS), self._look_at_led)
 

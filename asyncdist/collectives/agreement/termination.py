@@ -1,12 +1,12 @@
-"""Ends agreements whose leader is lost, so that either all living members receive its decision, or none of them does.
+"""Ends agreements whose leader is lost, so that either all living members receive its decision or no member does.
 
 If a leader is lost while it sends its decision, some members may have received "go" and started. A member without the
 decision therefore asks all others, as in the cooperative termination protocol of two-phase commit (Bernstein,
 Hadzilacos, Goodman, "Concurrency Control and Recovery in Database Systems", 1987, section 7.4):
 
 - A member that has received the decision sends it to the asking member.
-- Any other member answers that it is undecided, and promises to accept the decision from none of the absent ranks (the
-  leader, and all other ranks that are gone), whose messages may still be in transit.
+- Any other member answers that it is undecided. It promises not to accept the decision from an absent rank (the leader,
+  and all other ranks that are lost or have left), whose messages may still be in transit.
 - If all present members have promised, no member can receive the decision, and they start again without the leader. If
   another rank is lost before that, all members are asked again, with this rank among the absent ranks.
 
@@ -34,7 +34,7 @@ from asyncdist.waits import WaitId, WaitKind
 if TYPE_CHECKING:
     from asyncdist.messaging.engine import Engine
 
-#: Maximum number of agreements whose decisions are stored, and of those whose promises are stored.
+#: Maximum number of agreements whose decisions are stored, and of agreements whose promises are stored.
 _KEPT_COUNT_MAX: Final = 64
 
 
@@ -80,7 +80,7 @@ class Termination:
         return True
 
     def keep(self, verdict: Verdict) -> None:
-        """Store a decision for members that ask for it."""
+        """Store a decision, so that members that ask for it can receive it."""
         _keep(self._heard, verdict.key, verdict)
 
     def on_request(self, request: DecisionRequest, source: int) -> None:

@@ -202,7 +202,7 @@ def judge(
 def first_difference(joins: Mapping[int, Join], ranks: Sequence[int]) -> tuple[str, str]:
     """Compare the named values of ``ranks``; return the name and the description of the first difference.
 
-    Both are empty if all values are equal.
+    Both strings are empty if all values are equal.
     """
     first = ranks[0]
     expected = dict(joins[first].values)

@@ -54,7 +54,7 @@ class PiecewiseCollectives:
             while under_way:
                 await finish_oldest()
         finally:
-            for request, _, _ in under_way:  # They may never complete after a failure or a departure.
+            for request, _, _ in under_way:  # These requests may never complete after a failure or a departure.
                 self._engine.disown(request)
 
     async def broadcast(self, native: GroupHandle, view: memoryview, position: int) -> None:

@@ -1,7 +1,7 @@
 """Reduces large tensors in rank order: each rank reduces its share of every piece, and sends the result to all.
 
-This sends as many bytes as a ring reduction. Several pieces are in progress at a time, so that ranks which share cores
-rarely wait for each other.
+The algorithm sends as many bytes as a ring reduction. Several pieces are in progress at a time, so that ranks which
+share cores rarely wait for each other.
 
 Invariants: all members send and receive the same messages in the same order, so one tag is enough. No message is
 received into memory that is still being sent. No request is dropped unless it has completed or can never complete.
@@ -146,7 +146,7 @@ class _Folding:
                     self._finish(turn - 2 * _AHEAD_COUNT)
             self._pool.give_back(self._memory)
         finally:
-            for requests in self._under_way:  # They may never complete after a failure or a departure.
+            for requests in self._under_way:  # These requests may never complete after a failure or a departure.
                 for request in requests:
                     self._engine.disown(request)
 

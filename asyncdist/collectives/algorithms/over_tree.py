@@ -31,7 +31,7 @@ from asyncdist.tensors.byte_views import byte_view, empty_stack
 #: Largest row, in bytes, that is gathered along the tree. With larger rows, members near the root would have to receive
 #: and store too many bytes.
 ROW_NBYTES_MAX: Final = 16 << 10
-#: Size of the prefix of a reduction's result. Its first byte tells whether there is a result; 64 bytes keep it aligned.
+#: Size of the prefix of a reduction's result. Its first byte shows whether there is a result; 64 bytes keep it aligned.
 _HEAD_NBYTES: Final = 64
 
 #: Function that maps a range of members, given by its first and last number, to the byte range of their data.
@@ -151,7 +151,7 @@ class TreeCollectives:
     async def fold_along_ranks(self, group: Group, values: torch.Tensor, fold: LeftFold) -> torch.Tensor | None:
         """Reduce all members' flat tensors in rank order; return None if the reduction needs all tensors at once."""
         place, token = Place.of(group, group.ranks[-1]), memoryview(bytearray(1))
-        # This exchange detects members that pass fewer bytes, and are therefore in fold_rows.
+        # This exchange detects members that pass fewer bytes, and therefore call fold_rows.
         error = await self._collect(place, token, _everything(token))
         error = await self._spread(place, token, error=error) or error
         memory = torch.empty(_HEAD_NBYTES + values.nbytes, dtype=torch.uint8, device="cpu")

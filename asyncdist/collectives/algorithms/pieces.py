@@ -108,7 +108,7 @@ class Outlet:
 
     def give_up(self) -> None:
         """Abandon the outstanding sends."""
-        for request in self._under_way:  # They may never complete after a loss or a departure.
+        for request in self._under_way:  # These requests may never complete after a loss or a departure.
             self._engine.disown(request)
         self._under_way.clear()
 

@@ -84,7 +84,7 @@ class SharedFlatBuffers:
 async def map_shared_buffers(memory: SharedMemory | None, group: Group, all_gather: AllGather) -> list[Tensor] | None:
     """Map every member's shared memory into this process. All members await this function.
 
-    It takes a small all-gather, and a second one if the members have not mapped the same memory before.
+    The call takes a small all-gather, and a second one if the members have not mapped the same memory before.
 
     Args:
         all_gather: Coroutine function that gathers 1-D uint8 tensors over the group.

@@ -64,9 +64,9 @@ async def best_of_population(
     """Write the best weights of the population into every rank's model, and return how they were chosen.
 
     Collective among the ranks of ``group``; call it after the policy has ended. The candidates are the model of each
-    rank, the mean of all models (the uniform soup), and the greedy soup: it starts with the best model, and adds the
-    others in the order of their metrics, if the metric becomes strictly better. All candidates are compared by one
-    metric, so the result is at least as good as the best model.
+    rank, the mean of all models (the uniform soup), and the greedy soup. The greedy soup starts with the best model,
+    and adds each other model, in the order of their metrics, if that makes the metric strictly better. All candidates
+    are compared by one metric, so the result is at least as good as the best model.
 
     The mean has floating and complex parameters and persistent buffers, accumulated in float32 or wider. Integers, such
     as BatchNorm's counter, are copied from the best model. A model whose metric is not finite, or whose weights contain
@@ -78,7 +78,7 @@ async def best_of_population(
             must use the same held-out data on every rank, and no collectives. The model is in evaluation mode
             meanwhile.
         score: Like ``loss``, but larger is better. Exactly one of the two must be passed.
-        soups: Soups to try: ``"uniform"``, ``"greedy"``, both or none.
+        soups: Soups to try: ``"uniform"``, ``"greedy"``, both, or no soup.
         loader: Batches of training data, from which a soup's BatchNorm statistics are recomputed before each
             measurement; equal on all ranks. By default a soup has the mean of the models' statistics.
         group: Ranks that take part; by default all that were never lost.
@@ -92,7 +92,7 @@ async def best_of_population(
         TypeError, ValueError: An argument is wrong, the function returned no number, or no model has a finite metric.
             The other members get RemoteError.
         LocalProtocolError: This rank is not in the group, or was restarted and no group was passed.
-        RankLostError: A member was lost during the call. To choose among the others, call the function again.
+        RankLostError: A member was lost during the call. To choose among the remaining models, call the function again.
 
     If the call raises, the model has its own weights. **Cancellation**: the others get RemoteError.
     """
@@ -170,8 +170,8 @@ class _Search:
         if layout != self._told[0]:
             difference = first_difference(self._state.fingerprint, Fingerprint.from_text(layout))
             raise DisagreementError(
-                f"the models of rank {first} and rank {self._world.rank} must be alike, but {difference} (in this "
-                f"group: rank {self._world.rank})",
+                f"the models of rank {first} and rank {self._world.rank} must have the same layout, but {difference} "
+                f"(in this group: rank {self._world.rank})",
                 ranks=(first, self._world.rank),
             )
         if options != self._told[1]:

@@ -34,7 +34,7 @@ class Soup:
         kind: ``"best"`` for the weights of one member, ``"uniform"`` for the mean of all members, ``"greedy"`` for the
             mean of the members that the greedy soup accepted.
         members: Members whose weights are in the mean, in the order in which they were added.
-        metric: Loss or score of the weights; None if none was measured.
+        metric: Loss or score of the weights; None if it was not measured.
         metrics: Loss or score of each member's own weights. NaN for a member whose weights contain NaN.
         soup_metrics: Loss or score of each soup that was tried, by ``"uniform"`` and ``"greedy"``.
     """

@@ -82,7 +82,7 @@ def sources_of(given: ModelSource | Iterable[ModelSource]) -> list[Source]:
             else:
                 validation.refuse(f"sources[{place}]", type(each).__name__, _ALLOWED, TypeError)
     if not found:
-        raise ValueError(f"sources must have at least one model, got none; each is {_ALLOWED}")
+        raise ValueError(f"sources must have at least one model, got no model; each source is {_ALLOWED}")
     return found
 
 

@@ -87,7 +87,7 @@ def recompute_statistics(model: nn.Module, loader: Iterable[Any] | None) -> None
     with evaluating(model):  # update_bn would leave all modules in the mode of the outermost one
         update_bn(counted(), model, device)
     if not count:
-        raise ValueError("loader must have at least one batch to recompute BatchNorm statistics, got none")
+        raise ValueError("loader must have at least one batch to recompute BatchNorm statistics, got no batch")
 
 
 def warn_without_loader(model: nn.Module, loader: Iterable[Any] | None) -> None:

@@ -38,7 +38,7 @@ class GuardianReports:
         with contextlib.suppress(OSError):  # without a FIFO, guardians write reports to their ranks' output
             os.mkdir(os.path.dirname(self._path), mode=0o700)
             os.mkfifo(self._path, mode=0o600)
-            # Opened also for writing, so that the reader does not see an end of file.
+            # Opened for writing as well, so that the reader does not see an end of file.
             self._fifo = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
             self._reader = threading.Thread(target=self._read, name="reports", daemon=True)
             self._reader.start()

@@ -110,7 +110,7 @@ class MpirunWords:
         if self.unreached is None:
             return (
                 f"rank {rank} on {host} lost its connection to another rank, so MPI ended the job: the other rank was "
-                "killed (dmesg on its host says whether memory was short), or its host is gone"
+                "killed (dmesg on its host says whether memory was short), or its host was lost"
                 + f" ({goes_on_by} lets the others continue)"
                 * bool(goes_on_by)
             )

@@ -204,7 +204,7 @@ class Departures:
         return messages
 
     def others(self) -> list[tuple[int, Departed]]:
-        """Return pairs of a receiver and a message that may be delayed, to be combined with later ones."""
+        """Return pairs of a receiver and a message that may be delayed, to be combined with later messages."""
         parent = self._tree.parent
         if parent is not None:
             return [(parent, message) for message in self._tell(parent)]

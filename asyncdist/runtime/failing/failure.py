@@ -160,7 +160,7 @@ async def _end_beside_lost_mates(world: World, transport: Transport, error: Base
 
 
 async def _rank_that_tells(world: World, error: BaseException) -> int | None:
-    """Return a lower rank that prints the same traceback, for example after a script error; None if there is none."""
+    """Return a lower rank that prints the same traceback, for example after a script error; None if no rank does."""
     if not isinstance(error, Exception) or is_consequence(error):
         return None
     await _hear_why(world, _HEAR_WHY_S * world.rank / world.size)

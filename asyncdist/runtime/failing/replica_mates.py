@@ -1,9 +1,9 @@
 """Ends a rank that fails because another rank of its replica was lost in the same way: as a lost rank.
 
-The ranks of a replica train one model together, so a rank that has lost a mate cannot continue, and usually ends with
-an error of the library inside the replica, such as gloo's in DDP. The error of a rank normally ends the job. But the
-other replicas survive a lost rank, and must survive its mates as well. So such a rank kills itself: an end by SIGKILL
-is the only one that all launchers and transports report as a loss.
+The ranks of a replica (its *mates*) train one model together. A rank that has lost a mate cannot continue, and usually
+ends with an error of the library inside the replica, such as gloo's error in DDP. An error of a rank normally ends the
+whole job. But the other replicas can continue, so such a rank kills itself by SIGKILL: all launchers and transports
+report this end as a loss.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ReplicaMates:
     async def lost_soon(self) -> list[int]:
         """Return the lost ranks, after a wait for a loss that this rank may not have noticed yet.
 
-        Without other ranks, or if the transport does not survive losses, return none at once.
+        Without other ranks, or if the transport does not survive losses, return an empty result at once.
         """
         services, engine = self._services, self._services.engine
         if not self.ranks or not services.survives_loss or engine.transport.capabilities.shares_process:

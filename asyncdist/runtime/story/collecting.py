@@ -126,7 +126,7 @@ def _wait(who: str, task: asyncio.Task[Any], world: World) -> Wait:
 
 
 def _line_beside(task: asyncio.Task[Any], world: World) -> str | None:
-    """Return the current line of user code in the worker thread that a task waits for; None if there is none."""
+    """Return the current line of user code in the worker thread that a task waits for; None without such a thread."""
     frame = world.frame_of(waiter_of(task))
     users = next((each for each in _outwards(frame) if _is_users(each)), None)
     return None if users is None else line_of(users)

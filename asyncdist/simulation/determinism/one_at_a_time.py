@@ -19,7 +19,8 @@ def one_at_a_time() -> Iterator[None]:
     """Wait until no other thread runs a simulation; raise LocalProtocolError if the caller is inside a simulation."""
     if _is_inside.get():
         raise LocalProtocolError(
-            "a simulation cannot be started inside another one, and one is already running in this thread"
+            "a simulation cannot be started inside another simulation, and a simulation is already running in this "
+            "thread"
         )
     with _lock:
         token = _is_inside.set(True)

@@ -99,7 +99,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         return False
 
     def get_exception_handler(self) -> Callable[[RankLoop, dict[str, Any]], object] | None:  # type: ignore[override]
-        """Return the exception handler that the program has set; None if there is none."""
+        """Return the exception handler that the program has set; None if it has set none."""
         return self._exception_handler
 
     def set_exception_handler(self, handler: Callable[[RankLoop, dict[str, Any]], object] | None) -> None:

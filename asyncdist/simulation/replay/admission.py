@@ -60,7 +60,7 @@ class Admission:
         self._permitted.clear()
 
     def next_key(self, source: int, tag: int) -> Key | None:
-        """Return the key of the message that a receive may return now; None if there is none."""
+        """Return the key of the message that a receive may return now; None if there is no such message."""
         for key in self._permitted:
             if fits(key, source, tag):
                 return key if self._mailbox.count(key) else None
@@ -74,7 +74,7 @@ class Admission:
         return self._key_of_task(source, tag)
 
     def _key_of_task(self, source: int, tag: int) -> Key | None:
-        """Return the key of a message that a task may now receive outside a polling pass; None if there is none."""
+        """Return the key of a message that a task may now receive outside a polling pass, or None."""
         if isinstance(self._agenda.next(), Lost):
             first = next((sight for sight in self._agenda.sights() if not isinstance(sight, Lost)), None)
             if isinstance(first, TakenByTask) and fits(first.keys[0], source, tag):

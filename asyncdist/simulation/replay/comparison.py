@@ -90,10 +90,10 @@ def in_words(sight: Sight | None) -> str:
         case Passed(what=what):
             return f"the recording expects the timeout of {str(what)!r} next, but nothing is waiting for it"
         case Fired(what=what):
-            return f"the recording expects the timer of {str(what)!r} to fire next, but there is none"
+            return f"the recording expects the timer of {str(what)!r} to fire next, but this timer does not exist"
         case Left(what=what):
             verb = "failed" if what == FAILED else "ended"
-            return f"in the recording, a collective {verb} next, but none does in the replay"
+            return f"in the recording, a collective {verb} next, but in the replay no collective does"
         case Lost(rank=rank):
             return f"the recording expects the loss of rank {rank} next, but the rank is not lost"
         case _:

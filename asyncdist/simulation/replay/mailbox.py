@@ -39,7 +39,7 @@ class Mailbox:
         return len(self._messages[key])
 
     def first(self, source: int, tag: int) -> Key | None:
-        """Return the key of the oldest message that matches a receive; None if there is none."""
+        """Return the key of the oldest message that matches a receive; None if no message matches."""
         if source != ANY_SOURCE:
             return (source, tag) if self._messages[source, tag] else None
         waiting = ((queue[0][0], key) for key, queue in self._messages.items() if key[1] == tag and queue)

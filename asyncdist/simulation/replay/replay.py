@@ -77,7 +77,7 @@ def replay(
 def _run(
     job: ReplayedJob, recording: Recording, main: Callable[..., Coroutine[Any, Any, Any]], args: tuple[Any, ...]
 ) -> SimReport[Any]:
-    """Simulate the job's ranks until all have ended or none makes progress."""
+    """Simulate the job's ranks until all have ended or no rank makes progress."""
     token = instrument.set(job.open_rank)
     threads = torch.get_num_threads()
     torch.set_num_threads(recording.ranks[0].conditions().thread_count)
@@ -103,7 +103,9 @@ def _run(
 def check_replayable(recording: Recording) -> None:
     """Raise RecordingError if a recording cannot be replayed."""
     if recording.missing:
-        raise RecordingError(f"a replay needs the recordings of all ranks, but rank {recording.missing[0]} has none")
+        raise RecordingError(
+            f"a replay needs the recordings of all ranks, but rank {recording.missing[0]} has no recording"
+        )
     if (told := told_of_other_version(recording)) is not None:
         raise RecordingError(f"{told}. A replay needs the same version: install it, or record the run again")
     for each in recording.ranks:

@@ -32,8 +32,8 @@ def find_codec(wire: str | Codec) -> Codec:
 def codec_of_means(codec: Codec, contribution_count: int, count: int) -> Codec:
     """Return the codec for the weighted mean of vectors that ``codec`` has decoded.
 
-    The mean of top-k vectors has the values of all of them, and is sent without a further error. With the other codecs,
-    the mean is encoded like a contribution, with the codec's error once more.
+    The mean of top-k vectors contains the values of all vectors, and is sent without a further error. With the other
+    codecs, the mean is encoded like a contribution, which adds the codec's error a second time.
 
     Args:
         contribution_count: Largest number of vectors.

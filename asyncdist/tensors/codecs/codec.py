@@ -74,7 +74,7 @@ def checked(codec: Codec, values: Tensor, encoded: Tensor) -> tuple[Tensor, Tens
     if len(encoded) != codec.nbytes(len(values)):
         wanted = f"{codec.nbytes(len(values))} bytes for {len(values)} values encoded as {codec.name}"
         refuse("encoded", f"{len(encoded)} bytes", wanted)
-    # A contiguous tensor with one element or none may have any stride, but a view with another dtype needs stride 1.
+    # A contiguous tensor with at most one element may have any stride, but a view with another dtype needs stride 1.
     return values.detach().as_strided((len(values),), (1,)), encoded.as_strided((len(encoded),), (1,))
 
 

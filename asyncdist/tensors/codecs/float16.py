@@ -15,7 +15,7 @@ _FRACTION_BITS: Final = 23
 _EXPONENT_MAX: Final = 254
 #: The scale brings a block's largest magnitude to at least 2^14, and below 2^15: float16 ends at 65504.
 _ROOM: Final = 14
-#: The largest float32 that has the 11 significant bits of a float16; larger ones would round to infinity.
+#: The largest float32 that has the 11 significant bits of a float16; larger values would round to infinity.
 _LARGEST: Final = torch.finfo(torch.float16).max * 2.0**112
 
 

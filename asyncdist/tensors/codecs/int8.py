@@ -11,7 +11,7 @@ from torch import Tensor
 from asyncdist.tensors.codecs.blocks import SCALE_NBYTES, BlockCodec, read_scale, write_scale
 
 _LEVEL_MAX: Final = 127
-#: Least scale: the least normal float32, so that blocks of zeros and of denormal values need no rule of their own.
+#: Least scale: the least normal float32, so that blocks of zeros and of denormal values need no special rule.
 _SCALE_MIN: Final = torch.finfo(torch.float32).tiny
 #: Largest scale: the largest float32 whose product with 127 is finite.
 _SCALE_MAX: Final = float.fromhex("0x1.020406p+121")

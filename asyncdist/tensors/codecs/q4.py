@@ -14,7 +14,7 @@ _LEVEL_MAX: Final = 7
 #: Adding this to a level gives the biased exponent of the level's float32.
 _BIAS: Final = 127 - _LEVEL_MAX
 _FRACTION_BITS: Final = 23
-#: Least scale, so that the lowest level is a normal float32, and blocks of zeros need no rule of their own.
+#: Least scale, so that the lowest level is a normal float32, and blocks of zeros need no special rule.
 _SCALE_MIN: Final = 2.0**-120
 
 

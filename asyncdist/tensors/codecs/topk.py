@@ -22,8 +22,8 @@ _PLACE_NBYTES: Final = 2
 class TopK(BlockCodec):
     """Keeps the share of the values with the largest magnitudes of each block; the other values are decoded to zero.
 
-    Among equal magnitudes, the first ones are kept. With x for a vector and C(x) for the decoded one, |x - C(x)|^2 <=
-    (1 - ``share``) |x|^2. A kept value needs 4 bytes for its float32 and 2 for its place in the block: 6 * ``share``
+    Among equal magnitudes, the first ones are kept. With x for a vector and C(x) for the decoded vector, |x - C(x)|^2
+    <= (1 - ``share``) |x|^2. A kept value needs 4 bytes for its float32 and 2 for its place in the block: 6 * ``share``
     bytes per value. Its error is zero; bfloat16 would need 4 * ``share`` bytes, but the bound would not hold. NaNs and
     infinities are larger than all numbers, so that a block with any of them has some after decoding.
 

@@ -228,7 +228,7 @@ class _Replaced:
         self._parameters = [each for each in model.parameters() if each.requires_grad]
         self._old = self._sample()
         self._new = self._old
-        self._back: Tensor | None = None  # weights after the step that seemed to restore the old ones
+        self._back: Tensor | None = None  # weights after the step that seemed to restore the old weights
 
     def note_new(self) -> None:
         """Sample the weights after the replacement."""
@@ -242,7 +242,7 @@ class _Replaced:
         """Return whether the optimizer keeps the new weights. Called after each step until the result is known.
 
         A return to the old values proves nothing if a single step is as long as the distance to them, for example if
-        ranks train alike and one rank is a step behind. The next step shows how long a step is.
+        all ranks train in the same way and one rank is a step behind. The next step shows how long a step is.
         """
         now, back = self._sample(), self._back
         if back is None:
@@ -281,7 +281,7 @@ def _follow(copy: Copy, before: Tensor | None) -> None:
 
 
 def _schedule_free_of(optimizer: Any) -> Any:
-    """Return the first schedule-free optimizer among an optimizer and those that it wraps; None if there is none."""
+    """Return the first schedule-free optimizer among an optimizer and the ones that it wraps, or None."""
     return next((each for each in wrapped_optimizers(optimizer) if _is_schedule_free(each)), None)
 
 

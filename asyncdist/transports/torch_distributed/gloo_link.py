@@ -2,8 +2,8 @@
 
 gloo's requests cannot be polled: a ``Work`` completes only inside ``wait()`` (pytorch#30723). Threads therefore wait,
 in C++ and without the GIL, and queue the received data for the loop. asyncdist uses two private gloo groups: *control*
-carries frames of at most ``SLOT_NBYTES`` bytes, and *bulk* everything larger, so that small messages do not wait behind
-large ones.
+carries frames of at most ``SLOT_NBYTES`` bytes, and *bulk* carries larger messages, so that small messages do not wait
+behind large ones.
 
 - **Small messages** are sent inside control frames, which arrive in a ring of posted receives. At most ``WINDOW_COUNT``
   frames are unacknowledged, and messages sent in the meantime share the next frame.
@@ -328,7 +328,7 @@ class Link:
                 self._spare.append(frame)
 
     def _on_taken(self, upload: _Upload) -> None:
-        """Complete the send of a message after the peer has received all of it."""
+        """Complete the send of a message after the peer has received the whole message."""
         with contextlib.suppress(RuntimeError):
             upload.wait()
         upload.send.done = True

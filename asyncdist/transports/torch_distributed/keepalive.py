@@ -2,8 +2,8 @@
 
 A host that is unplugged, crashes or is cut off sends nothing more. Without probes, an idle connection to it stays open
 forever, and a connection with unacknowledged data for 15 minutes. Messages between ranks could not distinguish a dead
-host from a rank that computes for ten minutes. Probes can, since a live host's kernel answers them even while the
-process computes.
+host from a rank that computes for ten minutes. Probes can distinguish these cases, because the kernel of a live host
+answers them even while the process computes.
 """
 
 from __future__ import annotations

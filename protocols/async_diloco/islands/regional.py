@@ -86,7 +86,8 @@ class Regional:
         self._unsent: tuple[Block, Arrived] | None = None  # a captured contribution that must not be sent yet
         self._first = holdings.base  # the anchor with which all ranks began
         self._is_mirrored = True  # whether another member has the state after the last merge
-        self._mirrors: set[tuple[int, int]] = set()  # ranks that receive this state, with versions of the anchor
+        # ranks that receive this state, each with the anchor's version that it receives
+        self._mirrors: set[tuple[int, int]] = set()
         self.merged = 0
         self.merge_count = self.lost_count = 0
 
@@ -189,7 +190,7 @@ class Regional:
     # -- contributions ----------------------------------------------------------------------------------------------
 
     def look(self, anchor: Anchor) -> None:
-        """Capture a contribution, if K versions were made since the last capture and its answer is merged."""
+        """Capture a contribution, if enough versions were made since the last one and its answer is merged."""
         if self._captured is None and anchor.version - self._measured_from >= self._every:
             self.capture(anchor)
 
@@ -260,7 +261,7 @@ class Regional:
             self.capture(anchor)
 
     async def has_merged(self, anchor: Anchor, deadline: float) -> bool:
-        """Contribute the captured progress after the next server has got the state, and merge the answer.
+        """Contribute the captured progress once the next server has received the state, and merge the answer.
 
         Returns:
             False if there is nothing to contribute, or the deadline passed first.

@@ -1,8 +1,8 @@
-"""Computes the length of a grace period that is given in training steps. No clock is read.
+"""Computes the length of a grace period that the user sets in training steps, without reading a clock.
 
 Once there is a quorum, the leader can wait for further contributions without a loss of time, because the ranks train
-while their contributions are applied. Decoupled DiLoCo (2604.21428) waits for a share g < 1 of the time that remains of
-tau steps:
+while their contributions are applied. Decoupled DiLoCo (2604.21428) waits for a share g < 1 of the time that is left of
+tau training steps:
 
     grace = max(0, g (tau step_s - quorum_s - sync_s))
 

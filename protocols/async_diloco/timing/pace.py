@@ -1,4 +1,4 @@
-"""Computes the number of local steps per contribution from the ranks' speeds. No clock is read.
+"""Computes the number of local steps per contribution from the ranks' speeds, without reading a clock.
 
 Ranks of different speeds finish the same number of steps at very different times, and the slow ranks' differences are
 then stale. With dynamic local updates (Liu et al., 2401.09135) each rank makes a number of steps that is proportional

@@ -1,8 +1,9 @@
 """Sends the newest state of a fragment to a member that is behind, and receives it on that member.
 
-A member is *behind* if it lacks the mean of a retired round. The leader names a holder, which has the state
-after this round or a later one. The member asks the holder, which copies the fragment's state into one block of bytes
-and offers it. The copy is freed when the member has it. If the holder is lost, the leader names another one.
+A member is *behind* if it lacks the mean of a round that is already retired: no member offers its mean any longer. The
+leader names a holder, which has the state after this round or a later one. The member asks the holder, which copies the
+fragment's state into one block of bytes and offers it. The copy is freed when the member has it. If the holder is lost,
+the leader names another one.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class CatchUp:
 
     Args:
         owner: The member's exchange.
-        offers: Offers of blocks of bytes, on a channel of their own.
+        offers: Offers of blocks of bytes, on a separate channel.
     """
 
     def __init__(self, owner: Owner, services: Services, offers: Offers, fragments: Sequence[Shared]) -> None:

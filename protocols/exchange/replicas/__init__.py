@@ -1,1 +1,1 @@
-"""Replicas of several ranks in an exchange: decisions on them as a whole, and the steps of their ranks together."""
+"""Replicas of several ranks in an exchange: each replica is judged as a whole, and its ranks act in the same steps."""

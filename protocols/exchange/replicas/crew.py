@@ -33,10 +33,11 @@ class Crew:
     Args:
         replica: The ranks of this rank's replica, the first of which contributes.
         links: Groups over which the first rank sends weights, with the layout of these weights in ``entries``. All
-            ranks of a group get the same weights.
+            ranks of a group receive the same weights.
         is_sharded: Whether each link belongs to one follower, which alone has the entries of its layout.
-        entries: Entries that this rank contributes: on the first rank of a sharded replica, those of all its ranks.
-        parameters: Names of those entries that are parameters.
+        entries: Entries that this rank contributes; on the first rank of a sharded replica, the entries of all its
+            ranks.
+        parameters: Names of the parameters among these entries.
         mates: Copies of the followers' shards on the first rank of a sharded replica; otherwise empty.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Lets an exchange decide on replicas of several ranks as a whole, and divides the model among a replica's ranks.
 
 Only counterparts exchange data (:mod:`protocols.joining.replicas`), but all ranks are members of one exchange. A
-replica is a donor of all its parts or of none: a replica with a lost rank or a non-finite part is left out.
+replica contributes all of its parts or no part: a replica with a lost rank or a non-finite part is left out.
 
 A mean is merged when its round is retired, that is, when all members have received it. If a rank is lost before
 that, no member has merged any part, and the round is decided again for all parts. Therefore all parts of a round have

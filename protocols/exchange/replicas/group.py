@@ -122,7 +122,7 @@ class ReplicaGroup:
         return await self._meet(lambda: (own,), lambda said: tuple(each for (each,) in said))
 
     async def mean(self, fn: Callable[[], float]) -> float:
-        """Call ``fn`` on all ranks of the replica, and return the mean of the results on all of them.
+        """Call ``fn`` on all ranks of the replica, and return the mean of their results on each of them.
 
         Raises:
             ClosedError: Another rank of the replica has left.
@@ -175,8 +175,8 @@ class ReplicaGroup:
                 return combine(said)
             if len(left) < len(said):
                 raise ClosedError(
-                    f"all ranks of a replica must make the same number of steps, but {ranks_in_words(left)} "
-                    f"of the replica {list(self._group.ranks)} left the policy while another rank waits for an average"
+                    f"all ranks of a replica must make the same number of steps, but {ranks_in_words(left)} of the "
+                    f"replica {list(self._group.ranks)} left the policy while another rank of it waits for an average"
                 )
             return ()
 

@@ -99,7 +99,7 @@ class IslandOptions(Options):
         return asdict(self) if self.are_on else {}
 
     def island_of(self, rank: int, population: Sequence[int], hosts: Sequence[int] | None = None) -> "Island | None":
-        """Return the island of a rank; None if there are no islands or no other rank.
+        """Return the island of a rank; None if there are no islands or the rank is alone.
 
         Args:
             population: Ranks of all islands, in their original order.

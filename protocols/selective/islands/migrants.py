@@ -2,7 +2,7 @@
 
 After a fixed number of decisions, the best member of an island is announced as a donor to another island, where it is
 called a *guest*. This is the island model of evolutionary computing (Tanese 1989; Whitley, Rana and Heckendorn 1999),
-except that no individual moves: the emigrant stays in its island and sends its weights.
+except that the emigrant stays in its own island and only sends its weights.
 """
 
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ class Migrants:
             self.emigrant_count += 1
 
     def take_emigrant(self) -> tuple[int, int] | None:
-        """Return, and forget, the chosen emigrant's rank and incarnation; None if there is no new emigrant."""
+        """Return and forget the chosen emigrant's rank and incarnation; return None if there is no new emigrant."""
         rank, self._emigrant = self._emigrant, None
         return None if rank is None else (rank, self._members[rank].incarnation)
 
@@ -73,7 +73,7 @@ class Migrants:
         return True
 
     def remove(self, rank: int) -> None:
-        """Remove a guest that is gone."""
+        """Remove a guest that is lost or has left."""
         self._invited.pop(rank, None)
         self._waiting.pop(rank, None)
 
@@ -93,7 +93,7 @@ class Migrants:
         }
 
     def enter(self, guests: tuple[int, ...], round: int) -> None:
-        """Add guests to a round, as members that are neither judged nor counted, and drop the other waiting guests."""
+        """Add guests to a round, as members that are not judged and not counted, and drop the other waiting guests."""
         for rank in guests:
             incarnation = self._waiting[rank].incarnation
             self._members[rank] = Member(joined=True, admitted=False, incarnation=incarnation)

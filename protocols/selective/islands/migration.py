@@ -2,7 +2,8 @@
 
 The coordinator of an island announces its best member, the emigrant, to the first live rank of another island, which
 forwards the announcement to its coordinator. That coordinator invites the emigrant, which may then be a donor in the
-next round. No rank waits for an emigrant: if a message is lost, no weights migrate until the next emigrant is chosen.
+next round. No rank waits for an emigrant: if one of these messages is lost, no weights migrate until the next emigrant
+is chosen.
 
 Announcements also carry checksums of initial weights, so that the first island can warn if they differ.
 """
@@ -122,7 +123,7 @@ class Migration:
             self._board.send(emigrant, dest)
 
     def _dests(self) -> Iterator[int]:
-        """Yield the live ranks of other islands in the order in which an announcement is tried on them."""
+        """Yield the live ranks of other islands in the order in which an announcement is sent to them."""
         for index in self._targets():
             ranks = self._island.ranks_of(index)
             yield from (rank for rank in ranks if rank not in self._services.gone and rank not in self._absent)

@@ -47,7 +47,7 @@ class Newcomers:
         self._failures[rank] = _Failures()
 
     def remove(self, rank: int) -> None:
-        """Remove a rank that has been admitted or is gone."""
+        """Remove a rank that was admitted, is lost or has left."""
         self._failures.pop(rank, None)
 
     def on_round(self, ranks: Sequence[int], decision_count: int, held_s: float, now: float) -> None:

@@ -12,7 +12,7 @@ class KnowsCoordinator(Protocol):
 
     @property
     def coordinator(self) -> int | None:
-        """The coordinator's rank, as far as this rank knows; None if the coordinator is gone."""
+        """The coordinator's rank, as far as this rank knows; None if the coordinator is lost or has stopped."""
 
 
 class Coordination(KnowsCoordinator, Protocol):
@@ -40,7 +40,7 @@ class Followed:
         self.epoch = 0
 
     def follow(self, epoch: int, coordinator: int | None) -> None:
-        """Store a new coordinator (None if it is gone) and its epoch."""
+        """Store a new coordinator (None if there is none at present) and its epoch."""
         self.epoch, self.coordinator = epoch, coordinator
 
     def statistics(self) -> None:

@@ -1,7 +1,8 @@
 """The donor's role in a round: copies this rank's weights inside a step, and lets the replacers request the copy.
 
-For a restarted rank, and for replacers that are heirs, the donor also copies its optimizer and policy state in the same
-step, since a later copy would not match the weights. With Adam, the copies are three times the size of the model.
+A restarted rank, and a replacer that is an heir, also takes over the donor's optimizer and policy state. The donor
+copies this state in the same step as its weights, because a later copy would not match them. With Adam, the copies are
+three times the size of the model.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class Donor:
         return self.offer.snapshot if self.offer is not None and self.offer.round == round else None
 
     def withdraw(self) -> None:
-        """Stop the streams of the offered snapshot and of the state that belongs to it, if there are any."""
+        """Stop the streams of the offered snapshot, and of the optimizer and policy state that belong to it."""
         offer, self.offer = self.offer, None
         if self._states is not None:
             self._states.withdraw()

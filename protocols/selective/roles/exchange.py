@@ -64,7 +64,7 @@ class Exchange:
 
     @property
     def donor(self) -> int:
-        """Rank whose stream was requested or awaited last; -1 if there was none."""
+        """Rank whose stream was requested or awaited last; -1 if no stream was."""
         return -1 if self._started is None else self._started.donor
 
     def ask_early(self, assign: Assign) -> None:
@@ -77,7 +77,7 @@ class Exchange:
             self.close()
 
     async def run(self, frozen: Frozen) -> SnapshotReceiver | MeanReceiver:
-        """Receive the average of the frozen round; repeat all requests if the donors have changed since the early ones.
+        """Receive the average of the frozen round; repeat all requests if the donors have changed meanwhile.
 
         Returns:
             The receiver, whose accumulator contains the average. :meth:`close` frees the accumulator unless

@@ -4,8 +4,8 @@ If a reducer has failed, its part is requested from all donors, which gives the 
 is awaited until the round's deadline, since requests to all donors would make a slow network even slower.
 
 Replacers on the same host share the parts of reducers on other hosts: one replacer fetches a part, and the others
-request it from that replacer or, if this fails, from the reducer. Each rank first receives the parts that it fetches
-itself, so that no two ranks wait for each other.
+request the part from that replacer or, if this fails, from the reducer. Each rank first receives the parts that it
+fetches for others, so that no two ranks wait for each other.
 """
 
 from __future__ import annotations

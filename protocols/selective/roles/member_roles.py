@@ -1,4 +1,4 @@
-"""Connects a member's state machine with its roles: passes events to it, and carries out its instructions.
+"""Connects a member's state machine with its roles: passes events to the machine, and carries out its instructions.
 
 Events are messages from the coordinator, training steps, and the completion of copies and exchanges. The roles do not
 depend on the state machine.
@@ -116,7 +116,7 @@ class MemberRoles:
                 self._states.admit(rank)
 
     def lose_coordinator(self, why: str) -> None:
-        """End all roles, since the coordinator is gone or replaced; ``why`` is the reason, such as "is gone"."""
+        """End all roles, because the coordinator was lost or replaced; ``why`` is the reason, such as "is gone"."""
         instructions = self._member.on_coordinator_gone(why)
         self._round_events.note(instructions, reason=f"the coordinator {why}")
         self._carry_out(instructions)

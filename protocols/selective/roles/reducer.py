@@ -1,8 +1,8 @@
 """The reducer's role in a sharded round: adds up one part of the donors' snapshots, for all replacers.
 
 A reducer requests its part from all donors as soon as it is assigned. After the freeze, it adds up the parts in rank
-order, so that the mean is bitwise equal to that of the direct route. Each chunk of the mean is sent while later chunks
-arrive. Parts that arrive early are buffered; together, these buffers are smaller than one model.
+order, so that the mean has the same bits as the mean on the direct route. Each chunk of the mean is sent while later
+chunks arrive. Parts that arrive early are buffered; together, these buffers are smaller than one model.
 
 If a part cannot be completed, or the donors have different infinite values in it, requests for its mean are refused,
 and each replacer requests the part from the donors.

@@ -25,7 +25,7 @@ class Relay:
         self.shared_count = 0
 
     def begin(self, round: int, assign: Assign) -> None:
-        """Determine the parts that this rank must fetch in a round; requests for them wait until they arrive."""
+        """Determine the parts that this rank must fetch in a round; requests for a part wait until it arrives."""
         assert not self._offers, f"round {round} begins while this rank shares parts of another round"
         self._round = round
         self._fetched = {

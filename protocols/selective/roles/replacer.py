@@ -75,7 +75,7 @@ class Replacer:
     def discard(self, round: int, reason: str) -> None:
         """Stop the exchange and free its memory; the next step reports ``reason`` to the user."""
         exchange, self.exchange = self.exchange, None
-        assert exchange is not None, f"round {round} is given up without an exchange"
+        assert exchange is not None, f"round {round} is abandoned without an exchange"
         exchange.discard()
         self._given_up = StepInfo(
             round=round,

@@ -153,7 +153,7 @@ class RoundCourse:
         return True
 
     def depart(self, rank: int, how: str) -> None:
-        """Remove a rank that is gone from the round in progress."""
+        """Remove a rank that is lost or has left from the round in progress."""
         self._overdue.pop(rank, None)
         state = self.current
         if state is not None and rank in state.waiting_replacers:
@@ -176,7 +176,7 @@ class RoundCourse:
         self._history.note_abandoned(reason)
 
     def _release(self, sends: list[Send], state: Round, ranks: Sequence[int], reason: str) -> None:
-        """Append an `End` to ``sends`` for each of ``ranks``, except ranks that are gone or were already sent one."""
+        """Append an `End` to ``sends`` for each of ``ranks`` that is live and was not sent one yet."""
         end, number, members = End(reason), state.number, self._roster.members
         due = [rank for rank in ranks if rank not in state.released and members[rank].live]
         state.released.update(due)

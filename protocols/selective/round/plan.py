@@ -33,7 +33,7 @@ class Plan(NamedTuple):
     Attributes:
         replacers: Replacers among the named ranks; the other named ranks are donors.
         judged: Iteration of the report that the decision used, for each named rank.
-        best: Donor with the best metric; -1 for none.
+        best: Donor with the best metric; -1 if there are no donors.
         admits: Whether the replacers are restarted ranks that receive a whole state.
         reducers: Ranks that each add up one part of the snapshots; empty on the direct route.
     """
@@ -71,7 +71,7 @@ class Freeze(NamedTuple):
     Attributes:
         donors: Ranks whose snapshots are averaged, ascending.
         iterations: Step at which each donor took its snapshot.
-        best: Donor with the best metric; -1 for none.
+        best: Donor with the best metric; -1 if there are no donors.
         reducers: Ranks that each add up one part of the snapshots; empty on the direct route.
     """
 

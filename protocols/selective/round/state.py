@@ -50,7 +50,7 @@ class ReportRecord(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """True if the metric is neither NaN nor infinite."""
+        """True if the metric is finite."""
         return math.isfinite(self.value)
 
 
@@ -67,7 +67,7 @@ class Member:
         admitted: Whether the rank is a member. A newcomer receives messages, but is a member only after it has received
             a donor's state; a donor from another island is never a member.
         report: Newest valid report; None if there is none.
-        applied_iteration: Iteration of the rank's last average; None if it has applied none.
+        applied_iteration: Iteration of the rank's last average; None before the first average.
         heard_at: Arrival time of the newest report; None before the first report.
         step_s, interval_s: Seconds per step, and seconds since the previous report, according to the newest report.
         last_step_s, last_interval_s: Same values according to the previous report; 0 if there is none.
@@ -185,9 +185,10 @@ class Round:
         A newcomer, which makes no steps, also receives the donor's optimizer and policy state, preceded by its size. So
         does each replacer, between its steps, if the donors have offered their state.
 
-        On the sharded route, the reducers take more steps before all parts may have to be requested from the donors:
-        one to read `Frozen`, one to add up, and the steps of their own streams. A rank that fetches parts for its host
-        takes these steps as well. The stream of a part has small chunks and takes at least `_PART_SAFE_POINTS` steps.
+        On the sharded route, more steps may pass before a replacer requests missing parts from the donors: a reducer
+        needs one step to read `Frozen`, one to add up, and the steps of its own streams. A rank that fetches parts for
+        its host needs the same steps. The stream of a part has small chunks and takes at least `_PART_SAFE_POINTS`
+        steps.
         """
         count = stream_safe_points
         judged = self.judged

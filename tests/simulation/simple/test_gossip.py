@@ -415,7 +415,7 @@ def test_noloco_in_the_group_of_all_is_a_heavy_ball() -> None:
         ({"topology": DIRECTED}, r"matrix with rows and columns that add up to 1, got row 0 .*push_sum"),
         ({"graph": 1}, r"no option 'graph': here topology is a name"),
         ({"num_steps_per_communication": 1}, r"here average_every is the number of steps"),
-        ({"num_modules": 1}, r"the ranks and hosts are those of the world"),
+        ({"num_modules": 1}, r"here the world defines the ranks and hosts"),
         ({"target_group_size": 4}, r"topology chooses the partners"),
         ({"outer_optimizer": None}, r"here outer_lr, outer_momentum and nesterov are the outer step"),
     ],

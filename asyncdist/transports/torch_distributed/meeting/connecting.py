@@ -1,4 +1,4 @@
-"""Makes gloo groups even if ranks end in the meantime: either all ranks get the groups, or none.
+"""Makes gloo groups even if ranks end in the meantime: either all ranks get the groups, or no rank does.
 
 gloo looks up the ranks in the store and then connects to them. Both steps run in C++, where a thread cannot be
 interrupted, and detect the end of a process late. This module therefore waits for the store itself, so that a check can
