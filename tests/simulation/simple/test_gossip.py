@@ -354,7 +354,7 @@ def test_a_state_of_another_outer_step_is_refused(options: dict[str, Any]) -> No
         async with other:
             pass
 
-    with pytest.raises(ValueError, match="that of a policy with"):
+    with pytest.raises(ValueError, match="saved by a policy with"):
         simulate(main, ranks=2).value()
 
 
