@@ -23,6 +23,7 @@ from asyncdist.messaging.demultiplexer import ChannelStatistics as ChannelStatis
 from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.mailboxes import (
     Envelope as Envelope,
+    HeldSend,
     Inbox,
     MessageT,
     Outbox,
@@ -102,6 +103,7 @@ class Channel(Generic[MessageT]):
             # Peers expect the sequence numbers of an earlier channel with this scope to continue.
             sequence=demultiplexer.sent_count,
             contacts=demultiplexer.sent_to if counts_contacts else set(),
+            held={} if demultiplexer.flow is None else demultiplexer.flow.held,
             left=left,
         )
         self._post = self._outbox.post
@@ -158,6 +160,8 @@ class Channel(Generic[MessageT]):
     async def send(self, message: MessageT, dest: int, *, round: int = 0) -> None:
         """Send a message, and wait until it has left this rank. A large message leaves only when ``dest`` receives it.
 
+        If the channel's mailbox on ``dest`` is full, the message leaves when ``dest`` has room for it.
+
         The arguments and the errors, except BusyError, are the same as for :meth:`send_nowait`.
 
         **Cancellation**: the message is sent anyway.
@@ -170,7 +174,7 @@ class Channel(Generic[MessageT]):
             self._since_yield = 0
             await yield_to_loop()
 
-    async def _has_waited_for(self, request: Request | None, dest: int) -> bool:
+    async def _has_waited_for(self, request: Request | HeldSend | None, dest: int) -> bool:
         """Wait until a message has left this rank; return whether a wait was necessary."""
         engine, tag = self._engine, self.demultiplexer.tag
         name = engine.name_send(WaitKind.MESSAGE_LEFT, dest, tag)
@@ -193,7 +197,7 @@ class Channel(Generic[MessageT]):
                 engine.wake_by(name, bool)
         return True
 
-    def _watch(self, request: Request, dest: int, on_done: Callable[[AsyncdistError | None], None]) -> None:
+    def _watch(self, request: Request | HeldSend, dest: int, on_done: Callable[[AsyncdistError | None], None]) -> None:
         """Track a message that has not left yet. Call ``on_done`` with None when it leaves, or with its error."""
         demultiplexer = self.demultiplexer
 
@@ -203,7 +207,11 @@ class Channel(Generic[MessageT]):
 
         demultiplexer.under_way_count += 1
         demultiplexer.slow_dests.add(dest)
-        self._engine.watch(request, self._sending(dest), on_left)
+        if isinstance(request, HeldSend):
+            request.on_left = on_left
+            request.watch = lambda started: self._engine.watch(started, self._sending(dest), on_left)
+        else:
+            self._engine.watch(request, self._sending(dest), on_left)
 
     def _sending(self, dest: int) -> WaitId:
         """Return the identity of a wait for a message to ``dest`` to leave this rank."""

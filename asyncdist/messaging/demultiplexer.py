@@ -13,16 +13,17 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy
 
-from asyncdist.errors import AsyncdistError, LocalProtocolError
+from asyncdist.errors import AsyncdistError, LocalProtocolError, RankLostError
 from asyncdist.messaging import wire
 from asyncdist.messaging.early_frames import EarlyFrames
 from asyncdist.messaging.engine import Engine
+from asyncdist.messaging.flow_control import Pause, Resume, TagFlow
 from asyncdist.messaging.mailboxes import FrameReceiver, Inbox
 from asyncdist.transports.rank_sets import RankSet
 from asyncdist.waits import WaitId, WaitKind
@@ -92,11 +93,14 @@ class TagDemultiplexer:
 
     Args:
         nonce: Number that identifies the job; frames of other jobs are dropped.
-        is_users: Whether the channels belong to the user's program. If so, the tag stalls instead of losing messages.
+        tell: Function that sends a message of the flow control to a rank; None if the channels belong to protocols. If
+            they belong to the user's program, the tag stalls instead of losing messages.
         sent_to: Set to which the receivers of messages are added.
         heard_from: Set to which the senders of received messages are added.
 
     Attributes:
+        is_users: Whether the channels belong to the user's program.
+        flow: Flow control of the tag; None if the channels belong to protocols.
         dropped: Number of dropped frames, by reason.
         drop_examples: Description of the last dropped frame, by reason.
         under_way_count: Number of sent messages that have not left this rank yet.
@@ -104,12 +108,20 @@ class TagDemultiplexer:
     """
 
     def __init__(
-        self, engine: Engine, tag: int, nonce: int, *, is_users: bool, sent_to: set[int], heard_from: set[int]
+        self,
+        engine: Engine,
+        tag: int,
+        nonce: int,
+        *,
+        tell: Callable[[Pause | Resume, int], None] | None,
+        sent_to: set[int],
+        heard_from: set[int],
     ) -> None:
         self.engine = engine
         self.tag = tag
         self.nonce = nonce
-        self.is_users = is_users
+        self.is_users = tell is not None
+        self.flow = None if tell is None else TagFlow(tag, engine.transport.rank, tell)
         self.sent_to = sent_to
         self.dropped: Counter[str] = Counter()
         self.drop_examples: dict[str, str] = {}
@@ -135,6 +147,8 @@ class TagDemultiplexer:
             ring=engine.ring,
             recheck=engine.recheck,
             contacts=heard_from,
+            on_full=self._on_full,
+            on_room=self._on_room,
         )
         engine.add_pollable(self.receiver)
 
@@ -166,6 +180,21 @@ class TagDemultiplexer:
             self.drop(source, "too many frames for unopened scopes")
         return False
 
+    def _on_full(self) -> None:
+        """Pause the ranks that send on this tag, because no task has taken a message since the tag stalled."""
+        full = self.receiver.stalled_on
+        if self.flow is None or full is None:
+            return
+        if isinstance(full, Inbox):
+            full.tells_room = True
+        known = [channel.inbox.last_sequences() for channel in self._channels.values()]
+        self.flow.pause(full, self.early.sources.union(*known))
+
+    def _on_room(self, full: Inbox | FrameReceiver) -> None:
+        """Resume the senders that were paused because ``full`` was full."""
+        if self.flow is not None:
+            self.flow.on_room(full)
+
     def _drop_closed(self, route: wire.Route, frame: wire.FrameReader, source: int) -> None:
         """Drop a frame for a closed channel, or pass the frame to a channel that handles earlier epochs."""
         self.dropped["closed scope"] += 1
@@ -189,6 +218,8 @@ class TagDemultiplexer:
                 for (key, _), _ in channel.known_by():
                     self.receiver.close(key)
             self.receiver.resume(self.receiver.stalled_on)
+        if self.flow is not None:
+            self.flow.resume_all()
 
     def on_left(self, ranks: RankSet) -> list[int]:
         """Record that main has returned on ``ranks``; return the ranks to which messages may still be in transit."""
@@ -196,8 +227,12 @@ class TagDemultiplexer:
             channel.on_left()
         return sorted(rank for rank in self.slow_dests if rank in ranks) if self.is_users else []
 
-    def on_gone(self) -> None:
-        """Notify the channels that a rank has left or is lost."""
+    def on_gone(self, ranks: RankSet) -> None:
+        """Notify the channels that ``ranks`` have left or are lost, and send the messages that were held for them."""
+        if self.flow is not None:
+            for rank in [rank for rank in (*self.flow.held, *self.flow.paused) if rank in ranks]:
+                self.flow.forget(rank)
+                self.flow.release(rank)
         for channel in self._channels.values():
             channel.on_gone()
 
@@ -205,9 +240,13 @@ class TagDemultiplexer:
         """Drop early frames of the old process of ``rank``, and notify the channels of its restart."""
         self.slow_dests.discard(rank)
         self._complained_about.discard(rank)
+        if self.flow is not None:
+            self.flow.forget(rank)
+            self.flow.fail(rank, RankLostError(f"rank {rank} was restarted before it received the message", rank=rank))
         if count := self.early.forget(rank):
             self.dropped["earlier incarnation"] += count
             self.receiver.resume(self.receiver)
+            self._on_room(self.receiver)
         for channel in self._channels.values():
             channel.on_restarted(rank)
 
@@ -243,6 +282,8 @@ class TagDemultiplexer:
         self.receiver.resume(self.receiver)
         for source, frame in early:
             self.receiver.deliver(frame, frame.nbytes, source)
+        if early:
+            self._on_room(self.receiver)
 
     def detach(self, channel: ReceivingChannel, *, answers: bool) -> None:
         """Remove a closed channel. Its later frames are dropped, or still delivered if ``answers`` is true."""
@@ -258,6 +299,7 @@ class TagDemultiplexer:
         if len(self._closed_scopes) > CLOSED_SCOPE_COUNT_MAX:
             del self._closed_scopes[next(iter(self._closed_scopes))]
         self.receiver.resume(channel.inbox)
+        self._on_room(channel.inbox)
         for source, frame in self.early.take_all() if self.early else ():  # may hold frames of a later epoch
             self.receiver.deliver(frame, frame.nbytes, source)
 

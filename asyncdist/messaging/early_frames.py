@@ -20,14 +20,18 @@ EARLY_PATIENCE_S: Final = 5.0
 
 
 class EarlyFrames:
-    """Stores the frames of one tag that arrive before this rank has opened their channel."""
+    """Stores the frames of one tag that arrive before this rank has opened their channel.
+
+    Attributes:
+        sources: Senders of the stored frames.
+    """
 
     def __init__(self, tag: int, loop: asyncio.AbstractEventLoop, awaited: Callable[[], list[str]]) -> None:
         self._tag = tag
         self._loop = loop
         self._awaited = awaited
         self._frames: deque[tuple[int, wire.FrameReader]] = deque()
-        self._sources: set[int] = set()
+        self.sources: set[int] = set()
         self._told_of: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -42,13 +46,13 @@ class EarlyFrames:
     def keep(self, source: int, frame: wire.FrameReader) -> None:
         """Store a copy of the frame."""
         self._frames.append((source, frame.copy()))
-        self._sources.add(source)
+        self.sources.add(source)
         self.watch()
 
     def take_all(self) -> deque[tuple[int, wire.FrameReader]]:
         """Remove and return the frames with their source ranks, in order of arrival."""
         frames, self._frames = self._frames, deque()
-        self._sources = set()
+        self.sources = set()
         return frames
 
     def forget(self, source: int) -> int:
@@ -56,26 +60,26 @@ class EarlyFrames:
         kept = deque((rank, frame) for rank, frame in self._frames if rank != source)
         count = len(self._frames) - len(kept)
         self._frames = kept
-        self._sources.discard(source)
+        self.sources.discard(source)
         self._told_of.discard(source)
         return count
 
     def watch(self) -> None:
         """Schedule a warning about frames for unopened channels if a task waits for a different channel of this tag."""
-        is_news = self._timer is None and not self._sources <= self._told_of
+        is_news = self._timer is None and not self.sources <= self._told_of
         if is_news and self._awaited():
             self._timer = self._loop.call_later(EARLY_PATIENCE_S, self._tell)
 
     def _tell(self) -> None:
         self._timer = None
         awaited = self._awaited()
-        if awaited and not self._sources <= self._told_of:
-            self._told_of |= self._sources
+        if awaited and not self.sources <= self._told_of:
+            self._told_of |= self.sources
             logger.warning("awaiting %s for %g s: %s", " and ".join(awaited), EARLY_PATIENCE_S, self.describe())
 
     def describe(self) -> str:
         """Describe the frames that wait for unopened channels; return an empty string if no frame waits."""
-        count, ranks = len(self._frames), sorted(self._sources)
+        count, ranks = len(self._frames), sorted(self.sources)
         if not count:
             return ""
         noun, verb = ("message", "waits") if count == 1 else ("messages", "wait")

@@ -83,9 +83,11 @@ class Engine(Poller):
             so that recordings contain the returned times.
         tells_sends: Whether tasks must pass each send to :meth:`name_send` and :meth:`repeat_sent`, even if the message
             left immediately.
+        holds_sends: Whether this rank holds messages for ranks whose mailbox is full.
     """
 
     tells_sends: ClassVar[bool] = False
+    holds_sends: ClassVar[bool] = True
 
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(transport, loop)

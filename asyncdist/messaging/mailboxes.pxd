@@ -29,15 +29,18 @@ cdef class Outbox:
     cdef object _name
     cdef object _contacts
     cdef object _left
+    cdef dict _held
     cdef public object strangers
     cdef object _dest
     cdef public unsigned long long sequence
     cdef readonly Py_ssize_t sent_count
     cdef public bint is_closed
 
-    @cython.locals(kind=Py_ssize_t, payload=bytes, rank=Py_ssize_t, last=_Prepared, writer=FrameWriter)
+    @cython.locals(kind=Py_ssize_t, payload=bytes, rank=Py_ssize_t, last=_Prepared)
     cpdef object post(self, object message, object dest, object round)
     cdef _Prepared _prepare(self, Py_ssize_t kind, Py_ssize_t dest, Py_ssize_t payload_nbytes)
+    @cython.locals(writer=FrameWriter)
+    cdef object _frame(self, Py_ssize_t kind, bytes payload, object round)
 
 
 cdef class Inbox:
@@ -57,6 +60,7 @@ cdef class Inbox:
     cdef readonly Py_ssize_t received_count
     cdef public object failure
     cdef public bint is_closed
+    cdef public bint tells_room
     cdef dict _last_sequence
     cdef Py_ssize_t _source
     cdef unsigned long long _sequence
@@ -84,6 +88,9 @@ cdef class FrameReceiver(Pollable):
     cdef Inbox _inbox
     cdef object _decode
     cdef readonly object stalled_on
+    cdef object _on_full
+    cdef readonly object on_room
+    cdef bint _is_newly_stalled
     cdef readonly bint is_posted
     cdef readonly Py_ssize_t received_late_count
 

@@ -60,6 +60,35 @@ class _Prepared:
         self.send = send
 
 
+class HeldSend:
+    """Message that waits on this rank until the full mailbox of its receiver has room.
+
+    Attributes:
+        watch: Function called with the message's request when the message has been started but has not left yet.
+        on_left: Function called with None when the message has left, or with its error.
+    """
+
+    __slots__ = ("_start", "on_left", "watch")
+
+    watch: Callable[[Request], None]
+    on_left: Callable[[AsyncdistError | None], None]
+
+    def __init__(self, start: Callable[[], Request | None]) -> None:
+        self._start = start
+
+    def start(self) -> None:
+        """Start to send the message."""
+        try:
+            request = self._start()
+        except AsyncdistError as error:
+            self.on_left(error)
+            return
+        if request is None:
+            self.on_left(None)
+        else:
+            self.watch(request)
+
+
 class Outbox:
     """Checks, packs and posts the messages that a channel sends.
 
@@ -68,6 +97,7 @@ class Outbox:
         sequence: Sequence number of the last message on the tag, from which this channel continues.
         contacts: Set to which the receivers of messages are added.
         left: Ranks that no longer receive on this channel. :meth:`look_again` must be called after a rank is added.
+        held: Queues of the messages to the ranks whose mailbox is full, which are not posted.
 
     Attributes:
         strangers: Restarted ranks to which nothing is sent until they have sent a message on this channel.
@@ -86,6 +116,7 @@ class Outbox:
         name: str,
         sequence: int,
         contacts: set[int],
+        held: dict[int, deque[HeldSend]],
         left: Collection[int] = (),
     ) -> None:
         self._codec = codec
@@ -96,6 +127,7 @@ class Outbox:
         self._name = name
         self._contacts = contacts
         self._left = left
+        self._held = held
         self.strangers: Collection[int] = ()
         self._dest: int | None = None  # receiver of the last message; needs no further check
         self.routes = routes
@@ -107,13 +139,18 @@ class Outbox:
         self.sent_count = 0
         self.is_closed = False
 
-    def post(self, message: Any, dest: int, round: int) -> Request | None:
-        """Check the message and start its send; return the request, or None if the message has already left."""
+    def post(self, message: Any, dest: int, round: int) -> Request | HeldSend | None:
+        """Check the message and start its send; return the request, or None if the message has already left.
+
+        A message to a rank whose mailbox is full is not started; the method returns its :class:`HeldSend`.
+        """
         if self.is_closed or dest is not self._dest or round:
             self._check(dest, round)
         kind, payload = self._codec.encode(message)
         self.sequence += 1
         self.sent_count += 1
+        if self._held and dest in self._held:
+            return self._hold(kind, payload, dest, round)
         rank = dest
         last = self._last
         if last is None or last.kind != kind or last.dest != rank or last.payload_nbytes != len(payload):
@@ -121,10 +158,19 @@ class Outbox:
         if last is not None and last.send.is_free:
             last.buffer.write(round, self.sequence, payload)
             return last.send.start()
+        return self.start_send(self._frame(kind, payload, round), dest, self._tag)
+
+    def _frame(self, kind: int, payload: bytes, round: int) -> Any:
         writer = self._writers[kind]
         if writer is None:
             writer = self._writers[kind] = FrameWriter(self.routes[kind])
-        return self.start_send(writer.frame(round, self.sequence, payload), dest, self._tag)
+        return writer.frame(round, self.sequence, payload)
+
+    def _hold(self, kind: int, payload: bytes, dest: int, round: int) -> HeldSend:
+        start = functools.partial(self.start_send, self._frame(kind, payload, round), dest, self._tag)
+        held = HeldSend(start)
+        self._held[dest].append(held)
+        return held
 
     def _prepare(self, kind: int, dest: int, payload_nbytes: int) -> _Prepared | None:
         """Return the prepared send for messages of this type, receiver and size; None if sends cannot be prepared."""
@@ -196,6 +242,7 @@ class Inbox:
     Attributes:
         on_first: Function called with a rank when its first message arrives; None before the first restart of a rank.
         waiters: Futures of the waiting tasks. Each arriving message wakes one task.
+        tells_room: Whether senders are paused until at most half of the mailbox is used.
     """
 
     def __init__(
@@ -226,6 +273,7 @@ class Inbox:
         self.received_count = 0
         self.failure: AsyncdistError | None = None
         self.is_closed = False
+        self.tells_room = False
         self._last_sequence: dict[int, int] = {}
         # Sender and number of the last frame, stored in _last_sequence when a frame from a different rank arrives.
         self._source = -1
@@ -306,7 +354,14 @@ class Inbox:
             self._receiver.received_late_count += 1
         elif self._receiver.stalled_on is self:
             self._receiver.resume(self)
+        if self.tells_room:
+            self._check_room()
         return envelope
+
+    def _check_room(self) -> None:
+        if 2 * len(self.mailbox) <= self._capacity:
+            self.tells_room = False
+            self._receiver.on_room(self)
 
     def take_all(self) -> list[Envelope[Any]]:
         """Remove and return all messages in the mailbox. Raise an error if the channel has failed or is closed."""
@@ -320,6 +375,8 @@ class Inbox:
             self.received_count += len(more)
             if self.is_closed:
                 self._receiver.received_late_count += len(more)
+            if self.tells_room:
+                self._check_room()
         return envelopes
 
     def on_restarted(self, source: int) -> None:
@@ -372,6 +429,8 @@ class FrameReceiver(Pollable):
         recheck: Function that makes the engine evaluate the conditions of waiting tasks; called when a test outside a
             pass has delivered a message.
         contacts: Set to which the senders of messages are added.
+        on_full: Function that is called if the tag is still stalled in the pass after it stalled.
+        on_room: Function that is called with an inbox whose ``tells_room`` was set, when the inbox has room again.
 
     Attributes:
         routes: Stamp, inbox and decoder of each route, by the route's key.
@@ -390,7 +449,12 @@ class FrameReceiver(Pollable):
         ring: Callable[[], None],
         recheck: Callable[[], None],
         contacts: set[int],
+        on_full: Callable[[], None],
+        on_room: Callable[[Inbox], None],
     ) -> None:
+        self._on_full = on_full
+        self.on_room = on_room
+        self._is_newly_stalled = False
         self.request = request
         self.recheck = recheck
         self.contacts = contacts
@@ -411,6 +475,10 @@ class FrameReceiver(Pollable):
 
     def poll(self) -> int:
         """Deliver arrived frames, up to a maximum; return their number."""
+        if self._is_newly_stalled:
+            self._is_newly_stalled = False
+            if self.stalled_on is not None:
+                self._on_full()
         return self.deliver_up_to(DELIVERY_COUNT_MAX)
 
     def deliver_up_to(self, count_max: int) -> int:
@@ -453,16 +521,22 @@ class FrameReceiver(Pollable):
             found = self.routes.get(frame.key)
             if found is None or found[0] != frame.stamp:
                 if self._explain(frame, source):
-                    self.stalled_on = self
+                    self._stall(self)
                     return True
                 return False
             self._key = frame.key
             self._stamp, self._inbox, self._decode = found
         inbox = self._inbox
         if inbox.deliver(self._decode, frame, source):
-            self.stalled_on = inbox
+            self._stall(inbox)
             return True
         return False
+
+    def _stall(self, full: Inbox | FrameReceiver) -> None:
+        """Stop receiving. If no task takes a message before the next pass, ``on_full`` is called in it."""
+        self.stalled_on = full
+        self._is_newly_stalled = True
+        self._ring()
 
     def close(self, key: int) -> None:
         """Remove a route, if present."""

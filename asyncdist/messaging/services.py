@@ -21,6 +21,7 @@ from asyncdist.messaging import streams, wire
 from asyncdist.messaging.channels import Channel, Envelope, Overflow
 from asyncdist.messaging.demultiplexer import ReceivingChannel, TagDemultiplexer
 from asyncdist.messaging.engine import Engine
+from asyncdist.messaging.flow_control import FlowControl, TagFlow
 from asyncdist.messaging.polling import clock_of
 from asyncdist.recording.events import EventLog
 from asyncdist.transports.rank_sets import RankSet
@@ -120,6 +121,7 @@ class Services:
         self.nonce = nonce
         self._returned = RankSet()  # ranks whose main has returned
         self._demultiplexers: dict[int, TagDemultiplexer] = {}
+        self._flow_control: FlowControl | None = None  # made with the first channel of the user's program
         self._tags = tags.TagRegistry()
         self._scope_counts: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._gone_listeners: list[tuple[Callable[[int], None], RankSet | None]] = []
@@ -224,10 +226,22 @@ class Services:
     def _demultiplexer(self, tag: int, *, is_users: bool) -> TagDemultiplexer:
         found = self._demultiplexers.get(tag)
         if found is None:
+            if is_users and self._flow_control is None:
+                self._flow_control = FlowControl(self, self._flow_of)
             found = self._demultiplexers[tag] = TagDemultiplexer(
-                self.engine, tag, self.nonce, is_users=is_users, sent_to=self.sent_to, heard_from=self.heard_from
+                self.engine,
+                tag,
+                self.nonce,
+                tell=self._flow_control.tell if is_users and self._flow_control is not None else None,
+                sent_to=self.sent_to,
+                heard_from=self.heard_from,
             )
         return found
+
+    def _flow_of(self, tag: int) -> TagFlow | None:
+        """Return the flow control of ``tag``; None if no user channel has used the tag, or this rank is replayed."""
+        demultiplexer = self._demultiplexers.get(tag)
+        return demultiplexer.flow if demultiplexer is not None and self.engine.holds_sends else None
 
     def shared(self, make: Callable[[Services], T]) -> T:
         """Return the result of ``make(self)``, which is called once per rank and cached."""
@@ -333,7 +347,7 @@ class Services:
                 listener(rank)
         for demultiplexer in self._demultiplexers.values():
             if demultiplexer.is_users:
-                demultiplexer.on_gone()
+                demultiplexer.on_gone(ranks)
         self.engine.recheck()  # because tasks may wait for changes that the listeners have made
 
     def note_restarted(self, rank: int, incarnation: int) -> None:

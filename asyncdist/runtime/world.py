@@ -334,7 +334,7 @@ class World:
                 field types.
             tag: Tag from 0 to 7000 or from 12097 to 32767.
             name: Name of the channel; by default the name of the message type.
-            capacity: Number of unread messages at which the tag stops receiving.
+            capacity: Number of unread messages at which the tag stops receiving, and its senders wait.
             group: Ranks that use the channel; by default all ranks.
 
         Raises:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from support.channels import TAG, Number, both, dropped
 from support.facts import names
-from support.local import NONCE, worlds
+from support.local import NONCE, worlds, yields
 
 from asyncdist import World, tags
 from asyncdist.collectives.group_ledger import Freed
@@ -223,14 +223,20 @@ async def test_too_many_early_user_messages_stall_their_tag_loss_free(pair: list
     pair[1].channel(Number, tag=TAG).close()
     pair[0].channel(Number, tag=TAG).close()
     again = pair[0].channel(Number, tag=TAG)
-    for i in range(count):
-        await again.send(Number(i), 1)
+
+    async def send_all() -> None:
+        for i in range(count):
+            await again.send(Number(i), 1)
+
+    sending = asyncio.ensure_future(send_all())
+    await yields(100)
     for _ in range(100):
         pair[1].services.engine.poll()
     assert names(pair[1].services.leftovers()[0], EARLY_FRAME_COUNT_MAX, f"tag {TAG}")
     late = pair[1].channel(Number, tag=TAG, capacity=2)
     for i in range(count):
         assert (await late.receive()).message == Number(i)
+    await sending
     await again.send(Number(-1), 1)
     assert (await late.receive()).message == Number(-1)
     assert pair[1].services.leftovers() == []

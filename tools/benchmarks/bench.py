@@ -33,6 +33,7 @@ NAMES: Final = (
     "latency",
     "bandwidth",
     "beside",
+    "mailbox",
     "step",
     "gpu",
     "faces",

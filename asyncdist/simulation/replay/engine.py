@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from asyncdist.messaging.engine import Timer, yield_to_loop
 from asyncdist.messaging.polling import Peers, resolve_waiter
@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 class ReplayedEngine(ObservedEngine):
     """Polls the requests of a replayed rank, and ends waits at the same points as in the recorded run."""
+
+    holds_sends: ClassVar[bool] = False  # a send takes no time, and its task waits as long as in the recorded run
 
     def __init__(self, transport: Transport, loop: RankLoop, gate: Gate) -> None:
         super().__init__(transport, loop)
