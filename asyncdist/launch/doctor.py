@@ -242,6 +242,7 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
         ("mpirun", _describe_mpirun(facts)),
         ("thread level", f"{granted} (asked for: {_LEVELS[1]})"),
         ("a rank's death", _describe_death(facts)),
+        ("other users", _describe_users(facts)),
         ("cores", f"{facts.host_cores}{own}"),
         ("threads per rank", f"{threads}; OMP_NUM_THREADS is {facts.omp_threads or 'not set'}"),
         ("torch backends", ", ".join(facts.backends) or "none"),
@@ -262,6 +263,15 @@ def _describe_death(facts: Facts) -> str:
     if facts.started.transport == "mpi":
         return "ends the job: it was started without asyncdist run --survive (or mpirun --with-ft ulfm)"
     return "ends a job on MPI, unless it is started with asyncdist run --survive"
+
+
+def _describe_users(facts: Facts) -> str:
+    """Return what the job's transport lets other users of this host do (docs/trust.md)."""
+    if facts.started.transport == "torch" or facts.installation.library is None:
+        return "cannot run programs as you through a job"
+    if mpirun.can_survive(facts.installation):
+        return "can run programs as you while a job of Open MPI 5 runs here; --transport torch prevents this"
+    return "may be able to run programs as you through a job on this MPI, which was not examined"
 
 
 def _describe_streams(facts: Facts) -> str:

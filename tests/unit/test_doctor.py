@@ -190,6 +190,20 @@ def test_the_report_says_what_the_death_of_a_rank_does(facts: Facts, said: str) 
     assert said in dict(doctor.describe(facts))["a rank's death"]
 
 
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        (WELL, "can run programs as you while a job of Open MPI 5 runs here; --transport torch prevents this"),
+        (UNDER_MPIRUN, "can run programs as you"),
+        (UNDER_TORCHRUN, "cannot run programs as you"),
+        (replace(WELL, installation=NO_MPI), "cannot run programs as you"),
+        (replace(WELL, installation=Installation("mpich", "MPICH 5.0", ("mpich",), {})), "may be able to run programs"),
+    ],
+)
+def test_the_report_says_what_other_users_can_do(facts: Facts, said: str) -> None:
+    assert dict(doctor.describe(facts))["other users"].startswith(said)
+
+
 # -------------------------------------------------------------------------------------------------------- the command
 
 
