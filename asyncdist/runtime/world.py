@@ -389,7 +389,7 @@ class World:
 
     # -- requests of mpi4py and torch --------------------------------------------------------------------------------
 
-    async def wait(self, request: Any, status: Any = None) -> Any:
+    def wait(self, request: Any, status: Any = None) -> Coroutine[Any, Any, Any]:
         """Wait until a request that the program has started with mpi4py or torch has completed; return its result.
 
         Arguments, results, ownership and cancellation are those of :meth:`asyncdist.Progress.wait`. In worlds on torch
@@ -400,20 +400,20 @@ class World:
             RankLostError: A peer has failed, which ends the job.
             Exception: An error of the request or of its type, as in :meth:`asyncdist.Progress.wait`.
         """
-        return await self._requests.wait(request, status)
+        return self._requests.wait(request, status)
 
-    async def waitany(self, requests: Sequence[Any], status: Any = None) -> tuple[int, Any]:
+    def waitany(self, requests: Sequence[Any], status: Any = None) -> Coroutine[Any, Any, tuple[int, Any]]:
         """Wait until one request of a list has completed; return its index and its result.
 
         See :meth:`asyncdist.Progress.waitany` and :meth:`wait`.
         """
-        return await self._requests.waitany(requests, status)
+        return self._requests.waitany(requests, status)
 
     @functools.cached_property
     def _requests(self) -> RequestWaiter:
         if self.is_simulated:
             refuse_in_simulation("world.wait")
-        return RequestWaiter(self._engine)
+        return RequestWaiter(self._engine, "this world")
 
     # -- groups -----------------------------------------------------------------------------------------------------
 

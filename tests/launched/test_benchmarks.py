@@ -120,6 +120,15 @@ def check_latency(results: dict[str, Any], transport: str) -> None:
     assert 32 < results["frame_nbytes"] < 100
 
 
+@pytest.mark.mpi
+@pytest.mark.long
+def test_awaiting(bench: Bench) -> None:
+    results = bench("awaiting")
+    for loop in ("asyncio", "uvloop"):
+        assert results[loop]["ratio"] == pytest.approx(results[loop]["ours_us"] / results[loop]["rival_us"])
+        assert results[loop]["ours_cpu_percent"] > 0
+
+
 @pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
 @pytest.mark.long
 def test_bandwidth(bench: Bench, transport: str) -> None:

@@ -119,9 +119,9 @@ async def test_the_end_of_progress_names_unfinished_requests_once(caplog: pytest
         kept.is_done = True
         for _ in range(3):
             await asyncio.sleep(0)
-    with pytest.raises(ad.ClosedError, match=r"block of asyncdist.progress\(\) has ended"):
+    with pytest.raises(ad.ClosedError, match=r"progress\(\) was closed while a task"):
         await waits[0]
-    with pytest.raises(ad.ClosedError):
+    with pytest.raises(ad.ClosedError, match=r"progress\(\) is closed: wait"):
         await progress.wait(never)
     [line] = caplog.messages
     assert "(1 x an event (Event), 1 x an event (Event), completed after its wait was cancelled)" in line
@@ -169,7 +169,7 @@ async def test_what_cannot_be_awaited_is_refused_by_name() -> None:
             await progress.waitany([])
         with pytest.raises(TypeError, match="status must be None for an event"):
             await progress.wait(_done(), object())
-        with pytest.raises(TypeError, match="status must be None or a list of 1 status, got 5"):
+        with pytest.raises(TypeError, match="status must be None or a list of 1 items, got 5"):
             await progress.wait([_done()], 5)
     await coroutine
 

@@ -87,14 +87,14 @@ async def cancel(waits: Any) -> None:
 
     receive = comm.Irecv(bytearray(8), peer, tag=9)
     await waits.wait(comm.Isend(bytes(32), peer, tag=9))
-    await raises(MPI.Exception, "MPI_ERR_TRUNCATE", waits.wait(receive))
+    await raises(MPI.Exception, "trunc", waits.wait(receive))
 
 
 async def raises(kind: type[Exception], text: str, awaitable: Any) -> None:
     try:
         await awaitable
     except kind as error:
-        assert text in str(error), error
+        assert text.lower() in str(error).lower(), error
     else:
         raise AssertionError(f"no {kind.__name__}")
 
@@ -106,8 +106,8 @@ async def alone() -> None:
         never = comm.Irecv(bytearray(8), peer, tag=10)
         waiting = asyncio.ensure_future(progress.wait(never))
         await asyncio.sleep(0)
-    await raises(ad.ClosedError, "has ended", waiting)
-    await raises(ad.ClosedError, "has ended", progress.wait(never))
+    await raises(ad.ClosedError, "was closed", waiting)
+    await raises(ad.ClosedError, "is closed", progress.wait(never))
     never.Cancel()
     never.Wait()
 

@@ -44,6 +44,7 @@ NAMES: Final = (
     "average",
     "straggler",
     "idle",
+    "awaiting",
     "memory",
     "sim",
     "wire-codecs",

@@ -53,13 +53,19 @@ def main(
     measure: Callable[[ad.World, Any], Coroutine[Any, Any, Results | None]], *, full: object, quick: object
 ) -> None:
     """Be one rank of a benchmark: measure, and on rank 0 write the results to the file named on the command line."""
+    out, is_quick = arguments()
+    results = ad.run(measure, quick if is_quick else full, strict=True)
+    if results is not None:
+        out.write_text(json.dumps(results))
+
+
+def arguments() -> tuple[Path, bool]:
+    """Return the file for the results, and whether the settings are the quick ones, from the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    results = ad.run(measure, quick if options.quick else full, strict=True)
-    if results is not None:
-        options.out.write_text(json.dumps(results))
+    return options.out, options.quick
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -19,7 +19,13 @@ from typing import Any, Final
 
 from asyncdist import validation
 from asyncdist.errors import LocalProtocolError
+from asyncdist.waits import WaitId, WaitKind
 
+_AN_MPI_REQUEST: Final = WaitId(WaitKind.USER_REQUEST, name="an MPI request")
+_A_WORK: Final = WaitId(WaitKind.USER_REQUEST, name="a work of torch.distributed")
+#: Number of tests of an MPI request before its task yields to the event loop, which take about 10 us. Most of a message
+#: exchange with a rank that waits takes less, and an iteration of the loop takes 1 to 2 us.
+HOT_TEST_COUNT: Final = 40
 #: Source and tag in a status that MPI has not filled in.
 _UNSET: Final = -77
 _ALLOWED: Final = (
@@ -27,17 +33,24 @@ _ALLOWED: Final = (
 )
 
 
-def operation_of(request: object, ring: Callable[[], None]) -> Operation:
+def operation_of(request: object, status: object, ring: Callable[[], None]) -> Operation:
     """Return the operation for a request of the user's program.
 
     Args:
         request: Request, work or event.
+        status: Object that the request shall fill, or None.
         ring: Function that a thread calls when the request has completed.
 
     Raises:
-        TypeError: ``request`` is none of these.
+        TypeError: ``request`` is none of these, or it cannot fill ``status``.
         LocalProtocolError: ``request`` belongs to asyncdist, or can never complete.
     """
+    operation = _adapt(request, ring)
+    operation.check_status(status)
+    return operation
+
+
+def _adapt(request: object, ring: Callable[[], None]) -> Operation:
     if is_mpi_request(request):
         return MpiOperation(request)
     work_type = getattr(sys.modules.get("torch.distributed"), "Work", None)
@@ -65,7 +78,7 @@ class Operation:
     """A request of the user's program, in the form that the engine tests.
 
     Attributes:
-        name: Description of the request for reports.
+        what: Description of the request for reports.
         rings: Whether a thread wakes the loop when the request completes.
         value: Result of the completed request.
         error: Exception with which the request has failed; None if it has not.
@@ -75,8 +88,8 @@ class Operation:
     source: Final = -1
     nbytes: Final = 0
 
-    def __init__(self, name: str, *, rings: bool = False) -> None:
-        self.name = name
+    def __init__(self, what: WaitId, *, rings: bool = False) -> None:
+        self.what = what
         self.rings = rings
         self.value: Any = None
         self.error: BaseException | None = None
@@ -85,6 +98,13 @@ class Operation:
         """Return whether the request has completed or failed. Does not wait."""
         raise NotImplementedError
 
+    def test_first(self) -> bool:
+        """Test a new request, perhaps several times, before its task yields to the event loop."""
+        return self.test()
+
+    def keep_status(self) -> None:
+        """Keep the status of the request, because a later wait may ask for it."""
+
     def cancel(self) -> None:
         """Do nothing, since only the program cancels its requests."""
 
@@ -92,9 +112,21 @@ class Operation:
         """Return whether the program has started the request again since it completed, which persistent ones allow."""
         return False
 
-    def fill(self, status: Any) -> None:
+    def check_status(self, status: Any) -> None:
+        """Raise TypeError if ``status`` cannot be filled by this request."""
+        if status is not None:
+            raise TypeError(f"status must be None for {self.what}, which has no status, got {status!r}")
+
+    def result(self, status: Any) -> Any:
+        """Return the result of the completed request, and fill ``status``; or raise the request's error."""
+        if self.error is not None:
+            raise self.error
+        if status is not None:
+            self._fill(status)
+        return self.value
+
+    def _fill(self, status: Any) -> None:
         """Copy the status of the completed request into ``status``."""
-        raise TypeError(f"status must be None for {self.name}, which has no status, got {status!r}")
 
 
 class MpiOperation(Operation):
@@ -105,11 +137,11 @@ class MpiOperation(Operation):
     """
 
     def __init__(self, request: Any) -> None:
-        super().__init__("an MPI request")
+        super().__init__(_AN_MPI_REQUEST)
         self._mpi = sys.modules["mpi4py.MPI"]
         self._request = request
         self._is_persistent = isinstance(request, self._mpi.Prequest)
-        self._status = self._new_status()
+        self._status = self._new_status() if self._is_persistent else None
         self._has_been_active = False
         if not request:
             raise LocalProtocolError(
@@ -121,6 +153,25 @@ class MpiOperation(Operation):
         status = self._mpi.Status()
         status.source = status.tag = _UNSET
         return status
+
+    def keep_status(self) -> None:
+        if self._status is None:
+            self._status = self._new_status()
+
+    def test_first(self) -> bool:
+        if self._is_persistent:
+            return self.test()
+        test, status = self._request.test, self._status
+        try:
+            for _ in range(HOT_TEST_COUNT):
+                is_complete, value = test(status)
+                if is_complete:
+                    self.value = value
+                    return True
+        except Exception as error:
+            self.error = error
+            return True
+        return False
 
     def test(self) -> bool:
         if not self._request:
@@ -157,9 +208,13 @@ class MpiOperation(Operation):
             return False
         return not is_complete
 
-    def fill(self, status: Any) -> None:
-        if not isinstance(status, self._mpi.Status):
+    def check_status(self, status: Any) -> None:
+        if status is not None and not isinstance(status, self._mpi.Status):
             validation.refuse("status", status, "an mpi4py.MPI.Status or None", TypeError)
+        if status is not None:
+            self.keep_status()
+
+    def _fill(self, status: Any) -> None:
         status.__setstate__(self._status.__getstate__())
 
 
@@ -168,7 +223,7 @@ class WorkOperation(Operation):
 
     def __init__(self, work: Any, ring: Callable[[], None]) -> None:
         waits_in_thread = not work.is_completed() and _completes_in_wait(work)
-        super().__init__("a work of torch.distributed", rings=waits_in_thread)
+        super().__init__(_A_WORK, rings=waits_in_thread)
         self._work = work
         self._ring = ring
         self._has_ended = False
@@ -205,7 +260,7 @@ class EventOperation(Operation):
     """Tests a device event, such as a ``torch.cuda.Event``."""
 
     def __init__(self, event: Any) -> None:
-        super().__init__(f"an event ({type(event).__name__})")
+        super().__init__(WaitId(WaitKind.USER_REQUEST, name=f"an event ({type(event).__name__})"))
         self._event = event
 
     def test(self) -> bool:

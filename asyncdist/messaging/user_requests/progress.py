@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from asyncdist.errors import ClosedError, LocalProtocolError
+from asyncdist.errors import ClosedError
 from asyncdist.messaging.engine import Engine
 from asyncdist.messaging.user_requests.waiting import RequestWaiter, refuse_in_simulation
 from asyncdist.transports.local import LocalHub
@@ -20,8 +20,9 @@ logger = logging.getLogger("asyncdist.progress")
 class Progress:
     """Waits for requests that the program has started with mpi4py or torch; made by :func:`asyncdist.progress`.
 
-    While requests are outstanding, a callback of the event loop tests them: in each iteration of the loop for some 100
-    iterations, then, if the loop has nothing else to do, every 20 µs or so for 20 iterations, then every millisecond.
+    A new MPI request is tested for some 10 µs before its task yields to the event loop. Then a callback of the loop
+    tests all outstanding requests: in each iteration of the loop for some 100 iterations, then, if the loop has nothing
+    else to do, every 20 µs or so for 20 iterations, then every millisecond.
 
     **Ownership**: from the first wait for a request until a wait has returned its result, the request belongs to this
     object. It stores the request with its buffer, and tests it even if no task waits for it. Meanwhile do not call
@@ -35,14 +36,13 @@ class Progress:
         transport = LocalHub(1).transport(0)  # a transport without peers
         # The engine relies on rings of a transport that wakes; nothing rings for the program's requests.
         transport.capabilities = dataclasses.replace(transport.capabilities, wakes=False)
-        self._loop = loop
         self._engine = Engine(transport, loop)
-        self._requests = RequestWaiter(self._engine, drives=True)
+        self._requests = RequestWaiter(self._engine, "asyncdist.progress()", drives=True)
 
     def __repr__(self) -> str:
         return f"<Progress, {'closed' if self._engine.failure else 'open'}>"
 
-    async def wait(self, request: Any, status: Any = None) -> Any:
+    def wait(self, request: Any, status: Any = None) -> Coroutine[Any, Any, Any]:
         """Wait until a request has completed, and return its result; or wait for each request of a list.
 
         Args:
@@ -68,10 +68,9 @@ class Progress:
 
         If a request of a list fails, its error is raised after all have completed.
         """
-        self._check()
-        return await self._requests.wait(request, status)
+        return self._requests.wait(request, status)
 
-    async def waitany(self, requests: Sequence[Any], status: Any = None) -> tuple[int, Any]:
+    def waitany(self, requests: Sequence[Any], status: Any = None) -> Coroutine[Any, Any, tuple[int, Any]]:
         """Wait until one request of a list has completed; return its index and the value that :meth:`wait` returns.
 
         MPI requests that are MPI.REQUEST_NULL are skipped, as in MPI, so a loop may pass the same list repeatedly.
@@ -85,26 +84,17 @@ class Progress:
             LocalProtocolError: All requests are MPI.REQUEST_NULL; or another reason of :meth:`wait`.
             TypeError, mpi4py.MPI.Exception, RuntimeError, ClosedError: As in :meth:`wait`.
         """
-        self._check()
-        return await self._requests.waitany(requests, status)
-
-    def _check(self) -> None:
-        if self._engine.failure is not None:
-            raise self._engine.failure
-        if asyncio.get_running_loop() is not self._loop:
-            raise LocalProtocolError(
-                "this Progress belongs to another event loop: enter async with asyncdist.progress() on this one"
-            )
+        return self._requests.waitany(requests, status)
 
     def _close(self) -> None:
         left = self._requests.close()
-        self._engine.fail(ClosedError("the block of asyncdist.progress() has ended: wait for requests inside of it"))
+        self._engine.fail(ClosedError("asyncdist.progress() was closed while a task waited for a request"))
         self._engine.stop()
         if left is not None:
             logger.warning(
                 "asyncdist.progress() has ended with unfinished requests (%s). Their buffers stay in memory until the "
-                "process ends. Wait for all requests inside the block; Cancel receives that will not complete, and "
-                "wait for them too",
+                "process ends, and a thread that waits for a work of gloo may abort the process at its exit. Wait for "
+                "all requests inside the block; to end an MPI receive, call its Cancel and wait for it",
                 left,
             )
 

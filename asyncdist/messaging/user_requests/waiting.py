@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Final
 
 from asyncdist import validation
-from asyncdist.errors import LocalProtocolError
-from asyncdist.messaging.engine import Engine
+from asyncdist.errors import ClosedError, LocalProtocolError
+from asyncdist.messaging.channels import FAIRNESS_PERIOD
+from asyncdist.messaging.engine import Engine, yield_to_loop
 from asyncdist.messaging.user_requests.operations import Operation, is_mpi_request, operation_of
-from asyncdist.waits import WaitId, WaitKind
-from asyncdist.wording import plural
 
 #: Requests that had not completed when their waits were given up. MPI or a thread may still use their buffers, which
 #: must therefore stay in memory until the process ends.
@@ -23,12 +22,11 @@ _NEVER_COMPLETED: Final[list[object]] = []
 class _Awaited:
     """A request, from the first wait for it until a wait has returned its result."""
 
-    __slots__ = ("is_complete", "operation", "request", "waiters", "what")
+    __slots__ = ("is_complete", "operation", "request", "waiters")
 
     def __init__(self, request: object, operation: Operation) -> None:
         self.request = request
         self.operation = operation
-        self.what = WaitId(WaitKind.USER_REQUEST, name=operation.name)
         self.is_complete = False
         self.waiters: list[asyncio.Future[None]] = []
 
@@ -41,43 +39,50 @@ class RequestWaiter:
 
     Args:
         engine: Engine that tests the requests.
-        drives: Whether the engine runs only while requests are outstanding.
+        owner: Name of the object that the user closes, for errors.
+        drives: Whether the engine has no other purpose, and runs only while it must test requests repeatedly.
     """
 
-    def __init__(self, engine: Engine, *, drives: bool = False) -> None:
+    def __init__(self, engine: Engine, owner: str, *, drives: bool = False) -> None:
         self._engine = engine
+        self._owner = owner
         self._drives = drives
         self._awaited: dict[int, _Awaited] = {}
-        self._outstanding_count = 0
+        self._polled_count = 0  # number of outstanding requests for which no thread waits
+        self._since_yield_count = 0
+        self._is_closed = False
 
-    async def wait(self, request: Any, status: Any = None) -> Any:
+    def wait(self, request: Any, status: Any = None) -> Coroutine[Any, Any, Any]:
         """Wait until a request, or each request of a list, has completed; return the results.
 
         **Cancellation**: the requests stay stored. The next wait for one of them returns its result.
         """
-        if not isinstance(request, (list, tuple)):
-            awaited = self._await(request)
-            while not awaited.is_complete:
-                await self._park((awaited,))
-            return self._take(awaited, status)
+        # The coroutine is returned, not awaited, because each coroutine around it would cost 0.1 us.
+        return (self._wait_for_all if isinstance(request, (list, tuple)) else self._wait_for)(request, status)
+
+    async def _wait_for_all(self, request: Sequence[Any], status: Any) -> list[Any]:
+        self._check()
         statuses = [None] * len(request) if status is None else status
         if not isinstance(statuses, (list, tuple)) or len(statuses) != len(request):
-            validation.refuse("status", status, f"None or a list of {plural(len(request), 'status')}", TypeError)
-        all_awaited = [self._await(each) for each in request]
+            validation.refuse("status", status, f"None or a list of {len(request)} items", TypeError)
+        all_awaited = [self._await(each, to_fill) for each, to_fill in zip(request, statuses, strict=True)]
         for awaited in all_awaited:
             while not awaited.is_complete:
                 await self._park((awaited,))
-        return self._take_all(all_awaited, statuses)
+        for awaited in all_awaited:
+            self._awaited.pop(id(awaited.request), None)
+        return [each.operation.result(to_fill) for each, to_fill in zip(all_awaited, statuses, strict=True)]
 
     async def waitany(self, requests: Sequence[Any], status: Any = None) -> tuple[int, Any]:
         """Wait until a request of the list has completed; return its index and its result.
 
         **Cancellation**: as for :meth:`wait`.
         """
+        self._check()
         if not isinstance(requests, (list, tuple)) or not requests:
             validation.refuse("requests", requests, "a list of one or more requests", TypeError)
         usable = [i for i, each in enumerate(requests) if not _is_null(each)] or [0]
-        awaited = {i: self._await(requests[i]) for i in usable}
+        awaited = {i: self._await(requests[i], status) for i in usable}
         while True:
             for i, each in awaited.items():
                 if each.is_complete:
@@ -89,6 +94,7 @@ class RequestWaiter:
 
         The requests that have not completed stay in memory until the process ends.
         """
+        self._is_closed = True
         left = list(self._awaited.values())
         unfinished = [each for each in left if not each.is_complete]
         for each in unfinished:
@@ -96,28 +102,61 @@ class RequestWaiter:
         _NEVER_COMPLETED.extend(unfinished)
         self._awaited.clear()
         names = Counter(
-            each.operation.name + (", completed after its wait was cancelled" if each.is_complete else "")
+            f"{each.operation.what}{', completed after its wait was cancelled' if each.is_complete else ''}"
             for each in left
         )
         return ", ".join(f"{count} x {name}" for name, count in names.items()) or None
 
-    def _await(self, request: object) -> _Awaited:
+    async def _wait_for(self, request: object, status: Any) -> Any:
+        """Wait for one request. A new request is tested several times before its task yields to the loop."""
+        self._check()
+        self._since_yield_count += 1
+        if self._since_yield_count >= FAIRNESS_PERIOD:
+            self._since_yield_count = 0
+            await yield_to_loop()
+        awaited = self._find(request, status)
+        if awaited is None:
+            operation = operation_of(request, status, self._ring)
+            if operation.test_first():
+                return operation.result(status)
+            awaited = self._watch(request, operation)
+        while not awaited.is_complete:
+            self._since_yield_count = 0
+            await self._park((awaited,))
+        return self._take(awaited, status)
+
+    def _check(self) -> None:
+        if self._is_closed:
+            raise ClosedError(f"{self._owner} is closed: wait for requests while it is open")
+        if asyncio.get_running_loop() is not self._engine.loop:
+            raise LocalProtocolError(f"{self._owner} belongs to another event loop: wait on the loop that opened it")
+
+    def _await(self, request: object, status: Any) -> _Awaited:
         """Return the entry of ``request``; the engine tests a new request until it has completed."""
+        return self._find(request, status) or self._watch(request, operation_of(request, status, self._ring))
+
+    def _find(self, request: object, status: Any) -> _Awaited | None:
+        """Return the entry of a request for which an earlier wait was cancelled; None for a new request."""
         found = self._awaited.get(id(request))
-        if found is not None and not (found.is_complete and found.operation.is_outdated()):
-            return found
-        awaited = _Awaited(request, operation_of(request, self._ring))
-        self._awaited[id(request)] = awaited
-        self._outstanding_count += 1
-        if self._drives:
+        if found is None or (found.is_complete and found.operation.is_outdated()):
+            return None
+        found.operation.check_status(status)
+        return found
+
+    def _watch(self, request: object, operation: Operation) -> _Awaited:
+        """Make the engine test a new request until it has completed."""
+        awaited = self._awaited[id(request)] = _Awaited(request, operation)
+        operation.keep_status()
+        self._polled_count += not operation.rings
+        if self._drives and not operation.rings:
             self._engine.start()
-        self._engine.watch(awaited.operation, awaited.what, lambda _: self._on_done(awaited))
+        self._engine.watch(operation, operation.what, lambda _: self._on_done(awaited))
         return awaited
 
     def _on_done(self, awaited: _Awaited) -> None:
         awaited.is_complete = True
-        self._outstanding_count -= 1
-        if self._drives and not self._outstanding_count:
+        self._polled_count -= not awaited.operation.rings
+        if self._drives and not self._polled_count:
             self._engine.stop()
         for waiter in awaited.waiters:
             if not waiter.done():
@@ -126,7 +165,7 @@ class RequestWaiter:
     def _ring(self) -> None:
         """Make the loop test the requests; called by threads."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._engine.loop.call_soon_threadsafe(self._engine.ring)
+            self._engine.loop.call_soon_threadsafe(self._engine.poll if self._drives else self._engine.ring)
 
     async def _park(self, awaited: Sequence[_Awaited]) -> None:
         """Wait until one of the requests completes."""
@@ -134,7 +173,7 @@ class RequestWaiter:
         for each in awaited:
             each.waiters.append(waiter)
         try:
-            await self._engine.park(waiter, awaited[0].what, is_of_request=True)
+            await self._engine.park(waiter, awaited[0].operation.what, is_of_request=True)
         finally:
             for each in awaited:
                 each.waiters.remove(waiter)
@@ -142,20 +181,7 @@ class RequestWaiter:
     def _take(self, awaited: _Awaited, status: Any) -> Any:
         """Return the result of a completed request, or raise its error."""
         self._awaited.pop(id(awaited.request), None)
-        if awaited.operation.error is not None:
-            raise awaited.operation.error
-        if status is not None:
-            awaited.operation.fill(status)
-        return awaited.operation.value
-
-    def _take_all(self, all_awaited: Sequence[_Awaited], statuses: Sequence[Any]) -> list[Any]:
-        """Return the results of completed requests. If some have failed, raise the error of the first one."""
-        failed = [each for each in all_awaited if each.operation.error is not None]
-        for each in all_awaited:
-            self._awaited.pop(id(each.request), None)
-        if failed:
-            return [self._take(failed[0], None)]
-        return [self._take(each, status) for each, status in zip(all_awaited, statuses, strict=True)]
+        return awaited.operation.result(status)
 
 
 def _is_null(request: Any) -> bool:
