@@ -1,4 +1,4 @@
-"""Shared by all tests: the path of their helpers, quiet threads, and which tests may start processes."""
+"""Set-up for all tests: the path of their helpers, few threads, and which tests may start processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytest_plugins = ["pytester"]
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sys.path]
 pytest.register_assert_rewrite("support", "conformance", "helpers")
-# A shell's background jobs ignore SIGINT, and so would every job that is started and interrupted here.
+# A shell's background jobs ignore SIGINT, and jobs that are started and interrupted here would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("any machine", deadline=None)
@@ -27,7 +27,7 @@ hypothesis.settings.load_profile("any machine")
 # Several ranks and test processes share few cores.
 torch.set_num_threads(1)
 
-#: Tests in these places get the mark ``launched``, and only these may start processes.
+#: Tests in these folders get the mark ``launched``; only such tests may start processes.
 LAUNCHED = (HERE / "launched", HERE / "conformance" / "test_launched.py")
 #: The events of ``sys.audit`` with which Python announces that it starts a process.
 STARTS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
@@ -45,14 +45,15 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 class _Guard:
-    """Refuses to start processes in a test that may not, by an error that says where such a test belongs."""
+    """Prevents tests without permission from starting processes; the error says where such a test belongs."""
 
     def __init__(self) -> None:
         self.is_refusing = False
         self._spawn = multiprocessing.util.spawnv_passfds
-        # An audit hook sees every way there is, names that were imported before included; but it stays for good.
+        # An audit hook sees every way to start a process, even through names that were imported earlier; but it is
+        # permanent.
         sys.addaudithook(self._on_event)
-        # The start methods "spawn" and "forkserver" announce nothing, and both come through here.
+        # The start methods "spawn" and "forkserver" raise no audit event; both call this function.
         multiprocessing.util.spawnv_passfds = self._on_spawn  # type: ignore[assignment]
 
     def _on_spawn(self, *args: Any) -> int:
@@ -60,7 +61,7 @@ class _Guard:
         return self._spawn(*args)
 
     def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
-        # torch asks lscpu once, when its compiler is first imported: that may be in any test.
+        # torch calls lscpu once, when its compiler is first imported, which may happen in any test.
         if self.is_refusing and event in STARTS and args[:1] != ("lscpu",):
             self.check(f"{event} {args[:2]}")
 
@@ -79,9 +80,9 @@ _GUARD = _Guard()
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Let only tests that are marked for it start processes, and see MPI.
 
-    ``./tools/test --mpi mpich -m mpi`` is to run everything that differs there, so that nothing may start ranks of MPI
-    by accident: without the mark ``mpi``, mpi4py, here or in what a test starts, is told of a library that does not
-    exist.
+    ``./tools/test --mpi mpich -m mpi`` must run all tests that differ there, so no other test may start ranks of MPI by
+    accident. Without the mark ``mpi``, mpi4py is given the name of a library that does not exist, in this process and
+    in its children.
     """
     may_start = item.get_closest_marker("launched") or item.get_closest_marker("workers")
     with pytest.MonkeyPatch.context() as patch:
@@ -95,6 +96,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what the imports have made out of full collections: tests and the simulator ask for many of these."""
+    """Exclude the imported objects from full garbage collections, because tests and the simulator collect often."""
     gc.collect()
     gc.freeze()

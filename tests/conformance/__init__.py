@@ -1,5 +1,6 @@
-"""One set of bodies, run on every transport.
+"""Test cases that run unchanged on every transport.
 
-``cases_*.py`` hold them: ``async def case_...(end)``, executed by every rank with its own :class:`Endpoint`.
-``test_conformance.py`` runs them in process and under mpirun; ``program.py`` is what mpirun starts.
+The modules ``cases_*.py`` contain the cases. Every rank executes ``async def case_...(end)`` with its own
+:class:`Endpoint`. ``test_conformance.py`` runs the cases in one process, and ``test_launched.py`` runs ``program.py``
+under launchers.
 """

@@ -55,7 +55,7 @@ async def case_messages_arrive_in_order_from_each_rank(end: Endpoint) -> None:
 
 
 async def case_messages_move_at_safe_points(end: Endpoint) -> None:
-    """No task waits for the message and no timer polls for it: a training rank has it at its next safe point."""
+    """A training rank receives a message at its next safe point, although no task waits for it and no timer polls."""
     channel = end.world.channel(Number, tag=end.tag)
     count = 50
     received: list[tuple[int, int]] = []
@@ -121,7 +121,8 @@ async def case_a_full_channel_stops_its_own_tag_only(end: Endpoint) -> None:
 async def case_a_channel_opened_late_gets_what_came_early(end: Endpoint) -> None:
     for listens in (False, True):
         tag = end.tag + listens
-        # With another channel on the tag, early frames are taken in and kept; without, they wait in the transport.
+        # If another channel is open on the tag, early frames are received and kept; otherwise they wait in the
+        # transport.
         other = end.world.channel(Number, tag=tag, name="twin") if listens else None
         channel = None if end.rank == 0 else end.world.channel(Number, tag=tag, name="twin")
         if channel is not None:
@@ -144,7 +145,7 @@ async def case_a_channel_opened_late_gets_what_came_early(end: Endpoint) -> None
 
 
 async def case_scopes_apart_on_one_tag(end: Endpoint) -> None:
-    """Two channels with one name, in turn and at the same time, never receive each other's messages."""
+    """Two channels with one name, open in turn or at the same time, never receive each other's messages."""
     first = end.world.channel(Number, tag=end.tag, name="twin")
     second = end.world.channel(Number, tag=end.tag, name="twin")
     for i in range(20):
@@ -154,7 +155,7 @@ async def case_scopes_apart_on_one_tag(end: Endpoint) -> None:
         assert (await first.receive()).message == Number(i)
     await first.send(Number(99), end.right)
     await end.barrier()
-    first.close()  # with a message in it, or on its way
+    first.close()  # while a message is in it, or on its way
     for i in range(20):
         assert (await second.receive()).message == Number(1000 + i)
     await end.barrier()
@@ -216,7 +217,7 @@ async def case_iteration_ends_when_the_channel_closes(end: Endpoint) -> None:
 
 
 async def case_ping_pong_leaves_other_tasks_alive(end: Endpoint) -> None:
-    """A rank whose receive always finds its message at once still lets its other tasks run."""
+    """A rank whose receive always finds a message immediately still lets its other tasks run."""
     channel = end.world.channel(Number, tag=end.tag)
     turns = 0
 

@@ -23,26 +23,26 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.flo
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
 DTYPES = (*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128)
 SHAPES = ((), (1,), (7,), (3, 5), (0,), (2, 0, 3), (40_000,))
-#: One of each width, and one that is summed in another dtype.
+#: One dtype of each width, and one dtype that is summed in another dtype.
 SHAPED = (torch.uint8, torch.bfloat16, torch.float32, torch.complex128)
 
 
 def combinations(dtypes: Sequence[torch.dtype]) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """Pair each dtype with one shape and each shape with some dtypes, since only the dtype's width affects messages."""
+    """Pair each dtype with one shape and each shape with some dtypes, because only a dtype's width affects messages."""
     each_dtype = [(dtype, (3, 5)) for dtype in dtypes]
     each_shape = itertools.product((dtype for dtype in SHAPED if dtype in dtypes), SHAPES)
     return list(dict.fromkeys([*each_dtype, *each_shape]))
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Small whole numbers, so that every order of summation gives the same, in any dtype."""
+    """Return small integers, so that every order of summation gives the same result in any dtype."""
     generator = np.random.default_rng(rank)
     high = 2 if dtype == torch.bool else 4
     return torch.from_numpy(generator.integers(0, high, shape)).to(dtype).reshape(shape)
 
 
 def layouts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The same values, laid out in other ways."""
+    """Return the same values in other memory layouts."""
     found = [tensor.clone()]
     if tensor.dim() == 2:
         found.append(tensor.t().contiguous().t())
@@ -113,7 +113,7 @@ async def case_all_reduce(end: Endpoint) -> None:
 
 
 async def case_all_reduce_of_halves_sums_in_float32(end: Endpoint) -> None:
-    """256 + 1/2 + 1/2 ... rounds to 256 in bfloat16 at every step, but not at the end of a float32 sum."""
+    """Check float32 sums: 256 + 1/2 + 1/2 ... would round to 256 in bfloat16 at every step, but not at the end."""
     part = torch.tensor([256.0 if end.rank == 0 else 0.5 + 0.25], dtype=torch.bfloat16)
     expected = torch.tensor([256.0 + 0.75 * (end.size - 1)]).to(torch.bfloat16)
     assert torch.equal(await ad.all_reduce(part), expected)
@@ -122,7 +122,7 @@ async def case_all_reduce_of_halves_sums_in_float32(end: Endpoint) -> None:
 
 
 async def case_all_reduce_of_nan_and_of_zeros_of_both_signs(end: Endpoint) -> None:
-    """All ranks get equal results: NaN if any rank has NaN, and -0 is less than +0.
+    """All ranks get equal results: NaN if any rank has a NaN; -0 is less than +0.
 
     MPI does not define MPI_MIN and MPI_MAX for NaN: with MPICH the results differed between ranks.
     """
@@ -145,7 +145,7 @@ async def case_all_reduce_of_nan_and_of_zeros_of_both_signs(end: Endpoint) -> No
 
 
 async def case_integers_wrap(end: Endpoint) -> None:
-    """Sums of 1 and of 70 elements wrap around, although Open MPI's vector instructions saturate."""
+    """Sums of 1 and of 70 elements wrap around, although Open MPI's vector instructions would saturate."""
     tops = {torch.uint8: 200, torch.int8: 100, torch.uint16: 60_000, torch.int16: 30_000, torch.int64: 2**62}
     for (dtype, top), count in itertools.product(tops.items(), (1, 70)):
         numbers = [-top if rank == 2 and dtype.is_signed else top for rank in range(end.size)]
@@ -166,7 +166,7 @@ async def case_dense_tensors_of_any_layout(end: Endpoint) -> None:
                 with pytest.raises(ValueError, match="several elements in one place in memory"):
                     await ad.broadcast(sent, 1)
                 sent = torch.zeros(sent.shape)
-            assert await ad.broadcast(sent, 1) is sent  # the root's own is only read
+            assert await ad.broadcast(sent, 1) is sent  # the root's own tensor is only read
             assert same(sent, ODD[name])
             continue
         if end.rank != 1:
@@ -175,12 +175,13 @@ async def case_dense_tensors_of_any_layout(end: Endpoint) -> None:
         assert same(sent, ODD[name]), name
         assert await ad.all_reduce(sent, "prod") is sent
         power = torch.stack([ODD[name].detach().to(torch.complex128)] * end.size).prod(0)
-        if not sent.is_floating_point() or sent.itemsize > 1:  # those round to what only float32 products tell
+        # rounding to 8 bits would hide the differences of float32 products
+        if not sent.is_floating_point() or sent.itemsize > 1:
             assert torch.allclose(sent.detach().to(torch.complex128), power, equal_nan=True) or "uint" in name, name
 
 
 async def case_tensors_made_in_inference_mode_are_written_outside_it(end: Endpoint) -> None:
-    """The backend has written into them or not, which torch does not see: this does not depend on the transport."""
+    """The transport must not matter: torch does not notice whether the backend has written into the tensors."""
     with torch.inference_mode():
         dense, transposed = torch.ones(3), torch.full((2, 3), float(end.rank)).t()
     assert (await ad.all_reduce(dense)).tolist() == [float(end.size)] * 3
@@ -188,7 +189,7 @@ async def case_tensors_made_in_inference_mode_are_written_outside_it(end: Endpoi
 
 
 async def case_what_is_no_dense_tensor_is_refused_here(end: Endpoint) -> None:
-    """Where it can be caught: not in a task behind the collective."""
+    """The caller can catch the error: it is not raised in a task behind the collective."""
     for word, wrong in not_dense().items():
         for refuse in (ad.broadcast, ad.gather, ad.all_gather, ad.all_reduce):
             with pytest.raises(TypeError, match=naming("tensor", word)):
@@ -206,7 +207,10 @@ async def case_what_is_no_dense_tensor_is_refused_here(end: Endpoint) -> None:
 
 
 async def case_more_bytes_than_a_call_of_the_backend_takes(end: Endpoint) -> None:
-    """MPI counts them in 32 bits; here the limit is a thousand. The real one is in ``test_conformance.py``."""
+    """MPI counts bytes in 32 bits.
+
+    Here the limit is lowered to a thousand; ``test_conformance.py`` tests the real limit.
+    """
     await end.barrier()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(in_pieces, "COUNT_NBYTES_MAX", 1000)
@@ -215,7 +219,7 @@ async def case_more_bytes_than_a_call_of_the_backend_takes(end: Endpoint) -> Non
             parts = [values(rank, (count,), dtype) for rank in range(end.size)]
             task = asyncio.ensure_future(ad.broadcast(mine.clone(), 1))
             await end.yields(1)
-            task.cancel()  # it goes on in the background, and what follows waits for its turn
+            task.cancel()  # the collective continues in the background, and the next one waits for its turn
             assert all(map(same, await ad.all_gather(mine), parts))
             assert same(await ad.broadcast(mine.clone(), 1), parts[1])
             gathered = await ad.gather(mine, 1)
@@ -336,7 +340,8 @@ async def case_a_cancelled_collective_leaves_the_group_usable(end: Endpoint) -> 
         for yields in (0, 1, 2, 4):
             for i in range(3):
                 task = asyncio.ensure_future(ad.all_reduce(torch.ones(nbytes // 4)))
-                await end.yields(1 + yields + i + end.rank)  # at least one: a task that never began has not entered
+                # at least one iteration: a task that has not begun has not entered the collective
+                await end.yields(1 + yields + i + end.rank)
                 task.cancel()
                 await asyncio.wait([task])
                 found = await ad.all_gather(torch.tensor([end.rank]))
@@ -370,7 +375,8 @@ async def case_wrong_arguments_are_refused_before_anything_is_sent(end: Endpoint
 async def case_a_group_that_some_do_not_join_names_them(end: Endpoint) -> None:
     ranks = range(end.size)
     absent = end.size - 1
-    if end.rank == 0:  # the leader's time begins when the other present ones have come: they may be slow, not missing
+    # the leader's time begins when the other ranks have arrived: they may be slow, but they are not missing
+    if end.rank == 0:
         joins = end.world.agreements.led.joins
         await end.engine.until(lambda: end.size == 2 or [len(come) for come in joins.values()] == [end.size - 2])
     if end.rank != absent:
@@ -379,10 +385,10 @@ async def case_a_group_that_some_do_not_join_names_them(end: Endpoint) -> None:
         assert caught.value.missing == (absent,)
         assert f"rank {absent}" in str(caught.value)
     await end.barrier()
-    # The absent rank counts this list's starts differently now; a list that no rank has used works.
+    # The absent rank now counts the starts of this list differently; a list that no rank has used works.
     group = await ad.new_group(list(reversed(ranks)))
     assert len(await ad.all_gather(torch.zeros(1), group=group)) == end.size
-    if end.rank == absent:  # it is told that it is late, and counts like the others from then on
+    if end.rank == absent:  # the absent rank is notified that it is late, and counts like the others from then on
         with pytest.raises(StartTimeoutError, match=f"rank {absent}"):
             await ad.new_group(ranks)
     group = await ad.new_group(ranks)

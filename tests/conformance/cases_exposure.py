@@ -16,7 +16,7 @@ from asyncdist.messaging.streams import WINDOW_COUNT
 from conformance.endpoint import Endpoint
 
 CHUNK_NBYTES = 128
-#: More chunks than are under way at once, the last one shorter.
+#: More chunks than are in progress at once; the last chunk is shorter.
 NBYTES = CHUNK_NBYTES * (WINDOW_COUNT + 2) + 40
 
 
@@ -39,7 +39,7 @@ async def exposed(end: Endpoint, *, nbytes: int = NBYTES, group: Group | None = 
 
 
 def publish(exposure: VersionedWindow, *, metric: float = 1.0) -> bool:
-    """The next version, whose bytes all say its number; whether there was room for it."""
+    """Publish the next version, all of whose bytes are its number; return whether there was room for it."""
     memory = exposure.begin()
     if memory is None:
         return False
@@ -52,14 +52,14 @@ def publish(exposure: VersionedWindow, *, metric: float = 1.0) -> bool:
 
 
 async def begun(end: Endpoint, exposure: VersionedWindow) -> torch.Tensor:
-    """The memory for the next version, as soon as the last chunk that a reader has got is known to have left."""
+    """Return the memory for the next version, once the last chunk that a reader has received has left."""
     while (memory := exposure.begin()) is None:
         await end.world.safe_point()
     return memory
 
 
 async def published(end: Endpoint, exposure: VersionedWindow, rank: int, version: int) -> VersionRecord:
-    """The record of that version of ``rank``, when it is the newest one known here."""
+    """Return the record of this version of ``rank`` once it is the newest known version."""
     while True:
         record = await exposure.published_by(rank)
         if record is not None and record.version >= version:
@@ -129,7 +129,7 @@ async def case_a_version_is_gone_when_the_next_but_one_is_begun(end: Endpoint) -
 
 
 async def case_versions_never_mix(end: Endpoint) -> None:
-    """Each rank publishes all the time and reads its neighbour all the time."""
+    """Each rank publishes all the time, and reads its neighbour all the time."""
     count, whole, outdated = 60, 0, 0
     async with exposed(end) as exposure:
 
@@ -191,7 +191,7 @@ async def case_who_has_left_exposes_nothing_and_the_others_go_on(end: Endpoint) 
 
 
 async def case_a_group_of_some(end: Endpoint) -> None:
-    """The others take no part, not even in the opening; several at once do not mix; memory is used again."""
+    """Ranks outside the group take no part, even in the opening. Several groups do not mix, and memory is reused."""
     ranks = [rank for rank in range(end.size) if rank % 2 == 0]
     if end.rank in ranks and len(ranks) > 1:
         group = await end.world.new_group(ranks)

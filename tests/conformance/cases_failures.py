@@ -17,7 +17,7 @@ from conformance.endpoint import Endpoint
 
 
 class Stumble(Exception):
-    """One of the tests' own."""
+    """An exception of these tests."""
 
 
 def stumble(rank: int) -> None:
@@ -25,7 +25,7 @@ def stumble(rank: int) -> None:
 
 
 async def expect(end: Endpoint, failing: int, awaitable: Awaitable[Any], kind: type[Exception], words: str) -> None:
-    """The exception itself on the rank that fails, and elsewhere a RemoteError that says all of it."""
+    """Expect the exception itself on the failing rank, and on the others a RemoteError with all its details."""
     with pytest.raises(kind if end.rank == failing else ad.RemoteError) as caught:
         await awaitable
     if end.rank == failing:
@@ -37,7 +37,7 @@ async def expect(end: Endpoint, failing: int, awaitable: Awaitable[Any], kind: t
 
 
 async def check_in_step(end: Endpoint, mesh: ad.Mesh) -> None:
-    """Nothing of a failure is left over for the next operation along any axis."""
+    """Check that a failure leaves nothing behind that affects the next operation along any axis."""
     for name, size in mesh.axes.items():
         assert (await ad.psum(torch.tensor([1]), name, mesh=mesh)).item() == size
 
@@ -47,12 +47,12 @@ Inner = Callable[[torch.Tensor], Awaitable[torch.Tensor]]
 
 
 def failing_ranks(end: Endpoint) -> Iterable[int]:
-    """Return the rank that leads agreements, and one that does not."""
+    """Return the rank that leads agreements, and a rank that does not."""
     return sorted({0, end.size - 1})
 
 
 async def case_a_group_of_nobody(end: Endpoint) -> None:
-    """Nobody else is concerned: they make the group that they want."""
+    """An invalid group on one rank does not affect the other ranks, which make their own group."""
     nobody: tuple[Sequence[int], ...] = ([], (), range(0))
     for ranks in nobody:
         with pytest.raises(ad.LocalProtocolError, match=naming("ranks")):
@@ -93,7 +93,7 @@ async def case_wrong_parallelisms_on_one_rank(end: Endpoint) -> None:
 
 
 async def case_a_function_of_shards_fails_on_one_rank(end: Endpoint) -> None:
-    """In the function, before it and after it; along an axis to which its outputs go, or along both."""
+    """The function fails in its call, before it or after it, with outputs along one axis or along both."""
     shape = GRIDS[end.size]
     grid = await ad.new_mesh({"POP": shape[0], "DP": shape[1]})
     line = await ad.new_mesh({"POP": end.size})
@@ -119,7 +119,7 @@ async def case_a_function_of_shards_fails_on_one_rank(end: Endpoint) -> None:
             else:
                 assert torch.equal(await odd, rows)
             await check_in_step(end, line)
-            # With outputs along both axes everybody shares a line with someone who does not get its outputs.
+            # With outputs along both axes, every rank shares an axis with a rank that does not get its outputs.
             for specs in (("POP", "DP"), ("DP", "POP")):
                 with pytest.raises((Stumble, ad.RemoteError)) as caught:
                     await run(function, grid, "DP", specs)(rows)
@@ -128,7 +128,7 @@ async def case_a_function_of_shards_fails_on_one_rank(end: Endpoint) -> None:
 
 
 async def case_collectives_in_a_function_that_fails_on_one_rank(end: Endpoint) -> None:
-    """Those that wait in one of them are told there, once, whatever they make of it."""
+    """The ranks that wait in a collective are notified there, once, whatever they do with the error."""
     mesh = await ad.new_mesh({"POP": end.size})
     rows = torch.arange(3.0 * end.size)
 
@@ -218,7 +218,7 @@ async def case_a_loss_that_fails_on_one_rank(end: Endpoint) -> None:
                 await expect(end, failing, step(failing), Stumble, f"rank {failing} stumbles")
                 assert weight.tolist() == [1.0, 2.0]
             await check_in_step(end, mesh)
-        # A second try fails elsewhere, while the first failure is being handled: that is another one.
+        # A second attempt fails elsewhere while the first failure is being handled: this is a different failure.
         try:
             await steps[0](0)
         except (Stumble, ad.RemoteError):

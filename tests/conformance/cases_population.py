@@ -1,4 +1,4 @@
-"""Cases for operations on trees along named axes; ``data/jax_table.py`` records JAX's results for the same."""
+"""Cases for operations on trees along named axes; ``data/jax_table.py`` records JAX's results for the same calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import asyncdist as ad
 from asyncdist.spmd.tree_collectives import WHOLE_NBYTES
 from conformance.endpoint import Endpoint
 
-#: POP by DP, by the size of the world.
+#: Sizes of the axes POP and DP, by the size of the world.
 GRIDS = {4: (2, 2), 3: (1, 3), 2: (2, 1), 1: (1, 1)}
 
 
@@ -35,7 +35,7 @@ async def case_the_table_of_jax(end: Endpoint) -> None:
 
 
 async def case_large_tensors_are_reduced_in_rank_order(end: Endpoint) -> None:
-    """The order shows in the last bits; no length is a multiple of the number of ranks."""
+    """The order of the sum shows in the last bits; no length is a multiple of the number of ranks."""
     count = WHOLE_NBYTES // 2 + 1
     mesh = await ad.new_mesh({"POP": end.size})
     for dtype in (torch.float32, torch.float64, torch.int32, torch.bool):
@@ -50,7 +50,7 @@ async def case_large_tensors_are_reduced_in_rank_order(end: Endpoint) -> None:
 
 
 async def case_half_precision_is_rounded_where_jax_rounds_it(end: Endpoint) -> None:
-    """float16 after each addition, bfloat16 once; the table has it for three ranks, where it shows most."""
+    """float16 is rounded after each addition, bfloat16 once; the table has three ranks' results, which differ most."""
     mesh = await ad.new_mesh({"POP": end.size})
     for dtype in (torch.float16, torch.bfloat16):
         parts = [(torch.tensor([1.0, 3.0, 4096.0]) / (7 + rank)).to(dtype) for rank in range(end.size)]
@@ -124,7 +124,7 @@ async def case_a_grid_of_ranks(end: Endpoint) -> None:
         both = await ad.psum(await ad.psum(mine, "POP"), "DP")
         assert both.item() == ranks.sum()
     inner = await ad.new_mesh({"X": end.size})
-    with mesh, inner:  # the newest open one counts
+    with mesh, inner:  # the innermost open mesh is used
         assert (await ad.psum(mine, "X")).item() == ranks.sum()
         with pytest.raises(ad.LocalProtocolError, match=naming("'POP'", "'X'")):
             ad.psum(mine, "POP")  # type: ignore[unused-coroutine]
@@ -134,7 +134,7 @@ async def case_a_grid_of_ranks(end: Endpoint) -> None:
 
 
 def line_of(rank: int, ranks: Any, name: str) -> list[int]:
-    """The ranks of a grid of POP by DP that share an axis with this one, in its order."""
+    """Return the ranks of a grid of POP by DP that share an axis with this rank, in the axis's order."""
     row, column = np.argwhere(ranks == rank)[0]
     return list(map(int, ranks[:, column] if name == "POP" else ranks[row]))
 
@@ -150,7 +150,7 @@ async def check_means(rank: int, ranks: Any, mesh: ad.Mesh) -> None:
 
 
 async def check_steps(rank: int, line: list[int], name: str, *, in_place: bool) -> None:
-    """Half the squared distance to a rank's own point: along an axis, the weights seek the mean of its points."""
+    """Train on half the squared distance to each rank's point: weights approach the mean of the axis's points."""
     rate, momentum = 0.25, 0.5
     points = {of: np.array([of, of**2, -1.5]) for of in line}
     weight = torch.full((3,), 4.0, dtype=torch.float64, requires_grad=in_place)
@@ -169,7 +169,7 @@ async def check_steps(rank: int, line: list[int], name: str, *, in_place: bool) 
 
 
 async def check_shards_of_a_line(rank: int, ranks: Any, mesh: ad.Mesh, name: str) -> None:
-    """The lines along an axis have populations of their own, and the elements may meet along the other axis."""
+    """Each line along an axis has its own population; its elements may be combined along the other axis."""
     other = "DP" if name == "POP" else "POP"
     line, across = line_of(rank, ranks, name), line_of(rank, ranks, other)
     count = 2 * len(line)
@@ -201,7 +201,7 @@ async def check_lines(rank: int, ranks: Any, mesh: ad.Mesh) -> None:
 
 
 async def case_an_axis_is_smaller_than_the_world(end: Endpoint) -> None:
-    """Means, steps and shards along an axis are those of its ranks, whatever the other lines of the grid do."""
+    """Means, steps and shards along an axis depend only on the ranks of this axis, not on other lines of the grid."""
     shape = GRIDS[end.size]
     mesh = await ad.new_mesh({"POP": shape[0], "DP": shape[1]})
     await check_lines(end.rank, np.arange(end.size).reshape(shape), mesh)
@@ -243,7 +243,7 @@ async def case_torchs_optimizer_steps_along_an_axis(end: Endpoint) -> None:
 
 
 async def case_places_shards_and_generators_of_ranks(end: Endpoint) -> None:
-    """These send nothing, yet each rank finds its own, and all of them agree on the whole."""
+    """These functions send nothing, yet each rank finds its own part, and the parts of all ranks fit together."""
     assert ad.is_dist_initialized() and ad.get_process_id() == end.rank
     jax_table.assert_equal(ad.get_global_ranks(), torch.from_numpy(np.arange(end.size)))
     mesh = await ad.new_mesh({"POP": end.size})
@@ -290,7 +290,7 @@ async def case_a_cancelled_operation_ends_in_the_background(end: Endpoint) -> No
 
 
 def variants(one: torch.Tensor) -> dict[str, tuple[Any, Any, str]]:
-    """Return the arguments of most ranks and of the last one, with the expected error, by path."""
+    """Return the arguments of most ranks and of the last rank, with the expected error, by path."""
     usual = "float32 of shape [3] on rank 0"
     return {
         "a key less": ({"a": one, "b": one}, {"a": one}, "tree['b'] exists on rank 0 and not on LAST"),
@@ -392,7 +392,7 @@ async def case_meshes_that_cannot_be(end: Endpoint) -> None:
         group = await ad.new_group(range(last))
         mesh = await ad.new_mesh({"POP": last}, group=group)
         assert (await ad.psum(torch.tensor([1]), "POP", mesh=mesh)).item() == last
-    else:  # outside
+    else:  # for a rank outside the mesh
         with pytest.raises(ad.LocalProtocolError, match=naming("'POP'", f"rank {last}")):
             ad.psum(torch.tensor([1]), "POP")  # type: ignore[unused-coroutine]
         with pytest.raises(ad.LocalProtocolError, match=f"must include this rank, {last}, got"):
@@ -400,7 +400,7 @@ async def case_meshes_that_cannot_be(end: Endpoint) -> None:
 
 
 async def case_training_steps(end: Endpoint) -> None:
-    """An agent's weights go as if one rank had seen all data; the given state is unchanged."""
+    """An agent's weights change as if one rank had seen all data; the given state is unchanged."""
     inputs = [
         torch.randn(5, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) for rank in range(4)
     ]

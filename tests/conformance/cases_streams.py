@@ -14,7 +14,7 @@ from asyncdist.errors import ClosedError, LocalProtocolError, RemoteProtocolErro
 from asyncdist.messaging.streams import WINDOW_COUNT, StreamAborted
 from conformance.endpoint import Endpoint
 
-#: Chunk size of these streams, which behave like those with 16 MiB and cost less.
+#: Chunk size of these streams, which behave like streams with chunks of 16 MiB but take less memory and time.
 CHUNK_NBYTES = 1 << 20
 DTYPES = (
     torch.float32,
@@ -32,14 +32,14 @@ DTYPES = (
 
 
 def numbers(seed: int, count: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """A block whose length divides no chunk's, so that misplaced chunks differ."""
+    """Return a block whose length is a multiple of no chunk's length, so that misplaced chunks differ."""
     generator = torch.Generator().manual_seed(seed)
     block = torch.randint(0, 2 if dtype == torch.bool else 120, (min(count, 65_521),), generator=generator).to(dtype)
     return block.repeat(count // max(1, len(block)) + 1)[:count]
 
 
 async def exchange(end: Endpoint, tensor: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """Everybody sends to the right and receives from the left."""
+    """Let every rank send to its right neighbour and receive from its left neighbour."""
     received, _ = await asyncio.gather(
         end.world.receive_stream(room, end.left), end.world.send_stream(tensor, end.right)
     )
@@ -75,7 +75,7 @@ async def case_every_dtype(end: Endpoint) -> None:
 
 
 async def case_contiguous_tensors_of_odd_layouts(end: Endpoint) -> None:
-    """Tensors that torch calls contiguous are sent; others raise an error that can be caught."""
+    """Tensors that torch calls contiguous are sent; other tensors raise an error that the caller can catch."""
     for name, sent in odd_tensors().items():
         if sent.is_contiguous() and not sent.is_conj() and not sent.is_neg():
             room = odd_tensors()[name]
@@ -141,7 +141,7 @@ async def case_several_at_once_with_everybody(end: Endpoint) -> None:
 
 
 async def case_concurrent_sends_to_a_receiver_that_takes_one_at_a_time(end: Endpoint) -> None:
-    """The slot of a finished stream is granted again before its sender has noticed that it has finished."""
+    """The slot of a finished stream is granted again before its sender has noticed the end of that stream."""
     size = CHUNK_NBYTES + 1
     sends = [
         asyncio.ensure_future(end.world.send_stream(numbers(10 * end.rank + i, size), end.right)) for i in range(4)
@@ -168,7 +168,7 @@ async def case_sizes_that_differ_are_refused_on_both_ends(end: Endpoint) -> None
 
 
 async def case_nothing_expected_but_something_sent(end: Endpoint) -> None:
-    """A grant of no bytes needs no answer; an abort for it would end the next stream on that slot."""
+    """A grant of zero bytes needs no answer; an abort as its answer would end the next stream on that slot."""
     receiving = asyncio.ensure_future(end.world.receive_stream(torch.zeros(0), end.left))
     with pytest.raises(LocalProtocolError, match="0 bytes"):
         await end.world.send_stream(numbers(0, 6), end.right)
@@ -188,7 +188,8 @@ async def case_a_receiver_that_gives_up(end: Endpoint) -> None:
         receiving = asyncio.ensure_future(end.world.receive_stream(room, end.left))
         await end.yields(yields)
         receiving.cancel()
-        # Mid-stream the sender gets ClosedError; a send that never saw the grant waits for the next receive.
+        # In the middle of a stream, the sender gets ClosedError; a send that never saw the grant waits for the next
+        # receive.
         late = asyncio.ensure_future(end.world.receive_stream(room, end.left))
         await asyncio.wait([sending, receiving])
         assert receiving.cancelled() or receiving.exception() is None
@@ -205,7 +206,7 @@ async def case_a_receiver_that_gives_up(end: Endpoint) -> None:
 
 
 async def case_a_sender_that_gives_up(end: Endpoint) -> None:
-    """The receiver learns of it at once, and the next stream is whole."""
+    """The receiver is notified at once, and the next stream is complete."""
     size = CHUNK_NBYTES * 7
     for yields in (1, 3, 6, 12, 40):
         room = torch.zeros(size, dtype=torch.uint8)
@@ -215,7 +216,7 @@ async def case_a_sender_that_gives_up(end: Endpoint) -> None:
         sending.cancel()
         await asyncio.wait([sending])
         assert sending.cancelled() or sending.exception() is None
-        # Cancelled before it had the grant, the send never was: the receive meets the next one.
+        # A send that is cancelled before its grant arrives has not happened: the receive meets the next send.
         again = asyncio.ensure_future(end.world.send_stream(numbers(end.rank, size), end.right))
         await asyncio.wait([receiving])
         if receiving.exception() is not None:
@@ -223,7 +224,7 @@ async def case_a_sender_that_gives_up(end: Endpoint) -> None:
             await end.world.receive_stream(room, end.left)
         assert torch.equal(room, numbers(end.left, size))
         await end.barrier()
-        again.cancel()  # where the first one was complete, nobody waits for this one
+        again.cancel()  # if the first stream was complete, no rank waits for this one
         await asyncio.wait([again])
         await end.engine.until(lambda: end.world.services.slots.taken_count == 0)
         free(end)

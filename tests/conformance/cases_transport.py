@@ -19,7 +19,7 @@ from asyncdist.waits import A_CONDITION
 from conformance.endpoint import Endpoint
 
 EAGER = 65536
-#: Around every limit between eager and rendezvous that the known transports have.
+#: Sizes around every limit between eager and rendezvous messages of the known transports.
 SIZES = (0, 1, 7, 200, 4095, 4096, 4097, EAGER - 1, EAGER, EAGER + 1, 300_000)
 MIB = 1 << 20
 
@@ -146,7 +146,7 @@ async def case_a_message_larger_than_its_buffer_names_both_sizes(end: Endpoint) 
             if "MPICH" not in end.transport.describe():
                 assert caught.value.message_nbytes == nbytes
             await sending
-            # The link works on, in order, on this tag too.
+            # The link continues to work, in order, on this tag as well.
             sends = [asyncio.ensure_future(end.send(payload(i, nbytes=i * 50_000), end.right)) for i in range(3)]
             for i in range(3):
                 assert await end.receive(200_000, source) == (payload(i, nbytes=i * 50_000), end.left)
@@ -245,7 +245,7 @@ async def case_many_receives_abandoned_at_once(end: Endpoint) -> None:
 
 
 async def case_a_message_for_an_abandoned_receive_waits_for_the_next_one(end: Endpoint) -> None:
-    """The first task in line takes it, among those that wait for one key."""
+    """If several tasks wait for messages with one key, the first of them takes the message."""
     await end.barrier()
     sends = [asyncio.ensure_future(end.send(payload(i, nbytes=200_000), end.right)) for i in range(4)]
     first = asyncio.ensure_future(end.receive(250_000, end.left))
@@ -306,7 +306,7 @@ async def case_an_empty_message_overtaken_by_cancellation(end: Endpoint) -> None
 
 
 async def case_large_messages_both_ways_at_once(end: Endpoint) -> None:
-    for nbytes in (2 * MIB, 16 * MIB):  # more than any buffer on the way holds
+    for nbytes in (2 * MIB, 16 * MIB):  # more than any buffer on the way can store
         mine, buffer = pattern(end.rank, nbytes), torch.zeros(nbytes, dtype=torch.uint8)
         (source, got), _ = await asyncio.gather(
             end.engine.receive(buffer.numpy(), end.left, end.tag), end.engine.send(mine.numpy(), end.right, end.tag)
@@ -334,7 +334,7 @@ async def case_a_persistent_wildcard_receive(end: Endpoint) -> None:
     assert seen == dict.fromkeys(range(end.size), count)
     await asyncio.gather(*sends)
     await end.barrier()
-    for _ in range(3):  # taken back, and posted again
+    for _ in range(3):  # cancelled, and posted again
         inlet.start()
         inlet.cancel()
         while not inlet.test():
@@ -364,7 +364,7 @@ async def case_a_cancelled_receive_is_tested_to_its_end(end: Endpoint) -> None:
 
 
 async def case_receives_cancelled_at_random_among_messages_of_all_sizes(end: Endpoint) -> None:
-    """Which receive gets which message is settled by the order of posting alone, whatever is taken back meanwhile."""
+    """The order of posting alone decides which receive gets which message, even if some receives are cancelled."""
     count, window = 200, 6
     draw = random.Random(700 + end.rank)
     sizes = (4, 100, 20_000, 90_000, 200_000)
@@ -376,7 +376,7 @@ async def case_receives_cancelled_at_random_among_messages_of_all_sizes(end: End
         draw_size = random.Random(800 + end.rank)
         for i in range(count):
             await end.send(payload(end.rank, i, nbytes=draw_size.choice(sizes)), end.right)
-            await asyncio.sleep(0.002 if i % 3 == 0 else 0)  # the receiver is ahead at times, and behind at others
+            await asyncio.sleep(0.002 if i % 3 == 0 else 0)  # the receiver is sometimes ahead, and sometimes behind
 
     def on_done(place: int, error: AsyncdistError | None) -> None:
         assert error is None
@@ -435,7 +435,7 @@ async def case_many_requests_at_once(end: Endpoint) -> None:
 
 
 async def case_progress_without_the_driver(end: Endpoint) -> None:
-    """A rank that only ever calls ``progress``, as training code does, completes its requests."""
+    """A rank that only calls ``progress``, as training code does, completes its requests."""
     data, buffer = pattern(end.rank, MIB), bytearray(MIB)
     done: list[BaseException | None] = []
     end.engine.watch(end.transport.irecv(buffer, end.left, end.tag), A_CONDITION, done.append)

@@ -23,7 +23,7 @@ MODULES: Final = (
 )
 TAGS_PER_CASE: Final = 20
 _BARRIER_TAG: Final = 6999
-#: A slow machine takes its time; a hang ends here.
+#: Long enough for a slow machine; a hang ends at this limit.
 CASE_TIMEOUT_S: Final = 60.0
 
 Case = Callable[["Endpoint"], Coroutine[Any, Any, None]]
@@ -31,7 +31,7 @@ Case = Callable[["Endpoint"], Coroutine[Any, Any, None]]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One rank in a case. ``tag`` is the first of ``TAGS_PER_CASE`` that only this case uses."""
+    """One rank in a case. ``tag`` is the first of the ``TAGS_PER_CASE`` tags that only this case uses."""
 
     world: ad.World
     tag: int
@@ -64,7 +64,7 @@ class Endpoint:
         await self.engine.send(data, dest, self.tag + tag)
 
     async def receive(self, nbytes: int, source: int = ANY_SOURCE, tag: int = 0) -> tuple[bytes, int]:
-        """One message of at most ``nbytes``: its bytes and its source."""
+        """Return the bytes and the source of one message of at most ``nbytes``."""
         buffer = bytearray(nbytes)
         source, got = await self.engine.receive(buffer, source, self.tag + tag)
         return bytes(buffer[:got]), source
@@ -98,7 +98,7 @@ def all_cases() -> dict[str, Case]:
 
 
 async def run_case(world: ad.World, name: str) -> None:
-    """Run one case on this rank; afterwards nothing may be left over on it."""
+    """Run one case on this rank, and check that it leaves nothing behind."""
     cases = all_cases()
     end = Endpoint(world, 200 + TAGS_PER_CASE * list(cases).index(name))
     async with asyncio.timeout(CASE_TIMEOUT_S):
@@ -110,6 +110,6 @@ async def run_case(world: ad.World, name: str) -> None:
         )
         until = asyncio.get_running_loop().time() + 30
         while (leftovers := world.services.leftovers()) and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110 - no event
-            await asyncio.sleep(0.001)  # a task whose last message has left ends in a turn of its own
-        assert leftovers == [], leftovers  # pytest is not there to show them
+            await asyncio.sleep(0.001)  # a task whose last message has been sent ends in a later turn of the loop
+        assert leftovers == [], leftovers  # pytest is not available on these ranks to show them
         await end.barrier()

@@ -10,7 +10,7 @@ from conformance.cases_streams import CHUNK_NBYTES
 from conformance.endpoint import all_cases, run_case
 
 NAMES = list(all_cases())
-#: Cases that move many megabytes or try hundreds of combinations: one seed is enough.
+#: Cases that send many megabytes or try hundreds of combinations: one seed is enough.
 HEAVY = {
     "collectives.all_reduce",
     "collectives.all_to_all",
@@ -20,7 +20,7 @@ HEAVY = {
     "streams.every_size_around_the_chunk",
     "transport.large_messages_both_ways_at_once",
 }
-#: Cases above a quarter of a second of CPU time.
+#: Cases that take more than a quarter of a second of CPU time.
 SLOW = HEAVY | {
     "collectives.a_cancelled_collective_leaves_the_group_usable",
     "collectives.all_gather",
@@ -35,7 +35,7 @@ CASES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name fo
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``program.py`` has them too."""
+    """Use small chunks, as ``program.py`` does."""
     monkeypatch.setattr(streams, "USER_CHUNK_NBYTES", CHUNK_NBYTES)
 
 

@@ -13,18 +13,19 @@ from conformance.endpoint import all_cases
 pytestmark = pytest.mark.timeout(300)  # one job runs all cases, on any number of cores
 
 NAMES = list(all_cases())
-#: What is between the transport and the rest.
+#: Cases for the code between the transport and the rest of asyncdist.
 OF_MESSAGES = [name for name in NAMES if name.startswith(("transport.", "channels.", "streams."))]
 PROGRAM = Path(__file__).with_name("program.py")
-#: Of jobs on MPI: two ranks are each other's both neighbours, of four some are no neighbours, and pairs make disjoint
-#: groups. Other numbers are arithmetic above the transport, and seen on a hub and in the simulator.
+#: Numbers of ranks of jobs on MPI. With two ranks, both neighbours of a rank are the same rank; with four, some ranks
+#: are not neighbours, and pairs make disjoint groups. Other numbers differ only above the transport, and are tested in
+#: one process and in the simulator.
 JOB_SIZES = (pytest.param(2, marks=pytest.mark.long), 4)
 TORCH_JOB_SIZE = 4
 
 
 @pytest.fixture(scope="session", params=JOB_SIZES, ids=lambda ranks: f"{ranks}ranks")
 def job(request: pytest.FixtureRequest) -> tuple[int, Result]:
-    """One mpirun per number of ranks; its cases are reported one by one below."""
+    """Start one mpirun for each number of ranks; the tests below report its cases one by one."""
     require_mpi()
     return request.param, run_ranks(request.param, PROGRAM, timeout_s=280)
 
@@ -37,7 +38,7 @@ def test_mpi(job: tuple[int, Result], name: str) -> None:
 
 @pytest.fixture(scope="session")
 def surviving_job() -> tuple[int, Result]:
-    """One job that would go on if a rank died: what such jobs send messages with. Collectives are made of these."""
+    """Start one job that would survive the death of a rank. Its collectives are made of messages."""
     require_mpi()
     return 3, run_ranks(3, PROGRAM, *OF_MESSAGES, timeout_s=280, survive=True)
 
@@ -69,7 +70,7 @@ ad.run(main)
 @pytest.mark.mpi
 @pytest.mark.long
 def test_mpi_broadcasts_more_than_two_gibibytes() -> None:
-    """One tensor, on two ranks: it takes 2 GiB of memory, and a second or two."""
+    """Send one tensor between two ranks: this takes 2 GiB of memory, and a second or two."""
     free = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
     if int(free.split()[1]) < 6 << 20:
         pytest.skip(f"too little memory: {free}")
@@ -79,7 +80,7 @@ def test_mpi_broadcasts_more_than_two_gibibytes() -> None:
 
 @pytest.fixture(scope="session")
 def torch_job() -> tuple[int, torchrun.Result]:
-    """The same for torch.distributed, once."""
+    """Start one job on torch.distributed; the tests below report its cases one by one."""
     return TORCH_JOB_SIZE, torchrun.run_ranks(TORCH_JOB_SIZE, PROGRAM, timeout_s=280)
 
 

@@ -1,12 +1,12 @@
-"""Records what ``jax.lax`` and optimizers on JAX answer to given inputs, as ``jax_table.json`` beside this file.
+"""Records the results of ``jax.lax`` and of optimizers on JAX for given inputs, as ``jax_table.json`` in this folder.
 
     pip install jax==0.10.2                        # in an environment of its own; the tests need none
     python tests/data/jax_table.py
 
-Four CPU devices, 64-bit types, XLA as it comes; reductions on one and on three of them as well. Each case holds every
-device's input, and their outputs: one where all have the same. Floats are written as ``float.hex`` does, so nothing is
-rounded on the way, complex numbers as pairs of them; "special" holds infinities, NaN and zeros of both signs in all the
-orders that matter. ``support/jax_table.py`` reads the table.
+Uses four CPU devices, 64-bit types and XLA's defaults; reductions are also computed on one and on three devices. Each
+case contains every device's input and the outputs: one output if all are equal. Floats are written by ``float.hex``, so
+nothing is rounded, and complex numbers as pairs. "special" contains infinities, NaN and zeros of both signs in all
+relevant orders. ``support/jax_table.py`` reads the table.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ def numbers(generator: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def dyadic(generator: np.random.Generator, *shape: int) -> np.ndarray:
-    """Few bits, so that sums of products are exact in any order."""
+    """Return numbers with few bits, so that sums of products are exact in any order."""
     return generator.integers(-8, 9, shape) / 4.0
 
 
 def population(generator: np.random.Generator) -> Any:
     def whole(dtype: type) -> np.ndarray:
         info = np.iinfo(dtype)
-        return generator.integers(info.min, info.max, (RANKS, 5), dtype=dtype, endpoint=True)  # most sums wrap
+        return generator.integers(info.min, info.max, (RANKS, 5), dtype=dtype, endpoint=True)  # most sums wrap around
 
     return {
         "float64": numbers(generator, RANKS, 3, 4),
@@ -134,7 +134,7 @@ def gathers() -> list[dict[str, Any]]:
 
 
 def grids() -> list[dict[str, Any]]:
-    """Two by two devices; the sums of rows and of columns."""
+    """Return results for a grid of two by two devices: the sums of rows and of columns."""
     tree = {"a": numbers(np.random.default_rng(3), RANKS, 5)}
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("POP", "DP"))
     spec = PartitionSpec(("POP", "DP"))
@@ -148,7 +148,7 @@ def grids() -> list[dict[str, Any]]:
 
 
 def updates() -> list[dict[str, Any]]:
-    """Three steps of gradient descent, with and without momentum, on gradients averaged over the devices."""
+    """Return three steps of gradient descent, with and without momentum, on gradients averaged over the devices."""
     cases = []
     for loss, momentum, draw in (
         ("square_error", 0.0, dyadic),
@@ -185,7 +185,7 @@ def updates() -> list[dict[str, Any]]:
 
 
 def shards() -> list[dict[str, Any]]:
-    """A population of eight on four devices, mapped and vectorised."""
+    """Return results for a population of eight on four devices, mapped and vectorised."""
     generator = np.random.default_rng(5)
     members = {"x": numbers(generator, 8, 3), "n": generator.integers(-99, 99, 8)}
     scale = numbers(generator, 3)
@@ -220,7 +220,7 @@ def main() -> None:
 
 
 def _rows(value: Any) -> str:
-    """One case per line."""
+    """Format one case per line."""
     if not isinstance(value, list):
         return json.dumps(value)
     return "[\n" + ",\n".join(json.dumps(case, separators=(",", ":")) for case in value) + "\n]"

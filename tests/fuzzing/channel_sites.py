@@ -14,7 +14,7 @@ from typing import Any, Final
 from asyncdist.messaging.channels import Overflow
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
-#: The only call that forwards a user's arguments.
+#: The only call that passes a user's arguments on.
 _USERS: Final = "asyncdist.messaging.services"
 
 
@@ -40,7 +40,7 @@ class ChannelSite:
 
     @property
     def classes(self) -> tuple[type[Any], ...]:
-        """The message types, in the order of their kinds."""
+        """The message types, in the order of the channel's kinds."""
         return classes_of(self.message_types)
 
 
@@ -52,7 +52,7 @@ def classes_of(message_types: Any) -> tuple[type[Any], ...]:
 
 @functools.cache
 def channel_sites() -> tuple[ChannelSite, ...]:
-    """Return all of them, in the order of the files."""
+    """Return all calls, in the order of the files."""
     found = []
     for package in ("asyncdist", "protocols"):
         for path in sorted((_ROOT / package).rglob("*.py")):
@@ -70,7 +70,7 @@ def _sites_in(tree: ast.Module, name: str) -> list[ChannelSite]:
     known = vars(importlib.import_module(name))
 
     def value_of(node: ast.expr) -> Any:
-        return eval(ast.unparse(node), known)  # our own source
+        return eval(ast.unparse(node), known)  # the evaluated text is our own source code
 
     found = []
     for call in calls:

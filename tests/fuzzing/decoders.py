@@ -1,6 +1,6 @@
 """Passes damaged bytes to all other code that reads another process's output.
 
-Each :class:`Decoder` has valid examples, and says which exceptions it may raise. Every other one is a fault.
+Each :class:`Decoder` has valid examples, and lists the exceptions that it may raise. Every other exception is a fault.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class DecoderFailure(AssertionError):
 
     Attributes:
         decoder: Name of the decoder.
-        data: Bytes that it was given.
+        data: Bytes that the decoder has received.
     """
 
     def __init__(self, decoder: str, data: bytes, error: BaseException) -> None:
@@ -133,7 +133,7 @@ def _read_window(data: bytes) -> object:
 
 
 def _run(coroutine: Any) -> Any:
-    """Run a coroutine that waits for nothing but its next turn."""
+    """Run a coroutine that waits for nothing except its next turn on the loop."""
     try:
         for _ in range(3):
             coroutine.send(None)
@@ -143,7 +143,7 @@ def _run(coroutine: Any) -> Any:
 
 
 def _read_store(data: bytes) -> object:
-    """Meet at a store in which another process has written: each of the values that are read is this one once."""
+    """Meet at a store in which another process has written: ``data`` replaces each value that is read, in turn."""
     for place in range(5):
         store = SealedStore(HashStore(), JobSecret(b"of this job"))
         leads = place < 3
@@ -203,7 +203,7 @@ _DECLARE: Final = wire.Codec(Declare).decoders[0]
 
 
 def decoders() -> tuple[Decoder, ...]:
-    """Return all of them."""
+    """Return all decoders."""
     model = (((("a.weight",), (3, 4), "float32")), (("b", "c"), (), "int64"))
     calls = (
         LocalResult(payload=b"x" * 20),
@@ -249,7 +249,7 @@ def decoders() -> tuple[Decoder, ...]:
 
 
 def check(decoder: Decoder, data: bytes) -> bool:
-    """Read once; return whether the bytes are accepted. Raises DecoderFailure."""
+    """Read the data once; return whether it is accepted. Raises DecoderFailure."""
     try:
         decoder.read(data)
     except decoder.raises:

@@ -1,9 +1,9 @@
-"""Hands frames, most of them damaged, to a rank's receive path, as a transport would, on channels of all kinds.
+"""Passes frames, most of them damaged, to a rank's receive path, on channels of all kinds.
 
-Each channel that the code opens (:mod:`fuzzing.channel_sites`) is open here, on its own tag and with its own ways to
-receive, and beside them one of a user for a message of all types that can travel. No frame may do more than be
-received or be counted as dropped: each one is accounted for. The channels go through epochs, and are closed and opened
-again meanwhile.
+Each channel that the code opens (:mod:`fuzzing.channel_sites`) is open here, on its own tag and with its own settings.
+In addition, a user's channel is open for a message with fields of all types that can be sent. A frame may only be
+received, or be counted as dropped; all frames are accounted for. Meanwhile the channels enter new epochs, and are
+closed and opened again.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from fuzzing.mutations import mutate, odd_values
 
 SIZE: Final = 8
 USER_TAG: Final = 77
-#: Frames between two changes of a channel, between two looks at all counts, and between two turns of the loop.
+#: Number of frames between two changes of a channel, between two checks of all counts, and between two turns of the
+#: loop.
 CHANGE_PERIOD: Final = 5_000
 CHECK_PERIOD: Final = 50_000
-#: Payloads that were damaged and may be damaged further, and valid msgpack of wrong types, for each message type.
+#: Payloads for each message type: damaged ones that may be damaged further, and valid msgpack of wrong types.
 _DAMAGED_COUNT: Final = 64
 _ODD_COUNT: Final = 12
 _MESSAGE_COUNT: Final = 8
@@ -45,7 +46,7 @@ _CRC: Final = struct.Struct("=I")
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A message inside another one."""
+    """A message inside another message."""
 
     x: float
     y: float
@@ -53,7 +54,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Everything:
-    """A user's message with fields of all types that can travel."""
+    """A user's message with fields of all types that can be sent."""
 
     flag: bool
     count: int
@@ -71,7 +72,7 @@ class Everything:
     maybe_point: Point | None
 
     def __post_init__(self) -> None:
-        """Refuse some values by an error of its own, as a class of a user may."""
+        """Refuse some values by a separate error, as a user's class may do."""
         if self.count == 7:
             raise RuntimeError("seven")
 
@@ -100,7 +101,7 @@ class FrameFailure(AssertionError):
 
 @dataclass(slots=True)
 class _Kind:
-    """What is known of one message type of one channel."""
+    """Data on one message type of one channel."""
 
     target: _Target
     number: int
@@ -111,7 +112,7 @@ class _Kind:
 
 
 class _Target:
-    """One channel, and what has become of its frames."""
+    """One channel, and the outcomes of its frames."""
 
     def __init__(self, services: Services, site: ChannelSite, scope: int, rng: random.Random) -> None:
         self.services = services
@@ -158,10 +159,10 @@ class _Target:
         self.handled_count += 1
 
     def _on_earlier(self, envelope: Envelope[Any]) -> None:
-        self.check(envelope)  # it counts as dropped already
+        self.check(envelope)  # the frame already counts as dropped
 
     def check(self, envelope: Envelope[Any]) -> None:
-        """See that what is received is a message that could have been sent."""
+        """Check that a received message is one that could have been sent."""
         assert type(envelope.message) in self.classes
         if not envelope.round & 15:
             self.codec.encode(envelope.message)
@@ -178,15 +179,15 @@ def _odd(cls: type[Any], rng: random.Random) -> list[bytes]:
 
 
 class FrameFuzzer:
-    """Feeds one rank.
+    """Feeds frames to one rank.
 
     Args:
-        services: of the rank.
-        seed: says all that happens.
+        services: Services of the rank.
+        seed: Number that determines all events.
 
     Attributes:
-        fed_count: frames so far.
-        received_count: those that were messages.
+        fed_count: Number of frames so far.
+        received_count: Number of frames that were received as messages.
     """
 
     def __init__(self, services: Services, seed: int) -> None:
@@ -196,7 +197,7 @@ class FrameFuzzer:
         sites = (*channel_sites(), USERS)
         self._targets = [_Target(services, site, 1000 + place, self._rng) for place, site in enumerate(sites)]
         self._kinds = [kind for target in self._targets for kind in target.kinds]
-        self._kinds += 4 * self._targets[-1].kinds  # of a user, who declares more types of fields
+        self._kinds += 4 * self._targets[-1].kinds  # kinds of a user's channel, with more types of fields
         self._demultiplexers = services._demultiplexers
         self._mailboxes: dict[int, list[tuple[Any, _Target]]] = {}
         self._note_mailboxes()
@@ -227,7 +228,7 @@ class FrameFuzzer:
         _CRC.pack_into(buffer, 0, zlib.crc32(self._view[4:nbytes]))
 
     def _draw(self) -> int:
-        """Write the next frame, and return the rank it comes from."""
+        """Write the next frame, and return its source."""
         bits = self._rng.getrandbits(128)
         kind = self._kind = self._kinds[(bits >> 96) % len(self._kinds)]
         payload = kind.payloads[bits >> 48 & 7]
@@ -253,7 +254,7 @@ class FrameFuzzer:
             case 10:
                 self._put(kind.route, round_, self._sequence, payload)
                 self._put(self._odd_route(kind, bits), round_, self._sequence, payload)
-            case 11:  # of other ranks: a large sequence makes all that follow it old
+            case 11:  # from another rank: a large sequence number makes all later frames old
                 sequence = (0, 1, self._sequence, self._sequence - 1, 2**63, 2**64 - 1, bits >> 64, bits & 0xFFFF)
                 self._put(kind.route, (0, 2**32 - 1)[bits & 1], sequence[bits >> 1 & 7], payload)
                 source += 4
@@ -269,7 +270,7 @@ class FrameFuzzer:
                 self._nbytes = bits & 127 if bits >> 8 & 1023 else bits >> 20 & 0xFFFF
                 if self._nbytes < 128 or bits >> 19 & 1:
                     self._buffer[: self._nbytes] = self._rng.randbytes(self._nbytes)
-                else:  # as long as it may be, and of many parts
+                else:  # as long as allowed, and with many fields
                     start = payload[: (bits >> 40) % (len(payload) + 1)] + b"\xdd\0\0\x80\0"
                     filled = (start + b"\0" * wire.FRAME_NBYTES_MAX)[: wire.PAYLOAD_NBYTES_MAX]
                     self._put(kind.route, round_, self._sequence, filled)
@@ -304,10 +305,10 @@ class FrameFuzzer:
     # -- feeding them -----------------------------------------------------------------------------------------------
 
     def run(self, count: int) -> Iterator[None]:
-        """Feed so many frames; each step is a moment in which the loop may run.
+        """Feed this number of frames; the loop may run after each step.
 
         Raises:
-            FrameFailure: one has raised an error, or has vanished.
+            FrameFailure: A frame has raised an error, or has vanished.
         """
         ends_at = self.fed_count + count
         while self.fed_count < ends_at:
@@ -342,7 +343,7 @@ class FrameFuzzer:
             self.received_count += 1
 
     def _make_room(self, tag: int) -> None:
-        """Forget what waits for scopes that no channel has, as if channels of these scopes had come and gone."""
+        """Drop the frames that wait for scopes without a channel, as if these scopes' channels were opened and closed."""
         demultiplexer = self._demultiplexers[tag]
         self._check_early(tag)
         self._made_room_count += len(demultiplexer.early.take_all())
@@ -353,7 +354,7 @@ class FrameFuzzer:
         """Let one channel enter a later epoch, or close or open it."""
         rng = self._rng
         target = rng.choice(self._targets)
-        if target.site.overflow == "latest":  # of those that wait, several may come for one place in its mailbox
+        if target.site.overflow == "latest":  # several of the waiting frames may compete for one place in the mailbox
             self._slack += len(self._demultiplexers[target.site.tag].early)
         if not target.is_open:
             target.open()
@@ -380,7 +381,7 @@ class FrameFuzzer:
     # -- looking at it ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """See that every frame was received, dropped and counted, or waits for its channel."""
+        """Check that every frame was received, was dropped and counted, or waits for its channel."""
         for target in self._targets:
             self._keep_handled(target)
         dropped = sum((each.dropped for each in self._demultiplexers.values()), start=_no_counts())
@@ -396,7 +397,7 @@ class FrameFuzzer:
             self._check_early(tag)
 
     def _check_early(self, tag: int) -> None:
-        """See that frames wait only for channels that are not open here, or have not entered their epoch."""
+        """Check that frames wait only for channels that are not open, or have not entered the frames' epoch."""
         targets = {target.scope: target for target in self._targets if target.site.tag == tag and target.is_open}
         for _, frame in self._demultiplexers[tag].early._frames:
             route = frame.route()
@@ -407,7 +408,7 @@ class FrameFuzzer:
 
     @property
     def reasons(self) -> dict[str, int]:
-        """How many frames were dropped, by reason."""
+        """Return the number of dropped frames by reason."""
         return dict(sum((each.dropped for each in self._demultiplexers.values()), start=_no_counts()))
 
 
@@ -430,7 +431,7 @@ async def fuzz(seed: int, count: int, *, on_pause: Callable[[FrameFuzzer], objec
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Log no dropped frame."""
+    """Disable the log messages about dropped frames."""
     logger = logging.getLogger("asyncdist.messaging")
     level = logger.level
     logger.setLevel(logging.ERROR)

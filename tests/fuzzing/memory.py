@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-#: What may be allocated at once while some frames or messages are read: a frame of 64 KiB may hold 65,000 small values.
+#: Largest memory that may be allocated at once while some frames or messages are read: a frame of 64 KiB may contain
+#: 65,000 small values.
 PEAK_NBYTES_MAX: Final = 16 << 20
-#: By how much a process may grow from its first tenth on.
+#: Largest growth of the process after the first tenth of the run.
 GROWTH_NBYTES_MAX: Final = 24 << 20
 GROWTH_BLOCKS_MAX: Final = 20_000
 
@@ -52,7 +53,7 @@ def check_flat(before: Look, after: Look) -> None:
 
 @contextmanager
 def bounded_peak() -> Iterator[None]:
-    """See that little is allocated at once in the body. Raises AssertionError."""
+    """Check that the body allocates little memory at once; otherwise raise AssertionError."""
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]

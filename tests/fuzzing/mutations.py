@@ -10,7 +10,8 @@ import msgspec
 
 from asyncdist.messaging import wire
 
-#: Where lengths and types stand in msgpack: headers that announce more than comes, extension types, what is no type.
+#: Bytes with lengths and types in msgpack: headers that announce more data than follows, extension types, invalid
+#: types.
 _BOMBS: Final = (
     b"\xdd\xff\xff\xff\xff",
     b"\xdd\x7f\xff\xff\xff",
@@ -36,7 +37,7 @@ _BOMBS: Final = (
     b"\xc0",
     b"\0" * 8,
     b"\xff" * 8,
-    b"9" * 5000,  # a number too long to be read, in a text
+    b"9" * 5000,  # a number in a text that is too long to be read
     b"[" * 3000,
 )
 _OCTETS: Final = (0, 1, 0x7F, 0x80, 0x90, 0x9F, 0xA0, 0xC0, 0xC1, 0xC4, 0xD9, 0xDC, 0xDE, 0xFE, 0xFF, 0x2D, 0x2C, 0x30)

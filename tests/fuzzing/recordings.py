@@ -1,4 +1,4 @@
-"""Damages recordings, with correct checksums, and hands them to every command that reads one.
+"""Damages recordings, with correct checksums, and passes them to every command that reads recordings.
 
 Each command must end with exit code 0, or with 2 and one printable line, and must write nothing outside its folder.
 """
@@ -32,9 +32,9 @@ from fuzzing.mutations import mutate, odd_value
 from protocols import AsyncSelectiveAveragingPolicy
 
 _SIZE: Final = 3
-#: A figure takes tenths of a second: so many damaged recordings have one page.
+#: Number of damaged recordings for which one page is drawn, since a figure takes tenths of a second.
 _PAGE_EVERY: Final = 10
-#: What is wrong with names is that they are obeyed: by a terminal, a browser, a path, a test's code.
+#: Names that are dangerous if they are obeyed by a terminal, a browser, a path, or the code of a test.
 _NAMES: Final = (
     "j\x1b[2J\x1b]0;owned\x07",
     "<script>alert(1)</script>",
@@ -51,16 +51,17 @@ _NUMBERS: Final = (-1, -(2**63), 2**63, 2**64 - 1, 2**53, 10**9, 0, 1, True, 0.5
 
 
 class CommandFailure(AssertionError):
-    """A command did more than to work, or to refuse the recording in a line."""
+    """A command did something other than work, or refuse the recording in one line."""
 
 
 @dataclass(slots=True)
 class RankFile:
-    """The content of a rank's file, taken apart.
+    """The content of a rank's file, as separate parts.
 
     Attributes:
-        header: of the file.
-        events: each a list of the kind's place, the microseconds since the file's beginning, and the fields.
+        header: Header of the file.
+        events: Events, each a list of the index of its kind, the microseconds since the file's beginning, and the
+            fields.
     """
 
     header: dict[str, Any]
@@ -83,7 +84,7 @@ async def _train(world: ad.World) -> None:
 
 
 def recorded() -> list[RankFile]:
-    """Return the files of a good recording, with one more event of each kind."""
+    """Return the files of a good recording, with one additional event of each kind."""
     with tempfile.TemporaryDirectory(prefix="fuzzed-") as folder:
         ad.simulate(_train, ranks=_SIZE, seed=5, record=folder)
         files = [_taken_apart(path) for path in sorted(Path(folder).iterdir())]
@@ -129,7 +130,7 @@ def damage(files: list[RankFile], rng: random.Random, folder: Path) -> None:
     for _ in range(rng.choice((1, 1, 2, 5))):
         of = rng.choice(copies)
         match rng.randrange(6):
-            case 0:  # the same name on all ranks is one that is believed
+            case 0:  # if all ranks have the same name, it is accepted
                 name, value = rng.choice(list(of.header)), _hostile(rng)
                 for each in copies if rng.random() < 0.7 else [of]:
                     each.header[name] = value
@@ -162,7 +163,7 @@ def _hostile(rng: random.Random) -> Any:
 
 
 def _check_replay(folder: Path) -> int:
-    """Read a recording as a replay does, up to where its script would begin."""
+    """Read a recording as a replay does, up to the point at which its script would begin."""
     recording = read_recording(folder)
     check_replayable(recording)
     ReplayedJob(recording, None)
@@ -183,7 +184,7 @@ _EVERYTHING: Final = "(SELECT count(*) FROM applied, decided, told, over, measur
 
 
 def check(folder: Path, seed: int) -> Counter[str]:
-    """Run all commands on a recording and count the outcomes; CommandFailure is raised for a fault."""
+    """Run all commands on a recording and count the outcomes; raise CommandFailure for a fault."""
     fates: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="fuzzed-") as place, contextlib.chdir(place):
         for number, (name, command) in enumerate(_commands(folder, with_page=seed % _PAGE_EVERY == 0)):
@@ -226,7 +227,7 @@ def fuzz(seeds: range) -> Counter[str]:
 
 
 def draw_one_page() -> int:
-    """Return the length of the page of the recording without damage: the examples are read as a whole."""
+    """Return the length of the page of the undamaged recording: this checks that the examples are valid as a whole."""
     with tempfile.TemporaryDirectory(prefix="fuzzed-") as folder:
         for each in recorded():
             each.write(Path(folder))

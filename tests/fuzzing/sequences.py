@@ -1,8 +1,8 @@
-"""Feeds random event sequences, valid and invalid ones, to the state machines of the protocols.
+"""Feeds random sequences of events, valid and invalid ones, to the state machines of the protocols.
 
-Each machine has a function that tells a new one some twenty events and sees that its promises hold: it raises nothing,
-what it asks for fits what it has asked for before, and what it keeps is bounded. The number of a sequence says which
-machine it is for and all that is told.
+For each machine, a function feeds about twenty events to a new instance and checks its promises: it raises nothing, its
+instructions are consistent with earlier instructions, and its memory is bounded. The number of a sequence determines
+the machine and all of its events.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SequenceFailure(AssertionError):
     """A sequence has broken a promise.
 
     Attributes:
-        seed: its number.
+        seed: Number of the sequence.
     """
 
     def __init__(self, seed: int, machine: str, error: BaseException) -> None:
@@ -124,7 +124,7 @@ def coordinator(rng: random.Random) -> None:
         rank = rng.randrange(size) if rng.random() < 0.95 else rng.choice((size, -1, 2**31))
         back = rng.choice((0, 0, 0, 0, 1, -1)) if rng.random() < 0.95 else rng.choice(_COUNTS)
         since_s = rng.uniform(0.0, 2.0)
-        if kind == "report" and rng.random() < 0.1:  # of its time it may say what it likes
+        if kind == "report" and rng.random() < 0.1:  # it may report any time per step
             sends = referee.coordinator.on_report(
                 rank, _count(rng), _metric(rng), rng.choice(_TIMES_S), referee.now, interval_s=rng.choice(_TIMES_S)
             )
@@ -153,7 +153,7 @@ def _frozen(rng: random.Random) -> Frozen:
 
 
 def _tell_member(member: RoundMember, rng: random.Random, number: int) -> tuple[Instruction | StepAction, ...]:
-    """Tell a member one event, as its policy would, about a round."""
+    """Pass one event about a round to a member, as its policy would."""
     match rng.randrange(11):
         case 0 | 1 | 2:
             return member.on_assign(_assign(rng), number)
@@ -180,7 +180,7 @@ def _tell_member(member: RoundMember, rng: random.Random, number: int) -> tuple[
 
 
 def member(rng: random.Random) -> None:
-    """Tell a member what a coordinator says; what it opens it closes, and it applies what it has read."""
+    """Feed a member with a coordinator's messages; it closes what it opens, and applies only what it has read."""
     told = RoundMember()
     offered: list[int] = []
     exchanging: list[int] = []
@@ -191,7 +191,7 @@ def member(rng: random.Random) -> None:
         if place == leaves_at:
             _carry_out(told.on_leave(), offered, exchanging, read)
         _carry_out(_tell_member(told, rng, number), offered, exchanging, read)
-        taken = [number for number in exchanging if number >= 0]  # rounds that it reduces in are negative
+        taken = [number for number in exchanging if number >= 0]  # rounds in which it reduces have negative numbers
         assert len(offered) + len(taken) <= 1 and -sum(exchanging) == told.reducing - sum(taken)
         assert bool(offered) == (told.state in (State.GIVING, State.LASTING))
         assert bool(taken) == (told.state in (State.ASKING, State.READING, State.COMPLETE))
@@ -238,7 +238,7 @@ def succession(rng: random.Random) -> None:
     size = rng.randrange(1, 7)
     order = list(range(size))
     rng.shuffle(order)
-    rank = rng.randrange(size + 1)  # the last one is a reserved coordinator
+    rank = rng.randrange(size + 1)  # the last number is a reserved coordinator
     view = Succession(rank, order, rng.randrange(size + 1))
     epoch = 0
     for _ in range(rng.randrange(2 * EVENT_COUNT)):
@@ -278,7 +278,7 @@ def succession(rng: random.Random) -> None:
 
 
 def watch(rng: random.Random) -> None:
-    """Report, and answer or not; nothing is suspected that was never asked."""
+    """Send reports that may or may not be answered; a rank that was never asked is never suspected."""
     told, now, is_asked = Watch(), 0.0, False
     answered = step = 0
     for _ in range(rng.randrange(2 * EVENT_COUNT)):
@@ -304,7 +304,7 @@ def watch(rng: random.Random) -> None:
 
 
 def one_sided(rng: random.Random) -> None:
-    """Judge ranks by what has been published."""
+    """Judge ranks by the published metrics."""
     options = OneSidedRules(
         replacement_mode=rng.choice(REPLACEMENT_MODES),
         threshold_metric=rng.uniform(-2, 2),
@@ -331,7 +331,7 @@ def one_sided(rng: random.Random) -> None:
 
 
 def replay_store(rng: random.Random) -> None:
-    """Add, draw and update; ids and priorities may be any."""
+    """Add, draw and update items; ids and priorities may have any values."""
     capacity = rng.randrange(1, 9)
     alpha = rng.choice((None, 0.0, 0.6, 2.0))
     store = ReplayStore(capacity, alpha=alpha, seed=0)
@@ -343,7 +343,7 @@ def replay_store(rng: random.Random) -> None:
                 rows = np.zeros((count, 3), np.uint8)
                 try:
                     store.add(rows, values if alpha is not None and rng.random() < 0.5 else None)
-                except ValueError:  # too large to be summed
+                except ValueError:  # the priorities are too large to be summed
                     continue
             case 1:
                 ids = np.array([_count(rng, store.added_count - 4) for _ in range(count)], np.int64)
@@ -356,7 +356,7 @@ def replay_store(rng: random.Random) -> None:
                 if store.size:
                     try:
                         drawn = store.sample(1 + count, beta=rng.random())
-                    except ValueError:  # no item has a chance
+                    except ValueError:  # no item can be drawn
                         continue
                     assert len(drawn.ids) == len(drawn.weights) == len(drawn.rows) == 1 + count
                     assert all(store.evicted_count <= id_ < store.added_count for id_ in drawn.ids.tolist())
@@ -375,7 +375,7 @@ def _key(rng: random.Random, size: int) -> AgreementKey:
 
 
 def verdicts(rng: random.Random) -> None:
-    """Judge what members say of an agreement, and keep verdicts for those that come late."""
+    """Judge the members' messages about an agreement, and keep verdicts for members that arrive late."""
     size = rng.randrange(1, 6)
     late = LateVerdicts()
     keys = [_key(rng, size) for _ in range(3)]
@@ -410,7 +410,7 @@ def verdicts(rng: random.Random) -> None:
 
 
 def _raise_any(verdict: Verdict, rank: int) -> None:
-    """Raise what a verdict of an untrue leader says."""
+    """Raise the error that a false leader's verdict describes."""
     try:
         raise_refusal(verdict, rank)
     except AsyncdistError:
@@ -418,7 +418,7 @@ def _raise_any(verdict: Verdict, rank: int) -> None:
 
 
 def agreements(rng: random.Random) -> None:
-    """Tell a rank's agreements what peers say, in the order in which the system channel looks at it."""
+    """Feed a rank's agreements with messages of peers, in the order in which the system channel handles them."""
     size = rng.randrange(2, 6)
     sent: list[tuple[Any, int]] = []
     timer = types.SimpleNamespace(cancel=lambda: None)
@@ -484,7 +484,7 @@ def _tell_agreements(told: Agreements, rng: random.Random, text: str, source: in
         case Undecided():
             told.termination.on_undecided(message, source)
         case Gathered():
-            with contextlib.suppress(RemoteProtocolError):  # of ranks that are not below this one
+            with contextlib.suppress(RemoteProtocolError):  # messages of ranks that are not below this rank in the tree
                 told.on_gathered(message)
         case Spread():
             with contextlib.suppress(RemoteProtocolError):
@@ -500,7 +500,7 @@ def _tell_agreements(told: Agreements, rng: random.Random, text: str, source: in
 
 
 def membership(rng: random.Random) -> None:
-    """Start and end collectives while members leave, free groups and are lost, and say any number."""
+    """Start and end collectives while members leave, free groups, are lost and send arbitrary numbers."""
     log = MembershipLog()
     groups = []
     for place in range(2):
@@ -548,7 +548,7 @@ MACHINES: Final[tuple[Callable[[random.Random], None], ...]] = (
 
 
 def run(seed: int) -> str:
-    """Tell one sequence; return the name of its machine. Raises SequenceFailure."""
+    """Run one sequence; return the name of its machine. Raises SequenceFailure."""
     machine = MACHINES[seed % len(MACHINES)]
     try:
         machine(random.Random(seed))
@@ -558,5 +558,5 @@ def run(seed: int) -> str:
 
 
 def fuzz(seeds: Iterable[int]) -> Counter[str]:
-    """Tell many; return how many each machine was told. Raises SequenceFailure."""
+    """Run many sequences; return the number of sequences of each machine. Raises SequenceFailure."""
     return Counter(map(run, seeds))

@@ -1,4 +1,4 @@
-"""Runs a short form of the fuzz that ./tools/soak runs for long, and regressions that it has found."""
+"""Runs a short form of the fuzz tests of ./tools/soak, and regressions that these have found."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_was_refused_wrongly_once(found: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("name", CORPUS["reached"])
 def test_what_has_reached_other_lines_of_a_decoder(name: str) -> None:
-    """Found in ten minutes of atheris, which follows the lines that are run."""
+    """These inputs were found by ten minutes of atheris, which looks for inputs that run new lines of code."""
     for text in CORPUS["reached"][name]:
         decoders.check(DECODERS[name], bytes.fromhex(text))
 

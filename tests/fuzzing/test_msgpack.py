@@ -1,4 +1,4 @@
-"""Tests that messages are valid MessagePack: the msgpack package reads each and packs the same bytes."""
+"""Tests that messages are valid MessagePack: the msgpack package reads each message and packs the same bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fuzzing.channel_sites import channel_sites
 from fuzzing.frames import USERS, _drawn
 
 SITES = [*channel_sites(), USERS]
-#: No frame is longer, so nothing in one is.
+#: No frame is longer, so no value in a frame is longer.
 LIMITS: dict[str, Any] = dict.fromkeys(
     ("max_buffer_size", "max_str_len", "max_bin_len", "max_array_len", "max_map_len"), wire.FRAME_NBYTES_MAX
 )

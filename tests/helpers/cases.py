@@ -13,7 +13,7 @@ MODULES = (cases_everyday, cases_models, cases_roles, cases_soups)
 
 
 def all_cases() -> dict[str, Case]:
-    """``everyday.zero_only``: :func:`helpers.cases_everyday.case_zero_only`."""
+    """Return all cases by name, such as ``everyday.zero_only`` for :func:`helpers.cases_everyday.case_zero_only`."""
     return {
         f"{module.__name__.partition('cases_')[2]}.{name.removeprefix('case_')}": case
         for module in MODULES

@@ -18,7 +18,7 @@ from asyncdist.errors import LocalProtocolError, RemoteError
 
 
 class Trouble(ValueError):
-    """One of the tests' own."""
+    """An exception of these tests."""
 
 
 def fail(text: str) -> Any:
@@ -26,7 +26,7 @@ def fail(text: str) -> Any:
 
 
 async def expect_failure(awaitable: Any, world: ad.World, failing: int, text: str) -> None:
-    """The exception itself on the rank that fails, a RemoteError with all that is known elsewhere."""
+    """Expect the exception itself on the failing rank, and a RemoteError with all details on the other ranks."""
     try:
         await awaitable
     except Trouble as error:
@@ -65,7 +65,7 @@ async def case_every_rank_s_value_arrives_unchanged(world: ad.World) -> None:
 
 
 async def case_large_and_small_values_together(world: ad.World) -> None:
-    """Some fit into a frame and some do not."""
+    """Some values fit into a frame, and some do not."""
     sizes = [0, 100_000, 3, error_exchange.INLINE_NBYTES - 3, error_exchange.INLINE_NBYTES, 1_000_000]
 
     def value_of(rank: int) -> bytes:
@@ -236,7 +236,7 @@ async def case_zero_first(world: ad.World) -> None:
         order.append("block")
         entered_at = world.time()
     times = await ad.gather_from_all_ranks(lambda: entered_at, group=before)
-    if times is not None:  # the ranks are on one host, and so on one clock
+    if times is not None:  # the ranks are on one host, and so share one clock
         assert all(times[0] <= time for time in times[1:])
     async with ad.zero_first(world.rank > 0 or world.size == 1):
         order.append("block")
@@ -285,7 +285,7 @@ async def case_zero_only(world: ad.World) -> None:
             done.append(world.time())
     left_at = world.time()
     main_at = await ad.compute_and_broadcast(lambda: done[0])
-    assert left_at >= main_at  # on one host, and so on one clock
+    assert left_at >= main_at  # the ranks are on one host, and so share one clock
     for root in range(world.size):
         async with ad.zero_only(root=root) as is_main:
             assert is_main == (world.rank == root)
@@ -327,7 +327,7 @@ async def case_two_groups_at_once_and_nobody_else(world: ad.World) -> None:
 
 
 async def case_scalars_of_a_group_come_in_its_order(world: ad.World) -> None:
-    """To its root, with the group's number of ranks, and with its failures; the one outside does nothing at all."""
+    """The scalars arrive at the root, with the group's size and failures; the rank outside the group takes no part."""
     members = all_but_one(world)
     if world.rank in members:
         group = await ad.new_group(members)
@@ -354,12 +354,12 @@ async def case_scalars_of_a_group_come_in_its_order(world: ad.World) -> None:
 
 
 def all_but_one(world: ad.World) -> list[int]:
-    """Descending, so that the group's root is not the world's, and with a gap: one in the middle is left out."""
+    """Return a group in descending order, so that its root is not the world's, without one rank in the middle."""
     return [rank for rank in reversed(range(world.size)) if rank != world.size // 2 or world.size == 1]
 
 
 async def case_outsiders_and_bad_arguments(world: ad.World) -> None:
-    """Refused before anything is sent, on the rank that asks."""
+    """Invalid arguments are refused on the calling rank before anything is sent."""
     outside = ad.Group.seen_from_outside([0])
     for call in (
         lambda: ad.compute_and_broadcast(lambda: 1, group=outside),

@@ -22,7 +22,9 @@ DTYPES = (*FLOATS, torch.int64, torch.int8, torch.uint8, torch.bool, torch.compl
 
 
 class Mixed(nn.Module):
-    """Every kind of entry: dtypes, tied weights, buffers, an empty one, a transposed one, a scalar."""
+    """A model with every kind of entry: several dtypes, tied weights, buffers, an empty and a transposed tensor, a
+    scalar.
+    """
 
     def __init__(self, rank: int, width: int = 3) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ def is_filled(tensor: torch.Tensor, value: float) -> bool:
 
 
 def close(tensor: torch.Tensor, expected: np.ndarray[Any, Any]) -> bool:
-    """Equal up to one rounding to the tensor's dtype."""
+    """Check that values are equal up to one rounding to the tensor's dtype."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return bool((tensor.numpy() == expected).all())
     tolerance = 2 * torch.finfo(tensor.dtype).eps
@@ -68,7 +70,7 @@ async def case_models_become_the_mean(world: ad.World) -> None:
     model = Mixed(world.rank)
     states = [Mixed(rank).state_dict() for rank in range(world.size)]
     objects = {name: (tensor, tensor.data_ptr()) for name, tensor in model.state_dict(keep_vars=True).items()}
-    for _ in range(2):  # the second time in the memory of the first
+    for _ in range(2):  # the second call reuses the memory of the first
         await ad.average_models(model)
         for name, tensor in model.state_dict(keep_vars=True).items():
             if tensor.is_floating_point() or tensor.is_complex():
@@ -83,7 +85,7 @@ async def case_models_become_the_mean(world: ad.World) -> None:
 
 
 async def case_whole_numbers_are_averaged_exactly(world: ad.World) -> None:
-    """Large enough to be reduced in pieces, and an odd number of them."""
+    """The tensors are large enough to be reduced in pieces, and the number of pieces is odd."""
     for dtype in FLOATS:
         model = nn.ParameterDict({"w": nn.Parameter(torch.full((700_001,), world.rank * 2, dtype=dtype))})
         model["w"].data[::1000] = 8 * (world.rank + 1)
@@ -94,7 +96,7 @@ async def case_whole_numbers_are_averaged_exactly(world: ad.World) -> None:
 
 
 async def case_large_models_are_summed_in_rank_order(world: ad.World) -> None:
-    """The order shows in the last bits. Tensors begin and end in all places of the pieces; one is turned."""
+    """The order of the sum shows in the last bits. Tensors begin and end anywhere in the pieces; one is transposed."""
 
     def made(rank: int) -> nn.Module:
         generator = torch.Generator().manual_seed(rank)
@@ -117,7 +119,7 @@ async def case_large_models_are_summed_in_rank_order(world: ad.World) -> None:
 
 
 async def case_low_precision_is_summed_wide(world: ad.World) -> None:
-    """In bfloat16 256 + 1 is 256, and 60,000 + 60,000 is no float16."""
+    """In bfloat16 256 + 1 is 256, and 60,000 + 60,000 does not fit into float16."""
     model = nn.ParameterList(
         [torch.tensor([256.0 if world.rank == 0 else 3.0]).bfloat16(), torch.tensor([60_000.0]).half()]
     )
@@ -161,12 +163,12 @@ async def case_a_gradient_that_is_missing_somewhere_counts_as_zero(world: ad.Wor
     assert torch.equal(first.weight.grad, torch.full((2, 2), 6.0 / world.size))
     assert torch.allclose(second.weight.grad, torch.full((2, 2), float(np.mean(range(world.size)))))
     assert third.weight.grad is None
-    await ad.average_gradients(nn.Linear(3, 3))  # none at all
+    await ad.average_gradients(nn.Linear(3, 3))  # without any gradients
 
 
 async def case_equal_values_stay_and_finite_ones_stay_finite(world: ad.World) -> None:
-    """Two masks of ``finfo.min`` add up to -inf; three times a float32, divided by three, is often not that float32."""
-    for count in (33, 30_000):  # in messages, and from 64 KiB on in shared memory where there is any
+    """Two masks of ``finfo.min`` add up to -inf; 3 * x / 3 often differs from x in float32."""
+    for count in (33, 30_000):  # in messages, and from 64 KiB on in shared memory if it is available
         draw = np.random.default_rng(count)
         model = nn.Module()
         model.frozen = nn.Parameter(torch.from_numpy(draw.standard_normal(count)).float())
@@ -188,7 +190,7 @@ async def case_equal_values_stay_and_finite_ones_stay_finite(world: ad.World) ->
 
 
 async def case_equal_values_of_every_exponent_stay(world: ad.World) -> None:
-    """Drawn as random bits, so that subnormal values and the largest ones are among them."""
+    """The values are random bits, so subnormal and very large values are among them."""
     draw = np.random.default_rng(5)
     model, values = nn.ParameterList(), []
     for dtype in (*FLOATS, torch.complex64):
@@ -208,7 +210,7 @@ async def case_groups_divide_by_their_own_size(world: ad.World) -> None:
     ranks = list(range(parity, world.size, 2))
     group = await ad.new_group(ranks)
     model = nn.Linear(4, 4)
-    for _ in range(1 + 2 * parity):  # the groups know nothing of each other
+    for _ in range(1 + 2 * parity):  # the groups do not affect each other
         model.weight.data.fill_(world.rank)
         model.weight.grad = torch.full((4, 4), 10.0 * world.rank)
         await ad.average_models(model, group)
@@ -313,7 +315,7 @@ async def case_giving_up_leaves_the_weights_alone(world: ad.World) -> None:
 
 
 async def case_giving_up_in_the_middle_puts_the_weights_back(world: ad.World) -> None:
-    """A cancelled rank's weights are restored at whatever stage the others are, and the others get their mean."""
+    """A cancelled rank's weights are restored, whatever the other ranks are doing, and these get their mean."""
     expected = float(np.mean(range(world.size)))
     for yields in range(1, 60, 12):
         model = nn.Linear(1500, 1500)
@@ -326,7 +328,7 @@ async def case_giving_up_in_the_middle_puts_the_weights_back(world: ad.World) ->
             task.cancel()
             await asyncio.wait([task])
             assert is_filled(model.weight, expected if was_done else world.rank)
-            model.weight.data.fill_(1000.0)  # this rank trains on while the others wait for its old weights
+            model.weight.data.fill_(1000.0)  # this rank continues to train while the others wait for its old weights
         else:
             await task
             assert is_filled(model.weight, expected)
@@ -381,7 +383,7 @@ async def case_lists_are_concatenated(world: ad.World) -> None:
 
 
 async def case_a_group_s_data_is_concatenated_in_its_order(world: ad.World) -> None:
-    """At its root, in messages and as streams; the one outside sends nothing and is not waited for."""
+    """The data arrives at the group's root, in messages and as streams; the rank outside the group is not involved."""
     members = all_but_one(world)
     over = world.channel(Over, tag=77)
     if world.rank in members:
@@ -418,7 +420,7 @@ async def case_a_group_s_data_is_concatenated_in_its_order(world: ad.World) -> N
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The group's root to who is outside: all has been gathered."""
+    """Message from the group's root to the rank outside: all data has been gathered."""
 
 
 async def case_data_that_does_not_fit_together(world: ad.World) -> None:

@@ -21,7 +21,7 @@ async def case_every_plan_that_fits(world: ad.World) -> None:
 
 
 async def check(world: ad.World, context: ad.DistributedContext, buffers: int, groups: int) -> None:
-    """Against the plain arithmetic: training ranks first, buffers in turn."""
+    """Compare with the expected arithmetic: training ranks first, buffers in turn."""
     rank, training = world.rank, world.size - buffers
     size = training // groups
     assert (context.my_rank, context.world_size) == (rank, world.size)
@@ -68,7 +68,7 @@ async def case_a_reserved_coordinator(world: ad.World) -> None:
 
 
 async def case_by_host(world: ad.World) -> None:
-    """Ranks go round two hosts, so groups on one host are not contiguous."""
+    """The ranks are assigned to two hosts in turn, so groups on one host are not contiguous."""
     if world.size < 3:
         context = await ad.initialize_distributed_compute(placement="host")
         assert context.train_global_group.ranks == tuple(range(world.size))
@@ -84,7 +84,7 @@ async def case_by_host(world: ad.World) -> None:
 
 
 async def case_a_plan_of_ones_own(world: ad.World) -> None:
-    """Each group in an order of its own: its first rank is the root."""
+    """Each group has its own order: its first rank is the root."""
     if world.size < 3:
         return
     groups, coordinator = going_round(world.size)
@@ -97,9 +97,9 @@ async def case_a_plan_of_ones_own(world: ad.World) -> None:
 
 
 def going_round(size: int) -> tuple[list[tuple[int, ...]], int | None]:
-    """The even ranks and the odd ones, as many of each; where one is over, it is the coordinator.
+    """Return two groups of equal size, the even and the odd ranks; a remaining rank is the coordinator.
 
-    Of three ranks 0 and 2 are the only group, so that it has a gap.
+    With three ranks, ranks 0 and 2 are the only group, so its ranks are not contiguous.
     """
     if size == 3:
         return [(0, 2)], 1
@@ -108,7 +108,7 @@ def going_round(size: int) -> tuple[list[tuple[int, ...]], int | None]:
 
 
 async def check_groups(world: ad.World, context: ad.DistributedContext, groups: list[tuple[int, ...]]) -> None:
-    """All groups at once: gathered, reduced and averaged in each, in its order."""
+    """Use all groups at once: gather, reduce and average in each group, in its order."""
     number = next((number for number, ranks in enumerate(groups) if world.rank in ranks), None)
     assert context.agent_group_id == number
     group = context.agent_group
@@ -174,7 +174,7 @@ async def case_plans_that_do_not_fit(world: ad.World) -> None:
 
 
 async def case_a_plan_that_does_not_fit_on_one_rank(world: ad.World) -> None:
-    """All other ranks are notified of the fault at once, whichever rank leads, and the next plan works."""
+    """All other ranks are notified of the error at once, whichever rank leads, and the next plan works."""
     size = world.size
     for failing in sorted({0, size - 1}):
         for options, kind, facts in (

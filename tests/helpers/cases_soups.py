@@ -1,4 +1,4 @@
-"""Cases for the choice of what to deploy, against numpy and a second implementation of the greedy soup."""
+"""Cases for the choice of the model to deploy, compared with numpy and a second implementation of the greedy soup."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 
 
 def running_mean(arrays: Sequence[Array]) -> Array:
-    """The formula of the page: each model's share is rounded once, and the result stays between the two operands."""
+    """Return the mean by the formula of docs/soups.md: each step is rounded once, and stays within its operands."""
     mean = arrays[0].copy()
     for count, values in enumerate(arrays[1:], 1):
         share = count / (count + 1)
@@ -31,7 +31,7 @@ def running_mean(arrays: Sequence[Array]) -> Array:
 
 
 def greedy(vectors: Sequence[Array], loss: Any) -> tuple[float, list[int]]:
-    """The greedy soup as in the paper: a list of ingredients, whose mean is computed anew for each trial."""
+    """Return the greedy soup as in the paper: a list of ingredients, whose mean is computed anew for each trial."""
     order = sorted(range(len(vectors)), key=lambda rank: loss(vectors[rank]))
     ingredients, best = [order[0]], loss(vectors[order[0]])
     for rank in order[1:]:
@@ -46,7 +46,7 @@ def vector_of(seed: int) -> Array:
 
 
 def distance(vector: Array) -> float:
-    """Exact in float64, so that both implementations compare the same numbers."""
+    """Return a distance that is exact in float64, so that both implementations compare the same numbers."""
     return float(np.square(vector.astype(np.float64) - 1).sum())
 
 
@@ -95,7 +95,7 @@ async def case_the_uniform_soup_may_beat_the_greedy_one(world: ad.World) -> None
 
 
 async def case_a_soup_has_every_kind_of_entry(world: ad.World) -> None:
-    """Tied weights, dtypes, buffers and integers."""
+    """The entries include tied weights, several dtypes, buffers and integers."""
     model, states = Mixed(world.rank), [Mixed(rank).state_dict() for rank in range(world.size)]
     objects = {name: tensor.data_ptr() for name, tensor in model.state_dict(keep_vars=True).items()}
     soup = await ad.best_of_population(model, loss=descending(world), soups=["greedy"])
@@ -115,7 +115,7 @@ async def case_a_soup_has_every_kind_of_entry(world: ad.World) -> None:
 
 
 async def case_low_precision_is_accumulated_in_float32(world: ad.World) -> None:
-    """In bfloat16, whose numbers near 256 are 2 apart, each mean would be rounded before the next model is added."""
+    """In bfloat16, whose values near 256 differ by 2, each mean would be rounded before the next model is added."""
     values = [256.0, 258.0, 258.0, 262.0, 258.0, 260.0, 258.0, 262.0][: world.size]
     values += [258.0] * (world.size - len(values))
     model = nn.ParameterList([torch.full((3,), values[world.rank], dtype=torch.bfloat16)])
@@ -125,7 +125,7 @@ async def case_low_precision_is_accumulated_in_float32(world: ad.World) -> None:
 
 
 def descending(world: ad.World) -> Any:
-    """A loss that orders the members by rank, and becomes better with each further call."""
+    """Return a loss that orders the members by rank, and becomes better with each further call."""
     calls = iter(range(1, 1000))
 
     def loss(_: nn.Module) -> float:
@@ -136,7 +136,7 @@ def descending(world: ad.World) -> Any:
 
 
 async def case_models_with_nan_are_left_out(world: ad.World) -> None:
-    """The last rank has a metric of NaN, and the one before it a weight that its loss does not use."""
+    """The last rank has a metric of NaN; the rank before it has a NaN in a weight that its loss does not use."""
     last = world.size - 1
     model = model_with(vector_of(world.rank))
     unused = nn.Parameter(torch.tensor(math.nan if world.rank == last - 1 else 0.0))

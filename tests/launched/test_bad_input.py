@@ -1,4 +1,4 @@
-"""A file of the user's that hides the package, in each way to start a job."""
+"""Tests a user's file that hides the package, in each way to start a job."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ad.run(main)
 def test_a_file_of_the_users_that_hides_the_package_is_explained(
     tmp_path: Path, source: str, command: list[str]
 ) -> None:
-    """``launched`` is what ``asyncdist run`` makes of each rank."""
+    """``launched`` is the expected error of each rank under ``asyncdist run``."""
     mine, script = tmp_path / "protocols.py", tmp_path / "train.py"
     mine.write_text("x = 1\n")
     script.write_text(source)

@@ -1,4 +1,6 @@
-"""``python -m asyncdist.bench`` under real launchers, with few repetitions, and what it refuses. No speed is judged."""
+"""Tests ``python -m asyncdist.bench`` under real launchers: its output and the arguments that it refuses, not its
+speed.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def test_each_prints_a_table_on_torch(name: str) -> None:
 
 
 def check(name: str, printed: str, transport: str, rival: str) -> None:
-    """Rank 0 alone has printed; each size has a row of two positive figures and their ratio."""
+    """Check that only rank 0 has printed, and that each size has a row of two positive numbers and their ratio."""
     said, title, headings, *rows = printed.strip().splitlines()
     assert said.startswith(transport) and title.startswith(f"{name}: ")
     assert (rival if name != "step" else "asyncio.sleep(0)") in headings
@@ -57,7 +59,7 @@ def test_one_process_is_told_how_to_start_two(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_simulation_is_refused_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its time is virtual: what it would print are the links that the seed draws."""
+    """The time of a simulation is virtual: the benchmark would measure only the simulated links."""
     options = argparse.Namespace(name="latency")
     assert ad.simulate(bench._main, options, ranks=2, seed=1, strict=True).results == (2, 2)
     assert capsys.readouterr().err.count("a simulation's time is virtual") == 1

@@ -1,6 +1,6 @@
-"""Every benchmark runs on real ranks in a tiny configuration and writes JSON of the promised shape. No speed is judged.
+"""Tests that every benchmark runs on real ranks, in a tiny configuration, and writes JSON of the expected form.
 
-What does not depend on speed is: byte counts are exact, memory is what is promised, the straggler is replaced.
+Results that do not depend on speed are checked: exact byte counts, limits of memory, and the replaced straggler.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RUN = Path(__file__).parents[2] / "tools" / "benchmarks" / "bench.py"
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[ModuleType]:
-    """The module ``bench``, whose ranks start warm. The demo has modules of the same names."""
+    """The module ``bench``, whose ranks start warm; the demo has modules with the same names."""
     names = {path.stem for path in RUN.parent.glob("*.py")}
     hidden = {name: sys.modules.pop(name) for name in names & sys.modules.keys()}
     with pytest.MonkeyPatch.context() as patch:
@@ -37,7 +37,7 @@ def runner() -> Iterator[ModuleType]:
 
         def start_warm(program: Sequence[str], rank_count: int, transport: str) -> int:
             ended: mpi.Result | torchrun.Result
-            if not rank_count:  # a process alone
+            if not rank_count:  # the benchmark runs in a single process
                 script, *arguments = program
                 command = [sys.executable, *warm.command(script, arguments, mpi.base_environment(), {})]
                 ended = torchrun.run_jobs([(command, {})], timeout_s=280).check()
@@ -58,7 +58,7 @@ Bench: TypeAlias = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def bench(runner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Bench:
-    """``bench(name, *options)``: the results of a quick run, in this process."""
+    """Return ``bench(name, *options)``, which returns the results of a quick run in this process."""
 
     def bench(name: str, *options: str) -> dict[str, Any]:
         out = tmp_path / "results.json"
@@ -73,7 +73,7 @@ def bench(runner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_an_unwritable_file_is_reported_before_measurements(
     runner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Regression: it was told after an hour, with a traceback."""
+    """Regression: the error appeared after an hour, with a traceback."""
     with pytest.raises(SystemExit):
         runner.main(["all", "--json", str(tmp_path / "none" / "results.json")])
     assert str(tmp_path / "none") in capsys.readouterr().err
@@ -105,7 +105,7 @@ def test_latency_on_mpi(bench: Bench) -> None:
 
 @pytest.mark.long
 def test_latency_on_torch_by_the_command(tmp_path: Path) -> None:
-    """As a shell starts it, and so with cold ranks."""
+    """The command starts as in a shell, and so with cold ranks."""
     out = tmp_path / "results.json"
     command = [sys.executable, str(RUN), "latency", "--quick", "--json", str(out), "--transport", "torch"]
     completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
@@ -265,7 +265,7 @@ def test_scale(bench: Bench, tmp_path: Path) -> None:
 @pytest.mark.mpi
 @pytest.mark.long
 def test_routes(bench: Bench) -> None:
-    """Between hosts where such can be made; elsewhere that part is left out, and the bench says why."""
+    """Routes between hosts are measured if virtual hosts can be made; otherwise the output says why not."""
     results = bench("routes")
     assert results.keys() in ({"8"}, {"8", "4"})
     assert all(figures["direct_s"] > 0 and figures["sharded_s"] > 0 for figures in results.values())
@@ -293,7 +293,7 @@ def test_grace(bench: Bench) -> None:
 
 @pytest.mark.long
 def test_async_diloco_on_ranks_of_different_speeds(bench: Bench) -> None:
-    """The order holds for each seed, with DiLoCo's learning rate for delayed Nesterov as well."""
+    """The order holds for each seed, even with DiLoCo's learning rate for delayed Nesterov."""
     results = bench("async-diloco")
     assert all(len(of_lr) == 1 for of_lr in results.values())
     runs = {method: next(iter(of_lr.values())) for method, of_lr in results.items()}
@@ -309,7 +309,7 @@ def test_async_diloco_on_ranks_of_different_speeds(bench: Bench) -> None:
 
 @pytest.mark.long
 def test_staleness(bench: Bench, tmp_path: Path) -> None:
-    """With equal shards no rank need wait for a slow one; with a class of its own each rank's contribution misleads."""
+    """With equal shards no rank needs to wait for a slow one; if each rank has its own class, old contributions harm."""
     chart = tmp_path / "chart.png"
     results = bench("staleness", "--chart", str(chart))
     staleness = importlib.import_module("staleness")
@@ -356,7 +356,8 @@ def test_idle(bench: Bench, transport: str) -> None:
 @pytest.mark.mpi
 @pytest.mark.long
 def test_memory(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memory.RANKS", (3, 4))  # seven that step without a pause take a minute of two cores
+    # seven ranks that step without a pause would take a minute on two cores
+    monkeypatch.setattr("memory.RANKS", (3, 4))
     results = bench("memory")
     assert list(results) == ["2 peers", "3 peers"]
     for roles in results.values():
@@ -395,7 +396,7 @@ def test_wire_codecs(bench: Bench) -> None:
 
 @pytest.mark.long
 def test_goodput(bench: Bench, tmp_path: Path) -> None:
-    """Figures of virtual time: they are the same on every machine."""
+    """The figures are in virtual time, so they are the same on every machine."""
     chart = tmp_path / "chart.png"
     results = bench("goodput", "--chart", str(chart))
     learners = results.pop("learners")
@@ -418,7 +419,7 @@ def test_goodput(bench: Bench, tmp_path: Path) -> None:
 
 
 def test_value(bench: Bench, tmp_path: Path) -> None:
-    """The orders that theory promises hold on each seed."""
+    """The orders that theory predicts hold for each seed."""
     results = bench("value", "--chart", str(tmp_path / "chart.png"))
     finals = {
         part: {method: [run["curve"][-1] for run in found["runs"]] for method, found in by_method.items()}
@@ -473,7 +474,7 @@ def test_a_chart_is_drawn_of_what_has_one_only(runner: ModuleType, capsys: pytes
 
 
 def test_every_benchmark_is_run_by_a_test(runner: ModuleType) -> None:
-    """By the first argument of ``bench`` and ``results_of``, or what that one is parametrized with."""
+    """The names are read from the first arguments of ``bench`` and ``results_of``, or from the tests' parameters."""
     run: list[str] = []
     for function in ast.walk(ast.parse(Path(__file__).read_text())):
         if not isinstance(function, ast.FunctionDef) or not function.name.startswith("test_"):

@@ -36,7 +36,7 @@ LOADERS = """
 
 
 def test_accelerate_loaders_share_the_data_without_waits() -> None:
-    """The loaders are prepared as the README says."""
+    """The loaders are prepared as docs/integrations.md says."""
     reports = torchrun.run_source(2, LOADERS, timeout_s=110).check().reports
     for one, other in zip(reports[0], reports[1], strict=True):
         assert sorted(one + other) == list(range(16))
@@ -78,5 +78,5 @@ SITTING = """
 
 
 def test_a_message_to_a_rank_in_a_torch_collective_waits() -> None:
-    """And for ever, where the sender awaits it before it enters the collective itself; docs/integrations.md says so."""
+    """The message waits forever if the sender awaits it before it enters the collective (docs/integrations.md)."""
     assert torchrun.run_source(2, SITTING).check().reports == {0: 0, 1: [50_000, float(1 << 20)]}

@@ -1,4 +1,4 @@
-"""Compiled and interpreted modules give the same results, and installations compile what they must."""
+"""Tests that compiled and interpreted modules give the same results, and which modules an installation compiles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.compiled_copy import TOP, copied, pretend_to_compile
 
 from asyncdist import compiled
 
-#: Frames, errors and what becomes of damaged frames, as text: to be compared between both ways.
+#: Frames, errors and the outcomes of damaged frames, as text, to compare compiled with interpreted modules.
 ACCOUNT = """
 import json, random, sys
 from dataclasses import dataclass
@@ -103,7 +103,8 @@ print(json.dumps([wire.__file__, lines]))
 """
 
 
-#: Simulations with every kind of fault: digests, faults that fired and what was counted; and what endless turns end in.
+#: Simulations with every kind of fault, to compare their digests, the faults that fired, the counts, and the error of
+#: endless turns.
 SIMULATIONS = """
 import asyncio, json, torch
 import asyncdist as ad
@@ -166,7 +167,7 @@ print(json.dumps([rank_turns.__file__, lines]))
 
 
 def account(script: str, *, pure: bool) -> tuple[str, list[Any]]:
-    """Where a module came from, and what the script says."""
+    """Return the origin of a module, and the output of the script."""
     environ = {**os.environ, compiled.PURE_VARIABLE: "1" if pure else "", "PYTHONPATH": str(TOP)}
     done = subprocess.run(
         [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=100, check=False
@@ -205,12 +206,12 @@ def test_compiled_and_interpreted_simulations_are_equal() -> None:
     assert " 1001 turns " in lines[-1][1]
 
 
-#: How an installation deals with modules does not depend on their number, and Cython takes 5 s for all of them.
+#: An installation treats all modules in the same way, and Cython would take 5 s for all of them.
 FEW_MODULES = ("messaging._crc32", "messaging.polling")
 
 
 def checkout(folder: Path) -> ModuleType:
-    """asyncdist/compiled.py in a copy of what an installation is made from."""
+    """Return asyncdist/compiled.py in a copy of the files from which an installation is made."""
     copy = copied(folder / "asyncdist", FEW_MODULES)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "asyncdist/_version.py"):
         shutil.copy(TOP / name, folder / name)
@@ -236,7 +237,7 @@ def test_an_installation_does_without_a_compiler(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_compiling_that_was_interrupted_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: tools/setup took its empty folders for those of a failed attempt, and did nothing."""
+    """Regression: tools/setup mistook the empty folders for those of a failed attempt, and did nothing."""
     monkeypatch.setenv(compiled.PURE_VARIABLE, "")
     copy = checkout(tmp_path)
     compiler = tmp_path / "compiler"
@@ -261,7 +262,7 @@ def test_compiling_that_was_interrupted_is_done_again(tmp_path: Path, monkeypatc
 
 @pytest.mark.long
 def test_building_a_wheel_leaves_the_editable_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: ``pip install .`` left an empty folder, so that the modules ran interpreted from then on."""
+    """Regression: ``pip install .`` left an empty folder, so the modules ran interpreted from then on."""
     monkeypatch.delenv(compiled.PURE_VARIABLE, raising=False)
     copy = checkout(tmp_path)
     pretend_to_compile(copy)

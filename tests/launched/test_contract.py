@@ -1,4 +1,4 @@
-"""What a simulation refuses leaves an interpreter that ends."""
+"""Tests that refused operations in a simulation leave an interpreter that can exit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def test_what_a_refused_pool_leaves_is_an_interpreter_that_ends() -> None:
-    """Regression: it hung at its exit, with a child, since the pool had forked before its first thread was refused."""
+    """Regression: the interpreter hung at its exit, as the pool had forked before its thread was refused."""
     program = """
 import asyncdist as ad
 from concurrent.futures import ProcessPoolExecutor

@@ -1,4 +1,4 @@
-"""The demo's own logic: arguments, diaries and results; and the whole demo, for a short time."""
+"""Tests the demo's own logic (arguments, diaries and results), and runs the whole demo for a short time."""
 
 import argparse
 import io
@@ -115,7 +115,7 @@ def test_iterations_given_by_the_user_are_not_cut_short_by_time() -> None:
 def write_diary(
     directory: Path, rank: int, *, replaced: int, metric: float, replay: dict[str, Any] | None = None
 ) -> None:
-    """A diary as a rank writes it: 41 steps, and some replaced its weights."""
+    """Write a diary as a rank does: 41 steps, some of which replaced the rank's weights."""
     record = Recorder(directory, rank)
     record.start(transport="mpi", ranks=2, mode_count=16, parameter_count=21382)
     for iteration in range(1, 41):
@@ -130,7 +130,7 @@ def write_diary(
 
 @pytest.fixture
 def histories(tmp_path: Path) -> list[RankHistory]:
-    """Two finished ranks; rank 1 is the better one."""
+    """Return two finished ranks, of which rank 1 is better."""
     write_diary(tmp_path, 0, replaced=3, metric=-0.5)
     write_diary(tmp_path, 1, replaced=0, metric=-0.25)
     found = [RankHistory(rank, tmp_path) for rank in range(2)]
@@ -158,7 +158,7 @@ def test_results_have_what_the_json_promises(histories: list[RankHistory]) -> No
 
 
 def write_buffer_diary(directory: Path, rank: int, clients: list[int]) -> None:
-    """A diary as a replay buffer writes it: 41 batches of 16 states from each client; it keeps 2,000 states."""
+    """Write a diary as a replay buffer does: 41 batches of 16 states from each client; it keeps 2,000 states."""
     record = BufferRecorder(directory, rank)
     record.start(transport="torch", clients=clients)
     record.held(size=32, mean_reward=0.25, modes=[3])
@@ -209,7 +209,7 @@ def test_replay_buffers_are_part_of_results_and_display(tmp_path: Path) -> None:
 
 
 def shown(table: Table) -> str:
-    """What a terminal would have."""
+    """Return the text that a terminal would show."""
     console = Console(width=200, file=io.StringIO())
     console.print(table)
     assert isinstance(console.file, io.StringIO)
@@ -233,7 +233,7 @@ def test_the_log_says_what_buffers_hold(tmp_path: Path) -> None:
     trainer.end = end
     with display.Display(console, [trainer], 41, [buffer]) as view:
         view.update(None)
-    assert console.file.getvalue().splitlines() == lines  # after the end nothing changes
+    assert console.file.getvalue().splitlines() == lines  # nothing changes after the end
 
 
 def test_results_survive_a_metric_that_is_no_number(tmp_path: Path) -> None:
@@ -403,7 +403,7 @@ assert abs(told["mean_reward"] - 0.01) < 1e-6
 
 @pytest.mark.long
 def test_grid_chances_are_exact_and_buffer_items_are_usable() -> None:
-    """In one process: it imports torchgfn, which takes seconds."""
+    """This runs in one process, because importing torchgfn takes seconds."""
     done = subprocess.run(
         [sys.executable, "-c", EXACT + REPLAY], cwd=HYPERGRID, capture_output=True, text=True, check=False
     )
@@ -421,7 +421,7 @@ def test_grid_chances_are_exact_and_buffer_items_are_usable() -> None:
 def test_the_whole_demo_with_replay_buffers(
     transport: str, clients: list[list[int]], iterations: int, tmp_path: Path
 ) -> None:
-    """``clients``: of each buffer rank, who alone adds to it and draws from it."""
+    """``clients``: The clients of each buffer rank; only they add items to it and draw from it."""
     if transport == "mpi":
         require_mpi()
     ranks = sum(map(len, clients))
@@ -441,7 +441,7 @@ def test_the_whole_demo_with_replay_buffers(
     result = json.loads((tmp_path / "results.json").read_text())
     assert (result["transport"], result["ranks"]) == (transport, ranks)
     counts = result["iterations"]
-    assert max(counts) <= iterations  # 18 s may end it before
+    assert max(counts) <= iterations  # the limit of 18 s may end the run earlier
     assert result["verified_averages"] == sum(result["replacements"])
     assert [(buffer["rank"], buffer["clients"]) for buffer in result["buffers"]] == list(enumerate(clients, ranks))
     for buffer, served in zip(result["buffers"], clients, strict=True):

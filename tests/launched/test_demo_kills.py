@@ -1,4 +1,4 @@
-"""The demo kills ranks when they are due, and shows the results of the others. No training."""
+"""Tests that the demo kills ranks at the right time, and shows the results of the others. There is no training."""
 
 from __future__ import annotations
 

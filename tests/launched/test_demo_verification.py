@@ -1,4 +1,4 @@
-"""The demo checks each average by arithmetic of its own. No training."""
+"""Tests that the demo checks each average by separate arithmetic. There is no training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ sys.path.remove(str(HYPERGRID))
 
 
 def floats(*values: float, dtype: str = "float32") -> verify.Array:
-    """A 1-D array."""
+    """Return a 1-D array."""
     return np.array(values, dtype=dtype)
 
 
@@ -33,7 +33,7 @@ def test_the_average_is_that_of_hand_arithmetic() -> None:
 
 
 def test_half_precision_is_summed_in_single() -> None:
-    # In float16 the sum would be infinite: its largest number is 65504.
+    # In float16 the sum would be infinite, since the largest number is 65504.
     assert verify.average([floats(60000, dtype="float16")] * 3, [1.0] * 3).tolist() == [60000.0]
 
 
@@ -51,7 +51,7 @@ def test_two_ways_to_the_same_bits(case: tuple[list[float], int], dtype: str) ->
     arrays = [np.random.default_rng([seed, rank]).normal(size=33).astype(dtype) for rank in range(len(weights))]
     for array in arrays:
         array[:11] = arrays[0][:11]  # frozen
-        array[11:15] = np.clip(array[11:15], -1, 1) * np.finfo(dtype).max  # their sum overflows
+        array[11:15] = np.clip(array[11:15], -1, 1) * np.finfo(dtype).max  # the sum of these values overflows
     wide = torch.float64 if dtype == "float64" else torch.float32
     total, mean = torch.zeros(33, dtype=wide), WeightedMean(len(arrays))
     for array, weight in zip(arrays, weights, strict=True):
@@ -62,7 +62,7 @@ def test_two_ways_to_the_same_bits(case: tuple[list[float], int], dtype: str) ->
 
 
 class Model(torch.nn.Module):
-    """Something with tied weights, two dtypes and an integer buffer."""
+    """A model with tied weights, two dtypes and an integer buffer."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -75,14 +75,17 @@ class Model(torch.nn.Module):
 
 
 def told(model: Model) -> dict[str, torch.Tensor]:
-    """The flat state that a policy would report."""
+    """Return the flat state that a policy would report."""
     return {name: torch.from_numpy(array) for name, array in verify.read_model(model).items()}
 
 
 def play_round(
     directory: Path, number: int, *, wrong32: float = 0.0, wrong64: float = 0.0, lie: bool = False, lose: int = -1
 ) -> None:
-    """Ranks 1, 2 and 3 give (3 is the best); rank 0 takes, exactly or not. `lose` is a donor that leaves no trace."""
+    """Simulate a round: ranks 1, 2 and 3 donate (3 is the best), and rank 0 takes the mean, exactly or not.
+
+    The donor `lose` leaves no trace.
+    """
     donors = {rank: Model(float(rank)) for rank in (1, 2, 3)}
     for rank, model in donors.items():
         if rank != lose:

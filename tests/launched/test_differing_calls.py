@@ -1,4 +1,4 @@
-"""Members that call different helpers, between processes."""
+"""Tests members that call different helpers, in separate processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCRIPT = "tests/scripts/differing_calls.py"
 @pytest.mark.smoke
 @pytest.mark.mpi
 def test_mpi() -> None:
-    """A native collective that meets another one there is undefined; the frames never let it come so far."""
+    """The result of two different native collectives that meet is undefined; the frames prevent such a meeting."""
     mpi.require_mpi()
     differing_calls.check(mpi.run_ranks(3, SCRIPT, timeout_s=120).check().reports)
 

@@ -1,4 +1,4 @@
-"""DiLoCo between real processes: four ranks on MPI and on torch, calm and with kills, against oracle and simulator."""
+"""Tests DiLoCo in real processes: four ranks on MPI and on torch, with and without kills, against the oracle."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_eager(reports: Any) -> None:
 
 
 def check_late(steps: list[int]) -> None:
-    """Check that with ``late="skip"`` the fast ranks did not wait: a rank that waits averages in every second step."""
+    """Check that with ``late="skip"`` fast ranks did not wait: a waiting rank would average in every second step."""
     assert all(count > 4 * 2 * LATE_COUNT for count in steps[:-1]), steps
 
 

@@ -1,4 +1,4 @@
-"""DiLoCo between two real replicas of two ranks, under DDP and ``fully_shard``, equal to plain torch to the bit."""
+"""Tests DiLoCo between two real replicas of two ranks, under DDP and ``fully_shard``: bit-equal to plain torch."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def test_two_replicas_train_as_the_oracle_of_plain_torch(transport: str) -> None
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("kind", "killed"), [("diloco", 3), ("async", 1)])
 def test_a_killed_rank_leaves_the_other_replica_to_continue(transport: str, kind: str, killed: int) -> None:
-    """Rank 1 follows the leader of asynchronous DiLoCo, whose other replica then continues from its copies.
+    """Rank 1 leads asynchronous DiLoCo after the kill, and its replica continues from its copies of the state.
 
-    The mate of the killed rank ends with an error of torch or of asyncdist, which must not end the job.
+    The killed rank's mate ends with an error of torch or of asyncdist, which must not end the job.
     """
     args, lost, left = ("killed", str(killed), kind), {killed, killed ^ 1}, 2 - killed // 2 * 2
     if transport == "mpi":

@@ -1,4 +1,4 @@
-"""A direct write into the memory of another process."""
+"""Tests a direct write into the memory of another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``asyncdist doctor`` in processes of its own: on a healthy machine, under launchers, and where something is wrong."""
+"""Tests ``asyncdist doctor`` in separate processes: on a healthy machine, under launchers, and with problems."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def examine(*command: str, is_cold: bool = False, **environ: str) -> subprocess.CompletedProcess[str]:
-    """``asyncdist doctor``, without any launcher's variables; root may use mpirun. It starts warm, unless told."""
+    """Run ``asyncdist doctor`` without a launcher's variables.
+
+    Root may use mpirun, and doctor starts warm by default.
+    """
     families = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "TORCHELASTIC_", "ASYNCDIST_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(families)}
     for name in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -58,7 +61,7 @@ def test_a_healthy_machine() -> None:
 @pytest.mark.mpi
 @pytest.mark.skipif(os.geteuid() != 0, reason="mpirun starts whatever others ask for")
 def test_root_is_told_of_what_a_plain_mpirun_refuses() -> None:
-    """Regression: it said that all was well, and the next command failed."""
+    """Regression: doctor found no problem, and the next command failed."""
     require_mpi()
     if flavour() != "openmpi":
         pytest.skip("MPICH starts whatever root asks for")
@@ -112,7 +115,7 @@ def test_an_mpi_that_aborts_in_its_start_is_quoted_with_a_cure(tmp_path: Path) -
 
 
 def test_a_deleted_directory_is_told_of() -> None:
-    """Regression: a library of torch ended the process there."""
+    """Regression: a library of torch ended the process in such a directory."""
     folder = tempfile.mkdtemp()
     code = (
         "import os, runpy, sys; os.rmdir(os.getcwd()); "
@@ -152,7 +155,7 @@ def test_started_for_torch() -> None:
 def test_what_a_run_refuses_is_an_illness_in_the_same_words(
     environ: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: it said that all was well with NCCL, and of nothing set that MASTER_ADDR='' led to no host."""
+    """Regression: doctor found no problem with NCCL, and did not notice that MASTER_ADDR='' leads to no host."""
 
     async def main(world: ad.World) -> None:
         raise AssertionError
@@ -208,7 +211,7 @@ def test_under_mpirun_rank_0_prints() -> None:
 
 @pytest.mark.mpi
 def test_a_launcher_that_the_library_does_not_know_is_found_out() -> None:
-    """As with the mpirun of another MPI: it says four ranks, and the library makes a world of one."""
+    """With the mpirun of another MPI, mpirun counts four ranks, and the library makes a world of one rank."""
     require_mpi()
     variables = {"openmpi": ("PMI_SIZE", "PMI_RANK"), "mpich": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")}
     size_name, rank_name = variables[flavour()]

@@ -1,7 +1,7 @@
-"""How jobs end, under the real mpirun: whatever happens, everything stops, nothing is left, and one clear word is said.
+"""Tests how jobs end under the real mpirun: every process stops, nothing is left, and one clear error is printed.
 
-Each rank runs under ``scripts/watched.py``, which writes down its own exit code and its pid. The time limits are
-generous: they only tell "it ended" from "it hangs", since the programs would go on for minutes.
+Each rank runs under ``scripts/watched.py``, which records the rank's exit code and pid. The time limits are generous:
+they only distinguish an end from a hang, since the programs would run for minutes.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from asyncdist.runtime.failing import failure
 from asyncdist.runtime.failing.failure_report import FailureReport, peer_failed, summarise
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-#: Until a job has come to the place where something is done to it.
+#: Seconds until a job must have reached the point at which the test acts on it.
 START_S = 60.0
-#: Until it must have ended after that. The programs themselves would take 300 s.
+#: Seconds until the job must have ended afterwards; the programs themselves would take 300 s.
 END_S = 45.0
 
 
 class Job:
-    """A job under mpirun, and what is known about its ranks.
+    """A job under mpirun, and the known facts about its ranks.
 
     Attributes:
-        stdout, stderr: of everybody, once it has ended.
-        statuses: the ranks' own exit codes, in no order; one that was killed together with its watcher is missing.
-        memory: files of /dev/shm that ranks had mapped when they came to their place, and that are there still.
+        stdout, stderr: Output of all ranks, once the job has ended.
+        statuses: The ranks' own exit codes, in no order; the code of a rank that was killed with its watcher is
+            missing.
+        memory: Files of /dev/shm that ranks had mapped when they were ready, and that still exist.
     """
 
     def __init__(self, folder: Path, ranks: int, way: str, *, by_themselves: bool) -> None:
@@ -65,15 +66,15 @@ class Job:
             )
 
     def rank_pid(self, rank: int) -> int:
-        """The process of a rank that has said that it is ready."""
+        """Return the process ID of a rank that has reported that it is ready."""
         return int((self.folder / f"ready.{rank}").read_text())
 
     def wait_ready(self) -> None:
-        """Until every rank has come to its place."""
+        """Wait until every rank is ready."""
         self._wait(lambda: all((self.folder / f"ready.{rank}").exists() for rank in range(self.ranks)), START_S)
 
     def wait_end(self, seconds: float = END_S) -> int:
-        """The exit code of mpirun, when it and every rank have ended by themselves."""
+        """Return the exit code of mpirun when it and all ranks have ended without being killed."""
         self._wait(lambda: self.process.poll() is not None, seconds)
         self._wait(lambda: not self.living(), 10.0)
         self.stdout = (self.folder / "stdout").read_text(errors="replace")
@@ -84,7 +85,7 @@ class Job:
         return self.process.returncode
 
     def living(self) -> list[int]:
-        """Ranks whose processes exist."""
+        """Return the ranks whose processes exist."""
         pids = [int(path.suffix[1:]) for path in self.folder.glob("pid.*")]
         return [pid for pid in pids if is_running(pid)]
 
@@ -99,7 +100,7 @@ class Job:
         return f"mpirun: {self.process.poll()}, living ranks: {self.living()}\n" + "\n".join(texts)
 
     def close(self) -> None:
-        """Nothing lives on, however the test went."""
+        """Kill all processes, whatever the outcome of the test."""
         mpi._kill_session(self.process.pid)
         self.process.wait()
         for pid in self.living():
@@ -107,7 +108,7 @@ class Job:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process, one that nobody has waited for yet not counted."""
+    """Return whether this process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):
@@ -115,14 +116,14 @@ def is_running(pid: int) -> bool:
 
 
 class Ended:
-    """Runs a job to its end and keeps what it said.
+    """Runs a job to its end and keeps its output.
 
     Args:
-        way: of ``scripts/ends.py``.
-        ranks: how many there are.
-        act: what is done to the job when all ranks are at their place.
-        by_themselves: every rank has to end without mpirun, which else kills those that end a little later than the
-            first one.
+        way: Argument of ``scripts/ends.py``.
+        ranks: Number of ranks.
+        act: Function that acts on the job when all ranks are ready.
+        by_themselves: Whether every rank must end without mpirun, which otherwise kills ranks that end slightly later
+            than the first.
     """
 
     def __init__(
@@ -146,13 +147,13 @@ class Ended:
                 job.close()
 
     def check_failed(self) -> None:
-        """Both mpirun and every rank that could say so ended with an error; no memory of theirs is left."""
+        """Check that mpirun and every rank that could report have ended with an error, without shared memory left."""
         assert self.code != 0, self.story
         assert all(status != 0 for status in self.statuses), self.story
         assert not self.memory, (self.memory, self.story)
 
     def check_told_once(self, text: str, rank: int) -> None:
-        """One traceback, by the rank that failed; one line from each other one."""
+        """Check that the failed rank has printed one traceback, and each other rank one line."""
         assert self.stderr.count("Traceback") == 1, self.story
         assert rank in failed_ranks(self.stderr), self.story
         assert self.stderr.count(f"\n{text}") == 1 or self.stderr.count(f"| {text}") == 1, self.story
@@ -201,7 +202,7 @@ def test_a_mistake_of_all_ranks_is_printed_once() -> None:
     ended = Ended("raises_everywhere", 4)
     ended.check_failed()
     told = re.findall(r"^asyncdist: rank (\d) ", ended.stderr, re.M)
-    assert sorted(told) == list("0123"), ended.story  # a slow one hears of it before it comes there
+    assert sorted(told) == list("0123"), ended.story  # a slow rank is notified before it reaches this point
     assert ended.stderr.count("Traceback") == len(failed_ranks(ended.stderr)) >= 1, ended.story
 
 
@@ -215,7 +216,7 @@ def test_a_mistake_of_all_ranks_is_printed_once() -> None:
 )
 @pytest.mark.long
 def test_a_main_that_cannot_be_called_is_named_in_one_line(way: str, words: str) -> None:
-    """Regression: it was a traceback per rank, or one whose last line was the runtime's."""
+    """Regression: each rank printed a traceback, or one whose last line was the runtime's."""
     ended = Ended(way, 3)
     ended.check_failed()
     lines = [line for line in ended.stderr.splitlines() if "TypeError: main " in line]
@@ -228,7 +229,7 @@ def test_a_main_that_cannot_be_called_is_named_in_one_line(way: str, words: str)
 @pytest.mark.mpi
 @pytest.mark.long
 def test_ranks_of_different_versions_name_both_in_one_line_each() -> None:
-    """Regression: it was a traceback of the runtime's own per rank."""
+    """Regression: each rank printed a traceback of the runtime."""
     ended = Ended("of_another_version", 3)
     ended.check_failed()
     said = re.findall(
@@ -242,7 +243,7 @@ def test_ranks_of_different_versions_name_both_in_one_line_each() -> None:
 @pytest.mark.mpi
 @pytest.mark.long
 def test_a_misspelt_name_keeps_pythons_suggestion() -> None:
-    """The report of 3.11's own ``traceback`` has none."""
+    """The report of Python 3.11's own ``traceback`` has no suggestion."""
     ended = Ended("misspells_everywhere", 2)
     ended.check_failed()
     said = "NameError: name 'trainin_loss' is not defined. Did you mean: 'training_loss'?"
@@ -254,7 +255,7 @@ def test_a_misspelt_name_keeps_pythons_suggestion() -> None:
 def test_only_the_first_rank_of_a_host_prints_the_whole_failure(
     local_rank: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: it was a traceback per rank, most of it the runtime's own."""
+    """Regression: each rank printed a traceback, most of whose lines were the runtime's."""
 
     async def main(world: ad.World) -> None:
         raise AssertionError(f"{world} was opened")
@@ -304,7 +305,7 @@ def sigint() -> Iterator[Any]:
 def test_a_ctrl_c_that_comes_after_the_report_adds_no_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher sends it to all ranks: one ends first, and the others are about to say so when theirs comes."""
+    """The launcher sends Ctrl-C to all ranks. One rank ends first, and the others are about to report that."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     report = FailureReport()
     for told, error in enumerate((peer_failed(0, "KeyboardInterrupt"), KeyboardInterrupt())):
@@ -370,7 +371,7 @@ def test_a_blocking_peer_is_aborted_after_the_grace_period() -> None:
 @pytest.mark.mpi
 @pytest.mark.long
 def test_a_task_that_fails_in_the_background_ends_the_job() -> None:
-    """test_ends_in_process.py has it without processes; here mpirun ends, too."""
+    """test_ends_in_process.py tests this without processes; here mpirun ends as well."""
     ended = Ended("background_task_fails", 2, by_themselves=True)
     ended.check_failed()
     assert ended.stderr.count("ValueError: boom-7") == 2, ended.story  # the traceback, and rank 0's line
@@ -383,7 +384,7 @@ def test_a_task_that_fails_in_the_background_ends_the_job() -> None:
 @pytest.mark.parametrize("way", ["shards_fail_in_the_function", "shards_fail_behind_it"])
 @pytest.mark.long
 def test_a_failure_inside_a_population_s_function_is_told_once(way: str) -> None:
-    """The others hear of it twice: from the function's collective, and as of any failure."""
+    """The others are notified twice: by the function's collective, and by the general notice of a failure."""
     ended = Ended(way, 3)
     ended.check_failed()
     assert ended.stderr.count("ValueError: boom-7") == 3, ended.story  # the traceback, and two lines
@@ -429,7 +430,10 @@ def test_a_killed_rank_ends_the_rest() -> None:
 @pytest.mark.mpi
 @pytest.mark.long
 def test_a_large_average_that_loses_a_member_holds_no_rank() -> None:
-    """Before that another member leaves in the midst of one: that one completes, and the next says who is missing."""
+    """Before the loss, another member leaves during an average.
+
+    This average completes, and the next names the member.
+    """
     ended = Ended("killed_in_an_average", 3)
     ended.check_failed()
     assert ended.stdout.count("told of rank 2") == 2, ended.story
@@ -466,14 +470,14 @@ PLACES = (
 @pytest.mark.mpi
 @pytest.mark.parametrize("place", PLACES)
 def test_ctrl_c_anywhere_ends_everything(place: str) -> None:
-    """As the terminal does it: mpirun gets SIGINT (``asyncdist run`` has become mpirun), and passes it on or kills."""
+    """Ctrl-C acts as in a terminal: mpirun, which ``asyncdist run`` has become, gets SIGINT and ends the ranks."""
     ended = Ended(place, 2, lambda job: os.kill(job.process.pid, signal.SIGINT))
     ended.check_failed()
     assert "Traceback" not in ended.stderr or place in ("before_run", "alone_in_the_handshake"), ended.story
 
 
 def test_ctrl_c_during_the_cleanup_of_a_failed_rank_is_silent() -> None:
-    """Regression: its peer had heard it a little earlier; there was a traceback out of torch's own callbacks."""
+    """Regression: the peer had received the signal slightly earlier, and printed a traceback from torch's callbacks."""
     program = """
 import atexit, os, signal
 from asyncdist.runtime.failing.failure_report import FailureReport
@@ -518,7 +522,7 @@ def test_a_signal_to_one_rank_during_its_set_up_ends_the_job(place: str, rank: i
 @pytest.mark.long
 def test_a_signal_while_mpi_starts_ends_the_job_after_the_start() -> None:
     def act(job: Job) -> None:
-        time.sleep(2.0)  # rank 1 is inside MPI's own set-up by now, most likely; anywhere else will do
+        time.sleep(2.0)  # by now, rank 1 is most likely inside MPI's set-up; any other place is fine, too
         os.kill(job.rank_pid(1), signal.SIGINT)
         time.sleep(0.5)
         (job.folder / "go").touch()
@@ -531,11 +535,11 @@ def test_a_signal_while_mpi_starts_ends_the_job_after_the_start() -> None:
 def test_the_second_signal_ends_a_rank_that_ignores_the_first() -> None:
     def twice(job: Job) -> None:
         os.kill(job.rank_pid(1), signal.SIGINT)
-        time.sleep(0.3)  # two at once would be one
+        time.sleep(0.3)  # two signals at once would count as one
         assert is_running(job.rank_pid(1)), "the first signal ended a rank that should drain"
         os.kill(job.rank_pid(1), signal.SIGINT)
 
     ended = Ended("blocked", 2, twice)
     ended.check_failed()
-    # Under MPICH it asks mpirun to end the job, which may kill it before it has ended.
+    # Under MPICH, the rank asks mpirun to end the job, and mpirun may kill the rank before it has ended.
     assert 130 in (ended.code, *ended.statuses), ended.story

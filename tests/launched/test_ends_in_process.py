@@ -1,4 +1,4 @@
-"""How ranks of one process end: errors, exits and signals come out of ``run_local`` as they are."""
+"""Tests how ranks of one process end: errors, exits and signals leave ``run_local`` unchanged."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_local_background_tasks_are_awaited_and_fail_as_a_group() -> None:
 
 
 def test_a_signal_during_the_end_changes_nothing() -> None:
-    """Rank 0 has failed and waits for rank 1, which is at no safe point, when the signal comes."""
+    """Rank 0 has failed and waits for rank 1, which is not at a safe point, when the signal arrives."""
 
     async def main(world: ad.World) -> None:
         if world.rank == 0:
@@ -206,7 +206,7 @@ WITH_A_WORKER = """
 
 
 def test_a_loader_worker_ended_with_its_rank_is_not_an_error() -> None:
-    """Regression: torch raised that it had been killed, in whatever the rank was doing until its end."""
+    """Regression: torch raised an error about the killed worker, wherever the rank was at its end."""
     ended = torchrun.run_source(1, WITH_A_WORKER).check(128 + signal.SIGTERM)
     assert "DataLoader" not in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
 
@@ -232,7 +232,7 @@ def test_a_script_that_is_asked_for_ranks_says_that_it_is_one(
 
 
 def test_python_train_py_n_4_is_told(tmp_path: Path) -> None:
-    """Regression: it trained one rank without a word."""
+    """Regression: the command silently trained one rank."""
     script = tmp_path / "train.py"
     script.write_text("import asyncdist as ad\nasync def main(world): print(world.size)\nad.run(main)\n")
     command = [sys.executable, str(script), "-n", "4"]

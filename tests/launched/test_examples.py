@@ -1,4 +1,4 @@
-"""Every example runs, in the way that docs/examples.md starts it."""
+"""Tests that every example runs when it is started as docs/examples.md says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support import mpi, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "tools" / "examples"
-#: What each prints.
+#: Expected output of each example.
 PRINTS = {
     "hello_ranks.py": "rank 3 of 4 on ",
     "classifier.py": "accuracy ",
@@ -26,7 +26,7 @@ PRINTS = {
     "transformers_train.py": "trained",
 }
 
-#: These have tests of their own over the same parts.
+#: Examples whose parts have their own tests.
 LONG = {
     "ddp_replicas.py",
     "lightning_fit.py",
@@ -38,7 +38,7 @@ LONG = {
 
 
 def starts() -> dict[str, str]:
-    """Of each file the command of the page."""
+    """Return the command of each file on the page."""
     page = (ROOT / "docs" / "examples.md").read_text()
     return dict(re.findall(r"^\| \[`(\w+\.py)`\].*?\| `(.*?)` \|$", page, re.MULTILINE))
 
@@ -65,7 +65,7 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
 
 
 def run(name: str, folder: Path) -> str:
-    """Run it as the page says, and return what it printed."""
+    """Run an example as the page says, and return its output."""
     words = [word.replace("tools/examples", str(EXAMPLES)) for word in starts()[name].split()[1:]]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""Many groups that begin and end, between processes."""
+"""Tests many groups that begin and end, in separate processes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from support import mpi, torchrun
     [
         pytest.param(
             mpi.run_ranks, 150, marks=[pytest.mark.mpi, pytest.mark.long], id="mpi"
-        ),  # each makes a communicator
+        ),  # each start makes a communicator
         pytest.param(torchrun.run_ranks, 950, marks=pytest.mark.long, id="torch"),
     ],
 )
 def test_more_groups_than_there_is_room_for_at_a_time(start: Callable[..., Any], count: int) -> None:
-    """Regression: 899 have a tag at a time: the 899th was the last for ever.
+    """Regression: 899 groups can have a tag at a time, and no group could be made after the 899th.
 
-    Each policy kept a communicator and a descriptor.
+    Each policy kept a communicator and a file descriptor.
     """
     if start is mpi.run_ranks:
         mpi.require_mpi()

@@ -1,4 +1,4 @@
-"""Policies inside agent groups, between processes."""
+"""Tests policies inside agent groups, in separate processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCRIPT = "tests/scripts/group_policies.py"
     ],
 )
 def test_launched(start: Callable[..., Any]) -> None:
-    """local/test_group_policies.py has the stories on one loop; here each rank is a process."""
+    """local/test_group_policies.py tests the same on one loop; here each rank is a process."""
     if start is mpi.run_ranks:
         mpi.require_mpi()
     group_policies.check(start(group_policies.RANKS, SCRIPT, timeout_s=200).check().reports)

@@ -1,4 +1,4 @@
-"""The guardians of a rank: what ends with it, whom it ends with, and that either of them may be killed."""
+"""Tests the guardians of a rank: which processes end together, and that either guardian may be killed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from asyncdist.launch import guardians
 
 pytestmark = pytest.mark.skipif(not guardians.ARE_HERE, reason="there are no subreapers")
 
-#: Generous: what hangs is a failure, what is slow is not.
+#: Generous limits: they fail only tests that hang, not tests that are slow.
 TIMEOUT_S = 60.0
 
-# Four children that would stay: in the rank's group, in a session of their own, and orphans that ignore SIGTERM, of
-# both kinds.
+# Four children that would survive: in the rank's group, in their own session, and orphans of both kinds that ignore
+# SIGTERM.
 RANK = """
 import os, pathlib, signal, subprocess, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -77,7 +77,7 @@ def living(folder: Path) -> list[str]:
 
 
 def fields(pid: int) -> list[str]:
-    """Of /proc/PID/stat, from the state on: state, parent, group."""
+    """Return fields of /proc/PID/stat, beginning with the state: state, parent, group."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -151,7 +151,7 @@ def test_a_launchers_signals_are_passed_on_and_end_all_processes(tmp_path: Path)
 def test_signals_of_mpirun_reach_the_rank_once_by_its_group(tmp_path: Path) -> None:
     with guarded(tmp_path, WAITS) as process:
         assert int(fields(rank_of(tmp_path))[2]) == process.pid
-        process.send_signal(signal.SIGUSR1)  # of its parent, which is mpirun: passed on, it would be heard twice
+        process.send_signal(signal.SIGUSR1)  # its parent is mpirun, which would pass the signal on a second time
         os.killpg(process.pid, signal.SIGUSR1)
         assert process.stdout is not None and process.stdout.readline() == "heard\n"
         os.killpg(process.pid, signal.SIGTERM)
@@ -161,7 +161,7 @@ def test_signals_of_mpirun_reach_the_rank_once_by_its_group(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("guardian", ["outer", "inner"])
 def test_a_foreign_signal_to_a_guardian_reaches_the_rank(tmp_path: Path, guardian: str) -> None:
-    """Regression: SIGTERM to the outer guardian under mpirun, the first process that ps shows, did nothing."""
+    """Regression: SIGTERM to the outer guardian under mpirun, the first process that ps shows, had no effect."""
     with guarded(tmp_path, WAITS) as process:
         inner = int(fields(rank_of(tmp_path))[1])
         told = str(process.pid if guardian == "outer" else inner)

@@ -1,4 +1,4 @@
-"""Planted hangs: at its standstill a real job names the ranks, whom they wait for, the tag and the line."""
+"""Tests planted hangs: a job that stands still names the ranks, the ranks that they wait for, the tag and the line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncdist.story import sockets
 from asyncdist.story.last_acts import tell_recording
 
 SCRIPT = "tests/scripts/hangs.py"
-#: The facts of each hang: a pattern for one line of the story each; <NAME RANK> is a marked line of the script.
+#: The facts of each hang: a pattern for one line of the report each; <NAME RANK> is a marked line of the script.
 TOLD = {
     "never_sent": [
         r"rank 0 .*\brank 1\b.*\bNote, tag 100\b.*<never_sent 0>",
@@ -41,7 +41,7 @@ TOLD = {
     ],
     "blocked_coordinator": [
         r"rank 0 .*<blocked_coordinator 0>",
-        # Both have no round with it, or wait in vain for the end of one.
+        # Neither rank makes a round with it, or both wait in vain for the end of one.
         r"(ranks? (1|2|1, 2) .*\bmain\b|rank [12] .*\bround\b)",
     ],
     "blocking_call": [
@@ -70,7 +70,7 @@ TOLD = {
         r"rank 0 .*\branks 1, 2\b.*\basyncio\.gather\b.*\bNote, tag 100\b.*<gathered 2> \(2 tasks\).*<gathered 0>",
         r"ranks 1, 2 .*\brank 0\b.*\bbarrier\b.*<gathered 1>",
     ],
-    # In these two the ranks that wait remind the others each second, which is no movement.
+    # In these two hangs, waiting ranks remind the others each second, which does not count as progress.
     "not_agreed": [
         r"rank 0 .*\brank 2\b.*\branks 0-2\b.*<not_agreed 0>",
         r"rank 1 .*\brank 0\b.*\branks 0-2\b.*<not_agreed 0>",
@@ -89,7 +89,7 @@ TOLD = {
 
 
 def place(mark: str) -> str:
-    """A pattern for the place of a marked line."""
+    """Return a pattern for the location of a marked line."""
     return rf"\([^ ]*{re.escape(hanging.line_of(SCRIPT, mark))}"
 
 
@@ -117,9 +117,9 @@ def test_torch() -> None:
 
 @pytest.mark.slow
 def test_a_story_is_in_the_recording_of_a_job_killed_afterwards(tmp_path: Path) -> None:
-    """Regression: a recording said neither for whom a rank waited nor in which line.
+    """Regression: a recording did not contain for which rank a rank waited, or at which line.
 
-    Here rank 0, which tells, is blocked.
+    Here rank 0, which prints reports, is blocked.
     """
     name = "blocked_coordinator"
     options = {name: ["--record", str(tmp_path)]}
@@ -140,7 +140,7 @@ def each_checked(told: dict[str, str]) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system tells no states of processes")
 def test_stopped_processes_and_zombies_are_named() -> None:
-    """The second counted as alive: a killed rank whose launcher was stopped was told as one in compiled code."""
+    """Regression: a zombie counted as alive: a killed rank was reported as being in compiled code."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         place = sockets.Place(Path("socket"), 0, process.pid)
         process.send_signal(signal.SIGSTOP)

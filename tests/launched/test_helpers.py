@@ -1,4 +1,4 @@
-"""The cases of ``helpers`` under mpirun and on torch."""
+"""Runs the cases of ``helpers`` under mpirun and on torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ NAMES = list(all_cases())
 
 @pytest.fixture(scope="session", params=[1, 4], ids=lambda ranks: f"{ranks}ranks")
 def job(request: pytest.FixtureRequest) -> tuple[int, Result]:
-    """One mpirun per number of ranks; its cases are reported one by one below.
+    """Start one mpirun for each number of ranks; the tests below report its cases one by one.
 
-    Two and three ranks are seen locally: a case is arithmetic over messages, which the conformance suite proves.
+    Two and three ranks are tested in one process: a case only computes with messages, which the conformance suite
+    tests.
     """
     require_mpi()
     return request.param, run_ranks(request.param, "tests/helpers/program.py", timeout_s=280)
@@ -30,7 +31,7 @@ def test_mpi(job: tuple[int, Result], name: str) -> None:
 
 @pytest.fixture(scope="session")
 def torch_job() -> torchrun.Result:
-    """One job of four ranks, the fewest that make two groups with gaps; other numbers are seen locally."""
+    """Start one job of four ranks, the smallest number that makes two groups with gaps."""
     return torchrun.run_ranks(4, "tests/helpers/program.py", timeout_s=280)
 
 

@@ -1,4 +1,4 @@
-"""Reductions in shared memory between processes; ``scripts/shared_means.py`` has the stories."""
+"""Tests reductions in shared memory between processes; ``scripts/shared_means.py`` contains the programs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_between_processes(transport: str) -> None:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("turn", [pytest.param("fold_share", marks=pytest.mark.long), "store"])
 def test_a_rank_that_is_killed_in_the_middle(turn: str) -> None:
-    """The others get its loss, and their tensors as they were; nothing of the memory has a name to stay under."""
+    """The other ranks are notified of the loss, and their tensors are unchanged; no name of the memory remains."""
     source = f"""
         import os, signal
         import torch

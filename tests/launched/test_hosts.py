@@ -1,4 +1,4 @@
-"""``tools/hosts``: hosts made of namespaces, which are there while the command runs, and not afterwards."""
+"""Tests ``tools/hosts``: virtual hosts made of namespaces, which exist only while the command runs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import pytest
 from support import hosts
 from support.processes import wait_until
 
-#: How long a process sleeps that is to be found in a list of all.
+#: Sleeping time by which a process is found in a list of all processes.
 MARK = f"98765.{os.getpid()}"
 
 
 def processes() -> list[str]:
-    """The command lines of all processes that sleep so long."""
+    """Return the command lines of all processes that sleep for this time."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().split(b"\0")
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         if words[:2] == [b"sleep", MARK.encode()]:
             found.append(path.parent.name)
@@ -35,14 +35,15 @@ def links() -> str:
 
 
 def test_hosts_have_own_names_addresses_processes_and_memory() -> None:
-    count = "set -- /proc/[0-9]*; echo \\$#"  # by the shell alone: of a pipe one process may begin before the other
+    # counted by the shell alone: in a pipe, one process may begin before the other
+    count = "set -- /proc/[0-9]*; echo \\$#"
     see = f"hostname; getent hosts host2; {count}; ls /dev/shm; touch /dev/shm/\\$(hostname); cat"
     steps = [f'echo $(echo said | ssh -x -o "A b" {host} "{see}")' for host in ("host1", "host2", "host1")]
     script = "; ".join(["touch /dev/shm/login; hostname", *steps, "ssh host3 true; exit 9"])
     result = hosts.run(2, ["sh", "-c", script]).check(9)
     lines = [line.split() for line in result.stdout.splitlines()]
     assert lines[0] == ["login"]
-    # In a host there are its first process and the shell.
+    # On such a host there are only its first process and the shell.
     assert lines[1:] == [
         ["host1", "10.213.77.2", "host2", "2", "said"],
         ["host2", "10.213.77.2", "host2", "2", "said"],
@@ -82,7 +83,7 @@ def test_a_rate_bounds_what_a_host_sends(tmp_path: Path) -> None:
 
 @pytest.fixture
 def started() -> Iterator[subprocess.Popen[str]]:
-    """Hosts on which processes sleep, also some in sessions of their own whose parents have ended."""
+    """Start hosts on which processes sleep, some of them in their own sessions and with parents that have ended."""
     if (hosts.run(1, ["true"])).returncodes != (0,):
         pytest.fail("hosts can be made, and the command does not run there")
     sleep = f"sleep {MARK}"
@@ -107,7 +108,7 @@ def started() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 5), (signal.SIGKILL, -9)])
 def test_nothing_stays_behind_however_it_ends(started: subprocess.Popen[str], number: int, code: int) -> None:
-    # The first test's hosts vanished before this one's were made, so these links are of the machine alone.
+    # The first test's hosts have vanished before this test's hosts were made, so these are the machine's own links.
     before = links()
     started.send_signal(number)
     out, _ = started.communicate(timeout=30)
@@ -120,7 +121,7 @@ def test_nothing_stays_behind_however_it_ends(started: subprocess.Popen[str], nu
 
 
 def refusal(*words: str, path: Path | None = None, before: Sequence[str] = ()) -> tuple[int, str]:
-    """How ``tools/hosts`` ends, and its last line."""
+    """Return how ``tools/hosts`` ends, and its last line."""
     environ = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}"} if path is not None else None
     command = [*before, sys.executable, str(hosts.PROGRAM), *words]
     ended = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=30, check=False)
@@ -145,7 +146,7 @@ def test_a_wrong_word_is_one_line(words: list[str], message: str) -> None:
 
 
 def test_a_missing_requirement_is_named_with_its_own_exit_code(tmp_path: Path) -> None:
-    hosts.run(1, ["true"]).check()  # else it is skipped: something is really missing
+    hosts.run(1, ["true"]).check()  # skipped if the machine itself lacks something
     capability = ("setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin")
     assert refusal("1", "true", before=capability) == (
         hosts.UNAVAILABLE,

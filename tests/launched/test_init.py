@@ -1,4 +1,4 @@
-"""``asyncdist init``: each script that it writes runs as it says."""
+"""Tests ``asyncdist init``: each script that it writes runs as the script says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The libraries in which people train: each with one line of asyncdist, in processes, with the real library."""
+"""Tests the integrations with the real libraries, in processes: each program has one line of asyncdist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scripts import integrations, out_of_memory
 from support import mpi, torchrun, warm
 
 SCRIPT = Path(integrations.__file__)
-#: What each library is to have seen: one process, and a folder for each rank.
+#: Expected environment of each library: one process, and a folder for each rank.
 SEEN: dict[str, dict[str, Any]] = {
     "plain": {},
     "accelerate": {"processes": 1, "saved": ["checkpoints/checkpoint_0", "checkpoints/checkpoint_1"]},
@@ -25,7 +25,7 @@ SEEN: dict[str, dict[str, Any]] = {
 
 
 def check(reports: Any, ranks: int, library: str) -> None:
-    """The last rank has the mean of the others, which have their own weights."""
+    """Check that the last rank has the mean of the others, and that the others have their own weights."""
     assert sorted(reports) == list(range(ranks))
     for rank, report in reports.items():
         expected = dict(SEEN[library])
@@ -53,7 +53,7 @@ def test_on_mpi(library: str, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.mpi  # Lightning asks mpi4py, where that is installed, and so loads MPI
+@pytest.mark.mpi  # Lightning asks mpi4py if it is installed, and so loads MPI
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("library", ["lightning", pytest.param("transformers", marks=pytest.mark.long)])
 def test_on_torch(library: str, tmp_path: Path) -> None:
@@ -73,9 +73,9 @@ def test_alone_it_trains_and_says_once_that_nothing_is_averaged(library: str, tm
 
 
 @pytest.mark.mpi
-@pytest.mark.long  # it imports what Accelerate imports twice, which takes ten seconds
+@pytest.mark.long  # Accelerate's imports run twice, which takes ten seconds
 def test_one_process_of_accelerate_launch_says_why_it_is_alone(tmp_path: Path) -> None:
-    """Regression: on CPUs it starts one process, whatever is asked for, and no output said so."""
+    """Regression: on CPUs it starts one process, whatever is requested, and did not say so."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     ended = torchrun.run_jobs(
         [([*launch, str(SCRIPT), "plain", str(tmp_path)], {"HF_HOME": str(tmp_path)})], 100.0
@@ -139,7 +139,7 @@ LIGHTNING_STEPS = """
 
 @pytest.mark.mpi
 def test_a_step_of_lightnings_optimizer_is_a_step_of_the_policy(tmp_path: Path) -> None:
-    """Nor does Lightning ask MPI for ranks, which left a segment of shared memory where a rank did not end in order."""
+    """Lightning must not ask MPI for ranks: a rank that ended irregularly then left a segment of shared memory."""
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(LIGHTNING_STEPS))
     ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
@@ -175,9 +175,9 @@ ACCELERATE_STEPS = """
 
 
 @pytest.mark.mpi
-@pytest.mark.long  # as with Lightning's optimizer
+@pytest.mark.long  # the imports take as long as in the test of Lightning's optimizer
 def test_a_step_of_accelerates_optimizer_is_a_step_of_the_policy(tmp_path: Path) -> None:
-    """Regression: beside optimizer.step(), which does nothing while gradients are accumulated, step changed weights."""
+    """Regression: step changed weights while gradients were accumulated, although optimizer.step() did nothing."""
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(ACCELERATE_STEPS))
     ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
@@ -291,10 +291,10 @@ MONITORED = """
 
 @pytest.mark.mpi
 def test_a_monitored_metric_is_judged_once(tmp_path: Path) -> None:
-    """Regression: one validation counted at each report until the next one, for weights that were replaced, too.
+    """Regression: one validation counted at each report until the next validation, even for replaced weights.
 
-    A rank with a bad validation was replaced again and again, and metrics before the first one were NaN. Here the
-    weights are replaced in step 17, after the second validation.
+    A rank with a bad validation was replaced again and again, and metrics before the first validation were NaN. Here
+    the weights are replaced in step 17, after the second validation.
     """
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(MONITORED))
@@ -371,7 +371,7 @@ LIGHTNING_FOLDERS = """
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("library", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.long)])
 def test_lightning_goes_on_from_the_last_checkpoint_of_each_rank(library: str, tmp_path: Path) -> None:
-    """Regression: it looked for one before it knew of the rank's folder, found none, and began anew."""
+    """Regression: Lightning searched before it knew the rank's folder, found no checkpoint, and began anew."""
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(LIGHTNING_FOLDERS))
     folder = tmp_path / "runs"
@@ -445,7 +445,7 @@ trainer:
 @pytest.mark.mpi
 @pytest.mark.timeout(300)
 def test_lightning_cli_reads_the_options_from_a_file(tmp_path: Path) -> None:
-    """Regression: it passed ``replica_size=1``, which was refused, and accepted no option of the policy."""
+    """Regression: the CLI passed ``replica_size=1``, which was refused, and accepted no option of the policy."""
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(LIGHTNING_CLI))
     (tmp_path / "run.yaml").write_text(CLI_CONFIG)
@@ -460,7 +460,7 @@ def test_lightning_cli_reads_the_options_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.mpi
 @pytest.mark.timeout(300)
 def test_a_rank_that_runs_out_of_memory_begins_again_alone(tmp_path: Path) -> None:
-    """Regression: it waited for a start of all ranks, and after ``start_timeout_s`` all lost their training."""
+    """Regression: the rank waited for a start of all ranks; after ``start_timeout_s`` all lost their training."""
     program = Path(out_of_memory.__file__)
     ended = mpi.run_ranks(2, program, tmp_path, timeout_s=240, env=warm_environment()).check()
     assert ended.stderr.count("asyncdist run --prefix") == 1, "the trainers of transformers print on both ranks"
@@ -525,7 +525,7 @@ if __name__ == "__main__":
 
 
 def fit(folder: Path, options: dict[str, Any], trainer: dict[str, Any]) -> torchrun.Result:
-    """Fit without a launcher. What Lightning starts is a child of this process."""
+    """Fit without a launcher. Processes that Lightning starts are children of this process."""
     script = folder / "fit.py"
     script.write_text(FIT.replace("{options!r}", repr(options)).replace("{trainer!r}", repr(trainer)))
     return torchrun.run_jobs([([sys.executable, str(script)], {})], 200.0)
@@ -535,7 +535,7 @@ def fit(folder: Path, options: dict[str, Any], trainer: dict[str, Any]) -> torch
 @pytest.mark.timeout(300)
 @pytest.mark.long
 def test_a_trainer_of_several_devices_is_refused_with_one_error(tmp_path: Path) -> None:
-    """Regression: the process that Lightning had started for the second one told of variables of torchrun's."""
+    """Regression: Lightning's process for the second device failed with an error about torchrun's variables."""
     ended = fit(tmp_path, {}, {"devices": 2})
     assert ended.returncodes == (1,)
     assert ended.stderr.count("Error: ") == 1 and "ValueError: devices must be 1 for each rank, got 2" in ended.stderr

@@ -1,4 +1,4 @@
-"""Islands between processes."""
+"""Tests islands in separate processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCRIPT = "tests/scripts/islands.py"
     ],
 )
 def test_launched(start: Callable[..., Any]) -> None:
-    """simulation/test_islands.py has the stories; here each rank is a process."""
+    """simulation/test_islands.py tests the details; here each rank is a process."""
     if start is mpi.run_ranks:
         mpi.require_mpi()
     islands.check(start(islands.RANKS, SCRIPT, timeout_s=200).check().reports)
@@ -31,7 +31,7 @@ def test_launched(start: Callable[..., Any]) -> None:
 @pytest.mark.mpi
 @pytest.mark.long
 def test_an_island_is_on_one_host() -> None:
-    """The hosts get the ranks in turn from mpirun."""
+    """The launcher assigns ranks to the hosts in turn."""
     mpi.require_mpi()
     if mpi.flavour() == "mpich":
         pytest.skip("these are options of Open MPI's mpirun")

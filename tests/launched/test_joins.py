@@ -1,4 +1,4 @@
-"""``asyncdist run --places`` and ``--join``: ranks of other launchers join a running world."""
+"""Tests ``asyncdist run --places`` and ``--join``: ranks of other launchers join a running world."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from asyncdist.launch.supervision.endings import how_ended
 from asyncdist.trust import secret_files
 from asyncdist.trust.job_secret import SEAL_NBYTES
 
-#: Generous: what hangs is a failure, what is slow is not.
+#: Generous limits: they fail only tests that hang, not tests that are slow.
 TIMEOUT_S = 280.0
 SCRIPT = ROOT / "tests" / "scripts" / "joins.py"
 
 
 class Story:
-    """Launchers in one folder, where their ranks say what they do."""
+    """Launchers in one folder, to which their ranks report."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -41,7 +41,7 @@ class Story:
         (folder / "reports").mkdir()
 
     def launch(self, name: str, cwd: Path, *options: str, **env: str) -> subprocess.Popen[bytes]:
-        """Start a launcher in a directory, whose words go to a file of that name."""
+        """Start a launcher in a directory; its output goes to a file with this name."""
         base = base_environment()
         words = [sys.executable, "-m", "asyncdist", "run", *options, *warm.command(SCRIPT, (self.folder,), base, {})]
         environ = {**base, REPORTS: str(self.folder / "reports"), **env}
@@ -54,7 +54,7 @@ class Story:
         return (self.folder / name).read_text()
 
     def until(self, name: str) -> dict[str, Any]:
-        """Wait until a process has said who it is."""
+        """Wait until a process has reported its identity."""
         while not (self.folder / name).exists():
             assert time.monotonic() < self.give_up_at, f"no {name}: {self.everything()}"
             time.sleep(0.02)
@@ -120,7 +120,7 @@ def second_process_of_rank_1(port: int, job: str, secret: str) -> str:
 
 @pytest.mark.timeout(300)
 def test_an_outsider_is_refused_and_disturbs_no_rank(tmp_path: Path) -> None:
-    """Regression: any local user joined by the address, and a garbage value ended the thread that admits newcomers."""
+    """Regression: any local user could join by the address, and an invalid value ended the thread that admits ranks."""
     with story(tmp_path) as told:
         first = told.launch("first", ROOT, "--transport", "torch", "-n", "2", "--places", "3")
         address = told.address("first")
@@ -153,7 +153,7 @@ def test_an_outsider_is_refused_and_disturbs_no_rank(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.long
 def test_a_place_is_taken_lost_and_taken_again(tmp_path: Path) -> None:
-    """The first launcher starts two of three ranks; the others go on whatever happens to the third."""
+    """The first launcher starts two of three ranks, which continue whatever happens to the third."""
     elsewhere = tmp_path / "elsewhere"
     folder = tmp_path / "folder"
     elsewhere.mkdir()
@@ -185,7 +185,7 @@ def test_a_place_is_taken_lost_and_taken_again(tmp_path: Path) -> None:
         told.until("2.4")
         assert told.said("first").count("\n") == 1, "nothing else happens to them"
 
-        os.kill(told.until("1.0")["pid"], signal.SIGKILL)  # one of the first launcher's own
+        os.kill(told.until("1.0")["pid"], signal.SIGKILL)  # a rank of the first launcher
         while f"rank 1 {how_ended(-signal.SIGKILL)}" not in told.said("first"):
             assert time.monotonic() < told.give_up_at, told.everything()
             time.sleep(0.02)

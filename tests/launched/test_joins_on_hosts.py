@@ -1,4 +1,4 @@
-"""A rank on another host joins a job of ``asyncdist run --places``, as docs/worlds.md says."""
+"""Tests that a rank on another host joins a job of ``asyncdist run --places``, as docs/worlds.md says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.mpi import ROOT
 
 from asyncdist.trust import job_secret
 
-#: On the login node: the job on host1, and, when it has said where, a rank on host2, from another directory.
+#: Run on the login node: the job on host1 and, once its address is known, a rank on host2, in another directory.
 STORY = """
 secret=ASYNCDIST_JOB_SECRET_FILE={folder}/secret
 other=ASYNCDIST_JOB_SECRET=not-that-of-the-job

@@ -1,4 +1,4 @@
-"""A population's newest whole checkpoint outlives a save that was killed."""
+"""Tests that a population's newest complete checkpoint survives a save that was killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs under the real mpirun: what their ranks are given, how they end, and what is said where they cannot start."""
+"""Tests jobs under the real mpirun: the ranks' environment, their ends, and the errors of jobs that cannot start."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_launchers_are_found_by_what_they_say_and_the_first_wins(tmp_path: Path)
 
 
 def test_a_missing_script_in_a_deleted_directory_is_one_line(tmp_path: Path) -> None:
-    """Regression: it was a traceback."""
+    """Regression: the error was a traceback."""
     source = "import os, sys; from asyncdist import cli; os.rmdir(os.getcwd()); cli.main(sys.argv[1:])"
     command = [sys.executable, "-c", source, "run", "-n", "2", "script.py"]
     environ = {**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[1])}
@@ -48,7 +48,7 @@ def test_a_missing_script_in_a_deleted_directory_is_one_line(tmp_path: Path) -> 
 
 
 def test_a_job_runs_with_its_standard_files_closed(tmp_path: Path) -> None:
-    """Regression: with stdout closed the launcher failed with an AttributeError before it had started anything."""
+    """Regression: with stdout closed, the launcher failed with an AttributeError before it had started anything."""
     (tmp_path / "script.py").write_text("import sys; print('words'); sys.exit(7)")
     command = f"'{sys.executable}' -m asyncdist run --transport torch -n 1 script.py <&- >&-"
     ended = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -79,7 +79,7 @@ def test_no_mpi_at_all_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ids=["no mpi4py", "no library"],
 )
 def test_ranks_without_mpi_say_so_in_a_line(tmp_path: Path, said: str | None, words: str) -> None:
-    """As under a plain mpirun: there is no ``asyncdist run`` to look before."""
+    """The ranks start as under a plain mpirun, without the checks of ``asyncdist run``."""
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text(said or "raise ModuleNotFoundError('No module named mpi4py')")
     source = "import asyncdist as ad\nasync def main(world): pass\nad.run(main, transport='mpi')\n"
@@ -125,7 +125,7 @@ def parent_of(pid: int) -> int:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie that nobody has reaped does not."""
+    """Return whether a process runs and is not a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -133,7 +133,7 @@ def is_alive(pid: int) -> bool:
     status = Path(f"/proc/{pid}/stat")
     try:
         return not status.parent.parent.is_dir() or status.read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+    except (FileNotFoundError, ProcessLookupError):  # the process has ended meanwhile
         return False
 
 
@@ -147,7 +147,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> bool:
 @pytest.mark.mpi
 def test_a_run_gives_each_rank_arguments_modules_and_no_input(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("VALUE = 'found'\n")
-    # A colon alone would begin another program: `touch` ran, or nothing did.
+    # A colon alone would begin another program: either `touch` ran, or nothing did.
     arguments = ["--", "--flag", "-n", "7", ":", "touch", "file", "::", "a:", ""]
     code, output, error = finish(
         start(
@@ -164,7 +164,7 @@ def test_a_run_gives_each_rank_arguments_modules_and_no_input(tmp_path: Path) ->
 
 @pytest.mark.mpi
 def test_ranks_belong_to_the_innermost_launcher(tmp_path: Path) -> None:
-    """Regression: in a worker of torchrun they joined torchrun's job, and with a stale variable each trained alone."""
+    """Regression: in a worker of torchrun they joined torchrun's job, and with an old variable each trained alone."""
     source = (
         "from mpi4py import MPI\nfrom asyncdist import environment\n"
         "print(MPI.COMM_WORLD.size, environment.detect().transport)\n"
@@ -214,7 +214,7 @@ def test_a_failing_rank_ends_the_others_with_its_exit_code(
 @pytest.mark.mpi
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_launcher_or_guardian_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
-    """Regression: UCX, in both MPIs, took a SIGHUP that reached the rank for a wish to debug."""
+    """Regression: UCX, which both MPIs use, took a SIGHUP to the rank for a request to debug."""
     process = start(
         tmp_path,
         "import os, pathlib, sys, time\nfrom mpi4py import MPI\n"
@@ -259,7 +259,7 @@ ad.run(main)
 @pytest.mark.mpi
 @pytest.mark.long
 def test_a_child_of_a_rank_is_told_in_a_line_that_it_is_no_rank(tmp_path: Path) -> None:
-    """Regression: the child opened its parent's MPI, and hung or crashed: a script without a __main__ guard."""
+    """Regression: the child, of a script without a __main__ guard, opened its parent's MPI, and hung or crashed."""
     code, output, error = finish(start(tmp_path, UNGUARDED, ranks=1))
     assert (code, output.splitlines()) == (0, ["spawn 1", "forkserver 1", "subprocess 1", "fork 5"]), error
     lines, last = error.splitlines(), UNGUARDED.count("\n")
@@ -303,9 +303,9 @@ if __name__ == "__main__":
 def test_children_of_a_rank_that_import_mpi4py_are_alone_in_mpi(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: a spawned worker opened MPI with the variables of its rank, which crashed or hung.
+    """Regression: a spawned worker opened MPI with the variables of its rank, and crashed or hung.
 
-    The secret of the job, too, reached each child of a rank on MPI.
+    Each child of a rank on MPI also received the secret of the job.
     """
     monkeypatch.setenv("ASYNCDIST_JOB_SECRET", "0123456789abcdef")
     code, output, error = finish(start(tmp_path, IMPORTS_MPI, ranks=2))
@@ -349,7 +349,7 @@ if __name__ == "__main__":
 @pytest.mark.mpi
 @pytest.mark.parametrize("transport", ["mpi", pytest.param("torch", marks=pytest.mark.long)])
 def test_a_forked_child_ends_where_it_leaves_a_policy(tmp_path: Path, transport: str) -> None:
-    """Regression: it left policy and world as if it were the rank, hung, and took the rank's sockets from its loop."""
+    """Regression: the child left policy and world as if it were the rank, hung, and took the rank's sockets away."""
     process = start(tmp_path, FORKING, ranks=2, options=["--transport", transport], is_warm=True)
     code, output, error = finish(process)
     assert code == 0, error
@@ -384,7 +384,7 @@ for how in (0, 3, "text", "raise", "called"):
 @pytest.mark.mpi
 @pytest.mark.parametrize("how", ["mpirun", "mpi", pytest.param("torch", marks=pytest.mark.long)])
 def test_the_exit_of_a_forked_child_touches_nothing_of_its_rank(tmp_path: Path, how: str) -> None:
-    """Regression: it left the world of the rank and called MPI_Finalize, hung or crashed, and the rank with it."""
+    """Regression: the child left the rank's world and called MPI_Finalize; it hung or crashed, and the rank with it."""
     source = FORKS if how != "torch" else FORKS.replace("from mpi4py import MPI", "")
     if how == "mpirun":
         result = mpi.run_source(2, source).check()
@@ -431,7 +431,7 @@ def test_no_child_of_a_rank_survives_a_kill_in_the_job(tmp_path: Path, killed: s
 
 @pytest.mark.mpi
 def test_files_with_the_next_process_number_hinder_no_job(tmp_path: Path) -> None:
-    """Regression: asyncdist run removed them, which crashed a job in another container with the same /tmp."""
+    """Regression: asyncdist run removed these files, which crashed a job in another container with the same /tmp."""
     script = tmp_path / "main.py"
     script.write_text("print('it runs')\n")
     with subprocess.Popen(["true"]) as process:
@@ -458,7 +458,7 @@ print(*sorted({line.split()[5] for line in lines}))
 @pytest.mark.mpi
 @pytest.mark.skipif(not guardians.ARE_HERE, reason="the test reads /proc")
 def test_open_mpis_files_are_in_private_folders(tmp_path: Path) -> None:
-    """Regression: other users had made /dev/shm/sm_segment.* or /tmp/ompi.PID first, and could read all messages."""
+    """Regression: other users who had made /dev/shm/sm_segment.* or /tmp/ompi.PID first could read all messages."""
     if mpi.flavour() != "openmpi":
         pytest.skip("MPICH opens no existing file")
     said = mpi.run_source(2, SHOWS_FILES, env={"TMPDIR": str(tmp_path)}).check().stdout.splitlines()
@@ -488,7 +488,7 @@ def test_ranks_of_a_plain_mpirun_share_private_memory(tmp_path: Path) -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize(("given", "seen"), [({}, "^ofi"), ({"OMPI_MCA_btl": "self,sm"}, "self,sm")])
 def test_a_job_on_one_host_looks_for_no_fabric_unless_asked(given: dict[str, str], seen: str) -> None:
-    """Regression: Open MPI slept a second of each start."""
+    """Regression: Open MPI slept for one second of each start."""
     source = "import os\nprint(os.environ.get('OMPI_MCA_btl'))"
     said = mpi.run_source(1, source, env=given).check().stdout
     assert said == f"{seen if mpi.flavour() == 'openmpi' or given else None}\n"

@@ -1,4 +1,4 @@
-"""``asyncdist run`` behaves alike on MPI and torch: signals, ends, and errors that come before a world."""
+"""Tests that ``asyncdist run`` behaves alike on MPI and torch: signals, ends, and errors before a world opens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncdist.launch.supervision.endings import how_ended
 
 pytestmark = pytest.mark.skipif(not guardians.ARE_HERE, reason="without guardians mpirun alone passes signals on")
 
-#: Generous: what hangs is a failure, what is slow is not.
+#: Generous limits: they fail only tests that hang, not tests that are slow.
 TIMEOUT_S = 90.0
 TRANSPORTS = [pytest.param("mpi", marks=pytest.mark.mpi), "torch"]
 OWN_RANK = """
@@ -31,7 +31,7 @@ rank = int(next(os.environ[name] for name in ("RANK", "OMPI_COMM_WORLD_RANK", "P
 def running(
     folder: Path, source: str, *options: str, transport: str, ranks: int = 2, is_warm: bool = False
 ) -> Iterator[subprocess.Popen[str]]:
-    """``asyncdist run`` in a folder, where each rank touches a file ``RANK.ready``; it is killed at the end."""
+    """Run ``asyncdist run`` in a folder, where each rank creates a file ``RANK.ready``; kill the job at the end."""
     script = folder / "train.py"
     script.write_text(source)
     base = mpi.base_environment()
@@ -107,7 +107,7 @@ def test_a_signal_without_a_handler_ends_the_job_and_is_named(tmp_path: Path, tr
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_job_stops_and_resumes_with_its_launcher(tmp_path: Path, transport: str) -> None:
-    """As Ctrl-Z and ``fg`` do it."""
+    """The signals are those of Ctrl-Z and ``fg``."""
     with running(tmp_path, WAITS, transport=transport) as process:
         await_ready(tmp_path, process)
         process.send_signal(signal.SIGTSTP)
@@ -154,13 +154,13 @@ def test_ctrl_c_is_130_and_a_line_of_each_rank(tmp_path: Path, transport: str) -
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_error_that_all_make_before_a_world_is_told_once(tmp_path: Path, transport: str) -> None:
-    """Regression: each rank printed a traceback, without its number, into those of the others."""
+    """Regression: each rank printed a traceback without its number, mixed with those of the others."""
     with running(tmp_path, OWN_RANK + "import no_such_module\n", transport=transport, ranks=3) as process:
         code, _, lines = finish(process)
     assert code == 1 and lines.count("Traceback (most recent call last):") == 1, lines
     teller = lines[0].removeprefix("asyncdist: ").removesuffix(" failed:")
     last = "ModuleNotFoundError: No module named 'no_such_module'"
-    for line in lines[lines.index(last) + 1 :]:  # mpirun may end a rank before that has printed its own
+    for line in lines[lines.index(last) + 1 :]:  # mpirun may end a rank before it has printed its own line
         if not line.startswith("asyncdist run: rank"):
             assert line.endswith(f" failed in the same way as {teller}: {last}"), lines
     assert transport == "mpi" or sum(f"failed in the same way as {teller}" in line for line in lines) == 2, lines
@@ -198,7 +198,7 @@ def test_a_surviving_job_whose_ranks_are_all_killed_has_failed(tmp_path: Path, r
 
 @pytest.mark.mpi
 def test_a_kill_is_named_above_what_follows_from_it(tmp_path: Path) -> None:
-    """Regression: the lines of two ranks that mpirun had stopped stood above the cause."""
+    """Regression: the lines of two ranks that mpirun had stopped preceded the cause."""
     mpi.require_mpi()
     killed = KILLED.replace("@", "False")
     with running(tmp_path, killed, transport="mpi", ranks=3, is_warm=True) as process:

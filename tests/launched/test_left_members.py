@@ -1,4 +1,4 @@
-"""Members that leave before the others, between processes."""
+"""Tests members that leave before the others, in separate processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAYS = pytest.mark.parametrize("way", ["left", pytest.param("waiting", marks=pyt
 def test_cancelled_collectives_of_a_departed_rank_leave_nothing(
     start: Callable[..., Any],
 ) -> None:
-    """Regression: each native collective held the end until the timeout of requests, and failed a strict job."""
+    """Regression: each native collective delayed the end until the timeout of requests, and failed a strict job."""
     if start is mpi.run_ranks:
         mpi.require_mpi()
     assert start(3, SCRIPT, "cancelled", timeout_s=120).check().stderr == ""
@@ -40,7 +40,7 @@ def test_cancelled_collectives_of_a_departed_rank_leave_nothing(
 @WAYS
 @STARTS
 def test_launched(start: Callable[..., Any], way: str) -> None:
-    """On MPI the last barrier of the rank that has left would else pair with the others' collectives."""
+    """On MPI, the last barrier of the rank that has left would otherwise match the others' collectives."""
     if start is mpi.run_ranks:
         mpi.require_mpi()
     left_members.check(start(3, SCRIPT, way, timeout_s=120).check().reports)

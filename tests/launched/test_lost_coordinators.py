@@ -1,4 +1,4 @@
-"""Real kills: a population on torch goes on averaging when the ranks that coordinate it are killed."""
+"""Tests real kills: a population on torch continues to average when its coordinators are killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever needs a rank that was killed says that it is lost, not that it has left, where the others go on."""
+"""Tests that operations that need a killed rank report its loss, not its departure, in a job that continues."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def test_simulated(seed: int) -> None:
 
 @pytest.mark.long
 def test_launched() -> None:
-    """The test above with a real kill; test_torch.py has one for messages and streams."""
+    """This repeats the test above with a real kill; test_torch.py has such a test for messages and streams."""
     reports = torchrun.run_ranks(3, "tests/scripts/lost_members.py", timeout_s=100).check(-9, 0, 0).reports
     check(reports[1])
     check(reports[2])
 
 
-#: Waits with tasks of its own until rank 1 is lost, or stays away.
+#: Rank 0 waits with its own tasks until rank 1 is lost, or does not start.
 LOSING = """
 import contextlib, os, signal
 import asyncdist as ad
@@ -54,7 +54,7 @@ ad.run(main)
 
 
 def test_a_lost_rank_is_named_once_without_a_launcher() -> None:
-    """Regression: under srun, and in pods, a job went on without it, and no output said so."""
+    """Regression: under srun, and in pods, a job continued without the rank, and no output said so."""
     ended = torchrun.run_source(3, LOSING).check(0, -9, 0)
     assert ended.stderr.count("its process or its host has ended") == 1, ended.output()
     assert lost_ranks(ended.stderr) == [1], ended.output()

@@ -1,4 +1,4 @@
-"""The manifests of docs/clusters.md: what their pods start, with the variables that these have, finds its ranks."""
+"""Tests the manifests of docs/clusters.md: with the pods' variables, the commands of their pods find all ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def manifests() -> dict[str, Any]:
 
 
 def variables(container: Any, index: int) -> dict[str, str]:
-    """Return a container's environment in the pod of an index, as a kubelet makes it."""
+    """Return a container's environment in the pod with an index, as a kubelet sets it."""
     found: dict[str, str] = {}
     for each in container["env"]:
         if "value" in each:
@@ -72,7 +72,7 @@ def test_ranks_with_the_variables_of_the_job_sets_pods_meet(manifests: dict[str,
 
 @pytest.mark.mpi
 def test_the_launcher_of_the_mpi_job_starts_ranks_on_the_workers(manifests: dict[str, Any], tmp_path: Path) -> None:
-    """Regression: all began in its own pod: Open MPI 5 does not heed what the operator sets."""
+    """Regression: all ranks began in the launcher's pod, because Open MPI 5 ignores the operator's variables."""
     mpi.require_mpi()
     if mpi.flavour() != "openmpi":
         pytest.skip("the manifest is for Open MPI")

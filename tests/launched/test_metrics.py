@@ -1,4 +1,4 @@
-"""Counters of ranks between processes, asked for while they train, and what happens where that cannot be."""
+"""Tests counters of ranks in separate processes: requested during training, and with ports that cannot be opened."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support import mpi, torchrun
 
 from asyncdist import local_host
 
-#: Each rank asks the other one's port, while that one computes: its loop stands still.
+#: Each rank requests the other rank's counters while that rank computes and its loop does not run.
 ASKED = """
     import os, time, torch, urllib.request
     import asyncdist as ad
@@ -101,7 +101,7 @@ def test_the_command_refuses_what_is_no_destination(options: list[str], words: s
 
 @pytest.mark.long
 def test_wandb_itself_has_a_run_for_each_rank_offline(tmp_path: Path) -> None:
-    """Only where it is installed: it brings a hundred megabytes, and is none of what the other tests need."""
+    """This runs only if wandb is installed: it needs a hundred megabytes, and no other test uses it."""
     pytest.importorskip("wandb", reason="wandb is not installed: pip install 'asyncdist[wandb]'")
     source = """
         import asyncdist as ad

@@ -1,4 +1,4 @@
-"""``asyncdist run -m MODULE``, and ``--prefix``: each line with the number of the rank that printed it."""
+"""Tests ``asyncdist run -m MODULE``, and ``--prefix``: each line begins with the number of the rank that printed it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mutants tool in processes of its own: what it checks, what it refuses, and what the simulator finds."""
+"""Tests the mutants tool in separate processes: its checks, the mutants that it refuses, and the found mutants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 TOP = Path(__file__).resolve().parents[2]
 
 
-#: One of selective averaging and one of the synchronous average, each found by few seeds.
+#: One mutant of selective averaging and one of the synchronous average, each of which few seeds find.
 QUICK = ("own-rank-unheard", "world-size-divisor")
 
 
@@ -84,7 +84,7 @@ def test_quick_mutants_are_found(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_mutant_that_no_seed_shows_survives(tmp_path: Path) -> None:
-    """On a copy whose scenario looks at nothing, the tool must not claim to have found anything."""
+    """In a copy whose scenario checks nothing, the tool must not claim that it has found the mutant."""
     top = copy_of_sources(tmp_path)
     for name in ("tests/scripts", "tests/simulation", "tests/support", "tests/unit"):
         shutil.copytree(TOP / name, top / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""The notebooks among the examples run from the first cell to the last, in a kernel of their own."""
+"""Tests that the notebooks among the examples run from the first cell to the last, each in its own kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 
 
 def run(notebook: Any) -> list[str]:
-    """Run it, and return what each cell of code printed or returned."""
+    """Run a notebook, and return the output or the value of each code cell."""
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     return [
         "".join(output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in cell.outputs)
@@ -25,7 +25,7 @@ def run(notebook: Any) -> list[str]:
     ]
 
 
-#: A rank's row of the table, after its last step.
+#: A rank's row of the table, after the rank's last step.
 LAST = re.compile(r"^\W*\d\W+300\b", re.MULTILINE)
 
 

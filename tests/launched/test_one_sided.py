@@ -1,9 +1,8 @@
-"""One-sided reads between real processes, one job for many stories: 4 ranks under mpirun, and 3 on torch.
+"""Tests one-sided reads between real processes, with one job for many tests: 4 ranks under mpirun, and 3 on torch.
 
 Under mpirun they share memory; on torch the owners answer.
 
-``scripts/one_sided_stories.py`` has the stories and says what they are; its job ends in failure if anything is left
-over.
+``scripts/one_sided_stories.py`` contains the programs; its job fails if anything is left over.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ TORCH_SIZE = 3
 
 @functools.cache
 def stories(ranks: int, transport: str) -> list[dict[str, Any]]:
-    """What each rank saw."""
+    """Return the observations of each rank."""
     start = run_ranks if transport == "mpi" else torchrun.run_ranks
     with tempfile.TemporaryDirectory() as folder:
         result = start(ranks, "tests/scripts/one_sided_stories.py", folder, timeout_s=240).check()
@@ -56,9 +55,9 @@ def typed(state: dict[str, list[float]]) -> dict[str, torch.Tensor]:
 def test_every_one_sided_average_is_that_of_its_snapshots(
     ranks: int, transport: str, story: str, exposure: str
 ) -> None:
-    """Read in one version each, of any dtypes; recomputed here from what the donors told.
+    """Each average was read in one version, of any dtypes, and is recomputed here from the donors' reports.
 
-    From shared memory, and, as between hosts, from owners who answer.
+    Snapshots are read from shared memory or, as between hosts, from owners that answer.
     """
     reports = told(ranks, story, transport)
     snapshots = {

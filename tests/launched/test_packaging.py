@@ -1,7 +1,7 @@
-"""Installations as users make them: each works, compiled where a compiler is, and leaves its checkout as it was.
+"""Tests installations as users make them: each works, is compiled if possible, and does not change the checkout.
 
-The checkouts here are copies of the package in which two modules are compiled: what is done does not depend on their
-number. Nothing is fetched: setuptools and Cython are those of this environment.
+The checkouts are copies of the package in which two modules are compiled, since all modules are treated alike. Nothing
+is downloaded: setuptools and Cython come from this environment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 FEW_MODULES = ("transports.mpi_requests", "transports.persistent_send")  # which a simulation does not use
 PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
-#: Of a program that uses what was installed; a rank alone, and one average of two simulated ones.
+#: A program that uses the installed package: one rank alone, and an average of two simulated ranks.
 USED = """
 import torch, asyncdist as ad
 from asyncdist import compiled
@@ -46,7 +46,7 @@ print(compiled.describe(), compiled.__file__)
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, ModuleType]:
-    """A copy of all that an installation is made from, and its ``asyncdist/compiled.py``."""
+    """Return a copy of all files from which an installation is made, and its ``asyncdist/compiled.py``."""
     monkeypatch.setenv(compiled.PURE_VARIABLE, "")
     folder = tmp_path / "checkout"
     folder.mkdir()
@@ -58,7 +58,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Mod
 
 
 def run(*command: str | Path, cwd: Path, **variables: str) -> str:
-    """What a command prints; it must end well."""
+    """Return the output of a command that must succeed."""
     environment = {**os.environ, **variables}
     ended = subprocess.run(
         [str(word) for word in command],
@@ -75,7 +75,7 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Every file of a checkout by its checksum, without what setuptools leaves in any, and git ignores."""
+    """Return the checksum of every file of a checkout, without files that setuptools leaves and git ignores."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     left = ("build", "asyncdist.egg-info")
     return {
@@ -86,7 +86,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def use(site: Path) -> str:
-    """Whether what is installed there works, and is compiled."""
+    """Check that the installed package works, and return whether it is compiled."""
     said = run(sys.executable, "-c", USED, cwd=site.parent, PYTHONPATH=str(site)).strip().splitlines()[-1]
     assert str(site) in said, "this is another installation"
     return said
@@ -101,7 +101,7 @@ def needs_compiler() -> None:
 def test_build_makes_a_source_archive_and_a_wheel_from_it(checkout: tuple[Path, ModuleType], tmp_path: Path) -> None:
     needs_compiler()
     folder, copy = checkout
-    pretend_to_compile(copy)  # as an editable installation of this checkout has done
+    pretend_to_compile(copy)  # as after an editable installation of this checkout
     before, dist = contents(folder), tmp_path / "dist"
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", dist, cwd=folder)
     assert contents(folder) == before
@@ -120,7 +120,7 @@ def test_build_makes_a_source_archive_and_a_wheel_from_it(checkout: tuple[Path, 
 
 
 def sources(folder: Path) -> list[Path]:
-    """What a package has besides what is compiled."""
+    """Return the files of a package that are not compiled."""
     paths = [
         path for path in folder.rglob("*") if path.suffix in (".py", ".pyi", ".pxd", ".html") or path.name == "py.typed"
     ]
@@ -140,7 +140,7 @@ def test_pip_installs_a_compiled_package(checkout: tuple[Path, ModuleType], tmp_
 
 @pytest.mark.long
 def test_a_wheel_has_nothing_of_earlier_builds(checkout: tuple[Path, ModuleType], tmp_path: Path) -> None:
-    """Regression: modules that had been deleted since were in it, from the folder ``build`` of the checkout."""
+    """Regression: the wheel contained modules that had been deleted since, from the checkout's folder ``build``."""
     folder, _ = checkout
     pure = {compiled.PURE_VARIABLE: "1"}
     gone = folder / "protocols" / "gone.py"

@@ -1,4 +1,4 @@
-"""Tests that the output of commands shown in README.md and ``docs`` is what the commands print."""
+"""Tests that the commands in README.md and ``docs`` print the output that the pages show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support import mpi, pages, torchrun, warm
 from asyncdist.launch.mpirun import ROOT_VARIABLES
 
 FILES = {"python", "diff"}
-#: What these show has tests of its own, of the same libraries, benchmarks and commands.
+#: Pages whose output has its own tests, of the same libraries, benchmarks and commands.
 LONG = {
     f"docs/{name}.md"
     for name in ("figures", "integrations", "protocols", "recording", "replaying", "tutorial", "worlds")
@@ -41,7 +41,7 @@ def test_commands_print_what_is_shown(page: Path, tmp_path: Path) -> None:
 
 
 def check(block: pages.Block, folder: Path) -> None:
-    """Run the commands of a block; what is shown after each one it prints."""
+    """Run the commands of a block; each must print the lines that follow it."""
     shown: list[tuple[str, list[str]]] = []
     for line in block.text.splitlines():
         if line.startswith("$ "):
@@ -73,18 +73,18 @@ def check(block: pages.Block, folder: Path) -> None:
 
 
 def comparable(line: str, is_loose: bool) -> str:
-    """A line without what differs between machines: a digest's value, and where it varies all numbers."""
+    """Return a line without the parts that differ between machines: a digest, and for variable output all numbers."""
     line = line.replace(f"{sys.executable} -m asyncdist", "asyncdist").rstrip()
     line = re.sub(r"\b[0-9a-f]{32}\b", "DIGEST", line)
     if not is_loose:
         return line
-    line = re.sub(r"^job \w+: (\d+ ranks), .*", r"job: \1", line)  # the host, its MPI, the time
+    line = re.sub(r"^job \w+: (\d+ ranks), .*", r"job: \1", line)  # the host, its MPI and the time differ
     line = re.sub(r" {2,}", "  ", re.sub(r"\d+(\.\d+)?(e-\d+)?", "N", line))  # columns are as wide as their numbers
     return re.sub(r"ranks? N(, N)*", "ranks N", re.sub(r"steps?\b", "steps", line))
 
 
 def environment() -> dict[str, str]:
-    """The shell's, with this environment's commands first, which start warm ranks."""
+    """Return the shell's environment, with this environment's commands first; ranks start warm."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     as_root = dict.fromkeys(ROOT_VARIABLES, "1")  # a plain mpirun of Open MPI refuses root
     return warm.environment({**mpi.base_environment(), **as_root, "PATH": path}, *warm.LIBRARIES, simulates=True)

@@ -1,6 +1,6 @@
-"""The policies between real processes: 2 and 4 ranks under mpirun and on torch, one job each for many stories.
+"""Tests the policies in real processes: 2 and 4 ranks under mpirun and on torch, with one job each for many tests.
 
-``scripts/policies.py`` has the stories and says what they are; its job ends in failure if anything is left over.
+``scripts/policies.py`` contains the programs; its job fails if anything is left over.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ STARTERS: dict[str, Callable[..., mpi.Result | torchrun.Result]] = {"mpi": mpi.r
 
 @functools.cache
 def stories(transport: str, ranks: int) -> list[dict[str, Any]]:
-    """What each rank saw."""
+    """Return the observations of each rank."""
     result = STARTERS[transport](ranks, "tests/scripts/policies.py", timeout_s=110).check()
     return [result.reports[rank] for rank in range(ranks)]
 
 
 @pytest.fixture(params=[pytest.param("mpi", marks=pytest.mark.mpi), pytest.param("torch", marks=pytest.mark.long)])
 def told(request: pytest.FixtureRequest) -> Told:
-    """``told(ranks, name)``: what each of so many ranks saw of one story."""
+    """Return ``told(ranks, name)``: the observations of each of these ranks in one program."""
     return lambda ranks, name: [report[name] for report in stories(request.param, ranks)]
 
 
@@ -64,7 +64,7 @@ def test_a_metric_that_is_no_number_ranks_worst_and_is_counted(told: Told, ranks
 
 @pytest.mark.parametrize("ranks", SIZES)
 def test_every_average_is_the_one_of_its_donors_snapshots(told: Told, ranks: int) -> None:
-    """Recomputed here from what the donors said, bit for bit."""
+    """The averages are recomputed here from the donors' reports, bit for bit."""
     reports, story = told(ranks, "walk"), Story()
     for rank, report in enumerate(reports):
         for number, state in report["snapshots"]:
@@ -115,7 +115,7 @@ def test_large_snapshots_of_one_host_are_read_in_donor_memory(told: Told) -> Non
 
 
 def test_64_mib_arrive_whole_with_the_expected_bytes_on_the_wire(told: Told) -> None:
-    """D * R * averaged + R * exact, for 2 donors and 2 replacers."""
+    """The expected number is D * R * averaged + R * exact, for 2 donors and 2 replacers."""
     reports = told(4, "large")
     averaged, exact = 4096 * 4096 * 4, 5 * 8
     assert [report["replacements"] for report in reports] == [1, 1, 0, 0]
@@ -130,7 +130,7 @@ def test_64_mib_arrive_whole_with_the_expected_bytes_on_the_wire(told: Told) -> 
 
 
 def test_64_mib_travel_once_if_each_donor_adds_up_one_half(told: Told) -> None:
-    """Each donor sends the other one its half, and the mean of its own half to both replacers."""
+    """Each donor sends one half to the other donor, and the mean of its own half to both replacers."""
     reports = told(4, "sharded")
     half, low, high = 4096 * 4096 * 4 // 2, 2 * 8, 3 * 8  # of the averaged bytes; the counter has five elements
     for replacer in reports[:2]:
@@ -148,7 +148,7 @@ def test_a_straggler_is_replaced_and_the_others_keep_their_rate(told: Told) -> N
     assert slow["replacements"] == 3
     for rank in (0, 2, 3):
         assert reports[rank]["steps"] > 2.5 * slow["steps"], reports
-    # a step of theirs is a pause of 4 ms; waiting for the straggler once per round would show
+    # their steps are pauses of 4 ms, so that waiting for the straggler once per round would show
     assert reports[0]["rounds"] >= 3
 
 
@@ -162,4 +162,4 @@ def test_the_others_go_on_when_the_coordinators_rank_leaves(told: Told) -> None:
     reports = told(4, "headless")
     assert reports[0]["steps"] == 1 and reports[0]["unchanged"]
     assert reports[1]["replacements"] == 3 and reports[1]["donors"][-2:] == [[2, 3], [2, 3]]
-    assert reports[0]["applied"]["1"] >= 2  # its task goes on, as a part of the world
+    assert reports[0]["applied"]["1"] >= 2  # its task continues, as a part of the world

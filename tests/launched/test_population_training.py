@@ -1,4 +1,4 @@
-"""Population based training between real processes on MPI and on torch: each copy is of one snapshot."""
+"""Tests population based training in real processes on MPI and on torch: each copy equals one snapshot."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def test_a_population_outlives_its_coordinator() -> None:
     snapshots = [record.snapshots for record in records]
     assert len(own) >= 3 and len(snapshots) == 3
     for record in records:
-        record.copies[:] = [each for each in record.copies if each.donor]  # rank 0 took its ledger with it
+        record.copies[:] = [each for each in record.copies if each.donor]  # rank 0's ledger was lost with it
     assert check_ledger(records) == len(own)

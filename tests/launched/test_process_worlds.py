@@ -1,4 +1,4 @@
-"""A world that lasts as long as its process, or was never left: what the others hear of each end."""
+"""Tests a world that lasts as long as its process, or was never left: how the other ranks are notified of each end."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_others_hear_how_a_rank_ends(how: str) -> None:
 
 
 def test_after_its_script_a_rank_names_a_failed_one_in_one_line() -> None:
-    """Regression: it printed, besides, the traceback of what ended its world, thirty lines of asyncdist's own."""
+    """Regression: the rank also printed the traceback of the error that ended its world, thirty lines of asyncdist."""
     source = """
         import asyncdist as ad
 
@@ -72,7 +72,7 @@ def test_after_its_script_a_rank_names_a_failed_one_in_one_line() -> None:
 
 
 def test_ctrl_c_is_one_line_of_each_rank(tmp_path: Path) -> None:
-    """Regression: each rank printed the traceback of its code as well, and those of several ranks were mixed."""
+    """Regression: each rank also printed the traceback of its code, and the tracebacks of several ranks were mixed."""
     (tmp_path / "train.py").write_text(
         "import signal; import asyncdist as ad\n"
         "world = ad.blocking.process_world(); ad.blocking.barrier()\n"
@@ -88,7 +88,7 @@ def test_ctrl_c_is_one_line_of_each_rank(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_in_lone_training_shows_the_line_of_the_script(tmp_path: Path) -> None:
-    """Regression: it was a traceback in two parts and forty lines, most of them about how worlds end."""
+    """Regression: the output was a traceback in two parts and forty lines, most of them about ending worlds."""
     (tmp_path / "train.py").write_text(
         "import signal; import asyncdist as ad\n"
         "world = ad.blocking.process_world(); ad.blocking.barrier()\n"

@@ -1,4 +1,4 @@
-"""``asyncdist run --transport torch``: processes with torchrun's variables, their ends, signals and exit codes."""
+"""Tests ``asyncdist run --transport torch``: processes with torchrun's variables, their ends and exit codes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asyncdist import cli, environment, local_host
 from asyncdist.launch import guardians, local_ranks
 from asyncdist.launch.supervision.endings import how_ended
 
-#: Generous: what hangs is a failure, what is slow is not.
+#: Generous limits: they fail only tests that hang, not tests that are slow.
 TIMEOUT_S = 90.0
 
 PRINT_VARIABLES = """
@@ -42,7 +42,7 @@ def running(
     environ: Mapping[str, str] | None = None,
     is_warm: bool = False,
 ) -> Iterator[subprocess.Popen[str]]:
-    """``asyncdist run --transport torch``, as a shell would start it."""
+    """Run ``asyncdist run --transport torch`` as a shell would start it."""
     script = tmp_path / "script.py"
     script.write_text(source)
     program = warm.command(script, arguments, base_environment(), {}) if is_warm else [str(script), *arguments]
@@ -76,7 +76,7 @@ def is_alive(pid: int) -> bool:
 
 
 def pids_in(folder: Path, count: int) -> list[int]:
-    """Wait until so many ranks have written down who they are."""
+    """Wait until this number of ranks have written their process IDs."""
     deadline = time.monotonic() + TIMEOUT_S
     while len(found := list(folder.glob("*.pid"))) < count:
         assert time.monotonic() < deadline, f"{len(found)} of {count} ranks have started"
@@ -232,7 +232,7 @@ def test_ranks_that_end_before_the_failed_one_are_not_the_cause(
     code: int,
     words: str,
 ) -> None:
-    """Under ``ad.run`` the rank that fails waits for the others, so they often end first: it was theirs, 1, for 3."""
+    """Regression: the exit code was 1, from other ranks, which end first, instead of the failed rank's 3."""
     monkeypatch.setattr(local_ranks, "SETTLE_S", TIMEOUT_S)
     script = tmp_path / "script.py"
     script.write_text(AFTER.format(last=1, gone=2, failure=failure))
@@ -277,7 +277,7 @@ def test_processes_of_a_rank_do_not_outlive_a_killed_launcher(tmp_path: Path) ->
 
 @contextmanager
 def heard(number: signal.Signals) -> Iterator[None]:
-    """What is started here does not ignore it, also where the tests themselves run under nohup."""
+    """Processes started here must not ignore the signal, even if the tests run under nohup."""
     before = signal.getsignal(number)
     if before is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
@@ -402,7 +402,7 @@ def test_a_process_that_cannot_be_started_ends_those_that_were(tmp_path: Path, m
 def test_a_named_transport_overrides_the_variable_of_the_ranks(
     named: str | None, variable: str | None, expected: tuple[str, str | None]
 ) -> None:
-    """Regression: ASYNCDIST_TRANSPORT reached the ranks, which then trained alone, and no backend did."""
+    """Regression: ASYNCDIST_TRANSPORT reached the ranks, which then trained alone, without any backend."""
     environ = {"PATH": "p"} | ({} if variable is None else {"ASYNCDIST_TRANSPORT": variable})
     transport, chosen = environment.choose_transport(named, environ)
     assert (transport, chosen.get("ASYNCDIST_TRANSPORT"), chosen["PATH"]) == (*expected, "p")
@@ -414,7 +414,7 @@ def test_no_ranks_are_started_for_local() -> None:
 
 
 def test_every_option_with_a_value_is_known_before_the_script() -> None:
-    """What is missing there would be taken for the script's name."""
+    """The value of an unknown option would be taken for the script's name."""
     commands = next(action for action in cli._parser()._actions if action.dest == "command")
     assert isinstance(commands.choices, dict)
     options = [action for action in commands.choices["run"]._actions if action.option_strings and action.nargs != 0]
@@ -422,7 +422,7 @@ def test_every_option_with_a_value_is_known_before_the_script() -> None:
 
 
 def test_a_killed_rank_is_told_where_sigchld_is_ignored(tmp_path: Path) -> None:
-    """Regression: the job was a success: the kernel keeps no exit codes then."""
+    """Regression: the job counted as a success, because the kernel then keeps no exit codes."""
     (tmp_path / "script.py").write_text("import os; os.kill(os.getpid(), 9)")
     ignoring = (
         "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"

@@ -1,7 +1,7 @@
-"""The simulator against reality: one coroutine, and bit-identical weights in virtual time, in process and under MPI.
+"""Compares the simulator with reality: a coroutine gives equal weights in virtual time, in one process and under MPI.
 
-Its decisions are fixed: metrics follow from ranks, every rank must have reported, and weights stand still from the
-report until everybody who is replaced has been. So timing decides nothing, and every bit of the end can be compared.
+The program's decisions do not depend on timing: metrics follow from ranks, every rank must have reported, and weights
+do not change between the report and the last replacement. So every bit of the result can be compared.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ EVERY = 4
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """To everybody: the sender has its new weights."""
+    """Message to all ranks: the sender has its new weights."""
 
 
 def train_step(model: Mixed, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
-    """Seeded each time: under ``run_local`` all ranks share torch's random state."""
+    """Train with a seed for each step, because under ``run_local`` all ranks share torch's random state."""
     torch.manual_seed(1000 * rank + step)
     hidden = model.norm(model.embed(torch.randn(8, 3))) + model.head(torch.rand(8, 3))
     loss = model.wide(hidden.double()).square().mean() + torch.rand(())
@@ -53,7 +53,7 @@ def train_step(model: Mixed, optimizer: torch.optim.Optimizer, rank: int, step: 
 
 
 def digest(model: Mixed) -> str:
-    """Of every byte of the state."""
+    """Return a digest of every byte of the state."""
     found = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -62,7 +62,7 @@ def digest(model: Mixed) -> str:
 
 
 async def main(world: ad.World) -> list[str]:
-    """Per averaging strategy: train, one round in which half of the ranks are replaced, train on."""
+    """For each averaging strategy: train, make one round in which half of the ranks are replaced, and train again."""
     torch.manual_seed(world.rank)
     model = Mixed()
     for parameter in model.parameters():
@@ -87,8 +87,8 @@ async def average_once(
         replacement_ratio=0.5,
         averaging_strategy=strategy,
         momentum=0.25,
-        threshold=0.0,  # one round, and
-        cooldown=10**9,  # no second one
+        threshold=0.0,  # one round
+        cooldown=10**9,  # and no second round
         quorum=1.0,
         grace_s=60.0,  # slow ranks have roles, too
         round_timeout_s=60.0,
@@ -98,7 +98,7 @@ async def average_once(
             train_step(model, optimizer, world.rank, first_step + step)
             assert not await policy.step(world.rank - world.size)
         await ad.barrier()
-        while missing:  # nobody's weights change but by the round
+        while missing:  # no rank's weights change except by the round
             if await policy.step(world.rank - world.size):
                 assert world.rank < world.size // 2
                 for dest in range(world.size):
@@ -119,7 +119,7 @@ def in_process(ranks: int) -> tuple[list[str], ...]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_scenario_averages(ranks: int) -> None:
-    """Else equal weights would say little."""
+    """Without averages, equal weights would prove little."""
     digests = in_process(ranks)
     assert len({tuple(seen) for seen in digests}) == ranks
     assert len({entry for seen in digests for entry in seen}) == ranks * (1 + len(STRATEGIES))

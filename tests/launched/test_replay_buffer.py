@@ -1,4 +1,4 @@
-"""Replay buffers between processes; ``scripts/replay.py`` and its neighbours have the stories."""
+"""Tests replay buffers between processes; ``scripts/replay.py`` and the files next to it contain the programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded runs of real ranks happen again in the simulator: the same decisions, and the same weights."""
+"""Tests that the simulator repeats recorded runs of real ranks: with the same decisions, and the same weights."""
 
 from __future__ import annotations
 

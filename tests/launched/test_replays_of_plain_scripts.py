@@ -1,4 +1,4 @@
-"""Scripts without a main, as integrations have them, draw in a replay what they drew before their world was open."""
+"""Tests that replayed scripts without a main draw the recorded random numbers before their world opens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support import mpi
 
-#: Before the world is open it draws with torch's own seed, which is another one in each process, and with a new one.
+#: Before the world opens, the script draws with torch's own seed, which differs between processes, and with a new seed.
 PLAIN = """
 import torch
 from asyncdist.integrations.torchgfn import AsyncSelectiveAveragingPolicy
@@ -37,7 +37,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_numbers_drawn_before_the_world_opened_are_drawn_again(tmp_path: Path) -> None:
-    """A replay drew others: the programs that are shown for integrations differed at the first metric."""
+    """Regression: a replay drew other numbers, and the example programs differed at the first metric."""
     script = tmp_path / "script.py"
     script.write_text(PLAIN)
     recorded = run("run", "--transport", "torch", "-n", "2", "--record", str(tmp_path / "run"), str(script))
@@ -48,7 +48,7 @@ def test_numbers_drawn_before_the_world_opened_are_drawn_again(tmp_path: Path) -
 
 @pytest.mark.long
 def test_a_replay_of_replicas_under_ddp_is_refused_in_a_line(tmp_path: Path) -> None:
-    """Regression: it waited for ever, in one thread, for the other ranks of the process group."""
+    """Regression: the replay waited forever, in one thread, for the other ranks of the process group."""
     script = tmp_path / "script.py"
     script.write_text("from asyncdist.integrations.pytorch import new_replica_group\nnew_replica_group(2)\n")
     recorded = run("run", "--transport", "torch", "-n", "2", "--record", str(tmp_path / "run"), str(script))

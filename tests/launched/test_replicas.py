@@ -1,4 +1,4 @@
-"""Replicas under DDP, or sharded, average as one member each, in processes, and to the bit as with plain torch."""
+"""Tests replicas under DDP, or sharded, which average as one member each, in processes: bit-equal to plain torch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def test_two_replicas_of_two_ranks_under_ddp() -> None:
         assert reports[first]["applied"] == reports[first + 1]["applied"]
     taken = [(rank, step) for rank in (0, 2) for step in reports[rank]["applied"]]
     assert len(taken) >= 2 and all((step + 1) % 5 == 0 for _, step in taken)
-    for rank, step in taken:  # one donor: its weights of an earlier swap, to the bit
+    for rank, step in taken:  # one donor: its weights after an earlier swap, bit for bit
         assert reports[rank]["digests"][step] in reports[2 - rank]["digests"][: step + 50]
-    before = slice(min(step for _, step in taken))  # after it the two are alike while one has just taken the other's
+    # after a swap the two replicas are equal if one of them has just taken the other's weights
+    before = slice(min(step for _, step in taken))
     trained_apart = list(zip(reports[0]["digests"][before], reports[2]["digests"][before], strict=True))
     assert trained_apart and all(own != other for own, other in trained_apart), "two replicas are two models"
 

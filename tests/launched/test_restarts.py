@@ -1,4 +1,4 @@
-"""``asyncdist run --transport torch --restarts N``: real kills, and ranks that join a running world."""
+"""Tests ``asyncdist run --transport torch --restarts N``: real kills, and ranks that join a running world."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncdist.errors import TransportError
 from asyncdist.launch.supervision.endings import how_ended
 from asyncdist.transports.torch_distributed.meeting import newcomers
 
-#: Generous: what hangs is a failure, what is slow is not.
+#: Generous limits: they fail only tests that hang, not tests that are slow.
 TIMEOUT_S = 300.0
 
 
@@ -31,7 +31,7 @@ def command(ranks: int, restarts: int, script: str | Path, *arguments: str) -> l
 
 
 def test_ranks_killed_at_any_time_take_part_again(tmp_path: Path) -> None:
-    """As ``tests/scripts/restarts.py`` says."""
+    """The ranks are killed as ``tests/scripts/restarts.py`` describes."""
     job = command(4, 2, "tests/scripts/restarts.py", str(tmp_path / "started"))
     result = torchrun.run_jobs([(job, {})], TIMEOUT_S).check()
     assert result.stderr.count(how_ended(-signal.SIGKILL)) == 5
@@ -51,7 +51,7 @@ def test_ranks_killed_at_any_time_take_part_again(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_restarts_of_a_living_rank_or_another_job_are_refused() -> None:
-    """A restart with another version is refused, too. None of them disturbs the job."""
+    """A restart with another version is refused, too. No refusal disturbs the job."""
     result = torchrun.run_jobs([(command(3, 1, "tests/scripts/refused_newcomers.py"), {})], TIMEOUT_S).check()
     found, lives, job, version = result.reports[2]
     assert re.search(r"already has a rank 2 .*: process \d+ of this host runs as that rank", found)
@@ -103,7 +103,7 @@ def test_ranks_ended_by_a_signal_to_the_job_are_not_restarted(tmp_path: Path) ->
 
 
 def test_newcomers_after_the_last_rank_do_not_wait() -> None:
-    """Three of four ranks were killed, and come again; meanwhile the fourth one has ended its world."""
+    """Three of four ranks were killed and are restarted; meanwhile the fourth rank has ended its world."""
     store = HashStore()
     for entry in ("newcomer/1", "0 1 a"), ("newcomer/2", "2 1 b"), ("newcomer/3", "2 2 c"), ("welcome/2.1", ""):
         store.set(*entry)
@@ -150,7 +150,7 @@ ad.run(main)
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_the_next_world_begins_after_all_ranks_were_killed(tmp_path: Path, ranks: int) -> None:
-    """Regression: after a minute of silence the job failed, with restarts left."""
+    """Regression: after a silent minute the job failed, although restarts were left."""
     script = tmp_path / "script.py"
     script.write_text(ALL_KILLED)
     result = torchrun.run_jobs([(command(ranks, 3, script), {})], TIMEOUT_S).check()

@@ -1,4 +1,4 @@
-"""Ranks whose program seeds them alike begin with equal weights, and read other rows: in each library for training."""
+"""Tests that ranks with one seed begin with equal weights and read different rows, with each library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIBRARIES = [name for name in rows.LIBRARIES if "replicas" not in name]
 
 
 def run(how: str, ranks: int, folder: Path, *libraries: str) -> dict[str, list[dict[str, Any]]]:
-    """What each rank reports, by library."""
+    """Return each rank's report, by library."""
     environment = warm.environment(mpi.base_environment(), *warm.LIBRARIES)
     start = {"mpi": mpi.run_ranks, "torch": torchrun.run_ranks}[how]
     ended: Any = start(ranks, SCRIPT, folder, *libraries, timeout_s=400, env=environment)
@@ -29,7 +29,7 @@ def differ(values: list[Any]) -> bool:
 
 
 def check(library: str, ranks: list[dict[str, Any]], size: int = 1) -> None:
-    """Compare the ranks, of which each ``size`` hold one replica."""
+    """Compare the ranks; each ``size`` consecutive ranks are one replica."""
     first, read, kept, last = ([rank[name] for rank in ranks] for name in ("first", "rows", "kept", "last"))
     assert all(weights == first[0] for weights in first), f"{library}: first weights differ"
     assert differ(kept), f"{library}: ranks drop out alike"
@@ -46,7 +46,7 @@ def check(library: str, ranks: list[dict[str, Any]], size: int = 1) -> None:
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("how", ["mpi", pytest.param("torch", marks=pytest.mark.long)])
 def test_ranks_begin_equal_and_read_other_rows(how: str, tmp_path: Path) -> None:
-    """Regression: all ranks were twins wherever a program or trainer seeds itself, or differed from the first step."""
+    """Regression: if a program or trainer set the seed itself, all ranks were equal, or differed at once."""
     for library, ranks in run(how, 2, tmp_path, *LIBRARIES).items():
         check(library, ranks)
 
@@ -63,6 +63,6 @@ def test_ranks_begin_equal_and_read_other_rows(how: str, tmp_path: Path) -> None
     ],
 )
 def test_replicas_divide_their_rows_and_read_other_ones(how: str, libraries: list[str], tmp_path: Path) -> None:
-    """Regression: under Lightning ranks 0 and 2 read the same rows, and 1 and 3; under transformers all did."""
+    """Regression: under Lightning ranks 0 and 2, and 1 and 3, read the same rows; under transformers all ranks did."""
     for library, ranks in run(how, 4, tmp_path, *libraries).items():
         check(library, ranks, size=2)

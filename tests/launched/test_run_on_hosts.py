@@ -1,4 +1,4 @@
-"""``asyncdist run --hosts``: jobs on hosts made of namespaces, how they end, and what is missing on a host."""
+"""Tests ``asyncdist run --hosts`` on virtual hosts: jobs, their ends, and hosts that lack something."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from asyncdist.launch.supervision.endings import how_ended
 RUN = "asyncdist run"
 SSH = hosts.PROGRAM.parent / "ssh"
 LAYOUTS = {2: "host1:2,host2:2", 3: "host1:2,host2:1,host3:1"}
-#: Mbit/s of each host's card, where messages are to wait for it.
+#: Mbit/s of each host's network card if messages should wait for it.
 RATE = 200
-#: Cases of the helpers with much and little to send, from one and from all; the others are arithmetic.
+#: Cases of the helpers with much and little data, from one rank and from all; the other cases only compute.
 CASES = (
     "everyday.large_and_small_values_together",
     "everyday.two_groups_at_once_and_nobody_else",
@@ -37,7 +37,7 @@ MPI, MORE = pytest.mark.mpi, pytest.mark.more_hosts
 
 
 def require(transport: str) -> None:
-    """Skip the calling test where ranks of several hosts cannot talk over this transport."""
+    """Skip the calling test if ranks of several hosts cannot communicate over this transport."""
     if transport == "mpi":
         mpi.require_mpi()
         if mpi.flavour() == "mpich":
@@ -92,7 +92,7 @@ def test_the_demo_ends_ranks_by_their_numbers_on_this_host_alone(
 @pytest.mark.parametrize("transport", [pytest.param("mpi", marks=MPI), "torch"])
 @pytest.mark.parametrize(("count", "layout", "rate"), [(2, LAYOUTS[2], None), (3, "host1:2,host2:1,host3:2", RATE)])
 def test_the_demo(transport: str, count: int, layout: str, rate: int | None, tmp_path: Path) -> None:
-    """On three hosts a fifth rank keeps a replay buffer."""
+    """With three hosts, a fifth rank serves a replay buffer."""
     pytest.importorskip("gfn")
     require(transport)
     demo = [sys.executable, ROOT / "tools" / "hypergrid" / "demo.py", "--hosts", layout, "--transport", transport]
@@ -105,7 +105,7 @@ def test_the_demo(transport: str, count: int, layout: str, rate: int | None, tmp
 
 # -- how jobs end -----------------------------------------------------------------------------------------------------
 
-#: Each rank leaves a process in a session of its own; rank 2 ends as told, the others wait.
+#: Each rank leaves a process in its own session; rank 2 ends as the argument says, and the others wait.
 ENDING = """
 import os, signal, subprocess, sys, time
 subprocess.Popen(["setsid", "sleep", "{mark}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -121,7 +121,7 @@ if rank == 2 and how == "kill":
 if how != "well":
     time.sleep(1000)
 """
-#: Waits until none of these processes is there, on any host: the login node sees all of them.
+#: Waits until none of these processes exists on any host: the login node sees all of them.
 GONE = "while pgrep -x -f 'sleep {mark}' >/dev/null; do sleep 0.05; done; echo gone"
 STARTED = "while [ $(ls {folder} | wc -l) != 4 ]; do sleep 0.02; done"
 
@@ -164,7 +164,7 @@ def test_a_job_ends_everywhere_and_leaves_nothing(
 
 @MPI
 def test_a_job_on_mpi_that_has_lost_a_host_has_failed(tmp_path: Path) -> None:
-    """The exit code of mpirun is 0, also where ranks may not be lost."""
+    """The exit code of mpirun is 0, even if ranks may not be lost."""
     names = {"folder": tmp_path / "started"}
     names["folder"].mkdir()
     script = tmp_path / "staying.py"
@@ -177,7 +177,7 @@ def test_a_job_on_mpi_that_has_lost_a_host_has_failed(tmp_path: Path) -> None:
 
 @MPI
 def test_open_mpis_files_on_other_hosts_are_private(tmp_path: Path) -> None:
-    """Regression: other users of a host had made the folder prted.PID first, and could replace the files in it."""
+    """Regression: other users of a host who had made the folder prted.PID first could replace the files in it."""
     script = tmp_path / "show.py"
     script.write_text("import os\nfrom mpi4py import MPI\nprint(os.environ['PMIX_SERVER_TMPDIR'], flush=True)\n")
     start = f"{RUN} --hosts host1:1,host2:1 --transport mpi {script}"
@@ -187,7 +187,7 @@ def test_open_mpis_files_on_other_hosts_are_private(tmp_path: Path) -> None:
     assert len(folders) == 2 and all("/asyncdist-mpi-" in folder for folder in folders), result.output()
 
 
-#: Rank 2 ends as told; with "stay" all wait until a signal comes. Rank 0 says when all are there.
+#: Rank 2 ends as the argument says; with "stay" all ranks wait for a signal. Rank 0 reports when all are ready.
 MPI_ENDING = """
 import os, signal, sys
 import torch
@@ -203,7 +203,7 @@ async def main(world):
 
 ad.run(main)
 """
-#: A shell has its children in the background ignore SIGINT.
+#: A shell makes its background children ignore SIGINT.
 HEEDS_CTRL_C = "python -c 'import os, signal as s, sys; s.signal(2, s.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])'"
 
 
@@ -222,7 +222,7 @@ HEEDS_CTRL_C = "python -c 'import os, signal as s, sys; s.signal(2, s.SIG_DFL); 
     ],
 )
 def test_how_a_job_on_mpi_ends_between_hosts(how: str, after: str, code: int, said: str, tmp_path: Path) -> None:
-    """Regression: MPI ended the job with 14 before the killed rank was known, and ranks before they had said a word."""
+    """Regression: MPI ended the job with 14 before the killed rank was known, and ranks before they printed anything."""
     script, there = tmp_path / "ending.py", tmp_path / "there"
     script.write_text(MPI_ENDING)
     start = f"{HEEDS_CTRL_C} {RUN} --hosts {LAYOUTS[2]} --transport mpi {script} {how} {there} & job=$!"
@@ -291,7 +291,7 @@ def test_a_host_that_does_not_answer_is_named_and_not_waited_for(monkeypatch: py
 
 @pytest.mark.parametrize("last", ['{"start": 1, "command": ["/bin/sl', "no JSON\n"])
 def test_an_agent_ends_its_ranks_if_a_line_is_cut_off(last: str, tmp_path: Path) -> None:
-    """Regression: where the launcher, or the ssh, was killed within a line, the agent and its ranks ran forever."""
+    """Regression: if the launcher or its ssh was killed within a line, the agent and its ranks ran forever."""
     script = tmp_path / "script.py"
     script.touch()
     lines = [

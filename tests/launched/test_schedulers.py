@@ -1,4 +1,4 @@
-"""The recipes of docs/schedulers.md: Ray, submitit and hydra start their programs, and the files' commands run.
+"""Tests the recipes of docs/schedulers.md: Ray, submitit and hydra start their programs, and the files' commands run.
 
 The tests of Ray, submitit and hydra are skipped unless these packages are installed; they last passed with ray 2.60.0,
 submitit 1.5.4, hydra-core 1.3.8 and hydra-submitit-launcher 1.2.0.
@@ -29,7 +29,8 @@ SLOW = f"            await world.sleep(0.02)\n{LOOP}"
 #: Ends rank 1 once, at step 30, after the first checkpoint.
 DYING = f"            import os\n            if world.rank == 1 and begin == 0 and step == 30: os._exit(1)\n{SLOW}"
 
-#: On the login node: submits, lets the scheduler preempt the job after its first checkpoint, and starts it again.
+#: Run on the login node: submits the job, lets the scheduler preempt it after its first checkpoint, and starts it
+#: again.
 PREEMPT = """
 import subprocess, sys, time
 from pathlib import Path
@@ -54,7 +55,7 @@ def require(*packages: str) -> None:
 
 
 def programs(folder: Path, change: str = "") -> None:
-    """Write the programs of the page, with another line before each step of the training."""
+    """Write the programs of the page, with an additional line before each training step."""
     for block in pages.blocks(PAGE):
         if block.title:
             (folder / block.title).write_text(block.text.replace(LOOP, change) if change else block.text)
@@ -110,7 +111,7 @@ def test_hydra_starts_a_job_of_two_ranks_for_each_run(tmp_path: Path) -> None:
 
 
 def run_on_slurm(folder: Path, command: list[str]) -> str:
-    """Run a command on the login node of a Slurm with one node, in a folder. Return its output."""
+    """Run a command on the login node of a one-node Slurm, in a folder. Return its output."""
     variables = [f"{name}={value}" for name, value in environment(folder).items()]
     shell = ["sh", "-c", 'cd "$0" && exec "$@"', str(folder), "env", *variables, *command]
     result = slurm.run(1, shell, timeout_s=200.0).check()
@@ -124,7 +125,7 @@ def manifests() -> dict[str, Any]:
 
 
 def test_the_job_set_is_that_of_the_page_on_clusters() -> None:
-    """Whose variables a test gives to ranks; this one adds a policy for failures, and a volume."""
+    """A test passes this JobSet's variables to ranks; the page's JobSet adds a failure policy and a volume."""
     yaml = pytest.importorskip("yaml", reason="the docs extra brings PyYAML")
     blocks = [
         yaml.safe_load(each.text) for each in pages.blocks(ROOT / "docs" / "clusters.md") if each.language == "yaml"

@@ -1,4 +1,4 @@
-"""Simple policies between real processes on MPI and on torch, calm and with kills, against their formulas."""
+"""Tests simple policies in real processes on MPI and on torch, with and without kills, against their formulas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support import mpi, torchrun
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "simple_policies.py"
 TRANSPORTS = [pytest.param("mpi", marks=pytest.mark.mpi), pytest.param("torch", marks=pytest.mark.long)]
-#: The kills of all policies but the first are left to ``--all``, since the exchange is the same.
+#: Kills are tested for the first policy only; ``--all`` tests the others, which share the exchange.
 NAMES = [pytest.param(name, marks=[pytest.mark.long] * bool(place)) for place, name in enumerate(KILLED)]
 
 

@@ -1,4 +1,4 @@
-"""The documentation as a site: it is built strictly, its links lead somewhere, and it needs no network."""
+"""Tests the documentation as a site: it is built with --strict, its links have targets, and it needs no network."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ import protocols
 from asyncdist import simulation
 
 ROOT = Path(__file__).parents[2]
-#: Elements that make a browser fetch what the attribute names, other than when a reader clicks.
+#: Elements that make a browser fetch the attribute's address without a click.
 FETCHED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
 
 
 class Page(html.parser.HTMLParser):
-    """The ids of a page, its text, where it leads, and what it fetches, in this order."""
+    """The ids, text, links and fetched addresses of a page, in this order."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Page(html.parser.HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    # Without --quiet, which hides warnings from --strict.
+    # Without --quiet, which would hide warnings from --strict.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=environment, check=False)
@@ -91,7 +91,7 @@ def test_nothing_is_fetched_from_another_host(site: Path, pages: dict[Path, Page
 
 @pytest.mark.timeout(600)
 def test_every_diagram_is_drawn_by_what_the_site_has_itself(site: Path, pages: dict[Path, Page]) -> None:
-    """The theme draws what it finds as ``pre.mermaid``, and fetches mermaid from elsewhere if no script sets it."""
+    """The theme draws elements ``pre.mermaid``, and fetches mermaid from another host if no script defines it."""
     written = sum(block.language == "mermaid" for page in PAGES for block in blocks(page))
     drawn = 0
     for path, page in pages.items():
@@ -110,7 +110,7 @@ def test_every_diagram_is_drawn_by_what_the_site_has_itself(site: Path, pages: d
 
 
 def test_the_configuration_names_no_other_host() -> None:
-    """What a page fetches is looked at above; this finds what a script of the page would fetch later."""
+    """Fetched addresses are tested above; this test finds hosts from which a script of the page would fetch later."""
     config = (ROOT / "mkdocs.yml").read_text()
     assert re.findall(r"^ *[^#\n]*\w+://[^\n]*", config, re.MULTILINE) == []
     for script in (ROOT / "docs" / "assets").glob("*.js"):
@@ -128,7 +128,7 @@ def test_no_markup_is_left_in_the_text(pages: dict[Path, Page]) -> None:
 
 @pytest.mark.timeout(600)
 def test_what_is_called_a_module_is_one(pages: dict[Path, Page]) -> None:
-    """A function may have the name of the module in which it is: ``asyncdist.simulation.replay``."""
+    """A function may have the name of its module, such as ``asyncdist.simulation.replay``."""
     heading = re.compile(r'id="([\w.]+)" class="doc doc-heading">\s*<code class="doc-symbol [\w -]*?doc-symbol-(\w+)"')
     seen = dict(pair for path in pages if path.parent.name == "api" for pair in heading.findall(path.read_text()))
     assert seen["asyncdist.simulation.replay"] == seen["asyncdist.blocking.process_world"] == "function"
@@ -157,7 +157,7 @@ def test_every_public_name_is_in_the_reference(pages: dict[Path, Page]) -> None:
     for path in (ROOT / "asyncdist" / "integrations").glob("*.py"):
         tree = ast.parse(path.read_text())
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
-        if path.stem not in ("joining", "metrics", "replicas"):  # theirs alone
+        if path.stem not in ("joining", "metrics", "replicas"):  # the files that only these modules use
             wanted |= {f"asyncdist.integrations.{path.stem}.{name}" for name in classes}
     assert len(blocking) > 30 and len(wanted) > 180
     assert sorted(wanted - described) == []

@@ -1,4 +1,4 @@
-"""Jobs of a real Slurm with two nodes, by ``srun`` with and without an MPI plugin, and by ``sbatch``."""
+"""Tests jobs on a real Slurm with two nodes, by ``srun`` with and without an MPI plugin, and by ``sbatch``."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ ad.run(main)
 
 @pytest.fixture
 def program(tmp_path: Path) -> list[str]:
-    """What each task runs: Python, and a script that starts warm."""
+    """Return the program of each task: Python, and a script that starts warm."""
     path = tmp_path / "train.py"
     path.write_text(TRAIN)
     return [sys.executable, *warm.command(path, (), base_environment(), {})]
 
 
 def require_plugin(name: str) -> None:
-    """Skip where Slurm's plugin cannot run: that for PMIx loads a library of another package."""
+    """Skip the test if Slurm's plugin cannot run: the plugin for PMIx loads a library of another package."""
     if name == "pmix":
         try:
             ctypes.CDLL("libpmix.so")
@@ -51,7 +51,7 @@ def require_plugin(name: str) -> None:
 
 
 def by_rank(transport: str) -> dict[int, list[object]]:
-    """What three ranks on two nodes report: the first node has two."""
+    """Return the expected reports of three ranks on two nodes, of which the first has two."""
     names = ["host1", "host1", "host2"]
     return {rank: [transport, 3, names[rank], 3.0, "1"] for rank in range(3)}
 
@@ -61,7 +61,7 @@ def test_srun_without_a_plugin_runs_on_torch(program: list[str]) -> None:
 
 
 def test_a_rank_0_that_is_not_on_the_first_host_is_told_at_once(program: list[str]) -> None:
-    """Slurm sorts the hosts of a step, whatever ranks they have; with the address of rank 0 they meet."""
+    """Slurm sorts the hosts of a step whatever their ranks are; with the address of rank 0 the ranks meet."""
     step = f"srun -N 2 -n 2 -m arbitrary -w host2,host1 {shlex.join(program)}"
     result = slurm.run(2, ["sh", "-c", f"{step}; export MASTER_ADDR=host2; {step}"]).check()
     assert len(re.findall(r"rank 0 .*\bhost1\b.*\bSLURM_STEP_NODELIST\b", result.stderr)) == 2
@@ -95,7 +95,7 @@ def test_worlds_of_one_rank_name_the_plugin_and_what_there_is(program: list[str]
 
 @pytest.mark.mpi
 def test_mpich_under_open_mpis_plugin_is_told_its_own_plugin(program: list[str]) -> None:
-    """MPI_Init would abort there, in words of MPICH's own."""
+    """MPI_Init would otherwise abort with MPICH's own message."""
     mpi.require_mpi()
     if mpi.flavour() != "mpich":
         pytest.skip("Open MPI speaks PMIx")
@@ -107,7 +107,7 @@ def test_mpich_under_open_mpis_plugin_is_told_its_own_plugin(program: list[str])
 
 @pytest.mark.mpi
 def test_asyncdist_run_starts_n_ranks_in_an_allocation(tmp_path: Path) -> None:
-    """Open MPI would start one for each task of the allocation, on its nodes."""
+    """Open MPI would otherwise start one rank for each task of the allocation, on its nodes."""
     mpi.require_mpi()
     (tmp_path / "train.py").write_text(TRAIN)
     words = ["srun", "-n", "1", sys.executable, "-m", "asyncdist", "run", "-n", "3", str(tmp_path / "train.py")]
@@ -118,7 +118,7 @@ def test_asyncdist_run_starts_n_ranks_in_an_allocation(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=pytest.mark.mpi)])
 def test_asyncdist_run_starts_ranks_on_hosts_of_an_allocation(transport: str, tmp_path: Path) -> None:
-    """They are not those of the allocation, and what srun says of its own task is not about them."""
+    """The hosts are not those of the allocation, and srun's variables describe a different task."""
     if transport == "mpi":
         mpi.require_mpi()
     (tmp_path / "train.py").write_text(TRAIN)
@@ -135,7 +135,7 @@ def test_asyncdist_run_starts_ranks_on_hosts_of_an_allocation(transport: str, tm
 
 
 def test_two_steps_at_once_do_not_meet(program: list[str]) -> None:
-    """Each is told a port of its own."""
+    """Each step gets its own port."""
     step = f"srun -n 2 -N 1 --overlap {shlex.join(program)}"
     start = f"salloc -Q -N 1 -n 2 sh -c '{step} & one=$!; {step}; two=$?; wait $one && exit $two'"
     reports = slurm.run(1, ["sh", "-c", start]).check().reports
@@ -144,7 +144,7 @@ def test_two_steps_at_once_do_not_meet(program: list[str]) -> None:
 
 @pytest.mark.long
 def test_the_example_for_sbatch(program: list[str], tmp_path: Path) -> None:
-    """As it is, but for the numbers of this Slurm's nodes, its Python, and where the words go."""
+    """The script is unchanged except for the numbers of this Slurm's nodes, its Python, and the output file."""
     text = EXAMPLE.read_text()
     for old, new in (("--ntasks-per-node=8", "--ntasks-per-node=2"), ("python train.py", shlex.join(program))):
         assert text.count(old) == 1

@@ -1,4 +1,4 @@
-"""Starts that are cancelled, between processes; ``scripts/cancelled_starts.py`` has the story."""
+"""Tests cancelled starts in separate processes; ``scripts/cancelled_starts.py`` contains the program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPT = "tests/scripts/cancelled_starts.py"
     ],
 )
 def test_a_start_cancelled_when_all_are_present_leaves_no_rank(start: Callable[..., Any]) -> None:
-    """Regression: the others stayed in MPI_Comm_create_group forever, or averaged without it, out of step."""
+    """Regression: the others stayed in MPI_Comm_create_group forever, or averaged without the rank, out of step."""
     if start is mpi.run_ranks:
         mpi.require_mpi()
     reports = start(2, SCRIPT, timeout_s=100).check().reports
@@ -38,7 +38,7 @@ def test_a_start_cancelled_when_all_are_present_leaves_no_rank(start: Callable[.
 
 @pytest.mark.mpi
 def test_tasks_of_a_rank_may_start_policies_whose_groups_overlap() -> None:
-    """Regression: one rank was in MPI_Win_allocate of one group for ever, the other one in that of the other group."""
+    """Regression: one rank was in MPI_Win_allocate of one group forever, and the other rank in the other group's."""
     mpi.require_mpi()
     reports = mpi.run_ranks(2, "tests/scripts/tasks_of_a_rank.py", timeout_s=100).check().reports
     for rank in range(2):

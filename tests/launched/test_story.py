@@ -23,7 +23,7 @@ STARTS = pytest.mark.parametrize(
     [pytest.param(mpi.run_source, marks=pytest.mark.mpi, id="mpi"), pytest.param(torchrun.run_source, id="torch")],
 )
 
-#: Lets a program wait until a story of all ranks was told.
+#: Lets a program wait until a report on all ranks was printed.
 HEARS = """
     import sys
     from types import SimpleNamespace
@@ -105,7 +105,7 @@ ALL_ASKED = (
 
 @STARTS
 def test_ranks_that_are_asked_together_do_not_each_tell_a_part(start: Callable[..., Any]) -> None:
-    """As by a launcher, which passes the signal on to all."""
+    """A launcher asks all ranks at once, by passing the signal on to all of them."""
     if start is mpi.run_source:
         mpi.require_mpi()
     said = start(3, ALL_ASKED).check().stderr
@@ -163,7 +163,7 @@ EARLY = """
 
 
 def test_before_the_world_is_open(tmp_path: Any) -> None:
-    """By default the signal would end the process."""
+    """By default, the signal would end the process."""
     result = torchrun.run_source(2, EARLY, tmp_path).check()
     said, _, after = result.stderr.partition("over\n")
     assert re.search(r"asyncdist: rank 0 has not opened a world, or has closed it; it is at [^ ]+:\d+", said), said
@@ -171,7 +171,7 @@ def test_before_the_world_is_open(tmp_path: Any) -> None:
 
 
 def test_a_rank_that_is_asked_before_it_can_answer_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Regression: it had ended by the signal, and the job with it."""
+    """Regression: the signal ended the rank, and with it the job."""
     script, ended = tmp_path / "train.py", threading.Event()
     script.write_text("")
     process = local_ranks.start(rank_program.rank_command(str(script), ()), dict(os.environ), rank=0, ended=ended.set)
@@ -182,7 +182,7 @@ def test_a_rank_that_is_asked_before_it_can_answer_goes_on(tmp_path: Path, capfd
     assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-# The launcher is asked as soon as it does anything of its own.
+# The launcher receives the signal as soon as it runs its own code.
 ASKS_LAUNCHER = """
 import os, runpy, signal, sys
 
@@ -202,7 +202,7 @@ STARTS_OF_LAUNCHER = [
 
 @pytest.mark.parametrize(("options", "answer"), STARTS_OF_LAUNCHER)
 def test_a_launcher_that_is_asked_while_it_imports_goes_on(tmp_path: Path, options: Sequence[str], answer: str) -> None:
-    """Regression: it ended with 138, and there was no job."""
+    """Regression: the launcher ended with 138, and there was no job."""
     if not options:
         mpi.require_mpi()
     (tmp_path / "train.py").write_text("print('runs')")
@@ -224,7 +224,7 @@ sys.exit(mpirun_process.run("/bin/sh", command, os.environ, endings.JobEnds(1)))
 
 
 def test_an_mpirun_that_is_asked_while_it_begins_goes_on() -> None:
-    """Regression: it ended before it had a handler."""
+    """Regression: mpirun ended before it had a handler."""
     ended = subprocess.run(
         [sys.executable, "-c", RUNS_MPIRUN], env=mpi.base_environment(), capture_output=True, text=True, check=False
     )
@@ -233,7 +233,7 @@ def test_an_mpirun_that_is_asked_while_it_begins_goes_on() -> None:
 
 @pytest.mark.skipif(not guardians.ARE_HERE, reason="there are no guardians")
 def test_a_guardian_under_mpirun_is_asked_while_it_begins() -> None:
-    """Regression: it ended, and mpirun the job."""
+    """Regression: the guardian ended, and mpirun ended the job."""
     command = guardians.guarded(["/bin/true"])
     before = command[: command.index(sys.executable)]
     asked = subprocess.run([*before, "/bin/sh", "-c", "kill -USR1 $$; echo lives"], capture_output=True, check=False)
@@ -252,7 +252,7 @@ last = Last()
 
 
 def test_a_request_while_the_interpreter_ends_kills_no_rank(tmp_path: Path) -> None:
-    """Regression: it died of the signal, and mpirun ended a job that had succeeded."""
+    """Regression: the signal killed the rank, and mpirun ended a job that had succeeded."""
     script = tmp_path / "train.py"
     script.write_text(LAST)
     ended = subprocess.run(rank_program.rank_command(str(script), ()), capture_output=True, text=True, check=False)
@@ -309,5 +309,5 @@ FORKED = """
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/unix"), reason="needs Linux")
 def test_a_child_of_a_rank_does_not_listen_in_its_place() -> None:
-    """Regression: a rank that was killed seemed to live for as long as its child did."""
+    """Regression: a killed rank seemed to live as long as its child did."""
     assert torchrun.run_source(1, FORKED).check().stdout == "True False\n"

@@ -1,4 +1,4 @@
-"""How jobs of ``launch_subprocesses`` fail: which rank is told, which processes end, and what is refused before."""
+"""Tests how jobs of ``launch_subprocesses`` fail: which rank is named, and which processes end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fail_on_rank_1(folder: str, how: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         sys.exit(7)
     if how == "raise":
-        dist.barrier()  # fails, for rank 1 has gone: not the story that the caller needs
+        dist.barrier()  # this fails because rank 1 has ended: a consequence, not the cause that the caller needs
     time.sleep(600)
 
 
@@ -55,7 +55,7 @@ def test_of_two_failures_the_earlier_one_is_named(monkeypatch: pytest.MonkeyPatc
     """Regression: the lower rank was named if the launcher read both messages at once."""
     monkeypatch.setattr(spawn._Child, "end_rest", lambda self: None)
     children = []
-    for rank in (1, 0):  # in the order in which they fail
+    for rank in (1, 0):  # in the order of their failures
         ours, theirs = multiprocessing.Pipe(duplex=False)
         rank_process._Story(theirs).tell(RuntimeError(f"story of rank {rank}"))
         children.append(spawn._Child(rank, cast(Any, SimpleNamespace(exitcode=1)), ours))
@@ -90,7 +90,7 @@ def pids_in(folder: Path, count: int) -> list[int]:
 def test_a_failing_rank_is_the_error_and_the_others_are_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, how: str, words: list[str]
 ) -> None:
-    monkeypatch.setitem(spawn._PATIENCE_S, spawn.PERHAPS, TIMEOUT_S)  # rank 0 may tell first that it lost rank 1
+    monkeypatch.setitem(spawn._PATIENCE_S, spawn.PERHAPS, TIMEOUT_S)  # rank 0 may report first that it has lost rank 1
     ranks = 2 if method == "spawn" else 3  # each rank that is spawned imports torch
     with pytest.raises(RuntimeError) as caught:
         launch_here(fail_on_rank_1, config(ranks, launch_method=method), str(tmp_path), how)
@@ -110,7 +110,7 @@ def stop(code: int | None) -> None:
 
 @pytest.mark.parametrize(("code", "words"), [(None, "Stop: story"), (256, "rank 0 exited with 256")])
 def test_ends_without_an_exception_are_reported(code: int | None, words: str) -> None:
-    """Regression: it was "exited with code 1" in place of the traceback, and 256 is 0 to the system."""
+    """Regression: the error was "exited with code 1" instead of the traceback; and the system reads 256 as 0."""
     with pytest.raises(RuntimeError, match=words):
         launch_here(stop, config(1), code)
 
@@ -121,7 +121,7 @@ def test_no_exit_code_of_a_failure_is_0(code: object, expected: int) -> None:
 
 
 def start_children(folder: str, how: str) -> None:
-    """Two that live on: in the rank's process group, where it holds all its files, and in a session of its own."""
+    """Start two children that survive: one in the rank's process group with all its files, one in its own session."""
     if os.fork() == 0:
         note_pid(folder)
         time.sleep(600)
@@ -151,7 +151,7 @@ def die_beside_a_child(folder: str) -> None:
 
 
 def test_a_killed_rank_is_told_though_its_child_lives(tmp_path: Path) -> None:
-    """Regression: with "spawn" the child held what tells of the rank's end, and the launcher waited for it."""
+    """Regression: with "spawn" the child kept open the descriptor that reports the rank's end."""
     with pytest.raises(RuntimeError, match="rank 0 was killed by SIGKILL"):
         launch_here(die_beside_a_child, config(1, launch_method="spawn"), str(tmp_path))
     wait_gone(pids_in(tmp_path, 1))
@@ -175,7 +175,7 @@ async def vanish_from_a_world(world: ad.World, folder: str) -> None:
 
 @pytest.mark.long
 def test_a_rank_that_failed_is_told_where_sigchld_is_ignored() -> None:
-    """Regression: with "spawn" the launcher waited for ever: the kernel keeps no exit codes then."""
+    """Regression: with "spawn" the launcher waited forever, because the kernel then keeps no exit codes."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         with pytest.raises(RuntimeError, match="rank 0 exited with code 3"):
@@ -189,9 +189,9 @@ def test_a_rank_that_failed_is_told_where_sigchld_is_ignored() -> None:
 
 @pytest.mark.parametrize("func", [vanish, vanish_from_a_world])
 def test_a_rank_that_left_with_0_is_named_by_ranks_that_miss_it(tmp_path: Path, func: Callable[..., Any]) -> None:
-    """Regression: what the others say of it was the error, "connection reset by peer": the launcher knows which peer.
+    """Regression: the error was the other ranks' "connection reset by peer", although the launcher knows the cause.
 
-    What comes from torch is told too, since it may have another cause; that a world has lost the rank is not.
+    An error from torch is shown as well, because it may have another cause; the world's notice of the loss is not.
     """
     with pytest.raises(RuntimeError, match=r"^rank 1 ended with exit code 0 before its function had ret") as caught:
         launch_here(func, config(3), str(tmp_path))
@@ -215,7 +215,7 @@ def test_a_rank_that_calls_exit_with_0_has_returned(tmp_path: Path) -> None:
 
 
 def lose(folder: str) -> None:
-    """Rank 0 tells first that it lost rank 1, which tells why later."""
+    """Rank 0 first reports that it has lost rank 1, which reports the reason later."""
     note_pid(folder)
     if dist.get_rank() == 0:
         raise RankLostError("rank 1 is lost", rank=1)
@@ -230,7 +230,7 @@ def test_the_failed_rank_is_named_and_not_one_that_lost_it(tmp_path: Path) -> No
 
 
 def die(folder: str, how: str) -> None:
-    """Rank 1 dies; rank 0 hears of it from gloo, and tells that first."""
+    """Rank 1 dies; gloo notifies rank 0, which reports this first."""
     note_pid(folder)
     dist.barrier()
     if dist.get_rank() == 1:
@@ -258,7 +258,7 @@ def nothing() -> None:
 def test_a_host_of_rank_0_that_does_not_answer_is_named_in_time(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Torch's own patience is half an hour."""
+    """Without the check, torch would wait for half an hour."""
     for name in local_ranks.rank_variables(0, 1, local_rank=0, local_size=1, address="", port=1, run_id=""):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(rank_process, "START_TIMEOUT_S", 1.0)
@@ -297,7 +297,7 @@ def await_signal(folder: str) -> None:
 
 
 def test_a_signal_that_is_not_handled_reaches_the_ranks(tmp_path: Path) -> None:
-    """Regression: SIGUSR2 killed the program, and the ranks with it."""
+    """Regression: SIGUSR2 killed the program, and with it the ranks."""
 
     def send() -> None:
         pids_in(tmp_path, 2)
@@ -423,9 +423,9 @@ def start_script(
     ],
 )
 def test_no_rank_outlives_its_launcher(tmp_path: Path, method: str, to: str) -> None:
-    """Nor does what it has started. Ctrl-C reaches all in the terminal's foreground, or the launcher alone.
+    """Processes that the ranks have started end as well, whether Ctrl-C reaches all of them or the launcher alone.
 
-    What the launcher does at a signal that it alone gets is the same with both methods.
+    Both methods handle a signal to the launcher alone in the same way.
     """
     number = signal.SIGKILL if "killed" in to else signal.SIGTERM if "SIGTERM" in to else signal.SIGINT
     process = start_script(tmp_path, method=method)
@@ -450,7 +450,7 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, method: str, to: str) -> 
 
 
 def test_a_function_under_the_main_guard_is_refused(tmp_path: Path) -> None:
-    """Regression: no child found it, and the launcher asked whether it was itself called under such a guard."""
+    """Regression: no child found the function, and the error suggested the guard that the script already had."""
     guard = f"{GUARD}\n    def inside():\n        pass\n\n    ad.launch_subprocesses(inside)\n"
     _, error = start_script(tmp_path, guard=guard).communicate(timeout=TIMEOUT_S)
     assert 'is defined under if __name__ == "__main__":; define it above' in error
@@ -506,7 +506,7 @@ def test_a_function_of_an_interactive_session_is_refused() -> None:
 
 
 def test_an_event_loop_may_run_while_ranks_do(tmp_path: Path) -> None:
-    """From a thread of a running program, where no signal arrives."""
+    """The launcher runs in a thread of a program, where signals do not arrive."""
 
     async def main() -> None:
         await asyncio.to_thread(ad.launch_subprocesses, note_rank, config(), None, 0, str(tmp_path))

@@ -1,4 +1,4 @@
-"""``launch_subprocesses`` and what belongs to it: configs, process groups, parallel groups, coroutine functions."""
+"""Tests ``launch_subprocesses`` with its configs, process groups, parallel groups and coroutine functions."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_the_backend_is_the_one_that_was_set(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("ASYNCDIST_BACKEND", raising=False)
     assert ad.default_backend() == ("nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo")
     assert ad.get_distributed_backend() == ad.default_backend()
-    monkeypatch.setenv("ASYNCDIST_BACKEND", "")  # so that it is taken back afterwards
+    monkeypatch.setenv("ASYNCDIST_BACKEND", "")  # so that the variable is restored afterwards
     ad.set_distributed_backend("CPU:gloo")
     assert ad.get_distributed_backend() == dist.Backend("cpu:gloo")
 
@@ -284,7 +284,7 @@ def test_a_plain_function_finds_its_process_groups(tmp_path: Path) -> None:
 
 
 def test_two_hosts_make_one_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two launchers, each with its offset; and a backend that was set goes to the ranks of both."""
+    """Two launchers make one world, each with its offset; a backend that was set reaches the ranks of both."""
     monkeypatch.setenv("ASYNCDIST_BACKEND", "")
     ad.set_distributed_backend("cpu:gloo")
     cfg = MultiprocessConfig(world_size=4, local_world_size=2, master_port=local_host.find_free_port())
@@ -307,7 +307,7 @@ def test_setup_runs_here_before_anything_is_started(tmp_path: Path, monkeypatch:
 
 def test_init_and_run_is_one_rank_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in local_ranks.rank_variables(0, 1, local_rank=0, local_size=1, address="", port=1, run_id=""):
-        monkeypatch.setenv(name, "")  # so that they are taken back afterwards
+        monkeypatch.setenv(name, "")  # so that the variables are restored afterwards
     cfg = MultiprocessConfig(world_size=1, init_method=f"file://{tmp_path / 'store'}")
     ad.init_and_run(note_rank, cfg, str(tmp_path))
     assert [value[:3] for value in reports(tmp_path)] == [[0, 0, 1]]
@@ -321,7 +321,7 @@ def test_init_and_run_is_one_rank_of_this_process(tmp_path: Path, monkeypatch: p
 
 
 def test_processes_of_ones_own_make_a_process_group() -> None:
-    """Started by somebody else, who says who they are; what torch's own collectives then come to is the oracle."""
+    """Other code starts the processes and sets their variables. torch's own collectives give the expected results."""
     done = torchrun.run_source(
         3,
         """
@@ -367,7 +367,7 @@ async def coroutine(world: Any, folder: str, *, name: str) -> None:
 
 
 def test_a_coroutine_function_gets_a_world_on_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, with the local transport in place of torch's: the variables and the call are what is shown."""
+    """This runs in one process, with the local transport instead of torch: it tests the variables and the call."""
     for name in local_ranks.rank_variables(0, 1, local_rank=0, local_size=1, address="", port=1, run_id=""):
         monkeypatch.setenv(name, "")
     asked = []
@@ -437,7 +437,7 @@ class Trainer:
 
 
 def test_an_object_with_an_async_call_is_a_coroutine_function(tmp_path: Path) -> None:
-    """Regression: it was called as a plain function: the coroutine was never awaited, and all seemed well."""
+    """Regression: the object was called as a plain function: the coroutine was never awaited, without an error."""
     launch_here(functools.partial(Trainer()), config(), str(tmp_path))
     assert reports(tmp_path) == [[0, "torch"], [1, "torch"]]
 
@@ -460,8 +460,8 @@ if __name__ == "__main__":
 def test_ranks_have_the_environment_and_modules_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: a secret that a notebook set after its first launch had no effect.
 
-    Later ranks had the variables of the server that the first launch had started. The server ran modules of the working
-    directory.
+    Later ranks had the variables of the server that the first launch had started. The server also imported modules from
+    the working directory.
     """
     planted = tmp_path / "folder that all users share"
     planted.mkdir()

@@ -1,4 +1,4 @@
-"""Jobs on MPI that go on when ranks die: real kills, also in the midst of a transfer, and how such jobs end."""
+"""Tests jobs on MPI that continue when ranks die: real kills, even during a transfer, and how such jobs end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(story: str, *args: object, ranks: int = 3, **options: Any) -> mpi.Result
 
 
 def test_members_killed_at_any_moment_leave_others_averaging() -> None:
-    """Ranks 0 and 2 together. `./tools/soak --kills` goes on with other seeds, and looks at times."""
+    """Ranks 0 and 2 are killed together. `./tools/soak --kills` continues with other seeds, and checks times."""
     print(f"seed {SEED}: {killed_members.plan(SEED)}")
     killed_members.check(*killed_members.run(SEED))
 
@@ -73,7 +73,7 @@ def test_a_job_without_a_loss_is_silent_with_the_programs_code() -> None:
 
 
 def test_an_exit_that_nobody_was_told_of_is_a_death() -> None:
-    """Open MPI tells nobody of a process that has ended with an exit code."""
+    """Open MPI does not report a process that has ended with an exit code."""
     result = run("exits").check()
     ended, lost = sorted(result.stderr.splitlines())
     assert ended == "asyncdist: a rank ended with exit code 3 without leaving its world"
@@ -86,14 +86,14 @@ def test_ranks_that_disagree_end_the_job() -> None:
 
 
 def test_a_rank_that_dies_before_mpi_has_started_ends_the_job() -> None:
-    """The others would wait for it in MPI_Init for ever."""
+    """The others would otherwise wait for it in MPI_Init forever."""
     result = run("before_mpi").check(returncode=None)
     assert "asyncdist: a rank ended before it had joined the other ranks (signal 9); ending the job" in result.stderr
 
 
 @pytest.mark.parametrize(("victim", "moment"), [pytest.param(0, 1e-6, marks=pytest.mark.long), (1, 0.005)])
 def test_a_death_while_the_world_opens_is_a_loss_or_one_line(victim: int, moment: float) -> None:
-    """Regression: the others failed with a traceback each, and their guardians told mpirun to end more than once.
+    """Regression: each of the others failed with a traceback, and their guardians asked mpirun more than once to end.
 
     tests/scripts/killed_starts.py draws further moments.
     """

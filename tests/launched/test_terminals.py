@@ -1,4 +1,4 @@
-"""Rank 0 has the standard input of ``asyncdist run``, a terminal too, and keys reach each rank once."""
+"""Tests that rank 0 has the standard input of ``asyncdist run``, and that keys reach each rank once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asyncdist.launch import guardians
 
 pytestmark = pytest.mark.skipif(not guardians.ARE_HERE, reason="without guardians ranks have no input")
 
-#: Generous: what hangs is a failure, what is slow is not.
+#: Generous limits: they fail only tests that hang, not tests that are slow.
 TIMEOUT_S = 90.0
 TRANSPORTS = [pytest.param("mpi", marks=pytest.mark.mpi), "torch"]
 
@@ -45,11 +45,11 @@ print("caught", caught, flush=True)
 
 
 class Terminal:
-    """A command in a terminal of its own, as a shell would start it.
+    """A command in its own terminal, as a shell would start it.
 
     Args:
-        words: The command.
-        folder: Where it runs.
+        words: Words of the command.
+        folder: Working directory of the command.
     """
 
     def __init__(self, words: list[str], folder: Path) -> None:
@@ -72,14 +72,14 @@ class Terminal:
         os.write(self._ours, text.encode())
 
     def await_text(self, text: str) -> None:
-        """Wait until the command has printed this since the last call."""
+        """Wait until the command has printed this text since the last call."""
         while text not in self.said:
             assert time.monotonic() < self._deadline, self.said
             assert self._read(), self.said
         self.said = self.said.partition(text)[2]
 
     def finish(self) -> int:
-        """Read to the end, and return the exit code."""
+        """Read the rest of the output, and return the exit code."""
         while self._read():
             assert time.monotonic() < self._deadline, self.said
         return self.process.wait(TIMEOUT_S)

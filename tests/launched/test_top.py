@@ -1,4 +1,4 @@
-"""``asyncdist top`` and ``asyncdist run --live``: what ranks do, while they do it."""
+"""Tests ``asyncdist top`` and ``asyncdist run --live``, which show the ranks while they work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncdist.story.finding import job_of_process
 
 pytest.importorskip("rich", reason="rich is not installed")
 
-#: Trains until the file ``stop`` is there; rank 1 computes from its 20th step on, and lets its loop not run.
+#: Trains until the file ``stop`` exists; rank 1 computes from its 20th step on, and its loop does not run.
 TRAINS = """
     import os, signal, sys, time, torch
     import asyncdist as ad
@@ -50,7 +50,7 @@ TRAINS = """
 def command(folder: Path, *options: str, transport: str, arguments: tuple[str, ...] = ()) -> list[str]:
     script = folder / "script.py"
     script.write_text("\n".join(line[4:] for line in TRAINS.splitlines()))
-    program = [str(script), *arguments]  # not warm: the ranks are to be children of the command
+    program = [str(script), *arguments]  # not warm, because the ranks must be children of the command
     return [sys.executable, "-m", "asyncdist", "run", "--transport", transport, "-n", "2", *options, *program]
 
 
@@ -69,7 +69,7 @@ def check_top(folder: Path, transport: str) -> None:
 
         def is_told() -> bool:
             nonlocal told
-            ended = top(str(job.pid))  # it may not have begun yet, and others may run here
+            ended = top(str(job.pid))  # the job may not have begun yet, and other jobs may run on this host
             told = ended.stdout + ended.stderr
             return re.search(r"^ +1 +mine +20 ", ended.stdout, re.MULTILINE) is not None
 
@@ -152,13 +152,13 @@ def test_top_of_a_job_that_is_not_there_is_one_line() -> None:
 
 
 def leading(words: list[str]) -> list[str]:
-    """Return what starts that as the leader of a session whose terminal is standard input."""
+    """Return a command that starts ``words`` as the leader of a session whose terminal is standard input."""
     begin = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
     return [sys.executable, "-c", begin, *words]
 
 
 class Terminal:
-    """A job in a terminal of its own."""
+    """A job in its own terminal."""
 
     def __init__(self, words: list[str], folder: Path) -> None:
         self._own, its = pty.openpty()
@@ -171,10 +171,10 @@ class Terminal:
         self.said = ""
 
     def shows(self, pattern: str) -> bool:
-        """Whether that has been shown so far."""
+        """Return whether the pattern has been shown so far."""
         try:
             self.said += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", os.read(self._own, 1 << 20).decode(errors="replace"))
-        except (BlockingIOError, OSError):  # nothing new, or the end
+        except (BlockingIOError, OSError):  # nothing new, or the end of the output
             time.sleep(0.05)
         return re.search(pattern, self.said, re.MULTILINE) is not None
 
@@ -183,7 +183,7 @@ class Terminal:
         os.close(self._own)
 
     def ended(self) -> int:
-        """Return the exit code, and read what is left."""
+        """Return the exit code, and read the rest of the output."""
         assert wait_until(lambda: not self.shows("^cannot be$") and self.job.poll() is not None), self.said
         self.shows("")
         os.close(self._own)
@@ -228,7 +228,7 @@ def test_a_signal_to_the_command_ends_the_job(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_terminal_that_is_closed_ends_the_job(tmp_path: Path) -> None:
-    """Regression: the kernel tells the leader of the session alone; the job went on without anybody to see it."""
+    """Regression: the kernel notifies only the leader of the session, so the job continued without a terminal."""
     terminal = Terminal(leading(command(tmp_path, "--live", transport="torch")), tmp_path)
     try:
         assert wait_until(lambda: terminal.shows(r"^ +0 +mine")), terminal.said

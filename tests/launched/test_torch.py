@@ -1,4 +1,4 @@
-"""The torch transport where conformance does not look: how ranks die and end, and frames of a peer that has died."""
+"""Tests the torch transport beyond the conformance suite: deaths and ends of ranks, and frames of a dead peer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIB = 1 << 20
 VICTIM = 2
 SURVIVORS = (0, 1, 3)
 KILLED = -9
-#: What takes hundredths of a second has gone wrong when it takes this: half of the shortest timeout inside.
+#: An operation that takes hundredths of a second has failed if it takes this long: half of the shortest timeout.
 LONG_S = 30.0
 ENDS = "tests/scripts/torch_ends.py"
 
@@ -65,7 +65,7 @@ def test_the_others_go_on_talking(rank: int) -> None:
 
 @pytest.mark.parametrize("rank", SURVIVORS)
 def test_a_loss_is_known_long_before_anything_times_out(rank: int) -> None:
-    """Connections tell, in a few hundredths of a second; gloo's own patience is a minute, the store's too."""
+    """Closed connections report a loss within hundredths of a second; gloo and the store would take a minute."""
     killed_at, ended_at = loss().reports[VICTIM]["at"], loss().reports[rank]["ended_at"]
     assert len(ended_at) == len(loss().reports[rank]["errors"])
     assert all(killed_at < at < killed_at + LONG_S for at in ended_at)
@@ -100,7 +100,7 @@ def test_an_exception_ends_the_job_everywhere() -> None:
 
 
 def test_consequences_of_a_failure_are_one_line_each() -> None:
-    """Regression: the line was printed for one error, and the traceback of main's own error followed it."""
+    """Regression: the line was printed for one error, and the traceback of main's own error followed."""
     result = run_ranks(2, ENDS, "raises_in_words_of_its_own").check(1, 1)
     assert stopped_by(result.stderr, 1, "ValueError: boom-7") == [0]
     assert result.stderr.count("Traceback") == 1
@@ -131,14 +131,14 @@ def test_closing_leaves_no_thread() -> None:
 
 @dataclass
 class SlowLink:
-    """A link whose threads take so long to end."""
+    """A link whose threads take this long to end."""
 
     seconds: float
     error: RankLostError | None = None
     said_goodbye: bool = True
 
     def say_goodbye(self) -> None:
-        """Nobody hears."""
+        """Do nothing, because no peer receives it."""
 
     def join(self, deadline: float) -> list[str]:
         return ["post-1"] if deadline < time.monotonic() + self.seconds else []
@@ -146,7 +146,7 @@ class SlowLink:
 
 @pytest.mark.parametrize("is_failed", [False, True])
 def test_threads_that_end_late_are_awaited_without_failing(is_failed: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """32 ranks on two cores have three thousand threads. Those of a lost rank may never end, nor after a failure."""
+    """32 ranks on two cores have three thousand threads. Threads of a lost rank, or after a failure, may never end."""
     mesh = gloo_mesh.Mesh((), 0, 1, Matcher(CallbackQueue()))
     mesh.links = cast(Any, {1: SlowLink(10.0)})
     with caplog.at_level(logging.WARNING, "asyncdist"):
@@ -174,7 +174,7 @@ def test_what_gloo_says_is_cut_to_the_fact() -> None:
 
 
 class DyingPeer:
-    """In place of gloo's group: the peer has sent some frames and died before any of them was looked at."""
+    """Replaces gloo's group: the peer has sent some frames and died before any of them was received."""
 
     def __init__(self, frames: Sequence[bytes]) -> None:
         self._frames = list(frames)
@@ -202,7 +202,7 @@ class DyingPeer:
 
 @pytest.mark.parametrize("count", [0, 1, 4, 8, 9, _RING_COUNT])
 def test_all_frames_of_a_dead_peer_are_taken_before_its_loss(count: int) -> None:
-    """Some receives of the ring are posted again meanwhile, which gloo refuses: the others have come all the same."""
+    """Some receives of the ring are posted again meanwhile, which gloo refuses; the other frames arrive."""
     matcher = Matcher(CallbackQueue())
     entries = [_ENTRY.pack(_MESSAGE, 7, 0, 1) + bytes([number]) for number in range(count)]
     control = DyingPeer([_FRAME.pack(0, _FRAME.size + len(entry)) + entry for entry in entries])

@@ -1,4 +1,4 @@
-"""How ranks of the torch transport meet: beside process groups, under torchrun, late, missing, twice; and backends."""
+"""Tests how ranks on torch meet: with other process groups, under torchrun, late, missing or started twice."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_group_without_variables_is_enough() -> None:
 
 @pytest.mark.long
 def test_a_group_of_the_users_that_no_launcher_made_is_found() -> None:
-    """Regression: started by torch.multiprocessing.spawn, each rank trained alone, and said nothing."""
+    """Regression: started by torch.multiprocessing.spawn, each rank silently trained alone."""
     source = """
         import socket, sys
         import torch
@@ -154,7 +154,7 @@ def test_a_group_of_the_users_that_no_launcher_made_is_found() -> None:
 
 
 def test_torchrun_starts_workers_again_as_another_job() -> None:
-    """The first time rank 1 dies while messages of that job are under way."""
+    """The first time, rank 1 dies while messages of that job are in transit."""
     source = """
         import os
         import asyncdist as ad
@@ -212,19 +212,19 @@ FAILS_ONCE = """
 @pytest.mark.parametrize(("when", "unshared"), [("early", "0"), ("late", "1")])
 @pytest.mark.long
 def test_two_agents_that_count_restarts_differently_meet_again(tmp_path: Path, when: str, unshared: str) -> None:
-    """Regression: an agent counts its own failures: one said 0, the other 1, and ranks that went by that never met."""
+    """Regression: agents count only their own failures, 0 and 1, and ranks that used the count never met."""
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": unshared}
     told = tmp_path / "told"
     result = run_torchruns(2, FAILS_ONCE, told, when, options=("--max-restarts", "2"), **env).check()
     assert told.exists(), "rank 1 has not failed"
-    if when == "early":  # later both fail, or one is stopped before it does
+    if when == "early":  # otherwise both fail, or one is stopped before it fails
         assert sorted(count for count, _ in result.reports.values()) == ["0", "1"]
     assert [values for _, values in result.reports.values()] == [[2, 2], [2, 2]]
 
 
 @pytest.mark.long
 def test_a_rank_that_comes_late_is_awaited_in_silence() -> None:
-    """Regression: the store's own wait printed two lines a second."""
+    """Regression: the store's own wait printed two lines per second."""
     source = """
         import os, time
         import asyncdist as ad
@@ -262,7 +262,7 @@ def test_ranks_that_never_come_are_named() -> None:
 
 @pytest.mark.long
 def test_ranks_that_never_come_are_named_by_those_that_wait() -> None:
-    """Regression: rank 0 gave up a moment before rank 2, whose error then was the store's, not the missing ranks."""
+    """Regression: rank 0 gave up just before rank 2, whose error then did not name the missing ranks."""
     patient = SHORT_START.replace("= 3.0", "= 3.0 if os.environ['RANK'] == '0' else 60.0")
     result = run_source(4, "\n    import os" + patient, missing=(1, 3)).check(1, 1)
     for rank in (0, 2):
@@ -280,7 +280,7 @@ def test_a_missing_rank_0_is_named() -> None:
 def test_one_rank_of_each_host_says_what_it_waits_for(
     local_rank: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Regression: all waited in silence where MASTER_ADDR, or Slurm's first host, was not the host of rank 0."""
+    """Regression: all ranks waited silently if MASTER_ADDR, or Slurm's first host, was not the host of rank 0."""
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setattr(rendezvous, "NOTICE_S", 0.0)
     port = local_host.find_free_port()
@@ -299,7 +299,7 @@ def test_one_rank_of_each_host_says_what_it_waits_for(
 def test_missing_ranks_are_named_before_the_start_is_abandoned(
     rank: int, local_rank: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Regression: a rank that had ended with exit code 0, or was lost, was awaited in silence for 300 s."""
+    """Regression: the others silently waited 300 s for a rank that had ended with exit code 0, or was lost."""
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setattr(rendezvous, "MISSING_NOTICE_S", 0.0)
     with pytest.raises(TransportError, match=f"rank {rank} "):
@@ -321,7 +321,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 @pytest.mark.long
 def test_two_processes_of_one_rank_are_named() -> None:
-    """Regression: they waited in silence, and then were told that another rank was missing.
+    """Regression: they waited silently, and then reported that another rank was missing.
 
     Each rank prints the error that test_two_processes_of_one_rank_are_named_by_both_and_rank_0 raises.
     """
@@ -355,7 +355,7 @@ def test_sizes_that_differ_are_named() -> None:
 
 
 def test_a_store_that_is_gone_is_not_retried_beyond_the_timeout() -> None:
-    """Regression: it took two minutes if rank 0 failed after another rank had found its listener."""
+    """Regression: the retries took two minutes if rank 0 failed after another rank had found its listener."""
     port = local_host.find_free_port()
     place = environment.TorchRendezvous(1, 2, "127.0.0.1", port, False)
     with pytest.raises(TransportError, match=rf"rank 1 cannot use the job's store at 127\.0\.0\.1:{port}"):
@@ -363,7 +363,7 @@ def test_a_store_that_is_gone_is_not_retried_beyond_the_timeout() -> None:
 
 
 def test_an_address_that_leads_to_no_host_is_named_at_once() -> None:
-    """Regression: it was asked for again and again, for 300 s."""
+    """Regression: the address was looked up again and again, for 300 s."""
     result = run_source(2, SHORT_START.replace("= 3.0", "= 300.0"), env={"MASTER_ADDR": "no host.invalid"}).check(1, 1)
     assert (
         result.stderr.count("ValueError: MASTER_ADDR must be a name that all hosts know, or an address, got 'no host")
@@ -406,7 +406,7 @@ def test_the_rendezvous_is_what_torchrun_says() -> None:
 
 
 def gather(store: Any, ranks: Sequence[int], size: int, timeout_s: float = 100.0) -> list[str]:
-    """What becomes of these ranks, a thread each: the token of their world, or why there is none."""
+    """Start these ranks, a thread each, and return the token of their world or the error of each rank."""
 
     def come(rank: int) -> str:
         gathering = Gathering(store, rank, size, time.monotonic() + timeout_s)
@@ -497,7 +497,7 @@ def test_streams_have_no_transport_of_their_own() -> None:
 
 
 def test_the_users_group_may_have_any_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank takes its number and the store from the default group, and makes gloo groups of its own."""
+    """The rank takes its number and the store from the default group, and makes its own gloo groups."""
 
     class NcclGroup:
         """The default group of a program that called ``init_process_group("nccl")``; nothing is sent over it."""

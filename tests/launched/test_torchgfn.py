@@ -1,4 +1,4 @@
-"""Scripts of torchgfn's shape: ported by their imports, and with groups and an end of MPI of their own."""
+"""Tests scripts like torchgfn's: ported by their imports, and with their own groups and their own end of MPI."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support import mpi, torchrun, warm
 from asyncdist.launch import mpirun
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "hypergrid_blocking.py"
-#: What the script imports, which takes eight seconds of a core.
+#: The script's imports, which take eight seconds of one core.
 GFN = ("gfn.gym", "gfn.gflownet", "gfn.containers.replay_buffer_manager")
 
 OWN_GROUPS = """
@@ -92,7 +92,7 @@ LATE = """
 
 @pytest.mark.mpi
 def test_a_world_that_a_rank_does_not_open_is_told() -> None:
-    """Regression: the other ranks waited in MPI_Comm_dup without a word."""
+    """Regression: the other ranks silently waited in MPI_Comm_dup."""
     ended = mpi.run_source(3, LATE).check()
     for rank in (0, 2):
         assert f"rank {rank} has waited 0.2 s for the other ranks of this job to open their worlds" in ended.stdout
@@ -116,7 +116,7 @@ def warm_environment() -> dict[str, str]:
 @pytest.mark.parametrize("lib", ["torch", pytest.param("mpi", marks=pytest.mark.long)])
 @pytest.mark.parametrize("policy", ["selective", pytest.param("all", marks=pytest.mark.long)])
 def test_a_ported_script_on_mpi(lib: str, policy: str) -> None:
-    """Regression: ported by its imports alone it hung at its first iteration."""
+    """Regression: a script with changed imports alone hung at its first iteration."""
     options = ("--lib", lib, "--policy", policy)
     check(mpi.run_ranks(5, SCRIPT, *options, timeout_s=240, env=warm_environment()).check().reports, 4)
 
@@ -133,7 +133,7 @@ def test_a_ported_script_under_mpirun() -> None:
     check(torchrun.run_jobs([(command, environ)], 240.0).check().reports, 4)
 
 
-@pytest.mark.mpi  # the script imports what imports mpi4py
+@pytest.mark.mpi  # the script imports modules that import mpi4py
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("lib", ["mpi", pytest.param("torch", marks=pytest.mark.long)])
 def test_a_ported_script_on_torch(lib: str) -> None:

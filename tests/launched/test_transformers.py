@@ -1,4 +1,4 @@
-"""Selective averaging in the Trainer of transformers: the losses and metrics by which a rank is judged."""
+"""Tests selective averaging in the Trainer of transformers: the losses and metrics by which a rank is judged."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ TRANSFORMERS_COMPILED = """
 @pytest.mark.mpi
 @pytest.mark.long
 def test_a_loss_observer_in_transformers_is_not_compiled(tmp_path: Path) -> None:
-    """Regression: it broke the model's graph, of which torch warned in 13 lines on each rank."""
+    """Regression: the observer broke the model's graph, for which torch printed a warning of 13 lines on each rank."""
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(TRANSFORMERS_COMPILED))
     ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
@@ -132,9 +132,9 @@ TRANSFORMERS_LOSSES = """
 
 @pytest.mark.mpi
 def test_transformers_judges_a_rank_by_the_loss_that_it_logs(tmp_path: Path) -> None:
-    """Regression: accumulation divided it, and with label smoothing or an own loss a rank had no metric at all.
+    """Regression: accumulation divided the loss, and with label smoothing or a custom loss a rank had no metric.
 
-    A trainer with a train() of its own gave each rank the metric 0.0 without a word, and ranks were replaced by that.
+    With a trainer that overrides train(), each rank silently had the metric 0.0, and ranks were replaced because of it.
     """
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(TRANSFORMERS_LOSSES))

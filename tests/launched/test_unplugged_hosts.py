@@ -1,4 +1,4 @@
-"""A host that is unplugged says nothing, and is found."""
+"""Tests that an unplugged host, which sends nothing, is noticed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from scripts import unplugged
 from support import hosts
 
-#: Runs a program in place of mpirun.
+#: Runs a program instead of mpirun.
 WATCH = """
 import os, sys
 from asyncdist.launch.supervision import endings, mpirun_process
 command = [sys.executable, "-c", sys.argv[1]]
 sys.exit(mpirun_process.run(sys.executable, command, os.environ, endings.JobEnds(1)))
 """
-#: The same with an agent that says nothing, in a job whose ranks survive losses.
+#: The same, with an agent that sends nothing, in a job whose ranks survive losses.
 SILENT = """
 import os, sys, types
 from asyncdist.launch.supervision import endings, mpirun_process
@@ -46,7 +46,7 @@ def test_an_unplugged_host_and_the_others_lose_each_other() -> None:
 @pytest.mark.mpi
 @pytest.mark.long
 def test_a_job_that_mpirun_ends_for_a_lost_host_has_failed() -> None:
-    """Its own exit code is 0, and it takes eight minutes to notice."""
+    """The exit code of mpirun itself is 0, and mpirun takes eight minutes to notice."""
     start = ["asyncdist", "run", "--hosts", "host1:2,host2:1", "--survive"]
     names = ("time", "intvl", "probes")
     soon = {f"PRTE_MCA_oob_tcp_keepalive_{name}": str(value) for name, value in zip(names, (2, 1, 2), strict=True)}
@@ -56,7 +56,7 @@ def test_a_job_that_mpirun_ends_for_a_lost_host_has_failed() -> None:
     assert result.stderr.count("asyncdist run: mpirun ") == 1
 
 
-#: The card of host2 sends nothing to host1, while mpirun reaches both.
+#: The network card of host2 sends nothing to host1, while mpirun reaches both hosts.
 SEPARATED = """
 import socket, subprocess
 import asyncdist as ad
@@ -95,7 +95,7 @@ def test_hosts_that_do_not_reach_each_other_are_named(option: str, message: str,
     assert "OMPI_MCA_btl_tcp_if_include" in result.stderr
 
 
-#: Once the ranks' communicators are made, or before MPI starts, host2 sends nothing to host1, or to no host.
+#: After the ranks' communicators are made, or before MPI starts, host2 sends nothing to host1, or to any host.
 CUT = """
 import os, pathlib, signal, socket, subprocess, sys
 import asyncdist as ad

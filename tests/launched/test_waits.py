@@ -40,7 +40,7 @@ STANDS = """
     ],
 )
 def test_at_a_signal_every_rank_says_what_it_was_waiting_for(number: str, told: str, said_by_2: str) -> None:
-    """Also those that no signal has reached."""
+    """Ranks that no signal has reached report, too."""
     result = torchrun.run_source(4, STANDS.replace("SIGINT", number), timeout_s=60)
     assert 0 not in result.returncodes, result.output()
     said = {line.partition("asyncdist: ")[2] for line in result.stderr.splitlines() if "was waiting for" in line}
@@ -52,7 +52,7 @@ def test_at_a_signal_every_rank_says_what_it_was_waiting_for(number: str, told: 
     assert "in main (" in lines[2]
 
 
-# An mpirun that reads nothing of its rank, a guardian that has the same files as the rank, and the rank.
+# An mpirun that does not read its rank's output, a guardian that has the same files as the rank, and the rank.
 READS_NOTHING = """
 import os, subprocess, sys
 read, write = os.pipe()
@@ -75,7 +75,7 @@ with Interrupts():
 
 @pytest.mark.skipif(not guardians.ARE_HERE, reason="no process can open the files of another")
 def test_mpirun_shows_the_answer_of_a_rank_to_a_signal(tmp_path: Path) -> None:
-    """Regression: nothing was shown of it under Open MPI's, which ends its ranks without reading."""
+    """Regression: Open MPI's mpirun showed nothing, because it ends its ranks without reading their output."""
     paths = tmp_path / "stdout", tmp_path / "stderr"
     with paths[0].open("wb") as out, paths[1].open("wb") as err:
         command = [sys.executable, "-c", READS_NOTHING, IS_STOPPED]
@@ -86,7 +86,7 @@ def test_mpirun_shows_the_answer_of_a_rank_to_a_signal(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not guardians.ARE_HERE, reason="no process can open the files of another")
 def test_redirected_output_stays_redirected_at_a_signal(tmp_path: Path) -> None:
-    """Its standard output alone is that of the launcher."""
+    """Only the rank's standard output is the launcher's."""
     sends = f"import os; os.dup2(os.open({str(tmp_path / 'own')!r}, os.O_WRONLY | os.O_CREAT), 1)\n{IS_STOPPED}"
     command = [sys.executable, "-c", READS_NOTHING, sends]
     ended = subprocess.run(command, capture_output=True, text=True, env=mpi.base_environment(), check=False)

@@ -1,4 +1,4 @@
-"""Warm ranks (``support.warm``) are what cold ones would be, and MPI is hidden from tests that do not ask for it."""
+"""Tests that warm ranks (``support.warm``) behave like cold ranks, and that MPI is hidden from tests by default."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_arguments_variables_folder_and_output_are_the_ranks_own() -> None:
         ("sys.exit(3)", 3, ""),
         ("raise ValueError('boom')", 1, "ValueError: boom"),
         ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
-        # The server's end is every rank's. What runs next waits for another one.
+        # The server's end ends every rank. The next run waits for a new server.
         pytest.param("os.kill(os.getppid(), signal.SIGKILL); time.sleep(300)", 1, "", marks=pytest.mark.long),
     ],
 )

@@ -1,4 +1,4 @@
-"""A command imports no module of the working directory, which may be a folder of all users, as /tmp is."""
+"""Tests that commands import no module from the working directory, which may be shared by all users, as /tmp is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLANT = "from pathlib import Path; Path(__file__).with_name('ran').touch(); rais
 
 @pytest.fixture
 def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with modules of another user, and the file that they make when they run."""
+    """Return a working directory with modules of another user, and the file that they create when they run."""
     for name in ("asyncdist", "mpi4py", "torch", "numpy", "json"):
         tmp_path.joinpath(f"{name}.py").write_text(PLANT)
     monkeypatch.chdir(tmp_path)
@@ -32,7 +32,7 @@ def test_the_search_for_an_mpi_runs_no_planted_module(planted: Path) -> None:
 
 
 def test_the_search_for_an_mpi_runs_no_planted_program(planted: Path) -> None:
-    """Regression: with a "." at the end of PATH, the working directory's mpirun ran besides the first one in PATH."""
+    """Regression: with a "." at the end of PATH, the working directory's mpirun ran as well as the first one."""
     for name in ("mpirun", "mpiexec", "nvidia-smi"):
         program = planted.with_name(name)
         program.write_text(f"#!/bin/sh\ntouch {planted}\n")
@@ -62,7 +62,7 @@ def test_exploring_processes_run_no_planted_module(planted: Path) -> None:
     planted.with_name("multiprocessing.py").write_text(PLANT)
     scripts = planted.with_name("scripts")
     scripts.mkdir()
-    scripts.joinpath("helper.py").write_text("SECONDS = 0.1")  # the script's folder is still searched
+    scripts.joinpath("helper.py").write_text("SECONDS = 0.1")  # the script's own folder is still searched
     scripts.joinpath("train.py").write_text(
         "import asyncio, asyncdist as ad, helper\n"
         "async def main(world): await asyncio.sleep(helper.SECONDS)\n"

@@ -1,4 +1,4 @@
-"""A world under the real mpirun: values, failures, and strict ends."""
+"""Tests a world under the real mpirun: values, failures, and strict ends."""
 
 from __future__ import annotations
 

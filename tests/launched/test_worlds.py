@@ -1,7 +1,7 @@
-"""The promise of the table of worlds in docs/worlds.md: one file, started in each of them, and in each the same bits.
+"""Tests the table of worlds in docs/worlds.md: one file, started in each world, gives the same bits.
 
-``scripts/worlds.py`` is that file. What it must print is computed here by plain torch, without a world: the training
-steps of all ranks one after the other, and the averages by hand. ``test_slurm.py`` starts jobs by ``srun``.
+``scripts/worlds.py`` is this file. Its expected output is computed here by plain torch, without a world: the training
+steps of all ranks in turn, and the averages by hand. ``test_slurm.py`` starts jobs by ``srun``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if __name__ == "__main__":
 
 @functools.cache
 def by_hand(ranks: int) -> list[list[float]]:
-    """The weights of all ranks in the end: rank 0 has taken the average of the others twice, after four steps each."""
+    """Return the final weights of all ranks: rank 0 has taken the others' average twice, after four steps each."""
     made = [worlds.build(rank) for rank in range(ranks)]
     for number, strategy in enumerate(worlds.STRATEGIES):
         for rank, (model, optimizer) in enumerate(made):
@@ -55,7 +55,7 @@ def by_hand(ranks: int) -> list[list[float]]:
 
 @torch.no_grad()
 def take_average(models: list[torch.nn.Module], strategy: str) -> None:
-    """Rank r's metric is r - ranks. So rank 0 is the worst, and rank r better than it by r."""
+    """Average as the policy does. Rank r's metric is r - ranks, so rank 0 is the worst, and rank r is better by r."""
     worst, *donors = models
     weights = [1.0] * len(donors) if strategy == "mean" else [float(rank) for rank in range(1, len(models))]
     for parameter, *given in zip(worst.parameters(), *(donor.parameters() for donor in donors), strict=True):
@@ -66,7 +66,7 @@ def take_average(models: list[torch.nn.Module], strategy: str) -> None:
 
 
 def test_the_averages_make_a_difference() -> None:
-    """Else equal weights would say little."""
+    """Without averages, equal weights would prove little."""
     alone, two, three = by_hand(1), by_hand(2), by_hand(RANKS)
     assert alone[0] not in two + three and two[0] not in three and two[1] == three[1]
     assert len({tuple(weights) for weights in three}) == RANKS
@@ -76,7 +76,7 @@ def test_the_averages_make_a_difference() -> None:
 
 
 def plain_mpirun() -> tuple[list[str], dict[str, str]]:
-    """The one that belongs to the library that mpi4py loads, with what root and few cores need."""
+    """Return the mpirun of the library that mpi4py loads, with the options that root and few cores need."""
     mpi.require_mpi()
     installation = mpirun.find_installation(os.environ)
     flavour = mpirun.choose_flavour(installation, None)
@@ -86,7 +86,7 @@ def plain_mpirun() -> tuple[list[str], dict[str, str]]:
 
 
 def asyncdist_run(*options: str, script: Path = SCRIPT) -> tuple[list[str], dict[str, str]]:
-    """Ranks start warm: plain mpirun, and a benchmark's command on torch, show that cold ones work."""
+    """The ranks start warm: plain mpirun, and a benchmark's command on torch, test cold ranks."""
     program = warm.command(script, (), mpi.base_environment(), {})
     return [sys.executable, "-m", "asyncdist", "run", *options, "-n", str(RANKS), *program], {}
 
@@ -151,7 +151,7 @@ def test_every_way_to_start_three_ranks_ends_with_the_same_bits(
 
 @pytest.mark.timeout(TIMEOUT_S + 60)
 def test_ranks_that_are_told_by_variables_alone() -> None:
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by whatever else."""
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set by any other program."""
     result = torchrun.run_ranks(2, SCRIPT, timeout_s=TIMEOUT_S).check()
     assert told(result.stdout) == {"world": "torch", "ranks": 2, "weights": by_hand(2)}
 
@@ -165,7 +165,7 @@ def test_python_alone_is_one_rank_that_keeps_its_weights(script: Path) -> None:
 
 
 def told(output: str) -> Any:
-    """The one line of rank 0."""
+    """Return the only line of rank 0."""
     [line] = [line for line in output.splitlines() if line.startswith('{"world"')]
     return json.loads(line)
 
