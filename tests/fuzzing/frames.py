@@ -343,7 +343,7 @@ class FrameFuzzer:
             self.received_count += 1
 
     def _make_room(self, tag: int) -> None:
-        """Drop the frames that wait for scopes without a channel, as if these scopes' channels were opened and closed."""
+        """Drop the frames that wait for scopes without a channel, as if these channels were opened and closed."""
         demultiplexer = self._demultiplexers[tag]
         self._check_early(tag)
         self._made_room_count += len(demultiplexer.early.take_all())

@@ -22,9 +22,7 @@ DTYPES = (*FLOATS, torch.int64, torch.int8, torch.uint8, torch.bool, torch.compl
 
 
 class Mixed(nn.Module):
-    """A model with every kind of entry: several dtypes, tied weights, buffers, an empty and a transposed tensor, a
-    scalar.
-    """
+    """A model with every kind of entry: several dtypes, tied weights, buffers, empty, transposed and scalar tensors."""
 
     def __init__(self, rank: int, width: int = 3) -> None:
         super().__init__()

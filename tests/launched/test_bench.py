@@ -1,6 +1,4 @@
-"""Tests ``python -m asyncdist.bench`` under real launchers: its output and the arguments that it refuses, not its
-speed.
-"""
+"""Tests ``python -m asyncdist.bench`` under real launchers: its output, and the arguments that it refuses."""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ def test_async_diloco_on_ranks_of_different_speeds(bench: Bench) -> None:
 
 @pytest.mark.long
 def test_staleness(bench: Bench, tmp_path: Path) -> None:
-    """With equal shards no rank needs to wait for a slow one; if each rank has its own class, old contributions harm."""
+    """With equal shards no rank needs to wait for a slow one; if each rank has its own class, it does."""
     chart = tmp_path / "chart.png"
     results = bench("staleness", "--chart", str(chart))
     staleness = importlib.import_module("staleness")

@@ -222,7 +222,7 @@ HEEDS_CTRL_C = "python -c 'import os, signal as s, sys; s.signal(2, s.SIG_DFL); 
     ],
 )
 def test_how_a_job_on_mpi_ends_between_hosts(how: str, after: str, code: int, said: str, tmp_path: Path) -> None:
-    """Regression: MPI ended the job with 14 before the killed rank was known, and ranks before they printed anything."""
+    """Regression: MPI ended the job with 14 before the killed rank was known, or ranks before they printed."""
     script, there = tmp_path / "ending.py", tmp_path / "there"
     script.write_text(MPI_ENDING)
     start = f"{HEEDS_CTRL_C} {RUN} --hosts {LAYOUTS[2]} --transport mpi {script} {how} {there} & job=$!"

@@ -85,7 +85,7 @@ def hold_grants(party: Party) -> list[Callable[[], None]]:
 
 
 async def test_sum_is_made_in_donor_order_for_any_order_of_answers(chunk_nbytes: int) -> None:
-    """For a small state all donors are asked at once and the last answers first; for a large one, one by one."""
+    """For a small state, all donors are asked at once and the last answers first; otherwise they are asked in turn."""
     async with worlds(6) as made:
         party = Party.of(made)
         held = hold_grants(party)
@@ -112,7 +112,7 @@ async def test_sum_is_made_in_donor_order_for_any_order_of_answers(chunk_nbytes:
 async def test_chunks_in_flight_fit_the_window_and_share_no_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The replacer is cancelled at each possible moment, and not at all."""
+    """The replacer is cancelled at each possible moment, or not at all."""
     endings = set()
     for moment in range(400):
         async with worlds(6) as made:
@@ -150,7 +150,7 @@ async def test_a_ring_and_an_accumulator_serve_round_after_round() -> None:
         accumulator = party.state.new_buffers(accumulate=True)
         for _ in range(3):
             for tensor in (*accumulator.tensors.values(), *map(ring.page, range(WINDOW_COUNT))):
-                tensor.fill_(1)  # bytes left over from an earlier round do not count
+                tensor.fill_(1)  # bytes of an earlier round in the buffer have no effect
             intake, _ = party.intake(ring, accumulator)
             await intake.run(WEIGHTS, deadline=party.deadline())
             party.check(accumulator)
@@ -173,7 +173,7 @@ def test_ring_caches_small_states_as_long_as_their_accumulator(chunk_nbytes: int
 async def test_abandoned_chunks_do_not_land_where_another_donor_writes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Three chunks each, and room for four: the next donor has the fourth, and answers first."""
+    """Each donor sends three chunks into a window of four: the next donor uses the fourth, and answers first."""
     monkeypatch.setattr(parameter_stream.messages, "CHUNK_NBYTES", 384)
     async with worlds(6) as made:
         party = Party.of(made)
@@ -217,7 +217,7 @@ async def test_a_donor_that_is_lost_is_named_and_the_others_are_told(donor: int)
     for moment in (0, 5, 20):
         async with worlds(6) as made:
             party = Party.of(made)
-            silence(party.desks[donor])  # it dies before it answers
+            silence(party.desks[donor])  # the donor dies before it answers
             transport: Any = made[0].services.engine.transport
             intake, _ = party.intake()
             task = asyncio.ensure_future(intake.run(WEIGHTS, deadline=party.deadline()))
@@ -239,7 +239,8 @@ async def test_deadline_that_passes_names_the_awaited_donor(chunk_nbytes: int) -
             await intake.run(WEIGHTS, deadline=made[0].time())
         assert intake.donor == 1
         assert made[0].services.slots.discarding_count == (1 if chunk_nbytes == 64 else len(DONORS))
-        await eventually(lambda: len(held) == (2 if chunk_nbytes == 64 else 2 * len(DONORS)))  # grants, and cancels
+        # the number of grants and cancels
+        await eventually(lambda: len(held) == (2 if chunk_nbytes == 64 else 2 * len(DONORS)))
         for let_in in held:
             let_in()
         await party.is_over()
@@ -248,7 +249,7 @@ async def test_deadline_that_passes_names_the_awaited_donor(chunk_nbytes: int) -
 async def test_slot_is_reused_before_its_donor_has_seen_the_abort(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A donor between two safe points; the replacer asks anew, for other donors of the same round."""
+    """The donor is between two safe points; the replacer asks again, for other donors of the same round."""
     under_way: list[tuple[OutboundStream, asyncio.Event]] = []
 
     class SlowToTell(OutboundStream):
@@ -314,7 +315,7 @@ async def test_early_request_is_answered_when_the_snapshot_exists(
 @pytest.mark.usefixtures("chunk_nbytes")
 @pytest.mark.parametrize("closes_first", [True, False])
 async def test_what_was_asked_early_is_answered_when_the_round_is_over(closes_first: bool) -> None:
-    """The replacer that gives up may say so first, or the donor that has no snapshot: there is exactly one abort."""
+    """The replacer may give up first, or the donor may learn first that it has no snapshot: there is one abort."""
     async with worlds(6) as made:
         party = Party.of(made, late=True)
         intake, _ = party.intake()

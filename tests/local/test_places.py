@@ -94,7 +94,7 @@ def test_a_place_that_another_one_takes_first_is_not_taken_twice() -> None:
     store = job_of(["free 1", "free 1"])
 
     class Rival:
-        """Takes place 0 between two looks of the other."""
+        """Takes place 0 between two reads of the other process."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(store, name)
@@ -134,7 +134,7 @@ def test_of_two_that_take_some_of_the_free_places_each_one_wins(
 
 
 class Closes:
-    """A store that closes at the first question."""
+    """A store that closes at the first request."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
@@ -161,7 +161,7 @@ def test_store_that_closes_during_the_call_means_the_job_is_over(
 
 
 def test_places_of_a_silent_launcher_are_free_once_it_has_ended() -> None:
-    """It was killed: rank 1 was in its second process, rank 2 in its first; ranks 3 and 4 had ended before."""
+    """The launcher was killed: rank 1 was in its second process, rank 2 in its first; 3 and 4 had ended."""
     store = job_of(["held"] * 5)
     lines = ["exited/1.3 ", "exited/3.1 ", "place/3 free 2", "place/4 left"]
     keep(store, [(1, 3), (2, 1), (3, 1), (4, 1)], [f"asyncdist/{line}\n" for line in lines])
@@ -183,7 +183,7 @@ def test_ranks_of_a_world_with_places_know_its_size_and_starters() -> None:
     assert all(place.admits_restarted and place.is_store_served for place in places)
     (nested,) = local_ranks.build_environments(made[0], ranks=1, threads=None)
     assert environment.torch_rendezvous(nested).empty_count == 0, "a job that a rank starts is another one"
-    nested = {**made[0], "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "localhost"}  # as by torchrun
+    nested = {**made[0], "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "localhost"}  # as torchrun sets them
     nested |= {"ASYNCDIST_INCARNATION": "2", "ASYNCDIST_LOOPBACK": "0"}
     place = environment.torch_rendezvous(nested)
     assert (place.empty_count, place.incarnation, place.admits_restarted, place.is_loopback) == (0, 0, False, True)
@@ -258,7 +258,7 @@ def test_a_job_is_joined_by_its_secret_alone(
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> SealedStore:
-    """The part of a store that belongs to a job, at which all processes of a test meet."""
+    """Return the part of a store that belongs to a job, at which all processes of a test meet."""
     common = HashStore()
     sealed = SealedStore(common, JobSecret())
     monkeypatch.setattr(newcomers, "open_store", lambda *_: sealed)
@@ -276,7 +276,7 @@ def place(rank: int, incarnation: int = 0, *, size: int = 3, empty_count: int = 
 
 
 class Process:
-    """One process in a world: its entrance, and its mesh."""
+    """One process in a world: its way into the world, and its connections."""
 
     def __init__(self, where: environment.TorchRendezvous) -> None:
         entrance = self.entrance = Entrance(where, TIMEOUT_S)
@@ -303,7 +303,7 @@ class Process:
 
 
 def in_thread(make: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Make something in a thread; the list has it, or the error, once that has ended."""
+    """Call ``make`` in a thread; the list contains its result or its error once the thread has ended."""
     made: list[Any] = []
 
     def run() -> None:
@@ -347,16 +347,16 @@ def test_lone_rank_starts_a_world_that_newcomers_find(store: SealedStore) -> Non
 
 
 def test_second_process_with_a_living_rank_is_refused_at_once(store: SealedStore) -> None:
-    """Regression: the second process waited until the start timed out, though the others had begun long before."""
+    """Regression: the second process waited until the start timed out, although the others had begun long before."""
     begun = Process(place(0))
-    newcomers._entered.clear()  # this process's entries are cleared, since the second one stands for a new process
+    newcomers._entered.clear()  # cleared, because the second process stands for a new process
     with pytest.raises(TransportError, match=r"already has a rank 0 .* with which its world began"):
         Entrance(place(0), TIMEOUT_S)
     begun.mesh.close()
 
 
 def test_process_at_an_empty_place_waits_for_the_next_world(store: SealedStore) -> None:
-    """All have left the world that runs; the rank that begins the next one finds it waiting."""
+    """All ranks have left the running world; the rank that begins the next world finds this process waiting."""
     left = Process(place(0))
     left.mesh.close()
     thread, made = in_thread(lambda: Process(place(1, 1)))
@@ -401,7 +401,7 @@ def test_a_process_that_finds_the_store_closed_ends_well(store: SealedStore, mon
 
 
 class Keeper:
-    """Stands for the process that sets keys of the store."""
+    """Replaces the process that sets keys of the store."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -415,7 +415,7 @@ class Keeper:
 
 
 class Rank:
-    """A process of one rank, which ends when the test says so."""
+    """A process of one rank, which ends when the test ends it."""
 
     def __init__(self, rank: int, events: Any) -> None:
         self.rank, self.events = rank, events

@@ -166,7 +166,7 @@ def test_reset_copies_fresh_weights_and_clears_the_optimizer(with_optimizer: boo
 
 @pytest.mark.parametrize("momentum", [0.25, 0.7, 1.0])
 def test_momentum_mixes_with_the_weights_of_that_moment(momentum: float) -> None:
-    """The replacer's weights change between the assignment and its application."""
+    """The replacer's weights change between its assignment and the application of the average."""
     story = Story()
 
     lockstep = Lockstep(4)
@@ -205,7 +205,7 @@ def test_metric_mode_min_replaces_the_largest() -> None:
     members = train(metric_mode="min")
     assert [bool(member.replacements) for member in members] == [False, False, False, True]
     assert values(members[3].model, floating=True) == {1.0}
-    assert values(members[3].model, floating=False) == {0.0}  # integers of rank 0, the best
+    assert values(members[3].model, floating=False) == {0.0}  # the integers of rank 0, the best rank
 
 
 @pytest.mark.slow
@@ -276,7 +276,7 @@ def test_a_donor_whose_weights_are_not_finite_declines() -> None:
     story = Story()
     members = train(story=story, value=lambda rank: math.nan if rank == 3 else float(rank))
     assert values(members[0].model, floating=True) == {1.5}
-    assert values(members[0].model, floating=False) == {2.0, 1.0}  # integers of the best that gave
+    assert values(members[0].model, floating=False) == {2.0, 1.0}  # the integers of the best donor
     assert all(info.donors == (1, 2) for info in members[0].replacements)
     declined = members[3].statistics
     assert declined is not None and list(declined.declined) == ["weights are not finite"]
@@ -294,7 +294,7 @@ def test_all_donors_declining_changes_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer_state", ["keep", "reset"])
 def test_objects_keep_their_identity_and_the_optimizer_its_state(optimizer_state: str) -> None:
-    """Parameters, buffers, optimizer, its state, a scheduler and an EMA of the model: all live through replacements."""
+    """Parameters, buffers, optimizer, its state, a scheduler and an EMA model remain the same objects."""
     lockstep = Lockstep(4)
 
     async def main(world: ad.World) -> int:
@@ -326,7 +326,7 @@ def test_objects_keep_their_identity_and_the_optimizer_its_state(optimizer_state
                     replaced += 1
                     was = [p.detach().clone() for p in model.parameters()]
                     fill_gradients(model)
-                    optimizer.step()  # still moves the weights that were just written
+                    optimizer.step()  # the optimizer still changes the weights that were just written
                     changed = zip(was, model.parameters(), strict=True)
                     assert all(not torch.equal(one, two) for one, two in changed)
         assert scheduler.get_last_lr() == [0.1 * 0.5**4] and int(average.n_averaged) == 40
@@ -381,7 +381,7 @@ def test_compiled_model_uses_new_weights_without_recompiling() -> None:
                     now.sum().backward()
                     assert all(p.is_leaf and p.grad is not None for p in model.parameters())
                     with torch.no_grad():
-                        model[0].bias += 1.0  # else the next average is equal to it
+                        model[0].bias += 1.0  # otherwise the next average would be equal to the weights
         return count
 
     torch._dynamo.reset()
@@ -390,7 +390,7 @@ def test_compiled_model_uses_new_weights_without_recompiling() -> None:
 
 
 def test_backward_through_weights_changed_by_a_step_is_refused() -> None:
-    """It would mix old activations with new weights."""
+    """The backward pass would mix old activations with new weights."""
     lockstep = Lockstep(2)
 
     async def main(world: ad.World) -> int:

@@ -38,16 +38,16 @@ POLICIES: dict[str, Callable[..., SpawnPolicy]] = {
 
 @dataclass(frozen=True)
 class Ask:
-    """A question."""
+    """A request."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer."""
+    """A reply."""
 
 
 def ported(policy_of: Callable[..., SpawnPolicy], numbers: list[Any], **options: Any) -> list[int]:
-    """The iterations, by place, at which rank 0 of two changed its weights; in lockstep."""
+    """Return, for each call, the iteration at which rank 0 of two changed its weights; the ranks step in turn."""
     barrier = asyncio.Barrier(2)
 
     async def main(world: ad.World) -> list[int]:
@@ -68,7 +68,7 @@ def ported(policy_of: Callable[..., SpawnPolicy], numbers: list[Any], **options:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("threshold", [None, 0.5])
 def test_averaging_continues_if_iterations_restart_each_epoch(policy: str, threshold: float | None) -> None:
-    """Regression: four epochs had 19, 2, 2 and 2 replacements; with a threshold 5, 0, 0 and 0."""
+    """Regression: four epochs had 19, 2, 2 and 2 replacements; with a threshold they had 5, 0, 0 and 0."""
     if threshold is not None and policy != "selective":
         pytest.skip("an option of selective averaging")
     options = {} if threshold is None else {"threshold": threshold, "cooldown": 8}
@@ -128,7 +128,7 @@ def test_policy_whose_steps_are_never_awaited_reports_the_line(call: str) -> Non
         async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=1) as policy:
             for number in range(3):
                 coroutine: Any = policy.step(1.0) if call == "step" else policy(number, model, optimizer, 1.0)
-                coroutine.close()  # or Python warns too, of each
+                coroutine.close()  # otherwise Python warns of each coroutine, too
 
     with pytest.warns(RuntimeWarning, match=r"no step\(\) of this policy was awaited") as caught:
         ad.run_local(main, ranks=2)
@@ -220,7 +220,7 @@ def test_what_a_policy_prints() -> None:
 
 
 class Wrapped(nn.parallel.DistributedDataParallel):
-    """DDP without the process group that it needs."""
+    """DDP without the process group that it usually needs."""
 
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)
@@ -251,7 +251,7 @@ def test_a_model_that_ddp_keeps_equal_is_refused(policy: str, monkeypatch: pytes
 
 
 def start_beside(model: nn.Module) -> None:
-    """Two ranks start a policy, the first one with this model."""
+    """Start a policy on two ranks, the first of which uses this model."""
 
     async def main(world: ad.World) -> None:
         own = model if world.rank == 0 else nn.Linear(2, 2)
@@ -408,7 +408,10 @@ def test_python_names_step_where_it_is_not_awaited() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_leaving_what_is_not_open_does_nothing(policy: str) -> None:
-    """By hand, as in a ``finally``: it was an AttributeError before the start, and ValueErrors after the end."""
+    """The calls are made by hand, as in a ``finally``.
+
+    Regression: before the start they raised AttributeError, and ValueErrors later.
+    """
 
     async def main(world: ad.World) -> bool:
         model, calls = Mixed(0.0), ad.Calls(Ask, Answer, tag=50)
@@ -433,7 +436,10 @@ def test_leaving_what_is_not_open_does_nothing(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_main_that_is_thrown_away_touches_no_weights(policy: str) -> None:
-    """At the interpreter's end torch clears tensors before main is collected: a replay once ended with SIGABRT."""
+    """At the interpreter's end torch clears tensors before main is collected.
+
+    Regression: a replay ended with SIGABRT.
+    """
 
     async def main(world: ad.World) -> list[str]:
         kinds: list[str] = []

@@ -97,7 +97,7 @@ def test_a_policy_on_a_sub_group() -> None:
 
     async def main(world: ad.World) -> set[float]:
         model = Mixed(float(world.rank))
-        if world.rank % 2 == 0:  # ranks 1 and 3 take no part and continue on their own
+        if world.rank % 2 == 0:  # ranks 1 and 3 are not members, and continue alone
             return values(model, floating=True)
         group = await ad.new_group([1, 3, 5])
         async with AsyncSelectiveAveragingPolicy(
@@ -114,7 +114,7 @@ def test_a_policy_on_a_sub_group() -> None:
 
 @pytest.mark.parametrize("strategy", ["mean", "reset_weights"])
 def test_a_lone_trainer_has_the_coordinator_that_it_names(strategy: Any) -> None:
-    """Regression: the coordinator waited for its only member for a minute, and ended the job."""
+    """Regression: the coordinator waited a minute for its only member, and ended the job."""
 
     async def main(world: ad.World) -> Any:
         if world.rank == 1:
@@ -170,7 +170,7 @@ def test_a_reserved_rank_coordinates_and_trains_nothing() -> None:
 
 
 def test_a_coordinator_that_is_cancelled_tells_its_members(caplog: pytest.LogCaptureFixture) -> None:
-    """One of them takes over. A donor that left waited ten seconds for the end of its round."""
+    """One member takes over. Regression: a donor that left waited ten seconds for the end of its round."""
 
     async def main(world: ad.World) -> Any:
         if world.rank == 2:
@@ -185,7 +185,7 @@ def test_a_coordinator_that_is_cancelled_tells_its_members(caplog: pytest.LogCap
             await policy.step(float(world.rank))
             await asyncio.sleep(1)
             if world.rank == 1:
-                await policy.step(1.0)  # the snapshot, whose round stays open until rank 0 has taken it
+                await policy.step(1.0)  # takes the snapshot; the round stays open until rank 0 has received it
             await asyncio.sleep(2)
             info = await policy.step(float(world.rank))
             left_at = world.time()
@@ -216,7 +216,7 @@ def paced(policy_class: Any, **options: Any) -> tuple[list[int], list[int]]:
                 steps += 1
                 try:
                     replaced[world.rank] += bool(await policy.step(0.0 if world.rank == 1 else 1.0 + world.rank))
-                except ad.ClosedError:  # the synchronous baseline, when another one has finished
+                except ad.ClosedError:  # with the synchronous baseline, when another rank has finished
                     break
                 for _ in range(20 if world.rank == 1 else 1):
                     await world.safe_point()
@@ -238,7 +238,7 @@ def test_straggler_is_judged_and_replaced_without_a_wait() -> None:
 
 @pytest.mark.parametrize("leaver", ["donor", "replacer", "idle", "coordinator"])
 def test_the_others_go_on_when_a_rank_leaves_early(leaver: str) -> None:
-    """The donor leaves right after its snapshot, the replacer when it has been named, the coordinator's rank early."""
+    """The donor leaves right after its snapshot, the replacer when it is assigned, the coordinator's rank early."""
     story = Story()
     gone = {"donor": 3, "replacer": 1, "idle": 2, "coordinator": 0}[leaver]
     metrics = {0: 5.0, 1: 0.0, 2: 1.0, 3: 2.0}
@@ -279,7 +279,7 @@ def test_the_others_go_on_when_a_rank_leaves_early(leaver: str) -> None:
 
 
 def test_rank_cancelled_while_leaving_still_announces_its_leave() -> None:
-    """A donor that leaves waits for its replacer; its user's own timeout strikes during that wait."""
+    """A donor that leaves waits for its replacer; the user's own timeout expires during that wait."""
     story = Story()
 
     timed_out: list[int] = []
@@ -339,7 +339,7 @@ def test_buffer_that_may_receive_discarded_chunks_is_not_reused() -> None:
             policy._resources.buffers.release(second, is_clean=False)  # as after a stream that is not answered yet
             third = policy._resources.buffers.acquire()
             assert third.buffers is not first.buffers
-            third.hold()  # as while others of this host take it
+            third.hold()  # as while other ranks of this host use the memory
             policy._resources.buffers.release(third, is_clean=True)
             fourth = policy._resources.buffers.acquire()
             assert fourth.buffers is not third.buffers and policy._resources.buffers.in_use == 2
@@ -409,7 +409,7 @@ def test_a_rank_that_ends_its_policy_trains_on_beside_the_others() -> None:
 
 @pytest.mark.parametrize("where", ["coordinator", "member"])
 def test_defect_in_a_policys_task_ends_the_job_with_a_traceback(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody awaits these tasks: their failure must not end the averaging in silence."""
+    """No code awaits these tasks, so their failure must not end the averaging silently."""
 
     def broken(*_: Any, **__: Any) -> None:
         raise AssertionError("invariant 42")
@@ -483,7 +483,7 @@ def test_a_donor_lost_before_the_freeze_is_left_out(caplog: pytest.LogCaptureFix
                     lost.append(policy.statistics().snapshot_count)
                     raise Died
                 info = await policy.step(float(world.rank))
-                if world.rank == 3:  # named by a message that arrived between two steps
+                if world.rank == 3:  # assigned by a message that arrived between two steps
                     while not policy.statistics().last_round and policy.iteration > 2:
                         await world.safe_point()
                 if info:

@@ -1,4 +1,4 @@
-"""Tests policies by random walks over every event of the local transport, and checks every promise."""
+"""Tests policies by random runs over every event of the local transport, and checks every promise."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def check_walk(seed: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> int
     walked = [0] * walk.ranks
 
     async def main(world: ad.World) -> int:
-        async with asyncio.timeout(60):  # a hang names its seed
+        async with asyncio.timeout(60):  # the error of a hang contains the seed
             return await walk_rank(world, walk, story, walked)
 
     try:
@@ -118,6 +118,6 @@ def check_walk(seed: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> int
     "strategy", [pytest.param(name, marks=[pytest.mark.long] * (name != "mean")) for name in STRATEGIES]
 )
 def test_random_walks_keep_every_promise(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random rates, metrics, weights, deadlines, early leaves: every average is the one of its donors' snapshots."""
+    """Rates, metrics, weights, deadlines and ends are random; every average equals its donors' snapshots' mean."""
     applied = [check_walk(seed, strategy, monkeypatch) for seed in range(6)]
     assert sum(applied) > 25, applied

@@ -1,4 +1,4 @@
-"""Tests trees and meshes, and the functions built on them, as far as one process suffices.
+"""Tests trees and meshes, and the functions built on them, in one process.
 
 Tests for every transport, and the comparison with JAX, are in ``conformance/cases_population.py``.
 """
@@ -24,7 +24,7 @@ from asyncdist.tensors import pytrees
 
 
 def test_the_model_is_what_jax_answers() -> None:
-    """The checked model stands for JAX with two ranks, and with more than four."""
+    """The checked model of JAX's results also holds with two ranks, and with more than four."""
     cases = jax_table.table()["reductions"]
     assert {(case["operation"], case["ranks"]) for case in cases} == {
         (operation, ranks) for operation in jax_table.OPERATIONS for ranks in (1, 3, 4)
@@ -114,7 +114,7 @@ def test_a_rank_that_has_left_is_named_to_those_that_wait_for_it() -> None:
 
 
 def test_the_mesh_of_another_rank_is_refused() -> None:
-    """Ranks of one process can hand it on."""
+    """Ranks of one process can pass a mesh to each other."""
     meshes: dict[int, ad.Mesh] = {}
 
     async def main(world: ad.World) -> None:
@@ -191,7 +191,7 @@ def square(agent: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("make", [State, Agent, lambda params, name: {"params": params, "name": name}])
 async def test_an_agent_may_be_a_named_tuple_a_dataclass_or_a_mapping(make: Any) -> None:
-    """No axis: no world is needed."""
+    """Without an axis, no world is needed."""
     agent = make({"w": torch.tensor([1.0, 2.0])}, 7)
     descent = jax_table.Descent(0.25, 0.0)
     velocity = descent.init({"w": torch.zeros(2)})
@@ -224,7 +224,10 @@ async def test_a_parameter_that_the_loss_does_not_use_stays() -> None:
 
 
 def test_torchs_optimizer_gives_what_jax_answers() -> None:
-    """On one transport: it sends nothing itself. ``cases_population`` has a step of it on every one."""
+    """One transport suffices, because the optimizer sends nothing itself.
+
+    ``cases_population`` makes a step on each one.
+    """
 
     async def main(world: ad.World) -> None:
         await jax_table.check_updates(world, in_place=True)

@@ -35,7 +35,7 @@ def made(seed: int = 0, width: int = 3) -> tuple[nn.Module, torch.optim.Optimize
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """A step that draws from all random states."""
+    """Make a step that uses all random states."""
     shift = random.random() + float(np.random.random())
     optimizer.zero_grad()
     loss = (model(torch.randn(5, 4)) - shift).square().mean()
@@ -199,7 +199,7 @@ def test_fewer_ranks_go_on_with_the_best_and_more_with_copies(tmp_path: Path) ->
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     """Regression: a folder with the name ``checkpoint-²`` raised a ValueError."""
-    (tmp_path / "checkpoint-000007").mkdir()  # of a save that was killed
+    (tmp_path / "checkpoint-000007").mkdir()  # the folder of a save that was killed
     foreign = ["checkpoint-²", "checkpoint-٣", "checkpoint-500"]
     for name in foreign:
         (tmp_path / name).mkdir()
@@ -477,7 +477,7 @@ def test_checkpoint_of_another_optimizer_is_refused_unchanged(tmp_path: Path) ->
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.* of the .* ranks begin as copies of others")  # if the survivors have saved
 def test_rank_killed_in_a_save_leaves_a_whole_population(tmp_path: Path) -> None:
-    """At each fourth turn: the checkpoint is the new one or the one before."""
+    """The rank is killed at every fourth turn of the loop: the newest checkpoint is the new one or the previous one."""
     ad.simulate(save, tmp_path, [1.0, 1.0, 1.0], ranks=3, strict=True).value()
     loaded = set()
     for turn in range(1, 100, 4):

@@ -22,7 +22,7 @@ from asyncdist.waits import A_CONDITION
 
 
 class Bystander:
-    """Another task of the rank: counts how often it gets to run."""
+    """Another task of the rank: counts how often it runs."""
 
     def __init__(self) -> None:
         self.turns = 0
@@ -142,7 +142,7 @@ async def test_fail_wakes_every_kind_of_wait_now_and_later(engine: Engine, trans
         lambda: engine.park(loop.create_future()),
     ]
     await abandon(engine, bytearray(1), tag=6)
-    waits.append(lambda: engine.receive(bytearray(1), 1, 6))  # waits for an abandoned one
+    waits.append(lambda: engine.receive(bytearray(1), 1, 6))  # waits for a message of an abandoned receive
     tasks = [asyncio.ensure_future(make()) for make in waits]
     await yields(2)
     engine.fail(error)
@@ -236,7 +236,8 @@ async def test_the_driver_cools_down_and_a_wait_heats_it_again(engine: Engine, m
         naps += 1
 
     monkeypatch.setattr(time, "sleep", nap)
-    monkeypatch.setattr("asyncdist.messaging.polling.ALONE_GAP_S", 3600.0)  # a loaded machine makes every gap long
+    # otherwise a loaded machine would make every gap long
+    monkeypatch.setattr("asyncdist.messaging.polling.ALONE_GAP_S", 3600.0)
     monkeypatch.setattr("asyncdist.messaging.polling.IDLE_PERIOD_S", 3600.0)
     engine.start()
     most = HOT_PASS_COUNT + WARM_PASS_COUNT + 5
@@ -377,7 +378,7 @@ async def test_unread_messages_of_one_tag_do_not_slow_the_others() -> None:
 
 
 async def test_lost_rank_fails_only_the_requests_that_involve_it() -> None:
-    """LocalHub.lose: rank 2 of 3 dies while everything of every kind is under way between all of them."""
+    """LocalHub.lose: rank 2 of 3 dies while operations of every kind are in progress between all ranks."""
     big = 1 << 20
     async with engines(3) as (hub, made):
         receives = {
@@ -391,7 +392,7 @@ async def test_lost_rank_fails_only_the_requests_that_involve_it() -> None:
             for dest in range(3)
         }
         wildcard = asyncio.ensure_future(made[0].receive(bytearray(8), ANY_SOURCE, 3))
-        await made[2].send(b"sent before", 0, 4)  # eager: it has left
+        await made[2].send(b"sent before", 0, 4)  # sent eagerly, so the message has left
         await yields(5)
         hub.lose(2)
         await yields(5)

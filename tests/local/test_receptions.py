@@ -21,7 +21,7 @@ from asyncdist.trust.job_secret import JobSecret
 
 #: A generous limit in seconds: a longer wait is a hang.
 TIMEOUT_S = 60.0
-#: Names the world in the store.
+#: Token of the world in the store.
 RUNNING = '{"world": "world"}'
 KEY = "asyncdist/running"
 
@@ -57,7 +57,7 @@ def common() -> SealedStore:
 
 @pytest.fixture
 def pair(common: SealedStore) -> Iterator[list[Process]]:
-    """Rank 0, which is there since the beginning, and rank 1, which was started again."""
+    """Return rank 0, which was there from the beginning, and rank 1, which was restarted."""
     made = [Process(common, 0, 0, "0.0"), Process(common, 1, 1, "1.1")]
     yield made
     for process in made:
@@ -111,8 +111,8 @@ def test_the_name_of_the_world_is_written_again(
 
 
 def test_nobody_goes_on_connecting_to_a_process_that_has_ended(common: SealedStore) -> None:
-    """It has noted that it wants to meet, and its launcher that it has ended: gloo would wait for it for minutes."""
-    process = Process(common, 0, 0, "0.1")  # it was killed before the world began
+    """The process wants to meet, but its launcher has recorded that it has ended: gloo would wait for minutes."""
+    process = Process(common, 0, 0, "0.1")  # the process was killed before the world began
     common.set("exited/0.0", "")
     common.set("world/meeting 0.0 1.1/1", "1.1")
     process.reception.want(1, 1, welcomes=True)

@@ -22,7 +22,7 @@ def batch_of(rank: int, numbers: list[int]) -> dict[str, torch.Tensor]:
 
 
 async def add_everything(world: ad.World, buffer: ReplayBuffer, count: int, size: int) -> None:
-    """``count`` batches of ``size`` items, all at once."""
+    """Add ``count`` batches of ``size`` items, all at once."""
     numbers = [[batch * size + item for item in range(size)] for batch in range(count)]
     async with asyncio.TaskGroup() as tasks:
         for some in numbers:
@@ -35,7 +35,7 @@ async def add_everything(world: ad.World, buffer: ReplayBuffer, count: int, size
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 7, 6000])
 def test_every_item_is_stored_once_and_drawn_unchanged(size: int) -> None:
-    """6,000 items of 12 bytes go as streams, both ways."""
+    """6,000 items of 12 bytes are sent as streams, in both directions."""
     seen: list[tuple[int, int]] = []
 
     def note(batch: Any) -> float:
@@ -63,7 +63,7 @@ def test_every_item_is_stored_once_and_drawn_unchanged(size: int) -> None:
 
 
 def test_clients_may_have_the_keys_of_their_dicts_in_any_order() -> None:
-    """And rows of any layout: one row of a column is contiguous, by torch's word, and has stride 2."""
+    """Rows may have any layout: one row of a column is contiguous according to torch, and has stride 2."""
 
     async def client(world: ad.World, buffer: ReplayBuffer) -> Any:
         columns = torch.tensor([[world.rank, 10.0 + world.rank], [0, 0]])
@@ -102,7 +102,7 @@ def test_simulated_with_tasks_that_add_and_draw_at_once(seed: int) -> None:
 
 @pytest.mark.slow
 def test_a_fast_client_waits_in_place_of_filling_the_server() -> None:
-    """A hundred thousand adds at once; never more than four on their way, whatever the server has to do."""
+    """There are a hundred thousand adds at once, but never more than four in transit, however busy the server is."""
     unanswered = most = 0
 
     async def client(world: ad.World, buffer: ReplayBuffer) -> None:

@@ -115,7 +115,10 @@ def test_a_server_that_begins_late_is_not_flooded_by_knocks(in_flight_max: int) 
 
 @pytest.mark.parametrize("seed", seeds(20))
 def test_what_one_stay_left_behind_does_not_answer_the_next_one(seed: int) -> None:
-    """The large add of the first stay is given up; its answer once became that of the second one's first request."""
+    """The large add of the first stay is abandoned.
+
+    Regression: its answer became that of the second stay's first request.
+    """
 
     async def main(world: ad.World) -> Any:
         if world.rank == 2:
@@ -144,7 +147,7 @@ def test_what_one_stay_left_behind_does_not_answer_the_next_one(seed: int) -> No
 @pytest.mark.parametrize("seed", seeds(10))
 @pytest.mark.parametrize("fails", [False, True])
 def test_leaving_while_large_items_come(seed: int, fails: bool) -> None:
-    """A normal exit waits for the draw, an exception cancels it. ``strict`` reports a slot that is left over."""
+    """A normal exit waits for the draw, and an exception cancels it. ``strict`` reports a slot that is left over."""
 
     async def client(world: ad.World, buffer: ReplayBuffer) -> int:
         await buffer.add(torch.zeros(50_000, 2))
@@ -267,7 +270,7 @@ def test_clients_of_a_server_that_gives_up_are_told_why(on: Any, row_count: int)
 
 @pytest.mark.parametrize("seed", seeds(20))
 def test_server_that_gives_up_and_returns_is_still_received(seed: int) -> None:
-    """Its reason may be overtaken by the news that it has left."""
+    """The notice that the server has left may overtake its reason."""
 
     async def main(world: ad.World) -> str:
         if world.rank == 1:
@@ -351,7 +354,7 @@ def test_draw_during_another_ranks_long_training_does_not_warn(adds: bool, caplo
 
 @pytest.mark.parametrize("seed", range(5))
 def test_unlike_items_are_not_stored_after_the_refusal(seed: int) -> None:
-    """They are as long as the others', so that nothing but their declaration tells them apart."""
+    """The items have the length of the others' items, so only their declaration distinguishes them."""
 
     async def client(world: ad.World, buffer: ReplayBuffer) -> None:
         if world.rank == 1:
@@ -449,7 +452,7 @@ def test_room_granted_to_a_cancelled_request_serves_the_next() -> None:
         await buffer.add(torch.zeros(5, 2))
         tasks = [asyncio.create_task(buffer.sample(1)) for _ in range(4)]
         await asyncio.sleep(0)
-        await asyncio.wait([tasks[0]])  # its room is the next one's, which has not had its turn
+        await asyncio.wait([tasks[0]])  # the room belongs to the next task, which has not run yet
         tasks[1].cancel()
         return [len(sample.ids) for sample in await asyncio.gather(*tasks[2:])]
 
@@ -473,7 +476,7 @@ def test_a_request_that_could_not_be_sent_is_not_waited_for() -> None:
 
 
 def trained_beside(server: int, *, is_policy_outside: bool) -> Any:
-    """A main whose policy has all ranks as members, one of which serves a replay buffer to the others."""
+    """Return a main whose policy has all ranks as members, although one rank serves a replay buffer."""
 
     async def main(world: ad.World) -> float:
         if world.rank == server:

@@ -39,7 +39,8 @@ def start(
     async def main(world: ad.World) -> None:
         model = nn.Linear(2, 2)
         wrapped = Wrapped(model, groups[world.rank])
-        given = wrapped if world.rank % 2 else model  # the module inside is known to be inside
+        # if DDP was created on the module inside, the policy must recognise this module
+        given = wrapped if world.rank % 2 else model
         given = given if outer is None else outer(wrapped)
         async with ReplicaAveragingPolicy(given, sgd(model), replica_size=2, average_every=2, **options) as policy:
             await policy.step(1.0)
@@ -78,7 +79,7 @@ def test_ddp_inside_the_model_of_a_replica(outer: Any, monkeypatch: pytest.Monke
 
 def test_fsdp_of_a_replica_is_refused_with_the_alternatives() -> None:
     class Flat(FullyShardedDataParallel):
-        """FSDP without the process group that it needs."""
+        """FSDP without the process group that it usually needs."""
 
         def __init__(self, module: nn.Module) -> None:
             nn.Module.__init__(self)

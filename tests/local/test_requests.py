@@ -15,7 +15,7 @@ from asyncdist.waits import WaitId, WaitKind
 
 
 def named(name: str) -> WaitId:
-    """Identify a request by a name, which is its text, too."""
+    """Return the identity of a wait whose text is its name."""
     return WaitId(WaitKind.TASK, name=name)
 
 
@@ -236,7 +236,7 @@ async def test_message_that_arrives_during_cancellation_is_kept(engine: Engine, 
     buffer, request = transport.posted[0]
     buffer[:2] = b"hi"
     request.arrive(1, 2)
-    engine.poll()  # settles the waiter; the task has not run yet
+    engine.poll()  # completes the waiter; the task has not run yet
     task.cancel()
     await asyncio.wait([task])
     target = bytearray(4)

@@ -1,4 +1,4 @@
-"""Tests that ``on_event`` reports a rank's rounds to it, inside ``step`` and in order."""
+"""Tests that ``on_event`` reports a rank's rounds to this rank, inside ``step`` and in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the safetensors files of a population checkpoint: that package opens them, and they load to the bit."""
+"""Tests the safetensors files of a population checkpoint: the package opens them, and they load to the bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncdist.functional.safetensors_model import read_model, write_model
 
 
 class Odd(nn.Module):
-    """A model with tied weights, a buffer of integers, a view that is not contiguous, and a state of its own."""
+    """A model with tied weights, a buffer of integers, a view that is not contiguous, and its own extra state."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tests ``seed_all``: each rank gets random states of its own, the same in each run."""
+"""Tests ``seed_all``: each rank gets its own random states, the same in each run."""
 
 from __future__ import annotations
 

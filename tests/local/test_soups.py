@@ -39,7 +39,7 @@ def vector(model: nn.Module) -> np.ndarray[Any, Any]:
 
 @pytest.fixture(params=["memory", "torch", "larger", "safetensors", "legacy"])
 def sources(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """Five models, in each form of a source."""
+    """Return five models in each form of a source."""
     if request.param == "memory":
         return states(5)
     paths = []
@@ -104,7 +104,7 @@ def test_every_kind_of_entry_is_averaged(form: str, tmp_path: Path) -> None:
         for index, state in enumerate(given):
             torch.save(state, tmp_path / f"{index}.pt")
         given = sorted(tmp_path.iterdir())
-    elif form == "safetensors":  # without complex numbers, and with one name for tied weights
+    elif form == "safetensors":  # without complex numbers, and with a single name for tied weights
         for index, member in enumerate(members):
             del member.wave
             save_model(member, str(tmp_path / f"{index}.safetensors"))
@@ -127,7 +127,7 @@ def test_every_kind_of_entry_is_averaged(form: str, tmp_path: Path) -> None:
 
 @pytest.fixture(params=["torch", "safetensors"])
 def population(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder with four checkpoints of two ranks: rank r has the vector 10 * checkpoint + r."""
+    """Return a folder with four checkpoints of two ranks: rank r has the vector 10 * checkpoint + r."""
 
     async def main(world: ad.World) -> None:
         model = model_with(vector_of(0))
@@ -156,7 +156,7 @@ def test_folders_of_save_population_are_sources(population: Path) -> None:
     assert np.array_equal(vector(model), mean(0, 1, 10, 11, 20, 21, 30, 31))
     ad.lawa(model, states(9), last=2)
     assert np.array_equal(vector(model), mean(87, 88))
-    (population / "checkpoint-000004" / "manifest.json").unlink()  # a save that was killed
+    (population / "checkpoint-000004" / "manifest.json").unlink()  # as after a save that was killed
     ad.lawa(model, population, last=2, rank=0)
     assert np.array_equal(vector(model), mean(10, 20))
     with pytest.raises(ValueError, match=naming("rank", "from 0 to 1", "2")):
@@ -174,7 +174,7 @@ def test_models_with_nan_are_left_out_and_logged(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_soup_that_is_far_worse_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """Two equal networks whose hidden units are in another order, as if they did not share a trajectory."""
+    """The two networks are equal except for the order of their hidden units, as if they had different trajectories."""
 
     async def main(world: ad.World) -> str:
         model = model_with(np.float32([1, 5, 1, 5, 1, 5, 1, 5]) if world.rank else np.float32([5, 1] * 4))
@@ -209,14 +209,14 @@ def test_missing_statistics_are_warned_of(caplog: pytest.LogCaptureFixture) -> N
 
 
 def tensors_nbytes(folder: Path | None = None) -> int:
-    """Bytes of all tensors in memory, without those that are mapped from files in a folder."""
-    gc.collect()  # of other tests, which would be freed in the middle of this one
+    """Return the bytes of all tensors in memory, except tensors that are mapped from files in a folder."""
+    gc.collect()  # frees tensors of other tests, which would otherwise be freed during this test
     lines = Path("/proc/self/maps").read_text().splitlines() if folder else []
     mapped = [line.split()[0].split("-") for line in lines if str(folder) in line]
     spans = [(int(first, 16), int(end, 16)) for first, end in mapped]
     storages = {}
     for each in gc.get_objects():
-        if type(each) in (torch.Tensor, nn.Parameter) and each.layout == torch.strided:  # others have no storage
+        if type(each) in (torch.Tensor, nn.Parameter) and each.layout == torch.strided:  # other tensors have no storage
             place = each.untyped_storage().data_ptr()
             if not any(first <= place < end for first, end in spans):
                 storages[place] = each.untyped_storage().nbytes()
@@ -225,7 +225,7 @@ def tensors_nbytes(folder: Path | None = None) -> int:
 
 @pytest.mark.slow
 def test_no_soup_keeps_several_models_in_memory(tmp_path: Path) -> None:
-    """Besides the model: its own weights, the mean, and a tensor of it, however many models there are."""
+    """In addition to the model, memory contains its own weights, the mean, and one of its tensors."""
     size = 500_000
     nbytes = 4 * 4 * size
     for index in range(6):
@@ -239,7 +239,7 @@ def test_no_soup_keeps_several_models_in_memory(tmp_path: Path) -> None:
 
     def loss(_: nn.Module) -> float:
         count = next(counts)
-        if count in (2, 8, 10):  # looking at all objects takes a while
+        if count in (2, 8, 10):  # examining all objects takes a while
             peaks.append(tensors_nbytes(tmp_path) - before)
         return -float(count)
 
@@ -249,7 +249,7 @@ def test_no_soup_keeps_several_models_in_memory(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_population_keeps_two_models_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Besides the model: its own weights, the mean, and one piece."""
+    """In addition to the model, memory contains its own weights, the mean, and one piece."""
     size, ranks, piece = 500_000, 5, 50_000
     before = tensors_nbytes()
     nbytes = 4 * size
@@ -258,7 +258,7 @@ def test_a_population_keeps_two_models_in_memory(monkeypatch: pytest.MonkeyPatch
     add, turns = streaming.running_mean_into, itertools.count()
 
     def noting(*args: Any) -> None:
-        if next(turns) % 101 == 0:  # looking at all objects takes a while
+        if next(turns) % 101 == 0:  # examining all objects takes a while
             peaks.append(tensors_nbytes() - before)
         add(*args)
 
@@ -300,7 +300,7 @@ def test_ema_is_the_bias_corrected_average(dtype: torch.dtype) -> None:
 
 
 def test_ema_of_small_updates_moves_in_low_precision() -> None:
-    """An average in bfloat16 would stay at 256 for ever: an update of 0.1 % of a difference of 2 is rounded away."""
+    """An average in bfloat16 would stay at 256 forever: an update of 0.1 % of a difference of 2 is rounded away."""
     model = nn.ParameterList([torch.tensor([256.0], dtype=torch.bfloat16)])
     averaged = ad.ema(model, 0.99)
     averaged.update_parameters(model)

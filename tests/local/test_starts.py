@@ -107,7 +107,7 @@ def test_step_cancelled_before_its_go_averages_first(times: int) -> None:
                 values.append(model.weight.item())
         return was_cancelled, values
 
-    # The first verdict is of the policy's start, and the next two are of its group.
+    # The first verdict belongs to the policy's start, and the next two to the start of its group.
     report = simulate(main, ranks=2, faults=[Delay(source=0, dest=1, number=4, duration_s=60)], strict=True)
     report.check_faults()
     assert report.results == ((False, [0.5, 1.5, 2.5]), (True, [0.5, 1.5, 2.5]))
@@ -209,7 +209,7 @@ def test_start_that_waits_for_a_late_rank_delays_no_other_start() -> None:
 @pytest.mark.parametrize("gives_up", [0, 1, 2])
 @pytest.mark.parametrize("how", ["cancelled", "time is up"])
 def test_start_given_up_among_others_is_the_same_on_all_ranks(gives_up: int, how: str) -> None:
-    """Rank 1, which leads in one case and follows in the other, makes three groups of a kind; one is given up."""
+    """Rank 1, which leads or follows, makes three groups of one kind and abandons one of them."""
 
     async def main(world: World, ranks: list[int]) -> list[str]:
         if world.rank == 0:

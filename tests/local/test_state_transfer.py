@@ -1,4 +1,4 @@
-"""Tests the state that a new rank receives besides the weights, and the answer of a donor that has no state."""
+"""Tests the state that a new rank receives in addition to the weights, and the answer of a donor that has no state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that requests for snapshots are answered in any epoch, since the replacer waits for each answer."""
+"""Tests that requests for snapshots are answered in any epoch, because the replacer waits for each answer."""
 
 from __future__ import annotations
 

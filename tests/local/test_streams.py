@@ -71,7 +71,7 @@ def test_split_covers_everything_once() -> None:
 
 
 async def test_the_window_bounds_what_is_posted_and_targets_may_repeat() -> None:
-    """Eight chunks through two buffers: the caller takes each before it is posted again."""
+    """Eight chunks pass through two buffers: the caller reads each buffer before it is posted again."""
     async with engines(2) as (hub, made):
         slots = Slots(made[1])
         two = rooms(2)
@@ -309,10 +309,11 @@ async def test_the_sender_learns_that_the_receiver_gave_up_mid_stream() -> None:
             await asyncio.wait([receiving])
             await eventually(functools.partial(is_quiet, a, b))
             await yields(3)
-            if not sending.done():  # it has not seen the grant, so it waits for the next one
+            if not sending.done():  # the sender has not seen the grant, so it waits for the next grant
                 outcomes.add("waits")
             else:
-                error = sending.exception()  # none: it had sent everything, and the receiver has discarded the rest
+                # no error: the sender had sent everything, and the receiver has discarded the rest
+                error = sending.exception()
                 assert error is None or (
                     isinstance(error, ClosedError) and "rank 1 cancelled its receive" in str(error)
                 )
@@ -364,7 +365,7 @@ async def test_more_grants_than_slots_are_dropped_and_counted() -> None:
 
 
 async def test_old_stream_does_not_take_the_cancel_of_a_new_one() -> None:
-    """The receiver has had everything, granted the slot anew and given up, before the old sender has noticed."""
+    """The receiver has received everything, granted the slot again and given up, before the old sender has noticed."""
     async with worlds(2) as (a, b):
         a._streams._under_way[1, 0] = old = OutboundStream(a.services.slots, chunks_of(1), 1, 0)
         receiving = asyncio.ensure_future(b.receive_stream(torch.zeros(5), 0))

@@ -104,7 +104,7 @@ def test_tasks_that_lose_a_rank_get_no_other_tasks_group() -> None:
 
 
 def test_a_rank_is_told_of_a_loss_by_a_leader_that_has_not_come() -> None:
-    """Regression: the rank waited for the leader, which knew of the loss earlier and resumed without the lost rank."""
+    """Regression: the rank waited for the leader, which had noticed the loss earlier and had continued."""
 
     async def main(world: World) -> float:
         if world.rank == 1:
@@ -132,7 +132,7 @@ def test_member_that_dies_in_a_start_may_leave_some_a_group() -> None:
             except RankLostError:
                 group = await ad.surviving_group(group)
 
-    for number in range(1, 8):  # the last of these is in the agreement on the turn
+    for number in range(1, 8):  # the last of these messages belongs to the agreement on the turn
         faults = [Kill(rank=4, at_s=0.01), Kill(rank=0, at_message=number)]
         report = ad.simulate(main, ranks=5, seed=number, faults=faults, network=Network(loss_detection_s=0.01))
         assert report.results[1:4] == ((1, 2, 3),) * 3, number

@@ -42,7 +42,7 @@ def walk(seed: int) -> Iterator[Any]:
     stacks: list[ExitStack] = []
     modes = list(MODES)
     has_lost_casts = autocast_loses_gradients()
-    modes.remove(draw.choice(["autocast", "float16"]))  # torch's cache would mix the two dtypes up
+    modes.remove(draw.choice(["autocast", "float16"]))  # torch's cache would mix the two dtypes
     for step in range(40):
         if has_lost_casts:
             torch.clear_autocast_cache()
@@ -124,7 +124,7 @@ def test_tasks_have_their_ranks_modes_and_ranks_the_callers() -> None:
 
 
 def test_rank_without_grad_takes_no_gradients_from_a_trainer() -> None:
-    """Rank 0 evaluates, and waits for rank 1 meanwhile, which trains."""
+    """Rank 0 evaluates without gradients, and meanwhile waits for rank 1, which trains."""
 
     async def main(world: ad.World) -> float:
         weight = torch.nn.Parameter(torch.tensor(2.0))

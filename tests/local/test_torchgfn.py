@@ -24,14 +24,14 @@ def made(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def on_ranks(main: Callable[[ad.blocking.World], Any], ranks: int, *, strict: bool = True) -> list[Any]:
-    """Run on ranks in virtual time."""
+    """Run ``main`` on ranks in virtual time."""
     report = ad.simulate(ad.blocking.hosted(main), ranks=ranks, seed=1, strict=strict)
     report.value()
     return list(report.results)
 
 
 def until_averaged(policy: Any, world: ad.blocking.World, group: Any) -> tuple[nn.Module, list[bool]]:
-    """Call the policy until each rank but the first has been averaged, or often enough."""
+    """Call the policy until each rank except the first has been averaged, or the limit of calls is reached."""
     model, optimizer = made(world.rank)
     told = []
     for iteration in range(40):
@@ -213,7 +213,8 @@ def test_a_buffer_rank_scores_keeps_and_ends(diverse: bool) -> None:
         )
         metadata = torchgfn.ReplayBufferManager.get_metadata(2, backend="torch")
         if world.rank == 0:
-            torchgfn.ReplayBufferManager.send_termination_signal(2, backend="torch")  # the other one leaves without
+            # the other client leaves without a signal
+            torchgfn.ReplayBufferManager.send_termination_signal(2, backend="torch")
         return scores, metadata["held"] > 0, len(metadata["large"])
 
     reports = on_ranks(main, 3)

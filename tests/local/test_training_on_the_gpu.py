@@ -74,7 +74,7 @@ def test_mixed_precision_with_a_scaler_goes_on_after_an_average(state: str, is_c
         assert last < first
         return policy.statistics().replacement_count
 
-    with inductor.patch(compile_threads=1):  # no pool of processes, which would stay
+    with inductor.patch(compile_threads=1):  # no pool of processes, which would remain
         assert sum(ad.run_local(main, ranks=4, strict=True)) >= 1
 
 

@@ -56,10 +56,10 @@ def test_only_rank_0_of_a_trainer_pushes_to_the_hub(
     integration = importlib.import_module("asyncdist.integrations.transformers")
     monkeypatch.setattr(integration, "join", lambda: SimpleNamespace(rank=rank, size=2))
     progress = transformers.trainer.DEFAULT_PROGRESS_CALLBACK
-    monkeypatch.setattr(transformers.trainer, "DEFAULT_PROGRESS_CALLBACK", progress)  # rank 1 replaces it
+    monkeypatch.setattr(transformers.trainer, "DEFAULT_PROGRESS_CALLBACK", progress)  # rank 1 replaces the callback
     hub = Hub()
     monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub, raising=False)
-    for name in ("create_repo", "upload_folder"):  # transformers 4
+    for name in ("create_repo", "upload_folder"):  # as in transformers 4
         monkeypatch.setattr(transformers.trainer, name, getattr(hub, name), raising=False)
 
     arguments = transformers.TrainingArguments(
@@ -111,7 +111,8 @@ def integration(monkeypatch: pytest.MonkeyPatch) -> Any:
     progress = transformers.trainer.DEFAULT_PROGRESS_CALLBACK
     monkeypatch.setattr(transformers.trainer, "DEFAULT_PROGRESS_CALLBACK", progress)
     accelerate = sys.modules.get("asyncdist.integrations.accelerate")
-    if accelerate is not None:  # its import, in another test, has patched what the trainer uses: it would open a world
+    # importing accelerate, in another test, has patched the trainer's functions: they would open a world
+    if accelerate is not None:
         monkeypatch.setattr(accelerate, "_world", lambda: SimpleNamespace(rank=0, size=1))
     return importlib.import_module("asyncdist.integrations.transformers")
 

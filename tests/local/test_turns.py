@@ -48,7 +48,7 @@ def test_groups_that_tasks_ask_for_in_any_order_are_made() -> None:
 
 @pytest.mark.parametrize("leaders", [([0, 1], [1, 0]), ([1, 0], [0, 1])], ids=str)
 def test_ranks_that_wait_for_a_leader_that_has_not_come_go_on(leaders: tuple[list[int], list[int]]) -> None:
-    """Regression: each rank waited a minute for the decision of a group that the other rank leads."""
+    """Regression: each rank waited a minute for the decision on a group that the other rank leads."""
 
     async def main(world: World) -> float:
         lists = leaders if world.rank == 0 else leaders[::-1]
@@ -68,7 +68,7 @@ def test_differing_lists_are_reported_to_ranks_awaiting_a_leader() -> None:
 
 
 def test_rank_late_for_one_group_awaits_one_late_for_another() -> None:
-    """Regression: rank 1 waited for rank 2 in one group only, yet rank 2 was told that each waits."""
+    """Regression: rank 1 waited for rank 2 in one group only, but rank 2's error said that each waits for the other."""
 
     async def main(world: World) -> None:
         async def make(ranks: list[int], late: int, late_s: float) -> None:
@@ -86,7 +86,7 @@ def test_rank_late_for_one_group_awaits_one_late_for_another() -> None:
 @pytest.mark.parametrize("how", ["cancelled", "time is up"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_start_that_is_postponed_may_be_given_up_at_any_moment(rank: int, how: str) -> None:
-    """Another one of its kind is made after that, and nothing is kept of it."""
+    """Another start of its kind is made afterwards, and nothing of the abandoned one is kept."""
 
     async def main(world: World, at_s: float) -> tuple[list[str], str]:
         lists = [[0, 1, 2], [1, 0]] if world.rank == 0 else [[1, 0], [0, 1, 2]]
@@ -98,7 +98,7 @@ def test_a_start_that_is_postponed_may_be_given_up_at_any_moment(rank: int, how:
             if gives_up and how == "cancelled":
                 asyncio.get_running_loop().call_later(at_s, starts[-1].cancel)
         if world.rank == 2:
-            await world.sleep(3)  # the first one is postponed, and waits for this rank
+            await world.sleep(3)  # the first start is postponed, and waits for this rank
         found = await asyncio.gather(*starts, return_exceptions=True)
         again = await world.new_group([1, 0]) if world.rank < 2 else await world.new_group([2])
         await ad.barrier()
@@ -159,7 +159,7 @@ def test_policies_entered_in_overlapping_groups_all_start() -> None:
 def test_tasks_that_make_groups_in_turn_do_not_await_each_other() -> None:
     """Regression: a third of these runs timed out, or reported that ranks wait for each other.
 
-    A rank waited in a group that the others were to make after a second one, in which they waited for this rank.
+    A rank waited in a group that the others would make only after a second group, in which they waited for this rank.
     """
 
     def sequences(rng: random.Random) -> list[list[tuple[int, ...]]]:

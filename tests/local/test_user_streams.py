@@ -18,12 +18,12 @@ VALUES = (torch.arange(COUNT) % 251).to(torch.uint8)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes chunks so small that there are more than fit under way, and each one needs its receiver."""
+    """Make chunks so small that there are more than can be in progress at once, and that each needs its receiver."""
     monkeypatch.setattr(streams, "USER_CHUNK_NBYTES", EAGER_NBYTES + 8)
 
 
 async def grant_that_has_come(sender: World, receiver: World) -> tuple[asyncio.Task[None], asyncio.Task[torch.Tensor]]:
-    """A send that a pass has just granted, before its own next turn, and its receive."""
+    """Return a send that a pass has just granted, before its task runs again, and its receive."""
     sending = asyncio.ensure_future(sender.send_stream(VALUES, 1))
     await yields(3)
     receiving = asyncio.ensure_future(receiver.receive_stream(torch.zeros(COUNT, dtype=torch.uint8), 0))

@@ -51,7 +51,7 @@ def test_a_task_that_reads_a_channel_for_ever_is_named_once(caplog: pytest.LogCa
         give_up_at = world.time() + 100
         while not caplog.records and world.time() < give_up_at:
             await world.sleep(0.01)
-        await world.sleep(0.3)  # for a second one
+        await world.sleep(0.3)  # long enough for a second warning
         raise RuntimeError("enough")
 
     with pytest.raises(RuntimeError, match="enough"):
@@ -129,7 +129,7 @@ def test_only_a_rank_whose_tasks_all_wait_is_warned_of(
 def test_warning_shows_the_waits_of_a_collective_that_is_a_task(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """No line of the user's is in it that could be named, and its work is done by another task."""
+    """The wait contains no line of the user's code that could be named, and another task does its work."""
 
     async def main(world: ad.World) -> None:
         if world.rank == 0:
@@ -149,7 +149,7 @@ def test_warning_shows_the_waits_of_a_collective_that_is_a_task(
 def test_what_came_while_the_loop_was_blocked_is_taken_in_first(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The timer is judged right after a gap; the message that the task waits for has arrived in it."""
+    """The timer is checked right after a gap; the message that the task waits for has arrived during the gap."""
     looked = polled = 0
     poll = Engine.poll
 
@@ -178,7 +178,7 @@ def test_what_came_while_the_loop_was_blocked_is_taken_in_first(
         await asyncio.sleep(0)
         watch = Watch(world, 10.0)
         watch.begin()
-        await world.safe_point()  # it computes for 20 s
+        await world.safe_point()  # the rank computes for 20 s
         await task
         watch.end()
 
@@ -228,7 +228,7 @@ async def meets_again(world: ad.World, channel: ad.Channel[Note]) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0.1):
             await ad.barrier()
-    await ad.barrier()  # behind the one that goes on
+    await ad.barrier()  # waits behind the collective that continues
 
 
 async def meets_twice_at_once(world: ad.World, channel: ad.Channel[Note]) -> None:
@@ -413,7 +413,7 @@ def test_by_default_a_stuck_collective_is_reported_but_no_server(
 def test_the_user_of_a_job_says_how_long_a_main_may_wait(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """``asyncdist run --stall-s 0.05`` sets the variable; the program's own value has priority."""
+    """``asyncdist run --stall-s 0.05`` sets the variable; the program's own argument has priority."""
 
     async def main(world: ad.World) -> None:
         never = asyncio.Event()
@@ -423,7 +423,8 @@ def test_the_user_of_a_job_says_how_long_a_main_may_wait(
     monkeypatch.setenv("ASYNCDIST_STALL_S", "0.05")
     ad.run(main, transport="local", stall_s=math.inf)
     assert warnings(caplog) == []
-    ad.run(main, transport="local", stall_aborts=True)  # nothing that a peer would bring: a warning is all
+    # the wait is for nothing that a peer would send: there is only a warning
+    ad.run(main, transport="local", stall_aborts=True)
     (said,) = warnings(caplog)
     assert names(said, "rank 0", "0.05 s", "Event.wait") and "test_waits.py:" in said
     for wrong in ("soon", "0", "-1", "nan"):
@@ -447,7 +448,7 @@ def test_ctrl_c_shows_for_each_rank_of_a_process_its_wait() -> None:
 
 
 def test_ctrl_c_shows_no_wait_for_a_rank_about_to_continue() -> None:
-    """Regression: its line ended with "rank 0 was waiting for about to run"."""
+    """Regression: the line of Ctrl-C ended with "rank 0 was waiting for about to run"."""
 
     async def main(world: ad.World) -> None:
         if world.rank == 0:
@@ -477,7 +478,7 @@ def test_main_that_waits_forever_is_ended_if_requested() -> None:
 
 
 def test_a_stall_is_no_timeout_of_the_wait_itself() -> None:
-    """Regression: a loop over receive(timeout_s=...) caught the stall error as its own timeout, and never ended."""
+    """Regression: a loop over receive(timeout_s=...) took the stall error for its own timeout, and never ended."""
     rounds = 0
 
     async def main(world: ad.World) -> None:
@@ -510,7 +511,7 @@ def test_a_main_whose_wait_ends_goes_on(caplog: pytest.LogCaptureFixture) -> Non
 
 @pytest.mark.skipif(importlib.util.find_spec("uvloop") is None, reason="uvloop is not installed")
 def test_a_timeout_on_uvloop_wakes_its_task_once() -> None:
-    """Its timers fire a part of a millisecond early; the task waited again, some hundred times, until it was over."""
+    """Regression: timers fire a fraction of a millisecond early, so the task waited again some hundred times."""
     counts: list[int] = []
 
     async def main(world: ad.World) -> None:

@@ -61,7 +61,7 @@ def plain(world: ad.World) -> None:
 
 @pytest.mark.parametrize("way", ["run", "run_local", "simulate"])
 async def test_ranks_are_hosted_inside_a_running_loop_as_outside(way: str) -> None:
-    """Inside a running loop, as in a notebook, ranks share its context variables and torch modes, and change none."""
+    """Inside a running loop, as in a notebook, ranks have its context variables and torch modes, and change neither."""
     setting = contextvars.ContextVar("setting", default="outside")
 
     async def main(world: ad.World, number: int) -> tuple[Any, ...]:
@@ -81,7 +81,7 @@ async def test_ranks_are_hosted_inside_a_running_loop_as_outside(way: str) -> No
 
     setting.set("cell")
     with torch.no_grad():
-        is_enabled = way == "simulate"  # whose ranks begin as processes do
+        is_enabled = way == "simulate"  # simulated ranks begin like processes
         assert values(5) == [("cell", is_enabled, 5), ("cell", is_enabled, 6)]
         assert not torch.is_grad_enabled()
     assert setting.get() == "cell"
@@ -102,7 +102,7 @@ async def test_call_that_cannot_run_inside_a_loop_names_one_that_can(monkeypatch
 
 @pytest.mark.parametrize("is_blocked", [False, True])
 async def test_ctrl_c_inside_a_loop_ends_the_ranks_and_not_the_process(is_blocked: bool) -> None:
-    """The first one cancels main at its next await; a main that has none ends at the second one."""
+    """The first Ctrl-C cancels main at its next await; a main without an await ends at the second one."""
     ended = []
 
     def interrupt() -> None:
@@ -196,7 +196,7 @@ def test_an_error_of_main_comes_out_as_it_is() -> None:
 
 
 async def test_notebook_shows_no_exception_group() -> None:
-    """IPython looks for one through all contexts, and does not end the cell, or does not mark it as failed."""
+    """IPython searches all contexts for an exception group; it then does not end the cell properly."""
     first = KeyError("first")
     for raised in (ValueError("main"), StopAsyncIteration(), StopIteration(), RankLostError("other", rank=3)):
         with pytest.raises(type(raised)) as caught:
@@ -224,7 +224,7 @@ async def test_notebook_shows_no_exception_group() -> None:
 
 
 async def _hosts(main: Any, ranks: int) -> list[Any]:
-    """Return each rank's value or exception, of a hub on this loop."""
+    """Return each rank's value or exception, for ranks of one hub on this loop."""
     hub = LocalHub(ranks)
     outcomes = await asyncio.gather(*(host_rank(main, (), hub.transport(rank)) for rank in range(ranks)))
     return [outcome.error or outcome.value for outcome in outcomes]
@@ -494,7 +494,7 @@ def test_main_that_catches_its_signals_cancellation_returns() -> None:
 
 
 def test_signal_after_the_end_of_everything_stops_nothing() -> None:
-    """Between the end of the loop and that of the handlers."""
+    """The signal arrives between the end of the loop and the removal of the handlers."""
     loop = asyncio.new_event_loop()
     with Interrupts() as interrupts:
         interrupts.cancel_on_first(loop, [loop.create_task(asyncio.sleep(0))])
@@ -505,7 +505,7 @@ def test_signal_after_the_end_of_everything_stops_nothing() -> None:
 
 
 def test_an_error_that_raises_its_own_cause_again_ends_its_rank() -> None:
-    """The two errors then name each other, as cause and as context."""
+    """The two errors then refer to each other, as cause and as context."""
 
     async def main(world: ad.World) -> None:
         if world.rank == 0:

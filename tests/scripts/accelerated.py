@@ -18,7 +18,7 @@ async def main(world: ad.World) -> None:
     inner = nn.Linear(4, 1)
     data = DataLoader(TensorDataset(torch.randn(64, 4), torch.randn(64, 1)), batch_size=8)
     optimizer, loader = accelerator.prepare(torch.optim.SGD(inner.parameters(), lr=0.01), data)
-    model = accelerator.prepare_model(inner, evaluation_mode=True)  # no DDP: each rank has weights of its own
+    model = accelerator.prepare_model(inner, evaluation_mode=True)  # without DDP, so that each rank has its own weights
     replaced, go_on = 0, torch.ones(1)
     async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=4) as policy:
         while go_on.item():
@@ -28,7 +28,8 @@ async def main(world: ad.World) -> None:
                 accelerator.backward(loss)
                 optimizer.step()
                 replaced += bool(await policy.step(-loss))
-            go_on = (accelerator.gather(torch.tensor([replaced])).sum() == 0).float()  # theirs, in the midst of ours
+            # Accelerate's collective runs between asyncdist's
+            go_on = (accelerator.gather(torch.tensor([replaced])).sum() == 0).float()
     accelerator.wait_for_everyone()
     accelerator.end_training()  # destroys the default process group
     assert not torch.distributed.is_initialized()

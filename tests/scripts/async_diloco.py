@@ -29,8 +29,8 @@ class Job:
 
     Attributes:
         plan: Plan of DiLoCo with the same weights; ``dies_at`` is the step before which a rank is killed.
-        options: Options of asynchronous DiLoCo, besides those of the plan.
-        waits_for: Rank for which the others train on until it is back.
+        options: Options of asynchronous DiLoCo that the plan does not contain.
+        waits_for: Rank for whose return the other ranks wait while they train.
     """
 
     plan: Plan

@@ -1,7 +1,7 @@
 """Trains one model with DDP in the ranks' group, while a policy averages a second model in the same program.
 
-DDP's model must be that of training alone, the other one that of local SGD: both are computed with plain torch on every
-rank. The policy refuses DDP's model, and the module inside it, which DDP keeps equal on all ranks.
+DDP's model must equal that of training alone, and the other model that of local SGD; both are computed with plain torch
+on every rank. The policy refuses DDP's model and the module inside it, because DDP keeps them equal on all ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Cancels rank 1 after the leader's decision to start, which rank 1's blocked loop has not received yet.
 
-Each case is a start behind an agreement. What came of it on each rank is reported, by the case's name.
+Each case is a start that begins with an agreement. Each rank reports its outcome by the case's name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCKED_S = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Come:
-    """Rank 1 to rank 0: it waits for you."""
+    """Rank 1 to rank 0: rank 1 waits for rank 0."""
 
     case: str
 
@@ -88,7 +88,7 @@ async def cancelled_unseen(
 
 
 async def average_all(world: ad.World, channel: ad.Channel[Come]) -> list[Any]:
-    """The step that was cancelled has averaged like the other one, and so do the next ones."""
+    """The cancelled step has averaged like the step of the other rank, and so do the next steps."""
     model, optimizer = model_and_optimizer(2 * world.rank)
     async with AverageAllPolicy(model, optimizer, average_every=1) as policy:
         found: list[Any] = [await cancelled_unseen(world, channel, policy.step, "average_all")]
@@ -104,7 +104,7 @@ async def main(world: ad.World) -> dict[str, Any]:
     found: dict[str, Any] = {"average_all": await average_all(world, channel)}
     for case in CASES:
         found[case.__name__] = await cancelled_unseen(world, channel, lambda case=case: case(world), case.__name__)
-        await ad.barrier()  # both are alive, and begin the next one together
+        await ad.barrier()  # both ranks are alive, and begin the next case together
     channel.close()
     return found
 

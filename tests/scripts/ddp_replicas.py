@@ -1,9 +1,9 @@
-"""Four ranks as two replicas of two under DDP, which average; beside it, the same by hand with plain torch.
+"""Averages four ranks, as two replicas of two under DDP, and repeats the same by hand with plain torch.
 
-What is reported of each rank: its weights after each iteration as a digest, what the policy did, and whether by hand
-came to the same bits. By hand: DDP without a policy, and where the policy took an average, the weights that
-``on_event`` has shown, which with two replicas are those of the other one at an earlier iteration. Before, DDP over all
-ranks is refused.
+Each rank reports a digest of its weights after each iteration, the policy's actions, and whether the computation by
+hand gives the same bits. By hand, the rank trains with DDP and without a policy. If the policy took an average, it
+takes the weights that ``on_event`` has shown; with two replicas, these are the other replica's weights at an earlier
+iteration. Before that, DDP over all ranks is refused.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ with ad.blocking.open_world() as world:
             equal = equal and digest(by_hand) == digests[-1]
             is_over = torch.tensor(float(len(applied) >= 2))
             dist.all_reduce(is_over)
-            if is_over:  # on all ranks at the same step
+            if is_over:  # on all ranks in the same step
                 break
             world.sleep(0.002)  # ranks share cores
     report(world.rank, {"digests": digests, "applied": applied, "equal": equal, "refused": refused})

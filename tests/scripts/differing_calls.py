@@ -15,7 +15,7 @@ NOT_A_FUNCTION: Any = 5
 
 
 def pairs(world: ad.World) -> list[tuple[str, Callable[[], Awaitable[Any]], Callable[[], Awaitable[Any]]]]:
-    """What all must be told of, what rank 1 calls, what the others do."""
+    """Return, for each case, the facts that each error must contain, the call of rank 1, and the call of the others."""
     model = torch.nn.Linear(3, 3)
 
     async def only(root: int) -> None:
@@ -52,7 +52,7 @@ def pairs(world: ad.World) -> list[tuple[str, Callable[[], Awaitable[Any]], Call
 
 
 async def main(world: ad.World) -> list[str]:
-    """Of each pair, the kind of the error; "silence" where there is none, or one that does not say enough."""
+    """Return the kind of each case's error; "silence" if there is no error, or if it does not contain all facts."""
     found = []
     for words, odd, others in pairs(world):
         kind = "silence"
@@ -65,7 +65,7 @@ async def main(world: ad.World) -> list[str]:
             says = "allowed" in str(error) or "must be" in str(error)
             kind = "itself" if world.rank == 1 and says else "silence"
         found.append(kind)
-    assert await ad.compute_and_broadcast(lambda: 7) == 7  # in step
+    assert await ad.compute_and_broadcast(lambda: 7) == 7  # the ranks are in step
     return found
 
 

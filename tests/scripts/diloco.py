@@ -40,16 +40,16 @@ CALM = {
 KILLED = {
     "killed": Plan(outer="default", steps=STEPS, every=2, fragments=2, overlap_steps=1, dies_at={0: 5, 2: 10}),
 }
-#: Story of ranks that do not wait for a slow one, and the number of averages that each of them applies.
+#: Ranks that do not wait for a slow rank, and the number of averages that each of them applies.
 LATE, LATE_COUNT = "late", 3
-#: Eager outer steps, with radial means of encoded differences in the second run, and the weights at the end.
+#: Eager outer steps, with radial means of encoded differences in the second run, and the final weights.
 EAGER = {
     "eager": eager_scenarios.Plan(outer="default", steps=STEPS, every=4, fragments=2),
     "eager radial": eager_scenarios.Plan(
         outer="plain", steps=STEPS, every=4, wire="int8", merge="radial", dtype=torch.float32
     ),
 }
-#: Story of a quorum: the last rank makes no third step before the others have made 30 steps.
+#: A quorum: the last rank makes no third step before the others have made 30 steps.
 QUORUM, QUORUM_WAIT = "quorum", 30
 QUORUM_PLAN = diloco_quorum_scenarios.Plan(every=2, quorum=3, steps=(50, 50, 50, 12), fragments=2)
 #: The same for selective DiLoCo.
@@ -84,7 +84,7 @@ def record_of(plan: Plan, reports: dict[int, dict[str, Any]]) -> Record:
 
 
 async def train_beside_slow(world: ad.World) -> int:
-    """Train with ``late="skip"`` beside the last rank, whose steps are long, until some averages were applied.
+    """Train with ``late="skip"`` and a last rank whose steps are long, until some averages were applied.
 
     Returns:
         The number of this rank's steps.
@@ -102,7 +102,7 @@ async def train_beside_slow(world: ad.World) -> int:
 
 
 async def train_with_quorum(world: ad.World) -> dict[str, Any]:
-    """Train with a quorum, without which no rank but the last one would make 30 steps; return this rank's log."""
+    """Train with a quorum, and return this rank's log. Without the quorum, only the last rank would make 30 steps."""
     logs, is_late = {world.rank: diloco_quorum_scenarios.Log()}, world.rank == world.size - 1
     others: list[asyncio.Task[None]] = []
 
@@ -118,7 +118,7 @@ async def train_with_quorum(world: ad.World) -> dict[str, Any]:
 
 
 def _compute(seconds: float) -> None:
-    """Take the time of a training step, in which nothing is awaited."""
+    """Block for the time of a training step."""
     time.sleep(seconds)
 
 
@@ -139,7 +139,7 @@ async def main(world: ad.World, job: str) -> None:
 
 
 def without_loop() -> None:
-    """Train in blocking code, which reports the weights at the end."""
+    """Train in blocking code, and report the weights at the end."""
     with ad.blocking.open_world() as world:
         plan, model, record = BLOCKING, Layers(), Record()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

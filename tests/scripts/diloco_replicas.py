@@ -81,7 +81,7 @@ class Oracle:
         self.outer = OUTER(self.anchor)
 
     def step(self, step: int, donors: tuple[int, ...]) -> None:
-        """Make one step of all replicas; ``donors`` are those whose difference counts."""
+        """Make one step of all replicas; ``donors`` are the replicas whose difference counts."""
         for number, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
             ranks = [SIZE * number + place for place in range(SIZE)]
             train_step(model, optimizer, *(rows(rank, step, self.second) for rank in ranks))
@@ -101,7 +101,7 @@ def error(model: nn.Module, oracle: Oracle, replica: int) -> float:
 
 
 def anchor_error(model: nn.Module, oracle: Oracle, averaging: Any) -> float:
-    """Return the largest difference of the policy's anchor, in the model for a while, from the oracle's."""
+    """Return the largest difference between the policy's anchor, put into the model for a while, and the oracle's."""
     own = [each.clone() for each in whole(model)]
     with averaging.anchor_weights():
         model(rows(0, 0)[0])  # under fully_shard this gathers the parameters
@@ -170,7 +170,7 @@ def survive(world: ad.World, model: nn.Module, killed: int, kind: str) -> dict[s
 with ad.blocking.open_world() as world:
     torch.set_num_threads(1)
     port = int(ad.blocking.all_gather(torch.tensor(local_host.find_free_port(), device="cpu"))[0])
-    if "MASTER_PORT" not in os.environ:  # no launcher of torch
+    if "MASTER_PORT" not in os.environ:  # the ranks were not started by a launcher of torch
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=world.rank, world_size=world.size)
     replica = world.rank // SIZE
@@ -178,7 +178,7 @@ with ad.blocking.open_world() as world:
     wrapped = DistributedDataParallel(new_model(), process_group=groups[replica])
     if "killed" in sys.argv:
         report(world.rank, {"killed": survive(world, wrapped, int(sys.argv[-2]), sys.argv[-1])})
-        os._exit(0)  # torch's groups wait for the killed rank when they end
+        os._exit(0)  # at their end, torch's groups would wait for the killed rank
     found = {"ddp": train(world, wrapped, "diloco")}
     for kind in ("async ddp", "selective ddp"):
         copy = DistributedDataParallel(new_model(), process_group=groups[replica])

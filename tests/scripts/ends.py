@@ -1,6 +1,6 @@
-"""Ways in which a job can end; ``test_ends.py`` runs them: ``ends.py FOLDER WAY``.
+"""Contains ways in which a job can end; ``test_ends.py`` runs them: ``ends.py FOLDER WAY``.
 
-A rank says that it has come to the interesting place by FOLDER/ready.RANK.
+A rank creates FOLDER/ready.RANK when it has reached the point at which the test acts.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from protocols import AsyncSelectiveAveragingPolicy
 
 faulthandler.enable()
 FOLDER = Path(sys.argv[1])
-#: Longer than any test waits: a rank that is still here then has not been ended.
+#: Longer than any test waits: a rank that still runs then was not ended.
 FOR_EVER_S = 300.0
-#: Ways that call :func:`asyncdist.run` themselves, if they do.
+#: Ways that call :func:`asyncdist.run` themselves, if they call it.
 STARTS = (
     "before_run",
     "alone_in_the_handshake",
@@ -39,7 +39,7 @@ LAUNCHED_AS = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_
 
 
 def ready(rank: int) -> None:
-    maps = Path("/proc/self/maps")  # shows the memory that MPI shares with other ranks
+    maps = Path("/proc/self/maps")  # lists the memory that MPI shares with other ranks
     lines = maps.read_text().splitlines() if maps.exists() else []
     names = {line.split(maxsplit=5)[5] for line in lines if " /dev/shm/" in line and "(deleted)" not in line}
     (FOLDER / f"memory.{rank}").write_text("\n".join(sorted(names)))
@@ -67,7 +67,7 @@ def block_until_all_are_ready(size: int) -> None:
 def make_policy(model: nn.Module, **options: Any) -> AsyncSelectiveAveragingPolicy:
     optimizer: Any = SimpleNamespace(
         param_groups=[{"params": [*model.parameters()]}], state={}
-    )  # torch's takes seconds
+    )  # torch's own termination takes seconds
     return AsyncSelectiveAveragingPolicy(model, optimizer, average_every=2, grace_s=0.01, **options)
 
 
@@ -145,14 +145,17 @@ async def raises_before_a_policy_of_others(world: ad.World) -> None:
 
 
 async def average_without_end(world: ad.World, strike: Callable[[], None]) -> None:
-    """64 MiB after 64 MiB. Rank 2 leaves in the midst of one, then ``strike`` is called on rank 1 in another."""
+    """Average 64 MiB again and again.
+
+    Rank 2 leaves during one average, and ``strike`` is called on rank 1 in another one.
+    """
     model = nn.Linear(4096, 4096)
     averaging = asyncio.ensure_future(ad.average_models(model))
     await world.safe_point()
     if world.rank == 2:
         averaging.cancel()
         return
-    await averaging  # who leaves does its part first
+    await averaging  # a rank that leaves does its part first
     try:
         await ad.average_models(model)
     except ad.ClosedError as error:
@@ -209,7 +212,7 @@ async def streams(world: ad.World) -> None:
 
 
 async def policy_streams(world: ad.World) -> None:
-    """A replacer that is granted 64 MiB and a donor that sends them, round after round."""
+    """Stream 64 MiB from a donor to a replacer, round after round."""
 
     async def at(step: int) -> None:
         if step == 10:
@@ -219,7 +222,7 @@ async def policy_streams(world: ad.World) -> None:
 
 
 async def policy_start(world: ad.World) -> None:
-    """Rank 0 never makes the policy that the others wait for."""
+    """Rank 0 never creates the policy that the others wait for."""
     ready(world.rank)
     if world.rank == 0:
         await asyncio.sleep(FOR_EVER_S)
@@ -273,7 +276,7 @@ async def background_task_fails(world: ad.World) -> None:
 
 
 async def shards_fail(world: ad.World, *, behind: bool) -> None:
-    """In a population's function: the last rank itself, or a task of it while that function waits."""
+    """Fail in a population's function: in the last rank itself, or in one of its tasks while that function waits."""
     mesh = await ad.new_mesh({"POP": world.size})
 
     async def fail() -> None:
@@ -299,7 +302,7 @@ async def shards_fail_behind_it(world: ad.World) -> None:
 
 
 async def returns_early(world: ad.World) -> int:
-    """Rank 2 leaves at once; 0 is replaced by 1 for as long as it takes to see it happen three times."""
+    """Rank 2 leaves at once. Rank 0 is replaced with rank 1's weights until it has seen this three times."""
     model = nn.Linear(4, 4)
     replaced = 0
     async with make_policy(model) as policy:
@@ -336,7 +339,7 @@ def alone_in_the_handshake() -> None:
 
 
 def late_to_the_handshake() -> None:
-    """Rank 0 arrives when the test says so."""
+    """Rank 0 arrives when the test lets it."""
     ready(LAUNCHED_AS)
     while LAUNCHED_AS == 0 and not (FOLDER / "go").exists():
         time.sleep(0.05)
@@ -344,7 +347,7 @@ def late_to_the_handshake() -> None:
 
 
 def held_in_the_handshake() -> None:
-    """MPI has started everywhere; rank 0 does not take part in the handshake."""
+    """MPI has started on all ranks; rank 0 does not take part in the handshake."""
     original = handshake.meet_all
 
     async def hold(*arguments: Any) -> Any:
@@ -358,7 +361,7 @@ def held_in_the_handshake() -> None:
 
 
 def of_another_version() -> None:
-    """Rank 1 believes that it is."""
+    """Rank 1 reports another version of asyncdist."""
     if LAUNCHED_AS == 1:
         handshake.__version__ = "9.9.9"
     ad.run(quiet_main)

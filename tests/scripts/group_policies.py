@@ -27,7 +27,7 @@ def weight(model: torch.nn.Module) -> float:
 
 
 async def until_all_have(goal: float, policy: SpawnPolicy, world: ad.World, group: ad.Group) -> None:
-    """Step until the weights of all members are ``goal``, those of the better one: who has it serves the others."""
+    """Step until the weights of all members are ``goal``; a rank that has these weights helps the others."""
     while weight(policy.model) != goal:
         await policy.step(float(world.rank))
     arrived = world.spawn(ad.barrier(group=group))
@@ -64,7 +64,7 @@ async def main(world: ad.World) -> dict[str, float]:
 
 
 def check(results: Any) -> None:
-    """Groups are ranks 0, 1 and 2, 3 with weights 1, 2 and 4, 8; rank 4 buffers."""
+    """The groups are ranks 0, 1 and ranks 2, 3, with weights 1, 2 and 4, 8; rank 4 serves a buffer."""
     for rank in range(4):
         mean, best = (1.5, 2.0) if rank < 2 else (6.0, 8.0)
         assert results[rank] == {"all": mean, "selective": best, "one-sided": best}, rank

@@ -1,6 +1,6 @@
 """Jobs of three ranks that hang for different reasons: ``hangs.py NAME``. ``test_hangs.py`` reads their reports.
 
-Lines that are to be named end with a comment, ``# NAME RANK``.
+Lines that the report should name end with a comment, ``# NAME RANK``.
 """
 
 from __future__ import annotations

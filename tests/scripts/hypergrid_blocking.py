@@ -1,10 +1,10 @@
-"""A training of the shape of torchgfn's own distributed script: it blocks, knows no world, and imports its parts here.
+"""A training like torchgfn's own distributed script: it blocks, does not use a world, and imports its parts here.
 
     hypergrid_blocking.py [--lib torch|mpi] [--policy selective|all] [--buffers N] [--iterations N]
 
-It makes the same calls in the same order: roles; a buffer rank that serves; a model of its own seed on each rank; a
-replay buffer with a remote rank; barriers and a policy in each iteration; metadata; ``shutdown``; the statistics;
-termination signals; ``cleanup``. Each rank reports its averages, and what the buffer has answered.
+It makes the same calls in the same order: roles; a buffer rank that serves; a model with each rank's own seed; a replay
+buffer with a remote rank; barriers and a policy in each iteration; metadata; ``shutdown``; the statistics; termination
+signals; ``cleanup``. Each rank reports its averages and the buffer's answers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gfn.gym import HyperGrid
 from gfn.preprocessors import KHotPreprocessor
 from gfn.utils.common import set_seed
 from gfn.utils.modules import MLP
-from mpi4py import MPI  # which that script imports, too: it initialises MPI before asyncdist does
+from mpi4py import MPI  # torchgfn's script imports MPI, too, and thereby initialises it before asyncdist does
 from support.mpi import report
 
 from asyncdist.integrations.torchgfn import (
@@ -40,7 +40,7 @@ EVERY = 5
 
 
 class Manager(ReplayBufferManager):
-    """Scores a container by the modes that it brings."""
+    """Scores a container by the modes that it contains."""
 
     def __init__(self, env: HyperGrid, rank: int, num_training_ranks: int) -> None:
         super().__init__(env, rank, num_training_ranks, scoring_function=self.scoring_function, capacity=64)
@@ -137,7 +137,7 @@ def main(args: argparse.Namespace) -> None:
         ReplayBufferManager.send_termination_signal(context.assigned_buffer)
     barrier(group=context.train_global_group)
     context.cleanup()
-    if not MPI.Is_finalized():  # torchgfn's own cleanup ends MPI; ranks of a simulation share it
+    if not MPI.Is_finalized():  # torchgfn's own cleanup ends MPI; simulated ranks share MPI
         MPI.Finalize()
 
 

@@ -1,9 +1,9 @@
-"""A training in each library for training; weights stand still, so that what an average has made of them can be told.
+"""Trains with each training library; weights change only by averages, so that the effect of an average can be checked.
 
     integrations.py LIBRARY FOLDER
 
-Rank r begins with weights r, and its loss is r, so the last rank is the worst and takes the mean of the others. They
-train until it has told them so. Each rank reports its weights, and what the library has seen of the job.
+Rank r begins with weights r, and its loss is r, so the last rank is the worst and takes the mean of the others. The
+ranks train until the last rank has announced this. Each rank reports its weights, and how the library sees the job.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ OPTIONS: dict[str, Any] = {"replacement_ratio": 0.34, "quorum": 1.0, "grace_s": 
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """To everybody: the sender has its new weights."""
+    """Message to all ranks: the sender has its new weights."""
 
 
 class Model(nn.Module):
-    """Its loss is its rank."""
+    """A model whose loss is its rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Model(nn.Module):
         return {"loss": 0.0 * (self.weight * inputs).sum() + self.rank, "logits": inputs}
 
     def is_over(self, info: Any) -> bool:
-        """Whether the last rank has taken an average, told by what this rank's policy did, or by that one."""
+        """Return whether the last rank has taken an average, by this rank's policy or by a message."""
         world = ad.blocking.current_world()
         if info:
             assert (world.rank, info.donors) == (world.size - 1, tuple(range(world.size - 1)))
@@ -57,7 +57,7 @@ class Model(nn.Module):
         return world.size == 1 or self.replaced.receive_nowait() is not None
 
     def end(self, **seen: Any) -> None:
-        """Report the weights, and what was seen."""
+        """Report the weights, and how the library sees the job."""
         report(self.rank, {"weights": self.weight.tolist(), **seen})
 
 
@@ -87,7 +87,7 @@ def accelerate(folder: Path) -> None:
 
     naming = ProjectConfiguration(automatic_checkpoint_naming=True, logging_dir=str(folder / "logs"))
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, project_dir=folder, project_config=naming)
-    again = Accelerator(project_config=naming)  # another one, of the same configuration
+    again = Accelerator(project_config=naming)  # a second one with the same configuration
     assert again.project_dir == accelerator.project_dir and Accelerator().project_dir is None
     inner = Model()
     model, optimizer, data = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.0), loader())
@@ -162,7 +162,7 @@ def transformers(folder: Path) -> None:
             if not control.should_training_stop and model.is_over(averaging.last_info):
                 control.should_training_stop = True
 
-    class Reporter(TrainerCallback):  # stands before the callback, as the trainer's own ones do
+    class Reporter(TrainerCallback):  # stands before the callback, like the trainer's own callbacks
         logging_dir = str(folder / "board")  # as that of TensorBoard, with TENSORBOARD_LOGGING_DIR
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
@@ -199,7 +199,8 @@ def transformers(folder: Path) -> None:
         trainer.train()
     except ZeroDivisionError:
         assert averaging.policy is None, "it is left when the training raises"
-    Trainer(model, arguments, callbacks=[SelectiveAveraging(EVERY, **OPTIONS)])  # another one, of the same arguments
+    # a second trainer with the same arguments
+    Trainer(model, arguments, callbacks=[SelectiveAveraging(EVERY, **OPTIONS)])
     arguments._n_gpu = 2
     try:
         Trainer(model, arguments, callbacks=[SelectiveAveraging(EVERY, **OPTIONS)])

@@ -11,12 +11,12 @@ import asyncdist as ad
 from protocols import AsyncSelectiveAveragingPolicy
 
 RANKS = 4
-#: Weights that no sum rounds, nor a mean of two.
+#: Weights that neither a sum nor a mean of two rounds.
 START = (1.0, 3.0, 5.0, 9.0)
 
 
 async def main(world: ad.World) -> dict[str, Any]:
-    """Step until the best weights are everywhere, and say by which ways they came."""
+    """Step until all ranks have the best weights, and return the ways by which these arrived."""
     model = torch.nn.Linear(3, 5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -44,7 +44,8 @@ async def main(world: ad.World) -> dict[str, Any]:
             if info:
                 donors.update(info.donors)
                 migrants.update(info.migrants)
-            if arrived is None and value() == START[-1]:  # who has it serves the others until all do
+            # a rank that has them continues to serve the others until all have them
+            if arrived is None and value() == START[-1]:
                 arrived = world.spawn(ad.barrier())
     statistics = policy.statistics()
     return {
@@ -62,7 +63,7 @@ def check(results: Any) -> None:
     for rank in range(RANKS):
         found = results[rank]
         assert (found["value"], found["island"]) == (9.0, rank // 2), found
-        assert found["coordinator"] // 2 == rank // 2, found  # a busy one may have handed over
+        assert found["coordinator"] // 2 == rank // 2, found  # a busy coordinator may have handed over
         assert set(found["migrants"]) <= ({2, 3} if rank < 2 else {0, 1})
     assert set(results[0]["migrants"]) | set(results[1]["migrants"])
     assert results[2]["migration_count"] + results[3]["migration_count"] >= 1

@@ -2,8 +2,8 @@
 
     python joins.py FOLDER
 
-Each process says in FOLDER, once it is in the policy, who it is; the file's name is its rank and incarnation. It trains
-until FOLDER/enough exists, and reports.
+Each process writes its identity to FOLDER once it is in the policy; the file's name is its rank and incarnation. It
+trains until FOLDER/enough exists, and then reports.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from protocols import AsyncSelectiveAveragingPolicy, PolicyEvent, SnapshotTaken
 async def main(world: ad.World) -> None:
     folder = Path(sys.argv[1])
     absent = sorted(world.services.gone)
-    torch.manual_seed(0)  # a warning tells of ranks that begin with different weights
+    torch.manual_seed(0)  # otherwise a warning would report different first weights
     model = nn.Linear(64, 64)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     rows = torch.randn(1, 64, generator=torch.Generator().manual_seed(world.rank))

@@ -2,8 +2,8 @@
 
     python killed_members.py JOBS SEED
 
-As a program it runs so many jobs of four ranks, in each of which one to three ranks are killed, some of them together,
-and says what the others have seen; under a launcher it is a rank. All that is drawn follows from the seed.
+As a program it runs JOBS jobs of four ranks. In each job, one to three ranks are killed, some of them together, and it
+prints the observations of the others. Under a launcher it is a rank. The seed determines all random choices.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ if __name__ == "__main__" and "ASYNCDIST_TEST_REPORTS" not in os.environ:
 from support.mpi import Result, report, run_ranks
 
 RANKS = 4
-#: Seconds from the moment at which all ranks train: those of the kills, and to the end of training.
+#: Seconds after the moment at which all ranks train: until the kills, and until the end of training.
 KILLS_S = (0.1, 2.0)
 TRAINING_S = 3.5
-#: What those that live may take: from the kill to the news, beyond their longest step, and for one step.
+#: Limits in seconds for the surviving ranks: from a kill to its notice, in addition to their longest step, and for one
+#: step.
 DETECTION_S = 2.0
 STEP_S = 1.0
 
 
 def plan(seed: int) -> dict[int, float]:
-    """The moments of the kills, by rank."""
+    """Return the moments of the kills, by rank."""
     draws = random.Random(seed)
     victims = draws.sample(range(RANKS), draws.choice((1, 1, 1, 2, 3)))
     moment = draws.uniform(*KILLS_S)
@@ -44,7 +45,7 @@ def plan(seed: int) -> dict[int, float]:
 
 @dataclass
 class Kills:
-    """Kills ranks from outside when all of them train; ``at`` says when, on the clock that they share."""
+    """Kills ranks from outside when all of them train; ``at`` gives the moments, on the clock that they share."""
 
     folder: Path
     plan: dict[int, float]

@@ -1,8 +1,8 @@
-"""Kills a process again and again while it saves, and loads each time the checkpoint that is left.
+"""Kills a process again and again while it saves, and each time loads the checkpoint that is left.
 
     python killed_saves.py TIMES SEED
 
-What the process is in is seen while it is stopped, so that no kill comes too late on a machine that is slow.
+The process is stopped in order to see whether it is in a save, so that no kill is too late on a slow machine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def load(world: ad.World, folder: Path) -> int:
 
 
 def kill_in_a_save(child: int, folder: Path, rng: random.Random) -> None:
-    """Kill the child when it has finished one save or more, a drawn time after it has begun one that it is still in."""
+    """Kill the child after it has finished one or more saves, at a random time during a later save."""
     before, wanted = set(folder.glob("*/manifest.json")), rng.randint(1, 2)  # every other save is an asynchronous one
     while len(set(folder.glob("*/manifest.json")) - before) < wanted:
         time.sleep(0.001)
@@ -64,13 +64,13 @@ def kill_in_a_save(child: int, folder: Path, rng: random.Random) -> None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether the newest save is finished."""
+    """Return whether the newest save is complete."""
     return (max(folder.iterdir()) / "manifest.json").exists()
 
 
 def main(times: int, seed: int) -> None:
     rng = random.Random(seed)
-    torch.set_num_threads(1)  # a forked child has none of its parent's threads, and would wait for them
+    torch.set_num_threads(1)  # a forked child does not have its parent's threads, and would wait for them
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for _ in range(times):

@@ -2,9 +2,9 @@
 
     python killed_starts.py JOBS SEED [opening | handshake]
 
-The moment is drawn from the launch on, or, with ``opening``, from the moment on at which the rank opens its world, or
-with ``handshake``, at which it has its communicators. As a program it runs so many jobs of four ranks and says how each
-ended; under a launcher it is a rank. All that is drawn follows from the seed.
+The moment is counted from the launch. With ``opening`` it is counted from the moment at which the rank opens its world,
+and with ``handshake`` from the moment at which it has its communicators. As a program it runs JOBS jobs of four ranks
+and prints how each ended; under a launcher it is a rank. The seed determines all random choices.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from pathlib import Path
 from typing import Any, Final
 
 RANKS: Final = 4
-#: Seconds to the kill.
+#: Largest number of seconds to the kill.
 KILLS_S: Final = {"launch": (0.0, 8.0), "opening": (0.0, 1.0), "handshake": (1e-6, 0.03)}
 TRAINING_S: Final = 2.0
 #: Seconds after the kill: a job that runs longer hangs.
 HANGS_S: Final = 60.0
 FOLDER_VARIABLE: Final = "ASYNCDIST_TEST_FOLDER"
-#: Which rank ends itself in the handshake, and after how many seconds.
+#: Rank that ends itself in the handshake, and the number of seconds until then.
 END_VARIABLE: Final = "ASYNCDIST_TEST_END"
 
 
 def say(rank: int, stage: str) -> None:
-    """In a rank: say how far it has come, where anybody wants to know."""
+    """On a rank: record its progress, if the caller wants to know it."""
     if FOLDER_VARIABLE not in os.environ:
         return
     with Path(os.environ[FOLDER_VARIABLE], f"{rank}.stage").open("a") as file:
@@ -42,7 +42,7 @@ def say(rank: int, stage: str) -> None:
 
 
 def be_rank() -> None:
-    """Import, open the world, start a policy, train."""
+    """Act as a rank: import, open the world, start a policy, and train."""
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     say(rank, "imports")
     import torch
@@ -79,7 +79,7 @@ def be_rank() -> None:
     def shake_hands(transport: mpi_survival.SurvivingMpiTransport, *args: Any) -> None:
         init(transport, *args)
         if rank == victim:
-            signal.setitimer(signal.ITIMER_REAL, moment)  # whose signal ends the process
+            signal.setitimer(signal.ITIMER_REAL, moment)  # the signal of this timer ends the process
         say(rank, "shakes hands")
 
     mpi_survival.SurvivingMpiTransport._check_world = begin  # type: ignore[method-assign]
@@ -104,7 +104,7 @@ def stage_of(folder: str, rank: int) -> str:
 
 
 def processes_of(folder: str) -> dict[int, tuple[int, list[str]]]:
-    """Return rank and command line of each process of the job that has such a folder; -1 for those of no rank."""
+    """Return rank and command line of each process of the job with this folder; -1 for processes that are not ranks."""
     found = {}
     mark = f"{FOLDER_VARIABLE}={folder}".encode()
     for entry in filter(str.isdecimal, os.listdir("/proc")):
@@ -120,7 +120,7 @@ def processes_of(folder: str) -> dict[int, tuple[int, list[str]]]:
 
 
 def kill(folder: str, rank: int, launcher: subprocess.Popen[bytes]) -> str | None:
-    """Kill the process of a rank, as soon as there is one; return how far it had come, None if the job ended before."""
+    """Kill the process of a rank as soon as it exists; return the rank's progress, or None if the job ended before."""
     while launcher.poll() is None:
         for pid, (of, words) in processes_of(folder).items():
             if of == rank and "guardians.py" not in " ".join(words):
@@ -130,7 +130,7 @@ def kill(folder: str, rank: int, launcher: subprocess.Popen[bytes]) -> str | Non
 
 
 def until_it_has_ended(folder: str, rank: int, launcher: subprocess.Popen[bytes]) -> str | None:
-    """Return how far a rank had come when it ended itself; None if it came to the end."""
+    """Return the progress of a rank when it ended itself; None if it completed."""
     while launcher.poll() is None:
         of_rank = any(
             of == rank and "guardians.py" not in " ".join(words) for of, words in processes_of(folder).values()
@@ -189,7 +189,7 @@ def run(seed: int, since: str) -> dict[str, Any]:
 
 
 def verdict(seen: dict[str, Any]) -> str:
-    """Return in a word how a job has ended."""
+    """Return in one word how a job has ended."""
     if seen["code"] is None:
         return "HANGS"
     if seen["left"]:
@@ -197,7 +197,8 @@ def verdict(seen: dict[str, Any]) -> str:
     if seen["code"] == 0:
         expected = [rank for rank in range(RANKS) if rank != seen["rank"] or seen["stage"] is None]
         return "survived" if set(expected) <= set(seen["survivors"]) else "LOST RANKS"
-    ours = [line for line in seen["said"] if line and not line.startswith("Abort is in progress")]  # mpirun's own
+    # mpirun's own message
+    ours = [line for line in seen["said"] if line and not line.startswith("Abort is in progress")]
     return "ended" if len(ours) == 1 and seen["ended_s"] < 10 else "ENDED BADLY"
 
 

@@ -1,7 +1,7 @@
 """A consumer returns while its producers send: none hangs, and each gets an error. Runs in four worlds.
 
-Rank 0 receives a single message and returns with a full mailbox. Rank 1 sends to it in every way, also on a tag that
-rank 0 has never opened. Rank 2 returns first, with messages under way. ``test_left_members.py`` starts it.
+Rank 0 receives a single message and returns with a full mailbox. Rank 1 sends to it in every way, even on a tag that
+rank 0 has never opened. Rank 2 returns first, with messages in transit. ``test_left_members.py`` starts this program.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ TOLD = ["ClosedError"] * 3
 
 
 def check(results: Any, ends: str) -> None:
-    """Producers are told, nothing of theirs is under way at the end, and the consumer says what it has not read."""
+    """Check that producers get errors, that no message is left in progress, and that the consumer reports unread ones."""
     assert list(results) == [[], TOLD, []]
     assert "request" not in ends
     unread = r"rank 0 .*\b\d+ .*Blob, tag 100; \d+ .*Blob, tag 101"

@@ -1,7 +1,8 @@
 """A member returns, and the others call collectives that need it: each call raises ClosedError that names it.
 
-One file for the four worlds; ``test_left_members.py`` starts it. Given ``waiting``, the others are in the collective
-before the leaver goes; given ``cancelled``, they have given each up by then, and nothing of it is left over at the end.
+The same file runs in four worlds; ``test_left_members.py`` starts it. With ``waiting``, the others are in the
+collective before the leaver leaves. With ``cancelled``, they have abandoned each collective by then, and nothing of it
+is left over at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ LEAVER = 0
 
 
 def calls(world: ad.World, group: ad.Group) -> dict[str, Callable[[], Awaitable[Any]]]:
-    """By name; the leaver is a root where there is one, and of 2 MiB where pieces of a reduction matter."""
+    """Return the calls by name.
+
+    The leaver is the root if there is one; reductions have 2 MiB if their pieces matter.
+    """
     model = torch.nn.Linear(3, 3)
     small, large = torch.ones(3), torch.ones(1 << 19)
     return {
@@ -42,12 +46,12 @@ def calls(world: ad.World, group: ad.Group) -> dict[str, Callable[[], Awaitable[
 
 
 async def cancel(calls: dict[str, Callable[[], Awaitable[Any]]]) -> None:
-    """Call each of them, and give it up when it waits for the leaver."""
+    """Call each collective, and cancel the call when it waits for the leaver."""
     for call in calls.values():
         task = asyncio.ensure_future(call())
         for _ in range(10):
             await asyncio.sleep(0)
-        task.cancel()  # a small gather may have left its member already
+        task.cancel()  # a small gather may already be complete on its member
         await asyncio.wait([task])
 
 
@@ -58,7 +62,7 @@ async def main(world: ad.World, way: str) -> dict[str, str]:
     groups = {name: await ad.new_group(range(world.size)) for name in names}
     others = await ad.new_group(range(1, world.size)) if world.rank != LEAVER else None
     flag = torch.full((1,), 7.0)
-    for group in groups.values():  # one that the leaver has taken part in completes, in any order of entry
+    for group in groups.values():  # a collective in which the leaver has taken part completes, in any order of entry
         await ad.broadcast(flag, LEAVER, group=group)
     tasks = {name: calls(world, groups[name])[name] for name in names}
     if way == "cancelled":

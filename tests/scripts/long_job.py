@@ -2,10 +2,10 @@
 
     python long_job.py MINUTES SEED
 
-As a program it starts ``asyncdist run --transport torch --restarts N``, stalls and kills ranks from outside at moments
-that follow from the seed, some of them together and some while they come back, and prints a line now and then; under
-the launcher it is a rank. One rank, drawn too, is stalled but never killed: its memory shows whether what is kept of
-all those that came and went stays bounded.
+As a program it starts ``asyncdist run --transport torch --restarts N``. From outside, it stalls and kills ranks at
+moments that follow from the seed, some of them together and some while they join again, and prints a line now and then.
+Under the launcher it is a rank. One random rank is stalled but never killed: its memory shows whether the memory for
+all ranks that were lost and joined stays bounded.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if __name__ == "__main__" and "ASYNCDIST_INCARNATION" not in os.environ:
 
 RANKS: Final = 4
 RESTARTS: Final = 100_000
-#: Seconds from one fault to the next one, and of a stall.
+#: Seconds between two faults, and of a stall.
 PAUSE_S: Final = (1.0, 12.0)
 STALL_S: Final = (0.2, 3.0)
-#: What a newcomer may take to be admitted, with all that it imports, on a machine that does other things besides.
+#: Seconds within which a newcomer must be admitted, imports included, on a machine that also runs other programs.
 ADMISSION_S: Final = 90.0
-#: Between two lines.
+#: Seconds between two printed lines.
 PERIOD_S: Final = 15.0
-#: By how much the memory of the spared rank in the last quarter may be above that of the third.
+#: Largest growth of the spared rank's memory in the last quarter, relative to the third quarter.
 GROWTH_MAX_NBYTES: Final = 8 << 20
 
 
@@ -62,11 +62,11 @@ class Job:
     killed: set[int] = field(default_factory=set)
 
     def pids(self) -> dict[int, int]:
-        """The newest process of each rank that lives, whether it has been admitted or not."""
+        """Return the newest process of each living rank, whether it has been admitted or not."""
         return {rank: pid for rank, (_, pid) in self._newest().items() if pid not in self.killed}
 
     def notes(self) -> dict[int, dict[str, Any]]:
-        """The last lines of those that have been admitted."""
+        """Return the last lines of the admitted processes."""
         found = {}
         for rank, (incarnation, pid) in self._newest().items():
             notes = self.folder / f"{rank}.{incarnation}.notes"
@@ -76,7 +76,7 @@ class Job:
         return found
 
     def _newest(self) -> dict[int, tuple[int, int]]:
-        """The incarnation and the pid of each rank's newest process."""
+        """Return the incarnation and the pid of each rank's newest process."""
         newest: dict[int, tuple[int, int]] = {}
         for place in self.folder.glob("*.pid"):
             rank, incarnation, _ = place.name.split(".")
@@ -94,7 +94,7 @@ class Job:
             return
         admitted = self.notes().keys()
         victims = [rank for rank in sorted(pids) if rank != self.spared]
-        if len(admitted) < 3:  # at least two members always run, so that rounds take place
+        if len(admitted) < 3:  # at least two members run at any time, so that rounds take place
             victims = [rank for rank in victims if rank not in admitted and self.draws.random() < 0.3]
         count = min(len(victims), 2 if len(admitted) == RANKS and self.draws.random() < 0.3 else 1)
         for rank in self.draws.sample(victims, count):
@@ -107,7 +107,7 @@ class Job:
 
 @contextmanager
 def _signal(pid: int, number: int) -> Iterator[None]:
-    """Send a signal to a process, and let it go on afterwards; it may have ended by itself."""
+    """Send a signal to a process, and continue it afterwards; the process may have ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
     yield

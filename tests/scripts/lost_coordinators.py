@@ -18,7 +18,7 @@ from torch import nn
 import asyncdist as ad
 from protocols import AsyncSelectiveAveragingPolicy
 
-#: A rank is killed when it has been named in this round; the others end after the last of these.
+#: A rank is killed when it has been assigned a role in this round; the others end after the last of these rounds.
 KILLED_AFTER = {0: 8, 1: 16}
 LAST_ROUND = 24
 

@@ -1,6 +1,6 @@
 """Rank 0 is killed: the others' calls and waits that need it raise RankLostError that names it.
 
-Selective averaging on all ranks starts without it, as the groups of those who live do.
+Selective averaging on all ranks starts without the lost rank, as do groups of the living ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ async def enter(policy: Any) -> None:
 
 
 async def average(world: ad.World) -> None:
-    """Start selective averaging on all ranks, of which some are lost, and go on until the others have averaged."""
+    """Start selective averaging on all ranks, of which some are lost, and continue until the others have averaged."""
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -39,7 +39,7 @@ async def average(world: ad.World) -> None:
 
 
 def calls(world: ad.World, copy_of_all: ad.Group) -> dict[str, Callable[[], Awaitable[Any]]]:
-    """What needs all ranks, by name."""
+    """Return the calls that need all ranks, by name."""
     model = nn.Linear(1, 1)
     of_model: Any = (model, torch.optim.SGD(model.parameters(), lr=0.1))
     return {

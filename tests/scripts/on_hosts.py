@@ -2,7 +2,7 @@
 
     on_hosts.py [CASE...]
 
-Without names all cases of the helpers run.
+Without names, all cases of the helpers run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Shared by the tests of the one-sided policy: a record of published and applied snapshots, and its check.
 
-Used on the local transport, in simulations and, from what ranks report, under mpirun. Averages are recomputed with
-numpy from the snapshots that the donors told ``on_event``, each found by its donor and its version.
+Used on the local transport, in simulations and, from the ranks' reports, under mpirun. Averages are recomputed with
+numpy from the snapshots that ``on_event`` received from the donors, found by donor and version.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Applied:
 
 @dataclass(slots=True)
 class Ledger:
-    """Everything that the ranks of one policy told.
+    """Everything that the ranks of one policy reported.
 
     Attributes:
-        snapshots: flat state by (donor, version).
-        applied: in order.
-        before: by rank, its state before the step that it is in.
-        stepping: ranks inside ``step``.
-        told: by rank, the metrics that it gave to ``step``, the newest last; for :meth:`verify_weights`.
-        metrics: of each snapshot, the one that was told with it.
+        snapshots: Flat state by (donor, version).
+        applied: Replacements, in order.
+        before: State of each rank before its current step.
+        stepping: Ranks inside ``step``.
+        told: Metrics that each rank passed to ``step``, the newest last; for :meth:`verify_weights`.
+        metrics: Metric that was published with each snapshot.
     """
 
     snapshots: dict[tuple[int, int], State] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Ledger:
     metrics: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def listener(self, rank: int, model: nn.Module) -> Callable[[PolicyEvent], None]:
-        """The callback for one rank."""
+        """Return the callback for one rank."""
 
         def on_event(event: PolicyEvent) -> None:
             assert rank in self.stepping, f"rank {rank} told of {type(event).__name__} outside its step"
@@ -71,19 +71,20 @@ class Ledger:
         return [entry.event for entry in self.applied if entry.rank == rank]
 
     def verify(self, *, momentum: float = 0.0) -> int:
-        """Recompute every average, bit for bit; how many there were."""
+        """Recompute every average, bit for bit; return their number."""
         for entry in self.applied:
             verify(entry, self.snapshots, momentum=momentum)
         return len(self.applied)
 
     def verify_weights(self, metric_mode: str) -> int:
-        """Recompute the weights of ``weighted_mean`` from the metrics of the very snapshots that were averaged.
+        """Recompute the weights of ``weighted_mean`` from the metrics of the snapshots that were averaged.
 
-        What they are counted from was the worst metric when the donors were drawn: one number for all of them, that
-        one of the ranks had told. Metrics and their differences have to be exact, and below 2**20.
+        The weights are differences from the worst metric at the time when the donors were drawn: one number for all
+        donors, which some rank had reported. Metrics and their differences must be exact, and below 2**20.
 
         Returns:
-            How many averages of several donors had such weights. Where nobody gained anything, all weigh 1.
+            The number of averages of several donors with such weights. If no donor has gained anything, all weights are
+            1.
         """
         sign = 1.0 if metric_mode == "max" else -1.0
         told = {metric for metrics in self.told.values() for metric in metrics}
@@ -103,7 +104,7 @@ class Ledger:
 
 
 def verify(entry: Applied, snapshots: dict[tuple[int, int], State], *, momentum: float = 0.0) -> None:
-    """One replacement against the snapshots of its donors."""
+    """Check one replacement against the snapshots of its donors."""
     rank, event = entry.rank, entry.event
     assert event.donors == tuple(sorted(set(event.donors))) and rank not in event.donors, event.donors
     assert len(event.donors) == len(event.weights) == len(event.versions)

@@ -1,6 +1,6 @@
-"""The stories of ``launched/test_one_sided.py``, one after the other in one job; each rank reports what it saw.
+"""Contains the programs of ``launched/test_one_sided.py``, which one job runs in turn; each rank reports.
 
-Nothing here counts on speed: a story goes on until the ranks that it is about have seen enough.
+No program depends on speed: it continues until the ranks that it is about have seen enough.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from asyncdist.collectives.one_sided import OutdatedError, VersionedWindow, Vers
 from protocols import OneSidedSelectiveAveragingPolicy
 
 LIMIT_S = 90.0
-#: Enough for copies to be overtaken by the writer.
+#: Large enough for a copy to be overtaken by the writer.
 SLOT_NBYTES = 4 << 20
 CHUNK_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Rank to rank: I have seen enough."""
+    """Message from rank to rank: the sender has seen enough."""
 
 
 def touch(path: Path) -> None:
@@ -39,7 +39,7 @@ def touch(path: Path) -> None:
 
 
 class Everybody:
-    """Whether some rank has not seen enough yet: until then all go on, as donors of those."""
+    """Tracks whether some rank has not seen enough yet; until then all ranks continue, as donors for that rank."""
 
     def __init__(self, world: ad.World) -> None:
         self._world = world
@@ -60,7 +60,7 @@ class Everybody:
 
 
 def wait_for(paths: list[Path]) -> bool:
-    """Whether all of them came to be. Blocks, as training does."""
+    """Wait until all of these files exist. Blocks, as training does."""
     deadline = time.monotonic() + LIMIT_S
     while not all(path.exists() for path in paths):
         if time.monotonic() > deadline:
@@ -74,7 +74,7 @@ def plain(state: State) -> dict[str, list[float]]:
 
 
 async def walk(world: ad.World) -> dict[str, Any]:
-    """Random weights in every step: everything that was published and applied, to be recomputed by the test."""
+    """Train with random weights in every step; the test recomputes everything that was published and applied."""
     generator = torch.Generator().manual_seed(world.rank)
     model, ledger = Mixed(float(world.rank)), Ledger()
     objects = identity(model)
@@ -118,13 +118,13 @@ async def walk(world: ad.World) -> dict[str, Any]:
 
 
 async def apart(world: ad.World) -> dict[str, Any]:
-    """The same, as if the ranks were on several hosts: no memory is shared, and the owners answer."""
+    """Do the same as if the ranks were on several hosts: no memory is shared, and the owners answer."""
     with mock.patch.object(one_sided, "SharedMemory", side_effect=OSError("another host")):
         return await walk(world)
 
 
 async def torn(world: ad.World) -> dict[str, Any]:
-    """Rank 0 publishes all the time; the others copy its slots all the time, and never see two versions in one."""
+    """Rank 0 publishes all the time; the others copy its slots all the time, and never see two versions in one copy."""
     scope = world.services.next_scope(world.group.ranks, "torn")
     exposure = await open_versioned_window(
         world.services,
@@ -185,7 +185,7 @@ async def _copy(exposure: VersionedWindow, record: VersionRecord) -> str:
 
 
 async def asleep(world: ad.World, folder: str) -> dict[str, Any]:
-    """The last rank computes and never enters MPI until the others have read it: they need no help."""
+    """The last rank computes and never enters MPI until the others have read its memory, which needs no help of it."""
     scope = world.services.next_scope(world.group.ranks, "asleep")
     exposure = await open_versioned_window(
         world.services,
@@ -212,13 +212,13 @@ async def asleep(world: ad.World, folder: str) -> dict[str, Any]:
 
 
 def mapped_count() -> int:
-    """How many shared memories this process maps."""
+    """Return the number of shared memories that this process maps."""
     gc.collect()
     return Path("/proc/self/maps").read_text().count("/memfd:asyncdist-")
 
 
 async def again(world: ad.World) -> dict[str, Any]:
-    """One policy after the other: memory that all have left is given back, even if its group was freed."""
+    """Run one policy after another: memory that all ranks have left is freed, even if its group was freed earlier."""
     counts = []
     for i in range(4):
         model = Mixed(float(world.rank))
@@ -238,7 +238,7 @@ async def again(world: ad.World) -> dict[str, Any]:
 
 
 async def group(world: ad.World) -> dict[str, Any]:
-    """A policy on some ranks: the others are not touched, and the average is that of what was averaged."""
+    """Run a policy on some ranks: the others are unaffected, and averages contain only the policy's ranks."""
     model = Mixed(float(world.rank))
     start, seen = clone_state(model), []
     ranks = [world.size - 1, 0]
@@ -265,7 +265,7 @@ async def group(world: ad.World) -> dict[str, Any]:
 
 
 async def leaver(world: ad.World) -> dict[str, Any]:
-    """The last rank leaves and returns from main; its memory stays as long as another rank may read it."""
+    """The last rank leaves and returns from main; its memory remains as long as another rank may read it."""
     model = Mixed(float(world.rank))
     seen: list[tuple[int, ...]] = []
     async with OneSidedSelectiveAveragingPolicy(
@@ -286,7 +286,7 @@ async def leaver(world: ad.World) -> dict[str, Any]:
 
 
 async def _meet(world: ad.World, count: int) -> None:
-    """A barrier of the first ``count`` ranks, whose policy must live until all have seen enough."""
+    """Enter a barrier of the first ``count`` ranks, whose policy must live until all have seen enough."""
     channel = world.channel(Done, tag=42)
     for rank in range(count):
         if rank != world.rank:

@@ -1,4 +1,4 @@
-"""Two ranks train; rank 1 runs out of memory in its third step, and trains again with half of the batch.
+"""Trains two ranks; rank 1 runs out of memory in its third step, and trains again with half of the batch.
 
     out_of_memory.py FOLDER
 
@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {"average_every": 2, "start_timeout_s": 20.0}
 
 
 class Model(nn.Module):
-    """Has no memory for a third batch, once, on rank 1."""
+    """Fails with an out-of-memory error at the third batch, once, on rank 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Model(nn.Module):
         return {"loss": self.layer(row).square().mean()}
 
     def note(self, averaging: Any) -> None:
-        """Note the policy where a training ends."""
+        """Record the policy when a training ends."""
         self.iterations.append(averaging.policy.iteration)
         self.policies.add(id(averaging.policy))
 
@@ -80,7 +80,7 @@ def accelerate(_: Path) -> Model:
 
 
 def accelerate_model(_: Path) -> Model:
-    """Makes model and accelerator inside the function that is tried, as Accelerate's own examples do."""
+    """Make model and accelerator inside the function that is retried, as Accelerate's own examples do."""
     from asyncdist.integrations.accelerate import SelectiveAveraging  # isort: skip
     from accelerate import Accelerator
     from accelerate.utils import find_executable_batch_size
@@ -92,7 +92,7 @@ def accelerate_model(_: Path) -> Model:
     def train(batch_size: int) -> None:
         inner = Model()
         if tried:
-            inner.left = -1  # there is memory for the smaller batches
+            inner.left = -1  # the smaller batches fit into memory
         tried.append(inner)
         model, optimizer, data = Accelerator(cpu=True).prepare(
             inner, torch.optim.SGD(inner.parameters(), lr=0.1), loader(batch_size)
@@ -143,7 +143,7 @@ def lightning(_: Path) -> Model:
         trainer().fit(module, loader(BATCH))
     except RuntimeError:
         module.net.note(averaging)
-        averaging = SelectiveAveraging(**OPTIONS)  # as in a program that makes both anew
+        averaging = SelectiveAveraging(**OPTIONS)  # as in a program that creates both again
         trainer().fit(module, loader(BATCH // 2))
     return module.net
 

@@ -1,4 +1,4 @@
-"""Ranks of two hosts in islands of two: each reports its host and the ranks of its island."""
+"""Divides ranks of two hosts into islands of two: each reports its host and the ranks of its island."""
 
 from __future__ import annotations
 

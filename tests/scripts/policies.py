@@ -1,6 +1,6 @@
-"""The stories of ``launched/test_policies.py``, one after the other in one job; each rank reports what it saw.
+"""Contains the programs of ``launched/test_policies.py``, which one job runs in turn; each rank reports.
 
-Nothing here counts on speed: a story goes on until the rank that it is about has seen enough and tells the others.
+No program depends on speed: it continues until the rank that it is about has seen enough and notifies the others.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LIMIT_S = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Rank to all others: the story has been told."""
+    """Message to all other ranks: the program is complete."""
 
 
 class Told:
-    """Whether the story goes on. It ends for all when every rank that it is about has seen enough."""
+    """Tracks whether the program continues. It ends for all ranks when every rank that it is about has seen enough."""
 
     def __init__(self, world: ad.World, about_count: int) -> None:
         self._world = world
@@ -120,7 +120,7 @@ async def tell(
 
 
 async def exactness(world: ad.World) -> Report:
-    """Weights and metrics equal to the rank: the first becomes the mean of the others, to the bit."""
+    """Train with weights and metrics equal to the rank: the first rank gets the mean of the others, bit for bit."""
     model = Mixed(float(world.rank))
     seen = await tell(world, "exactness", model, about=(0,), count=3, metric=lambda: float(world.rank), quorum=1.0)
     return {
@@ -131,7 +131,7 @@ async def exactness(world: ad.World) -> Report:
 
 
 async def diverged(world: ad.World) -> Report:
-    """The metric of the last rank is no number."""
+    """Train with a metric of NaN on the last rank."""
     model, last = Mixed(float(world.rank)), world.size - 1
     seen = await tell(
         world,
@@ -140,18 +140,18 @@ async def diverged(world: ad.World) -> Report:
         about=(last,),
         count=2,
         metric=lambda: math.nan if world.rank == last else float(world.rank),
-        quorum=1.0,  # a slow machine is no reason to judge without some
+        quorum=1.0,  # a slow machine must not cause decisions without some ranks
     )
     return {**seen, "floating": sorted(values(model, floating=True))}
 
 
 async def large(world: ad.World) -> Report:
-    """64 MiB and a counter, half of the ranks replaced, one round in all: the bytes can be counted."""
+    """Train with 64 MiB and a counter, half of the ranks replaced, in one round: the bytes can be counted."""
     return await large_round(world, "direct")
 
 
 async def sharded(world: ad.World) -> Report:
-    """The same, where each donor adds up one half."""
+    """Do the same on the sharded route, on which each donor adds up one half."""
     return await large_round(world, "sharded")
 
 
@@ -175,7 +175,7 @@ async def large_round(world: ad.World, route: str) -> Report:
 
 
 async def near(world: ad.World) -> Report:
-    """Snapshots of 2 MiB, which the replacer reads in the donors' memory from the second round on."""
+    """Train with snapshots of 2 MiB, which the replacer reads in the donors' memory from the second round on."""
     model = fill(nn.Linear(1024, 512, bias=False), float(world.rank))
     metric = float(world.rank)
     seen = await tell(world, "near", model, about=(0,), count=4, metric=lambda: metric, quorum=1.0)
@@ -224,7 +224,7 @@ async def headless(world: ad.World) -> Report:
 
 
 async def walk(world: ad.World) -> Report:
-    """Random weights, metrics and pauses; everything that ``on_event`` said goes back to the test."""
+    """Train with random weights, metrics and pauses; the test gets everything that ``on_event`` received."""
     story, draw = Story(), random.Random(world.rank)
     torch.manual_seed(world.rank)
     model = Mixed(float(world.rank))
@@ -262,7 +262,7 @@ async def walk(world: ad.World) -> Report:
 
 
 async def together(world: ad.World) -> Report:
-    """Everybody averages with everybody, four times; the last rank leaves after three."""
+    """Average all ranks four times; the last rank leaves after the third average."""
     model = Mixed(float(world.rank))
     floating, left = [], ""
     async with AverageAllPolicy(model, sgd(model), average_every=2) as policy:
@@ -278,7 +278,7 @@ async def together(world: ad.World) -> Report:
 
 
 async def missing(world: ad.World) -> Report:
-    """The last rank makes no policy, but is there."""
+    """The last rank does not create a policy, but exists."""
     if world.rank == world.size - 1:
         await ad.barrier()
         return {"error": ""}

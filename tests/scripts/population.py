@@ -1,6 +1,6 @@
-"""Shared by the tests of policies: a model with every kind of entry, and a record of a population's events.
+"""Provides a model with every kind of entry, and a record of a population's events, to the tests of policies.
 
-Used by tests in this process and by programs under mpirun. It checks with numpy, by its own arithmetic.
+Used by tests in this process and by programs under mpirun. It checks averages with numpy, by separate arithmetic.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Mixed(nn.Module):
 
 
 def fill(model: nn.Module, value: float) -> nn.Module:
-    """Make every entry of the state equal to ``value``; one that is not finite goes into the floating ones only."""
+    """Set every entry of the state to ``value``; a value that is not finite is written to the floating entries only."""
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if math.isfinite(value) or tensor.is_floating_point():
@@ -54,7 +54,7 @@ def fill(model: nn.Module, value: float) -> nn.Module:
 
 
 def values(model: nn.Module, *, floating: bool) -> set[float]:
-    """The different values among the floating entries, or among the others."""
+    """Return the different values among the floating entries, or among the other entries."""
     return {
         float(element)
         for tensor in model.state_dict().values()
@@ -64,7 +64,7 @@ def values(model: nn.Module, *, floating: bool) -> set[float]:
 
 
 def identity(model: nn.Module) -> list[tuple[str, int, int]]:
-    """Which objects a model is made of, and where they lie."""
+    """Return the objects of which a model consists, and their addresses."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [(name, id(tensor), tensor.data_ptr()) for name, tensor in tensors]
 
@@ -78,7 +78,7 @@ def equal_states(one: State, two: State) -> bool:
 
 
 def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    # At a process's first optimizer torch imports its compiler, to keep it away from this method: a second of work.
+    # torch imports its compiler at a process's first optimizer, which takes a second; this setting avoids the import.
     method = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", torch.optim.Optimizer.add_param_group)
     vars(method).setdefault("__dynamo_disable", method)
     return torch.optim.SGD(model.parameters(), lr=0.1, **options)
@@ -86,11 +86,11 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 @dataclass(slots=True)
 class Roles:
-    """The roles of one rank, as ``on_event`` told them of selective averaging, and the check that they fit together.
+    """The roles of one rank, as selective averaging reported them to ``on_event``, and a check of their order.
 
     Attributes:
-        told: all events but those with a state, in order.
-        current: the round and the role that have not come to their end, by island.
+        told: All events except those with a state, in order.
+        current: Round and role that have not ended, by island.
     """
 
     rank: int
@@ -125,12 +125,12 @@ class Roles:
 
 @dataclass(slots=True)
 class Story:
-    """What ``on_event`` told on all ranks of one policy, and the check of it.
+    """The events of all ranks of one policy, and their check.
 
     Attributes:
-        snapshots: flat state of the donor, by (round, rank).
-        applications: (rank, event, the rank's flat state before it or None), in order.
-        roles: by rank.
+        snapshots: Flat state of the donor, by (round, rank).
+        applications: Tuples (rank, event, the rank's previous flat state or None), in order.
+        roles: Roles by rank.
     """
 
     snapshots: dict[tuple[int, int], State] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class Story:
     roles: dict[int, Roles] = field(default_factory=dict)
 
     def listener(self, rank: int) -> Callable[[PolicyEvent], None]:
-        """The callback for one rank."""
+        """Return the callback for one rank."""
         roles = self.roles[rank] = Roles(rank)
 
         def on_event(event: PolicyEvent) -> None:
@@ -160,7 +160,7 @@ class Story:
         return [event for who, event, _ in self.applications if who == rank]
 
     def verify(self, *, momentum: float = 0.0) -> int:
-        """Recompute every average bit for bit; how many there were. Also: one role per round, nothing applied twice."""
+        """Recompute every average bit for bit, check the roles, and return the number of averages."""
         seen: dict[int, int] = {}
         for rank, event, before in self.applications:
             assert event.round > seen.get(rank, 0), f"rank {rank} applied round {event.round} after {seen.get(rank)}"
@@ -184,7 +184,7 @@ class Story:
 
 
 def flat_state(model: nn.Module) -> State:
-    """A model's state as policies lay it out: by dtype, each memory once, in the order of the modules."""
+    """Return a model's state in the policies' layout: by dtype, each memory once, in the order of the modules."""
     found: dict[str, list[torch.Tensor]] = {}
     seen: set[int] = set()
     for module in model.modules():
@@ -197,7 +197,7 @@ def flat_state(model: nn.Module) -> State:
 
 
 def kept_part(before: State | None, momentum: float) -> float:
-    """What a rank keeps of its own weights: nothing where some of them are not finite."""
+    """Return the share that a rank keeps of its own weights: 0 if some of them are not finite."""
     own = [] if before is None else [tensor for tensor in before.values() if tensor.is_floating_point()]
     return momentum if all(bool(tensor.isfinite().all()) for tensor in own) else 0.0
 
@@ -210,7 +210,7 @@ def expected_average(
     own: torch.Tensor | None,
     momentum: float,
 ) -> torch.Tensor:
-    """One flat tensor of the average, from the definition in :mod:`asyncdist.tensors.means`, mixed with the own one."""
+    """Return one flat tensor of the average, by the definition in :mod:`asyncdist.tensors.means`."""
     first = next(iter(given.values()))[name]
     if not first.is_floating_point():
         return given[best][name]
@@ -224,7 +224,7 @@ def expected_average(
 
 
 def expected_mean(arrays: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Weighted sum in the order given over the sum of the weights; exact where one value is given, or equal ones."""
+    """Return the weighted sum in the given order over the sum of the weights; exact for one value or equal values."""
     if len(arrays) == 1:
         return arrays[0].copy()
     mean, of_equal = (_quotient(each, weights) for each in (arrays, [arrays[-1]] * len(arrays)))
@@ -232,7 +232,7 @@ def expected_mean(arrays: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 def _quotient(arrays: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Sum and divide; where finite values overflow, with all weights smaller by 2^64."""
+    """Sum and divide; if finite values overflow, repeat this with all weights smaller by 2^64."""
     width = arrays[0].dtype.type
     found = []
     with np.errstate(all="ignore"):
@@ -249,7 +249,7 @@ def _quotient(arrays: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Equal to the bit, NaN included."""
+    """Return whether all bits are equal, NaN included."""
     return (
         one.dtype == two.dtype
         and one.shape == two.shape

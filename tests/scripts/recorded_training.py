@@ -1,6 +1,6 @@
-"""A training whose recording is replayed: rank 2 is slow; options delay, stop or kill ranks, among others.
+"""A training whose recording is replayed: rank 2 is slow, and options delay, stop or kill ranks, among others.
 
-The same options go to the replay, in which nobody kills, stops or sleeps for real.
+The replay gets the same options, but kills, stops and delays no process for real.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class Word:
 
 
 def stop_here(seconds: float) -> None:
-    """Stop this process; a shell lets it go on."""
+    """Stop this process; a shell continues it."""
     subprocess.Popen(["/bin/sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 async def talk(world: ad.World, channel: ad.Channel[Word], iteration: int) -> float:
-    """Send to the next rank, and wait a little for what the one before has sent."""
+    """Send to the next rank, and wait briefly for the previous rank's message."""
     await channel.send(Word(iteration), (world.rank + 1) % world.size)
     try:
         return float((await channel.receive(timeout_s=0.002)).message.iteration % 3)
@@ -71,8 +71,8 @@ async def talk(world: ad.World, channel: ad.Channel[Word], iteration: int) -> fl
 
 
 async def meet(world: ad.World, model: torch.nn.Module, iteration: int) -> float:
-    """Enter collectives, and return what they come to."""
-    total = await ad.all_reduce(torch.rand(3))  # MPI adds in an order of its own
+    """Enter collectives, and return their results."""
+    total = await ad.all_reduce(torch.rand(3))  # MPI adds in its own order
     value = await ad.compute_and_broadcast(lambda: iteration % 7)
     await ad.average_gradients(model)
     await ad.barrier()
@@ -117,7 +117,7 @@ async def main(world: ad.World) -> float:
                 await policy.step(metric)
             await asyncio.sleep(0)
     if channel is not None:
-        await ad.barrier()  # the next rank may send yet
+        await ad.barrier()  # the next rank may still send
     return loss.item()
 
 

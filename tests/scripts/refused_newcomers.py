@@ -1,6 +1,6 @@
 """Rank 2 starts processes that claim to be its next incarnation; they are refused, and no rank is disturbed.
 
-Rank 2 reports what each process has said, the others a sum over all ranks.
+Rank 2 reports the output of each process, and the others report a sum over all ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from support.mpi import report
 
 import asyncdist as ad
 
-#: A rank takes its secret out of the environment when its world opens, and these processes know it.
+#: A rank removes its secret from the environment when its world opens, but these processes need it.
 _SECRET = {name: os.environ[name] for name in ("ASYNCDIST_JOB_SECRET",) if name in os.environ}
 _PROGRAM = """
 import sys
@@ -27,7 +27,7 @@ ad.run(main)
 
 
 async def refused(version: str = "", **variables: str) -> str:
-    """Start a process with the variables of this one but for these, and return what it says as it ends."""
+    """Start a process with this process's variables except for these, and return its output when it ends."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", _PROGRAM, version),
         env={**os.environ, "ASYNCDIST_INCARNATION": "1", **_SECRET, **variables},
@@ -41,7 +41,7 @@ async def refused(version: str = "", **variables: str) -> str:
 async def main(world: ad.World) -> None:
     said: list[str] = []
     if world.rank == 2:
-        elsewhere = {"MASTER_ADDR": "localhost"}  # so that the lock of this rank is not found, as on another host
+        elsewhere = {"MASTER_ADDR": "localhost"}  # hides this rank's lock, as if the process were on another host
         said = await asyncio.gather(
             refused(),
             refused(**elsewhere),

@@ -1,6 +1,6 @@
 """Three clients and a prioritised replay buffer on real ranks: scores and priorities change, with few messages.
 
-Each client checks what it gets with numpy, and counts its own messages on their way.
+Each client checks its draws with numpy, and counts its own messages in transit.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import asyncdist as ad
 from protocols import ReplayBuffer, serve_replay_buffer
 
 ALPHA, BETA, IN_FLIGHT = 0.5, 0.75, 4
-#: Items of 12 bytes in one batch; the last goes as a stream.
+#: Numbers of items of 12 bytes in one batch; the last batch is sent as a stream.
 SIZES = (1, 2, 3, 20, 6000)
 SMALL_COUNT = 200
 
 
 class Slowly:
-    """The server's score: what the batch says, after a while in which the server hears nobody."""
+    """The server's score: the value in the batch, after a pause in which the server receives nothing."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -42,7 +42,7 @@ def batch_of(rank: int, numbers: np.ndarray[Any, Any]) -> dict[str, torch.Tensor
 
 
 async def check_scores(rank: int, buffer: ReplayBuffer) -> int:
-    """Check that each of many adds under way gets the answer to its own batch; return the most that were under way."""
+    """Check that concurrent adds get the answers to their own batches; return their largest number."""
     assert buffer._channel is not None
     send, unanswered, most = buffer._channel.send_nowait, 0, 0
 
@@ -68,7 +68,7 @@ async def check_scores(rank: int, buffer: ReplayBuffer) -> int:
 
 
 async def check_priorities(rank: int, buffer: ReplayBuffer) -> list[int]:
-    """Only this client asks: of what it has seen, items keep the priority that it gives them."""
+    """Check the priorities. Only this client sends requests: items that it has seen keep the priority that it sets."""
     known: dict[int, tuple[int, int]] = {}
     while len(known) < 50:
         seen = await buffer.sample(50, beta=BETA)
@@ -82,7 +82,8 @@ async def check_priorities(rank: int, buffer: ReplayBuffer) -> list[int]:
     drawn = await buffer.sample(6000, beta=BETA)
     for item, *found in zip(drawn.ids.tolist(), drawn.batch["rank"], drawn.batch["number"], strict=True):
         assert tuple(map(int, found)) == known[item]
-    # Schaul et al. (2016): chances are priority^alpha over their sum, weights (size * chance)^-beta over the largest.
+    # Schaul et al. (2016): chances are priority^alpha divided by their sum, and weights (size * chance)^-beta divided
+    # by the largest.
     chances = priorities**ALPHA / (priorities**ALPHA).sum()
     weights = (chances / chances.min()) ** -BETA
     counts = np.array([(drawn.ids == item).sum() for item in chosen])
@@ -105,7 +106,7 @@ async def main(world: ad.World) -> None:
     clients = await ad.new_group(range(server))
     async with ReplayBuffer(server) as buffer:
         most = await check_scores(world.rank, buffer)
-        for rank in range(server):  # one after the other
+        for rank in range(server):  # in turn
             await ad.barrier(group=clients)
             if rank == world.rank:
                 chosen = await check_priorities(rank, buffer)

@@ -8,7 +8,7 @@ from support.mpi import report
 import asyncdist as ad
 from protocols import ReplayBuffer, serve_replay_buffer
 
-#: Of 24 bytes: the last go as a stream.
+#: Items of 24 bytes; the last batches are sent as streams.
 SIZES = (1, 10, 89, 10_000)
 
 
@@ -31,7 +31,7 @@ async def main(world: ad.World) -> None:
             numbers = torch.arange(first, first + size)
             await buffer.add(torch.stack([torch.full_like(numbers, world.rank), numbers, numbers * numbers], dim=1))
             first += size
-        await ad.barrier(group=ranks.agent_group)  # from here on the buffers hold everything
+        await ad.barrier(group=ranks.agent_group)  # from now on the buffers contain all items
         drawn = (await buffer.sample(5_000)).batch
         assert torch.equal(drawn[:, 2], drawn[:, 1] ** 2)
     report(world.rank, {"buffer": ranks.assigned_buffer, "drawn of": sorted(set(drawn[:, 0].tolist()))})

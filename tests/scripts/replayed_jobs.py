@@ -1,7 +1,7 @@
 """Records real jobs in turn and replays each in the simulator; started by ``tools/soak``.
 
-Each job is drawn from its seed: its transport, its policy, how many steps it makes, and what happens to its ranks. Rank
-2 is a straggler in all of them; others start late, stop for a while, compute for long, or are killed.
+The seed determines each job: its transport, its policy, its number of steps, and the faults of its ranks. Rank 2 is a
+straggler in all jobs; other ranks start late, stop for a while, compute for long, or are killed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _TIMEOUT_S: Final = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is drawn.
+    """The random choices for a job.
 
     Attributes:
-        options: of ``asyncdist run``.
-        arguments: of the script.
+        options: Options of ``asyncdist run``.
+        arguments: Arguments of the script.
     """
 
     options: tuple[str, ...]
@@ -76,7 +76,7 @@ def plan(seed: int) -> Job:
 
 
 def run(job: Job, folder: Path) -> int:
-    """Record the job, replay it, and return how many decisions were the same. Raises AssertionError."""
+    """Record the job, replay it, and return the number of equal decisions. Raises AssertionError."""
     asyncdist = [sys.executable, "-m", "asyncdist"]
     environ = mpi.base_environment()
     program = warm.command(SCRIPT, job.arguments, environ, {})
@@ -84,7 +84,8 @@ def run(job: Job, folder: Path) -> int:
     assert recorded.returncode == 0 or "--kill" in job.arguments, recorded.stderr
     replayed = _output([*asyncdist, "replay", str(folder), SCRIPT, *job.arguments], environ)
     found = SAME.search(replayed.stdout)
-    assert found is not None, replayed.stdout + replayed.stderr  # a rank may fail as it did
+    # a rank may fail in the same way as in the recorded run
+    assert found is not None, replayed.stdout + replayed.stderr
     return int(found[1])
 
 

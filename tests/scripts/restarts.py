@@ -2,11 +2,12 @@
 
     python restarts.py FILE
 
-- Rank 1 is killed before the ranks are connected. All gather again, and its next process is of the beginning.
-- Rank 3 is killed before it enters the policy. The others start without it, and it joins them.
-- Ranks 0, which coordinates, and 2 are killed after some rounds, and join the others.
-- All train until each of these three has taken part in some rounds since; they say so on a channel. Each rank reports.
-- Rank 1 is killed once more when it has left. Its third process comes when the others, for which it makes FILE, end.
+- Rank 1 is killed before the ranks are connected. All ranks meet again, with rank 1's next process.
+- Rank 3 is killed before it enters the policy. The others start without it, and its next process joins them.
+- Rank 0, which coordinates, and rank 2 are killed after some rounds, and their next processes join the others.
+- All ranks train until each of these three has taken part in some further rounds, which they announce on a channel.
+  Each rank reports.
+- Rank 1 is killed once more after it has left. Its third process creates FILE, at which the others end.
 """
 
 from __future__ import annotations
@@ -30,32 +31,32 @@ from asyncdist.transports.torch_distributed import gloo_groups
 from asyncdist.transports.torch_distributed.meeting import newcomers
 from protocols import AsyncSelectiveAveragingPolicy, PolicyEvent, SnapshotTaken
 
-#: Rank and incarnation of this process.
+#: Rank and incarnation (number of restarts) of this process.
 PROCESS = f"{os.environ.get('RANK')}.{os.environ.get('ASYNCDIST_INCARNATION')}"
-#: Those that join the policy.
+#: Ranks whose new processes join the policy.
 NEWCOMERS = (0, 2, 3)
-#: A coordinator, and another member, are killed when they know of this round.
+#: The coordinator and another member are killed when they know of this round.
 KILLED_AFTER = 6
-#: So many rounds after its admission a newcomer has seen enough.
+#: Number of rounds after its admission in which a newcomer must take part.
 ROUNDS_AFTER = 6
 _TAG = 11
 
 
 def die(*_: object, **__: object) -> NoReturn:
-    """Be killed."""
+    """Kill this process."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("killed")
 
 
 @dataclass(frozen=True, slots=True)
 class Enough:
-    """A rank that was started again has seen enough."""
+    """Message: a restarted rank has seen enough."""
 
     rank: int
 
 
 async def tell(channel: ad.Channel[Enough], rank: int) -> bool:
-    """Send it to a rank, unless that one is not connected yet."""
+    """Send the message to a rank, unless the rank is not connected yet."""
     try:
         await channel.send(Enough(ad.current_world().rank), rank)
     except ad.RankLostError:
@@ -126,7 +127,7 @@ async def main(world: ad.World) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=os.environ.get("LEVEL", "WARNING"))
-    newcomers._CONNECT_S, newcomers._CONNECT_PER_RANK_S = 1.0, 0.0  # the others do not wait for long
+    newcomers._CONNECT_S, newcomers._CONNECT_PER_RANK_S = 1.0, 0.0  # otherwise the others would wait for minutes
     if PROCESS == "1.0":
         gloo_groups.make_gloo_groups = die
     if PROCESS == "1.2":

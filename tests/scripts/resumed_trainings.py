@@ -1,11 +1,11 @@
-"""DiLoCo in each library for training: one training, and the same one in two halves, resumed from a checkpoint.
+"""Trains DiLoCo in each training library: once without interruption, and once in two halves, resumed from a checkpoint.
 
     resumed_trainings.py FOLDER
 
-A round is in flight when the checkpoint is saved. In Lightning one callback is used by all trainings, and each training
-is followed by a validation of its checkpoint. Rank 1 has batches twice as large as rank 0, and tokens are counted.
-Each rank reports whether both trainings have equal weights at the end, the ranks' weights in the rounds, and the number
-of averages that each library has logged.
+A round is in progress when the checkpoint is saved. In Lightning all trainings use one callback, and each training is
+followed by a validation of its checkpoint. Rank 1 has batches twice as large as rank 0, and tokens are counted. Each
+rank reports whether both trainings end with equal weights, the ranks' weights in the rounds, and the number of averages
+that each library has logged.
 """
 
 from __future__ import annotations

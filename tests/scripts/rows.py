@@ -1,9 +1,10 @@
-"""Trains without an average in each library for training, and reports the rows that a rank reads and its weights.
+"""Trains without an average in each training library, and reports the rows that a rank reads and its weights.
 
     rows.py FOLDER LIBRARY...
 
-All ranks are seeded alike, as programs for one process are. A row is its number; the model drops out half of it. Each
-rank reports, by library, its first weights, the rows of its first epoch, what its dropout kept, and its last weights.
+All ranks use the same seed, as in programs for one process. A row is its number; the model drops out half of it. Each
+rank reports, by library, its first weights, the rows of its first epoch, the values that its dropout kept, and its last
+weights.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NEVER = 10**6
 
 
 class Model(nn.Module):
-    """Notes what it is given."""
+    """Records its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ def stateful_loader(**options: Any) -> Any:
 
 
 def _on_one_rank(save: Callable[[], object]) -> None:
-    """Let rank 0 save what all ranks load after this."""
+    """Let rank 0 save a file that all ranks load afterwards."""
     if ad.blocking.process_world().rank == 0:
         save()
     ad.blocking.barrier()
@@ -120,7 +121,7 @@ def _accelerate(data: DataLoader[Any], *, shared: Path | None = None, **options:
     averaging = SelectiveAveraging(model, optimizer, NEVER)
     if shared is not None:
         if options.get("use_stateful_dataloader"):
-            next(iter(data))  # else its state is empty
+            next(iter(data))  # otherwise its state is empty
         _on_one_rank(lambda: accelerator.save_state(str(shared)))
         accelerator.load_state(str(shared))
     for (row,) in data:
@@ -181,7 +182,7 @@ def _lightning(data: Any, *, is_estimated: bool = False, shared: Path | None = N
 
         def configure_optimizers(self) -> Any:
             if is_estimated:
-                assert self.trainer.estimated_stepping_batches > 0  # makes the loaders, before the fit starts
+                assert self.trainer.estimated_stepping_batches > 0  # creates the loaders before the fit starts
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     pl.seed_everything(0, workers=True)
@@ -197,7 +198,7 @@ def _lightning(data: Any, *, is_estimated: bool = False, shared: Path | None = N
     if shared is not None:
         saving = ModelCheckpoint(shared, "{step}", every_n_train_steps=1, save_top_k=-1)
         _on_one_rank(lambda: pl.Trainer(max_epochs=1, callbacks=[saving], **plain).fit(Module(), data))
-    epochs = 1 if shared is None else 2  # an epoch that is resumed reads the rest
+    epochs = 1 if shared is None else 2  # a resumed epoch reads the remaining rows
     trainer = pl.Trainer(max_epochs=epochs, callbacks=[averaging], enable_checkpointing=False, **plain)
     trainer.fit(module, data, ckpt_path=None if shared is None else shared / "step=3.ckpt")
     return module.net
@@ -216,7 +217,7 @@ def lightning_generator(_: Path) -> Model:
 
 
 def lightning_stateful_resumed(folder: Path) -> Model:
-    """From the middle of an epoch of a run of one process."""
+    """Resume in the middle of an epoch of a run of one process."""
     return _lightning(stateful_loader(), shared=folder / "shared_lightning")
 
 
@@ -225,7 +226,7 @@ def lightning_replicas(_: Path) -> Model:
 
 
 def lightning_sampler_of_replicas(_: Path) -> Model:
-    """With a sampler that Lightning wraps."""
+    """Train with a sampler that Lightning wraps."""
     sampler = torch.utils.data.SubsetRandomSampler(range(ROWS))
     data: Any = DataLoader(dataset(), batch_size=BATCH, sampler=sampler)
     return _lightning(data, replica_size=2)
@@ -292,7 +293,7 @@ def transformers_init(folder: Path) -> Model:
 
 
 def transformers_resumed(folder: Path) -> Model:
-    """From the first step of a run of one process, with all rows left to read."""
+    """Resume after the first step of a run of one process, with all rows left to read."""
     sampler = {"use_seedable_sampler": False}
     return _transformers(
         folder, shared=folder / "shared", max_steps=ROWS // BATCH + 1, ignore_data_skip=True, accelerator_config=sampler

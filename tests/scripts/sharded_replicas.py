@@ -1,9 +1,9 @@
-"""Averages two replicas of two ranks under ``fully_shard``, and computes each average with plain torch too.
+"""Averages two replicas of two ranks under ``fully_shard``, and computes each average with plain torch, too.
 
-Before that, what must be refused: parameters sharded over all four ranks, and replicas that are sharded differently.
-What is reported of each rank: what it was refused for, its whole model after each iteration as a digest, what the
-policy did, the bytes it moved, and whether plain torch came to the same bits. It computes from whole tensors, which
-are gathered inside a replica at every swap point: momentum * own + (1 - momentum) * donor's.
+Before that, two models must be refused: one with parameters sharded over all four ranks, and one whose replicas are
+sharded differently. Each rank reports the reasons of these refusals, a digest of its whole model after each iteration,
+the policy's actions, the bytes that it moved, and whether plain torch gives the same bits. Plain torch computes
+momentum * own + (1 - momentum) * donor's from whole tensors, which are gathered inside a replica at every swap point.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIZE, EVERY, SWAP, MOMENTUM = 2, 10, 5, 0.25
 
 
 class Model(nn.Module):
-    """Layers that do not divide evenly, one of which leaves the second rank nothing; a norm whose state is whole."""
+    """A model with layers that do not divide evenly, one of which leaves the second rank nothing, and a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, st
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters, of which torch gathers the parts."""
+    """Return the parameters, whose parts torch gathers."""
     return {name: each.full_tensor().detach().clone() for name, each in model.named_parameters()}  # type: ignore[attr-defined]
 
 
@@ -76,7 +76,7 @@ def mixed(own: dict[str, torch.Tensor], average: dict[str, torch.Tensor]) -> dic
 
 
 def refusal(mesh: DeviceMesh, dim: int) -> str:
-    """What is said to a model of one layer that is sharded over a mesh, along one of its dimensions."""
+    """Return the error for a model of one layer that is sharded over a mesh, along one of its dimensions."""
     model = nn.Linear(4, 4, bias=False)
     fully_shard(model, mesh=mesh, shard_placement_fn=lambda _: Shard(dim))
     try:
@@ -93,7 +93,7 @@ def refusal(mesh: DeviceMesh, dim: int) -> str:
 with ad.blocking.open_world() as world:
     torch.set_num_threads(1)
     port = int(ad.blocking.all_gather(torch.tensor(local_host.find_free_port(), device="cpu"))[0])
-    if "MASTER_PORT" not in os.environ:  # no launcher of torch
+    if "MASTER_PORT" not in os.environ:  # the ranks were not started by a launcher of torch
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=world.rank, world_size=world.size)
     replica = world.rank // SIZE
@@ -104,7 +104,7 @@ with ad.blocking.open_world() as world:
 
     def note(event: Any) -> None:
         if isinstance(event, SnapshotTaken):
-            snapshots[event.round] = event.iteration * SWAP + SWAP - 1  # it counts swap points
+            snapshots[event.round] = event.iteration * SWAP + SWAP - 1  # the event counts swap points
 
     policy = ReplicaAveragingPolicy(
         model,
@@ -140,7 +140,7 @@ with ad.blocking.open_world() as world:
             digests.append(digest(after))
             is_over = torch.tensor(float(len(applied) >= 2))
             dist.all_reduce(is_over)
-            if is_over:  # on all ranks at the same step
+            if is_over:  # on all ranks in the same step
                 break
             world.sleep(0.002)  # ranks share cores
     everything: list[Any] = [None] * world.size
@@ -165,7 +165,8 @@ with ad.blocking.open_world() as world:
             "received_nbytes": statistics.received_nbytes,
             "snapshot_count": statistics.snapshot_count,
             "replacement_count": statistics.replacement_count,
-            "buffers_nbytes": policy._inner._resources.snapshots.allocated * policy._flat.nbytes,  # on top of the model
+            # in addition to the model
+            "buffers_nbytes": policy._inner._resources.snapshots.allocated * policy._flat.nbytes,
         },
     )
     dist.barrier()

@@ -1,6 +1,6 @@
-"""``average_models`` and ``average_gradients`` in memory that the ranks share, between real processes, in one job.
+"""Tests ``average_models`` and ``average_gradients`` in shared memory, between real processes, in one job.
 
-On three ranks, under mpirun or on torch; ``test_host_folding.py`` starts it. Each check is an assertion here.
+Runs on three ranks, under mpirun or on torch; ``test_host_folding.py`` starts it. Each check is an assertion here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _original_meet = collectives.map_shared_buffers
 
 
 class Mixed(nn.Module):
-    """Tied, of several dtypes and layouts, with integers, and elements for several pieces."""
+    """A model with tied weights, several dtypes and layouts, integers, and enough elements for several pieces."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def bits(model: nn.Module) -> list[bytes]:
 
 @contextmanager
 def watched() -> Iterator[list[bool]]:
-    """Whether each flat tensor was averaged in shared memory."""
+    """Record whether each flat tensor was averaged in shared memory."""
     found: list[bool] = []
 
     async def map_shared_buffers(memory: object, group: Group, all_gather: Callable[..., object]) -> object:
@@ -109,7 +109,7 @@ async def both(model: nn.Module, group: Group | None = None) -> list[bool]:
 
 
 async def the_same_bits(world: ad.World) -> None:
-    """In shared memory; where one rank has none; and where one does not find the others'."""
+    """Compare the bits: in shared memory; if one rank has none; and if one rank does not find the others' memory."""
     models = [Mixed(world.rank) for _ in range(3)]
     assert set(await both(models[0])) == {True}
     if world.rank == 1:
@@ -124,7 +124,7 @@ async def the_same_bits(world: ad.World) -> None:
         assert set(await both(models[2])) == {False}
     assert bits(models[0]) == bits(models[1]) == bits(models[2])
     assert len({tuple(found) for found in await all_bits(models[0])}) == 1, "equal on all ranks"
-    for value in (10.0, 20.0):  # in the memory of before, and what is in it is not what comes out
+    for value in (10.0, 20.0):  # reuses the memory of the first call, whose old contents must not appear in the result
         with torch.no_grad():
             for parameter in models[0].parameters():
                 parameter.fill_(value * world.rank)
@@ -142,7 +142,7 @@ def hash_of(data: bytes) -> int:
 
 
 async def groups_in_turn(world: ad.World) -> None:
-    """One model in groups that overlap, without a pause: nobody writes what another group's member still reads."""
+    """Average one model in overlapping groups: no rank writes memory that a member of another group reads."""
     pairs = [await ad.new_group(pair) if world.rank in pair else None for pair in ([0, 1], [1, 2])]
     model = nn.Linear(1 << 8, 1 << 8, bias=False)
     with torch.no_grad():
@@ -160,7 +160,7 @@ async def groups_in_turn(world: ad.World) -> None:
 
 
 async def cancelled(world: ad.World) -> None:
-    """The tensors stay as they are, and the next call finds its place."""
+    """Cancel an average: the tensors are unchanged, and the next call works."""
     model = nn.Linear(300, 300)
     before = bits(model)
     task = asyncio.ensure_future(ad.average_models(model))
@@ -175,9 +175,9 @@ async def cancelled(world: ad.World) -> None:
 
 
 async def cancelled_anywhere(world: ad.World) -> None:
-    """In groups that overlap, one after the other: a rank that gives up has its values, and the others get those too.
+    """Cancel averages at random in overlapping groups: a rank that gives up keeps its values, and the others use these.
 
-    It writes something else into them at once, while the others are still reading.
+    The rank then writes other values into them at once, while the others still read.
     """
     choices, turns = random.Random(7), random.Random(world.rank)
     members = [(0, 1, 2), (0, 1), (1, 2), (0, 2)]
@@ -194,7 +194,7 @@ async def cancelled_anywhere(world: ad.World) -> None:
             model.weight.fill_(own)
         task = asyncio.ensure_future(ad.average_models(model, groups[ranks]))
         if world.rank == quitter:
-            for _ in range(turns.choice([1, 3, 10, 30])):  # in the first one nothing can be complete
+            for _ in range(turns.choice([1, 3, 10, 30])):  # in the first turn, nothing can be complete
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait([task])
@@ -217,7 +217,7 @@ async def another_model(world: ad.World) -> None:
 
 
 async def nothing_is_left(world: ad.World) -> None:
-    """Models come and go, and grow."""
+    """Average models that are created, deleted, and become larger; no memory is left."""
     gc.collect()
     await ad.barrier()
     before = mapped_and_open()

@@ -1,4 +1,4 @@
-"""Ranks of a job on MPI that goes on when ranks die; the first argument names what happens to them."""
+"""Runs ranks of a job on MPI that survives lost ranks; the first argument names the fault."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ async def in_a_stream_of_its_receiver(world: ad.World) -> None:
 
 
 async def fails(world: ad.World) -> None:
-    """Rank 1 raises; the others wait for it."""
+    """Rank 1 raises an exception; the others wait for it."""
     if world.rank == 1:
         raise ValueError("boom-7")
     await ad.barrier()
 
 
 async def fails_after_a_death(world: ad.World) -> None:
-    """Rank 0 is killed, and then rank 1 raises."""
+    """Rank 0 is killed, and then rank 1 raises an exception."""
     if world.rank == 0:
         die()
     await group_of_those_who_live(world)
@@ -92,14 +92,14 @@ async def all_others_die(world: ad.World) -> None:
 
 
 async def exits(world: ad.World) -> None:
-    """Rank 1 ends its process in the midst of its world, with an exit code."""
+    """Rank 1 ends its process while its world is open, with an exit code."""
     if world.rank == 1:
         os._exit(3)
     await group_of_those_who_live(world)
 
 
 async def interrupted(world: ad.World) -> None:
-    """Rank 1 is killed, and the others wait for the user to end the job."""
+    """Rank 1 is killed, and the others wait until the user ends the job."""
     if world.rank == 1:
         die()
     await group_of_those_who_live(world)
@@ -113,14 +113,14 @@ async def ends_well(world: ad.World) -> None:
 
 
 async def who_is_lost(world: ad.World) -> None:
-    """Say who is lost when main begins, average, and agree with the others."""
+    """Print the ranks that are lost when main begins, average, and agree with the others."""
     report(world.rank, sorted(world.services.lost_ranks()))
     survivors = await group_of_those_who_live(world)
     await ad.barrier(group=survivors)
 
 
 def lose_in_the_handshake() -> None:
-    """Rank 0 has met all others, and dies before they hear of it."""
+    """Rank 0 has met all others, and dies before they know this."""
 
     async def die_in_place_of_telling(*_: Any) -> None:
         rank_program.tell_guardian(rank_program.IN_WORLD)  # as a rank does after it has connected to the others

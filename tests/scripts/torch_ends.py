@@ -1,4 +1,4 @@
-"""Ways in which a torch job can end; ``test_torch.py`` runs them: ``torch_ends.py WAY``."""
+"""Contains ways in which a torch job can end; ``test_torch.py`` runs them: ``torch_ends.py WAY``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asyncdist.waits import A_CONDITION
 
 MIB = 1 << 20
 VICTIM = 2
-#: Longer than any test waits: a rank that is still here then has not been ended.
+#: Longer than any test waits: a rank that still runs then was not ended.
 FOR_EVER_S = 300.0
 
 
@@ -31,7 +31,7 @@ def survivors(world: ad.World) -> list[int]:
 
 
 async def talk(world: ad.World, tag: int, nbytes: int) -> int:
-    """Every survivor sends to every other; how many bytes arrived."""
+    """Send from every survivor to every other survivor; return the number of bytes that arrived."""
     others = [rank for rank in survivors(world) if rank != world.rank]
     buffers = {rank: bytearray(nbytes) for rank in others}
     work = [world.services.engine.send(bytes([world.rank]) * nbytes, rank, tag) for rank in others]
@@ -41,11 +41,11 @@ async def talk(world: ad.World, tag: int, nbytes: int) -> int:
 
 
 async def lost(world: ad.World) -> None:
-    """The victim is killed while everything that can be under way with it is."""
+    """The victim is killed while operations of every kind with it are in progress."""
     engine = world.services.engine
     tensor, room = torch.zeros(16 * MIB), torch.zeros(16 * MIB)
     if world.rank == VICTIM:
-        sending = asyncio.ensure_future(world.send_stream(tensor, 0))  # one that is under way, to rank 0
+        sending = asyncio.ensure_future(world.send_stream(tensor, 0))  # a stream in progress, to rank 0
         receiving = asyncio.ensure_future(world.receive_stream(room, 1))
         for rank in survivors(world):
             await engine.send(b"last words", rank, 9)
@@ -105,11 +105,11 @@ async def lost_at_rest(world: ad.World) -> None:
     engine = world.services.engine
     await ad.barrier()
     if world.rank == VICTIM:
-        for rank in survivors(world):  # they are past the barrier, which the death of a member would end
+        for rank in survivors(world):  # they have passed the barrier, which the death of a member would end
             await engine.receive(bytearray(4), rank, 1)
         report(world.rank, {"at": time.monotonic()})
         os.kill(os.getpid(), signal.SIGKILL)
-    with contextlib.suppress(RankLostError):  # it has arrived, and the loss may be seen before its end is
+    with contextlib.suppress(RankLostError):  # the message has arrived, and the loss may be noticed before its end
         await engine.send(b"past", VICTIM, 1)
     await engine.until(lambda: VICTIM in world.services.gone)
     report(world.rank, {"lost": sorted(engine.transport.lost_ranks()), "at": time.monotonic()})
@@ -139,7 +139,7 @@ async def raises(world: ad.World) -> None:
 
 
 async def raises_in_words_of_its_own(world: ad.World) -> None:
-    """Rank 0 makes an error of its own of what it has heard."""
+    """Rank 0 raises its own error with the text of the error that it has received."""
     try:
         await raises(world)
     except RankLostError as error:
@@ -162,7 +162,7 @@ async def exits(world: ad.World) -> None:
 
 
 async def leaves_all_kinds_of_work(world: ad.World) -> None:
-    """Main returns while messages are under way that no rank will receive."""
+    """Main returns while messages are in transit that no rank will receive."""
     leaving._FLUSH_S = 0.2  # type: ignore[misc]
     for peer in range(world.size):
         if peer != world.rank:
@@ -176,7 +176,7 @@ async def quiet(world: ad.World) -> None:
 
 
 def closes() -> None:
-    """How long the transport takes to close, with every thread started, and what is left of it."""
+    """Return how long the transport takes to close with all threads started, and what is left of it."""
     took: list[float] = []
 
     async def main(world: ad.World) -> None:
@@ -201,7 +201,7 @@ def closes() -> None:
 
 
 def caught() -> None:
-    """A failure that the script survives: the next world works."""
+    """The script survives a failure, and its next world works."""
     try:
         ad.run(raises)
     except (ValueError, RankLostError) as error:

@@ -1,10 +1,10 @@
-"""Four ranks as two replicas of two under DDP, inside a library's trainer; weights stand still but for averages.
+"""Trains four ranks as two replicas of two under DDP, inside a library's trainer; weights change only by averages.
 
     trainer_replicas.py LIBRARY FOLDER
 
-Rank r begins with weights r + 1, which its replica's first rank replaces by its own, and its loss is r: the second
-replica is the worse one. They train until it has taken the weights of the first one. What is reported of each rank:
-the weights that it has had, and what the library has seen of the job.
+Rank r begins with weights r + 1, which DDP replaces by those of its replica's first rank, and its loss is r: the second
+replica is worse. The ranks train until it has taken the weights of the first replica. Each rank reports the weights
+that it has had, and how the library sees the job.
 
 Then they train with DiLoCo for two rounds of two steps. The gradient of rank r is r, and the replica's is the mean of
 its ranks' gradients. The second round begins from a checkpoint, except for a sharded model.
@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = {"replica_size": 2, "replacement_ratio": 0.5, "quorum"
 
 
 class Model(nn.Module):
-    """Its loss is its rank."""
+    """A model whose loss is its rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,19 +43,19 @@ class Model(nn.Module):
         return {"loss": 0.0 * (self.weight * inputs).sum() + self.world.rank, "logits": inputs}
 
     def is_over(self, info: Any) -> bool:
-        """Whether the second replica has taken an average; the first rank of a replica tells the other one."""
+        """Return whether the second replica has taken an average; a replica's first rank notifies the other."""
         (weight,) = set(self.weight.tolist())
         self.seen += [weight] if weight not in self.seen else []
         if info and self.world.rank == 2:
-            for dest in (0, 2):  # the others wait for these, and so would a send to them
+            for dest in (0, 2):  # the others wait for these ranks, and a send to them would wait as well
                 self.replaced.send(Replaced(), dest)
         self.world.sleep(0.002)
         flag = torch.tensor(float(self.replaced.receive_nowait() is not None))
-        dist.broadcast(flag, 0)  # of the default group, which is the replica's
+        dist.broadcast(flag, 0)  # in the default group, which is the replica's
         return bool(flag)
 
     def end(self, folder: Path, library_size: int, **moved: list[float]) -> None:
-        """Report; ``moved`` are the weights after DiLoCo."""
+        """Report the results; ``moved`` are the weights after DiLoCo."""
         sizes = (library_size, dist.get_world_size())
         folders = sorted(each.name for each in folder.iterdir() if each.name.startswith("replica"))
         report(self.world.rank, {"weights": self.seen, "sizes": sizes, "folders": folders, **moved})
@@ -63,7 +63,7 @@ class Model(nn.Module):
 
 
 class Sloped(nn.Module):
-    """Its gradient is its rank."""
+    """A model whose gradient is its rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ def transformers(folder: Path) -> None:
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[averaging, Stop()])
     trainer.train()
     trainer.save_model()
-    SelectiveAveraging(EVERY, **OPTIONS)  # regression: for a second training it was refused
+    SelectiveAveraging(EVERY, **OPTIONS)  # regression: this was refused for a second training
     model.end(folder, arguments.world_size, **{"sharded False": diloco_of_transformers(folder)})
 
 

@@ -2,7 +2,7 @@
 
     python unplugged.py INTERFACE
 
-As rank 2, in a network namespace of its own, it takes the interface down itself.
+As rank 2, in its own network namespace, it takes the interface down itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def unplug(interface: str) -> None:
 
 
 async def main(world: ad.World, interface: str) -> dict[str, int]:
-    """Train until it is known who is lost."""
+    """Train until the lost ranks are known."""
     torch.manual_seed(world.rank)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,11 +1,11 @@
-"""Run a program as a child and write down how it ended: ``watched.py FOLDER COUNT PROGRAM ARGUMENTS...``.
+"""Runs a program as a child and records how it ended: ``watched.py FOLDER COUNT PROGRAM ARGUMENTS...``.
 
-What mpirun sees is this process; the rank is its child, in a process group of its own, so that it gets each signal
-once and from here. FOLDER/pid.CHILD appears when it starts, FOLDER/status.CHILD with its exit code (negative: by that
-signal) when it has ended. It dies with this process.
+mpirun sees this process; the rank is its child, in a separate process group, so that it gets each signal once, from
+this process. FOLDER/pid.CHILD appears when the child starts, and FOLDER/status.CHILD with its exit code (negative: the
+signal) when it has ended. The child dies with this process.
 
-Once one rank has ended with an error, mpirun kills the others, however near to their own end they are. Where COUNT is
-not 0, a child's own end shows to mpirun only when so many have ended.
+When one rank has ended with an error, mpirun kills the others, even if they are about to end. If COUNT is not 0, mpirun
+sees a child's end only when COUNT children have ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1
-#: How long the others may take that are to end by themselves.
+#: Seconds that the other children may take to end.
 LINGER_S = 30.0
 
 

@@ -1,7 +1,8 @@
-"""One file for every world: ranks train, twice the worst takes the others' average; rank 0 prints everybody's weights.
+"""Runs in every world: ranks train, and twice the worst rank takes the others' average; rank 0 prints all weights.
 
-What it decides follows from ranks alone and weights stand still until a round has ended, so timing decides nothing and
-every bit that it prints can be compared. ``test_worlds.py`` starts it in each world, and has this arithmetic by hand.
+The decisions depend only on ranks, and weights do not change until a round has ended. So timing has no influence, and
+every printed bit can be compared. ``test_worlds.py`` starts this file in each world, and repeats the arithmetic by
+hand.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ EVERY = 4
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """To everybody: the sender, the worst of all, has its new weights."""
+    """Message to all ranks: the sender, the worst rank, has its new weights."""
 
 
 def build(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model of its own for every rank."""
+    """Return a model that differs between ranks."""
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
-    """On a batch that rank and step decide."""
+    """Train on a batch that rank and step determine."""
     batch = torch.randn(8, 3, generator=torch.Generator().manual_seed(1000 * rank + step))
     optimizer.zero_grad()
     model(batch).square().mean().backward()
@@ -41,12 +42,12 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, st
 
 
 def weights_of(model: nn.Module) -> list[float]:
-    """All of them, one after the other; JSON keeps every bit."""
+    """Return all weights in turn; JSON keeps every bit."""
     return [float(value) for parameter in model.parameters() for value in parameter.detach().flatten()]
 
 
 async def main(world: ad.World) -> list[list[float]] | None:
-    """Train, average once with each strategy, train on; rank 0 returns the weights of all ranks."""
+    """Train, average once with each strategy, and train again; rank 0 returns the weights of all ranks."""
     torch.set_num_threads(1)
     model, optimizer = build(world.rank)
     for number, strategy in enumerate(STRATEGIES):
@@ -63,9 +64,9 @@ async def main(world: ad.World) -> list[list[float]] | None:
 async def average_once(
     world: ad.World, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: str, last_step: int
 ) -> None:
-    """A training step, a report, and the round that comes of it: rank 0 is the worst."""
+    """Make a training step and a report, and take part in the resulting round, in which rank 0 is the worst."""
     replaced = world.channel(Replaced, tag=40)
-    is_missing = world.size > 1  # alone there is nothing to average
+    is_missing = world.size > 1  # a single rank has nothing to average
     async with AsyncSelectiveAveragingPolicy(
         model,
         optimizer,
@@ -73,8 +74,8 @@ async def average_once(
         replacement_ratio=1 / world.size,
         averaging_strategy=strategy,
         grace_s=1.0,
-        threshold=0.0,  # one round, and
-        cooldown=10**9,  # no second one
+        threshold=0.0,  # one round
+        cooldown=10**9,  # and no second round
         quorum=1.0,
         name=strategy,
     ) as policy:

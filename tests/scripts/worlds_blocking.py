@@ -12,7 +12,7 @@ from protocols import AsyncSelectiveAveragingPolicy
 
 
 def main(world: ad.blocking.World) -> list[list[float]] | None:
-    """Train, average once with each strategy, train on; rank 0 returns the weights of all ranks."""
+    """Train, average once with each strategy, and train again; rank 0 returns the weights of all ranks."""
     torch.set_num_threads(1)
     model, optimizer = build(world.rank)
     for number, strategy in enumerate(STRATEGIES):
@@ -34,9 +34,9 @@ def average_once(
     strategy: str,
     last_step: int,
 ) -> None:
-    """A training step, a report, and the round that comes of it: rank 0 is the worst."""
+    """Make a training step and a report, and take part in the resulting round, in which rank 0 is the worst."""
     replaced = world.channel(Replaced, tag=40)
-    is_missing = world.size > 1  # alone there is nothing to average
+    is_missing = world.size > 1  # a single rank has nothing to average
     with ad.blocking.policy(
         AsyncSelectiveAveragingPolicy(
             model,
@@ -45,8 +45,8 @@ def average_once(
             replacement_ratio=1 / world.size,
             averaging_strategy=strategy,
             grace_s=1.0,
-            threshold=0.0,  # one round, and
-            cooldown=10**9,  # no second one
+            threshold=0.0,  # one round
+            cooldown=10**9,  # and no second round
             quorum=1.0,
             name=strategy,
         )

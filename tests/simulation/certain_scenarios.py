@@ -1,6 +1,6 @@
-"""Simulates moments that drawn runs rarely have: each run is built so that its moment occurs, and checks that it has.
+"""Simulates moments that random runs rarely reach: each run is built for its moment, and checks that it has occurred.
 
-The seed draws the timing within bounds that keep the moment.
+The seed draws the timing within bounds that keep the moment possible.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncdist.simulation import Fault, Kill, Link, Network, SimReport, Uniform,
 from simulation import async_diloco_scenarios as asynchronous, diloco_scenarios as diloco
 from simulation.training_runs import with_faults
 
-#: Most runs of one scenario; each has the moment with a probability of about a fifth.
+#: Largest number of runs of one scenario; each run has the moment with a probability of about a fifth.
 TRIAL_COUNT: Final = 60
 
 
@@ -82,8 +82,8 @@ def mirrored(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]
 def half_merged(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
     """Kill a donor of DiLoCo when one of the two other ranks has the mean of the first round.
 
-    The leader must take a census, so that the other rank receives the mean. The moment of the kill is drawn until it is
-    such a moment.
+    The leader must take a census (collect all members' standings), so that the other rank receives the mean. The time
+    of the kill is drawn until it hits such a moment.
     """
     rng = random.Random(f"half merged {seed}")
     network = Network(link=Link(latency_s=Uniform(1e-3, 2e-2)), loss_detection_s=1e-3)

@@ -1,10 +1,10 @@
-"""Scenarios in which what a rank waits for has come, and its deadline has passed, before it looks at either.
+"""Scenarios in which an awaited event has happened, and the rank's deadline has passed, before the rank checks either.
 
-Every rank computes, in another task, until just past deadlines of its own (``Compute.overrun_probability``). It gives
-up in every moment of a start or of an average, the one between the verdict and its being seen above all. What all have
-agreed to do, all must do.
+Every rank computes, in another task, until just after its own deadlines (``Compute.overrun_probability``). It gives up
+at every moment of a start or of an average, in particular between the verdict and its receipt. All ranks must do what
+they have agreed to do.
 
-- ``starts``: groups are made under deadlines: one is made by all of its members, or by none.
+- ``starts``: groups are made under deadlines: all members make a group, or no member does.
 - ``averages``: synchronous averages under deadlines: every round has all members, in step, with equal weights.
 """
 
@@ -27,10 +27,10 @@ from asyncdist.simulation import Compute, Fault, LogNormal, SimReport, simulate
 from protocols import AverageAllPolicy, AverageApplied, PolicyEvent
 
 STEP_S: Final = 1e-3
-#: No run takes longer in virtual seconds, unless something in it waits for ever.
+#: No run takes longer in virtual seconds, unless a wait in it never ends.
 LIMIT_S: Final = 20.0
 COMPUTE: Final = Compute(step_s=LogNormal(STEP_S, 0.5), overrun_probability=0.1)
-#: Deadlines, in steps: from about as long as an agreement takes to far longer.
+#: Deadlines in steps: from about the duration of an agreement to far longer.
 _DEADLINES: Final = (3.0, 10.0, 30.0, 100.0, 300.0)
 
 
@@ -53,7 +53,7 @@ async def _training(world: ad.World, work: Callable[[], Any]) -> Any:
 
 @dataclass
 class Made:
-    """Who has made the group of that tag, of these members and for that time."""
+    """The ranks that have made the group with this tag, these members and this serial number."""
 
     entered: dict[tuple[int, tuple[int, ...], int], list[int]] = field(default_factory=dict)
     made_count: int = 0
@@ -73,20 +73,20 @@ async def _make_groups(world: ad.World, made: Made, seed: int) -> None:
             except TimeoutError:
                 made.late_count += 1
             except (ad.RemoteError, ad.StartTimeoutError):
-                pass  # another one has given up
+                pass  # another member has given up
             except ad.ClosedError:
-                return  # another one has had its last try
+                return  # another member has made its last attempt
 
     await _training(world, work)
 
 
 def starts(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
-    """Run one seed; AssertionError if a group was begun by some of its members."""
+    """Run one seed; AssertionError if only some members have begun a group."""
     return run_starts(seed, faults)[0]
 
 
 def run_starts(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimReport, Made]:
-    """The same, and what was seen."""
+    """Run one seed, and return the observations."""
     made = Made()
     ranks = random.Random(f"{seed} starts").randint(2, 4)
     open_group = GroupLedger.open
@@ -119,14 +119,14 @@ def _check_ends(seed: int, report: SimReport) -> None:
 
 @dataclass
 class Averaged:
-    """What each round has left each rank with."""
+    """The weights of each rank after each round."""
 
     weights: dict[int, dict[int, float]] = field(default_factory=dict)
     late_count: int = 0
 
 
 _ROUND_COUNT: Final = 4
-#: Steps with a deadline; those that follow have none, so that the last rounds must come.
+#: Number of steps with a deadline; later steps have none, so that the last rounds must take place.
 _HASTY_COUNT: Final = 12
 
 
@@ -150,7 +150,7 @@ async def _average(world: ad.World, averaged: Averaged, seed: int) -> int:
         except TimeoutError:
             averaged.late_count += 1
         except ad.RemoteError:
-            pass  # another one has given up
+            pass  # another member has given up
 
     async def work() -> int:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -167,12 +167,12 @@ async def _average(world: ad.World, averaged: Averaged, seed: int) -> int:
 
 
 def averages(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
-    """Run one seed; AssertionError if a round was not one of all members, or some rank waits for ever."""
+    """Run one seed; AssertionError if a round lacks a member, or some rank waits forever."""
     return run_averages(seed, faults)[0]
 
 
 def run_averages(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimReport, Averaged]:
-    """The same, and what was seen."""
+    """Run one seed, and return the observations."""
     averaged = Averaged()
     ranks = random.Random(f"{seed} averages").randint(2, 4)
     report = simulate(

@@ -1,7 +1,7 @@
 """Simulates DiLoCo and its family with kills, restarts and other faults, and checks that all ranks agree on each round.
 
 ``scenario(seed)`` simulates one run: the options, the ranks that leave early, the network and the faults are drawn from
-the seed. Ranks are killed and restarted several times, also while they are admitted. Whatever happens:
+the seed. Ranks are killed and restarted several times, even while they are admitted. In all runs:
 
 - every rank that is not killed at the end completes its training, without an exception;
 - all surviving ranks apply each round in the same step with the same donors and bits, and have equal anchors;

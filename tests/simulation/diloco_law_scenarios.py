@@ -175,7 +175,7 @@ def unsound(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
         "overlap_steps": overlap,
         "mixing": rng.choice((0.0, 0.5)),
     }
-    if rng.random() < 0.3:  # without an anchor, each fragment recovers in a round of its own
+    if rng.random() < 0.3:  # without an anchor, each fragment recovers in a separate round
         options |= {"outer_optimizer": None, "fragments": 1}
     bad, at = rng.randrange(ranks), rng.randint(0, 10)
     report = simulate(_train_unsound, options, bad, at, ranks=ranks, seed=seed, faults=faults or ())

@@ -186,7 +186,7 @@ class Oracle:
 
     def __init__(self, plan: Plan, logs: dict[int, Log]) -> None:
         self.plan, self.logs = plan, logs
-        self.parted: dict[tuple[int, int], int] = {}  # by rank and fragment: version that only this rank has left
+        self.parted: dict[tuple[int, int], int] = {}  # version that only this rank still has, by rank and fragment
         self.donors: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = {}
         for rank in sorted(logs, key=lambda rank: rank in plan.killed):
             for number, given in logs[rank].donors.items():

@@ -3,7 +3,7 @@
 The oracle is the formula of Kale et al. (2502.12996): with k ranks, the outer step of round t on rank i has the input
 D_i(t) / k + [D(t - 1) - D_i(t - 1) / k], and the ranks' anchors are averaged at the end.
 
-``scenario(seed)`` draws options, kills, restarts and other faults. Whatever happens:
+``scenario(seed)`` draws options, kills, restarts and other faults. In all runs:
 
 - every rank that is not killed at the end completes its training, without an exception;
 - each rank's contribution is in each mean once: with an outer learning rate of 1, without momentum, the anchor without

@@ -1,4 +1,4 @@
-"""Recordings of simulated jobs whose events tests change, to have what only real runs have."""
+"""Edits the events of recorded simulations, to make recordings that otherwise only real runs produce."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def record_with_a_kill(main: Callable[..., Coroutine[Any, Any, Any]], folder: Pa
 
 
 def keep_events(each: RankRecording, wanted: Callable[[Event], bool], *more: Event) -> None:
-    """Write a rank's recording anew, with those of its events, and more of them."""
+    """Write a rank's recording again, with only these of its events, and additional ones."""
     kept = [event for event in each.events() if wanted(event)]
     to = RecordWriter(RecordOptions(each.path.parent), lambda: each.header.clock_s, each.rank)
     to.open(raw_header(each))
@@ -45,13 +45,13 @@ def keep_events(each: RankRecording, wanted: Callable[[Event], bool], *more: Eve
 
 
 def raw_header(each: RankRecording) -> dict[str, Any]:
-    """Return all that a file's header holds, as it was written."""
+    """Return the whole header of a file, as it was written."""
     header: dict[str, Any] = msgspec.msgpack.decode(each.path.read_bytes()[: each.header_nbytes])
     return header
 
 
 def edit_headers(folder: Path, change: Callable[[dict[str, Any]], object]) -> Recording:
-    """Change the headers of a recording, and read it."""
+    """Change the headers of a recording, and read the recording."""
     for each in read_recording(folder).ranks:
         header, rest = raw_header(each), each.path.read_bytes()[each.header_nbytes :]
         change(header)
@@ -60,11 +60,11 @@ def edit_headers(folder: Path, change: Callable[[dict[str, Any]], object]) -> Re
 
 
 def tell_no_sleeps(folder: Path) -> Recording:
-    """Let a recording say that it does not tell asyncio's timers, as that of ranks that share a loop."""
+    """Mark a recording as one without asyncio's timers, like that of ranks that share a loop."""
     return edit_headers(folder, lambda header: header.update(tells_sleeps=False))
 
 
 def with_fields(event: Event, **fields: int) -> Event:
-    """Return it with some other fields."""
+    """Return the event with some fields replaced."""
     named = zip(KINDS[event.kind], event.fields, strict=True)
     return event._replace(fields=tuple(fields.get(name, value) for name, value in named))

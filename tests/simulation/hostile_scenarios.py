@@ -1,9 +1,9 @@
-"""A rank that says well-formed things that are not true, on every channel of the runtime and the protocols.
+"""Simulates a rank that sends well-formed but false messages, on every channel of the runtime and the protocols.
 
-The hostile rank runs the same program as the others. Beside each message that it sends it sends others of the channel's
-types: the same with some fields changed, or one drawn from nothing. The other ranks may end well or with an error that
-says what a peer did. They may not crash in code of ours, or hold memory that grows with a number in a message. They may
-wait: a rank that says it has done its part, and has not, is waited for as one that computes is.
+The hostile rank runs the same program as the others. In addition to each of its messages it sends others of the
+channel's types: the same message with some fields changed, or a random one. The other ranks may end normally, or with
+an error that names what a peer did. They may not crash in asyncdist's code, or use memory in proportion to a number in
+a message. They may wait: a rank that falsely claims to have done its part is waited for like a rank that computes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Final
 from unittest import mock
 
 import torch
-import torch._dynamo  # what optimizers import at first: 70 MiB that no message has asked for
+import torch._dynamo  # the modules that optimizers import first: 70 MiB that no message has requested
 from support.drawing import draw_message
 
 import asyncdist as ad
