@@ -70,7 +70,7 @@ TOLD = ["ClosedError"] * 3
 
 
 def check(results: Any, ends: str) -> None:
-    """Check that producers get errors, that no message is left in progress, and that the consumer reports unread ones."""
+    """Check that producers get errors, that no message is left in progress, and that unread ones are reported."""
     assert list(results) == [[], TOLD, []]
     assert "request" not in ends
     unread = r"rank 0 .*\b\d+ .*Blob, tag 100; \d+ .*Blob, tag 101"

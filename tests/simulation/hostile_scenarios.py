@@ -51,11 +51,11 @@ GROWTH_NBYTES_MAX: Final = 32 * 2**20
 
 @dataclass
 class Seen:
-    """What a run has met.
+    """Counts of the observations of a run.
 
     Attributes:
-        sent: hostile messages by type.
-        ends: how the other ranks ended.
+        sent: Number of hostile messages by type.
+        ends: Ways in which the other ranks ended.
     """
 
     sent: Counter[str] = field(default_factory=Counter)
@@ -71,12 +71,12 @@ class _Liar:
         self._texts: list[str] = ["", "x"]
         self._values: list[Any] = []
         self._channels: list[tuple[Callable[..., Any], tuple[type, ...]]] = []
-        self.scopes: list[int] = []  # as messages name policies
-        self.is_silent = False  # whether it says nothing false yet
+        self.scopes: list[int] = []  # names of policies, as in messages
+        self.is_silent = False  # whether it sends no false messages yet
         self.rate = self._rng.choice((0.1, 0.3, 0.6))
 
     def posting(self, post: Callable[..., Any], classes: tuple[type, ...], size: int) -> Callable[..., Any]:
-        """Return a function that sends as ``post`` does, and lies beside it, now and then on another channel."""
+        """Return a function that sends like ``post``, and adds false messages, sometimes on another channel."""
         self._channels.append((post, classes))
 
         def hostile(message: Any, dest: int, round: int) -> Any:
@@ -100,7 +100,7 @@ class _Liar:
         try:
             post(message, dest, round)
         except AsyncdistError:
-            return  # too large, or nobody is there to be told
+            return  # the message is too large, or there is no receiver
         self._seen.sent[type(message).__name__] += 1
 
     def _learn(self, message: Any) -> None:
@@ -119,7 +119,7 @@ class _Liar:
         kept = {name: getattr(like, name) for name in names if rng.random() < 0.7}
         try:
             return draw_message(cls, rng, [*self._values, *self.scopes], self._texts, **kept)
-        except ValueError:  # a rank's own class refuses it, as the receiver's would
+        except ValueError:  # a class refuses its values, as the receiver's would
             return like
 
 
@@ -131,7 +131,7 @@ def run_hostile(seed: int, programs: Sequence[Callable[..., Any]] = ()) -> Seen:
             hostile rank is honest until its first contribution, and another rank may be killed and restarted.
 
     Raises:
-        AssertionError: an honest rank has ended with an error that no peer's message may cause, or has held too much
+        AssertionError: An honest rank has ended with an error that no peer's message may cause, or has used too much
             memory.
     """
     rng = random.Random(f"{seed} hostile")
@@ -187,7 +187,7 @@ def run_hostile(seed: int, programs: Sequence[Callable[..., Any]] = ()) -> Seen:
         error = result if isinstance(result, BaseException) else None
         while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
             error = error.exceptions[0]
-        # A verdict that says that this rank has asked to be let go is believed.
+        # A verdict that says that this rank has asked for its release is believed.
         if error is not None and not isinstance(error, (AsyncdistError, TimeoutError, asyncio.CancelledError)):
             raise AssertionError(f"{where}: rank {rank} ended by {result!r}") from result
         seen.ends["well" if error is None else type(error).__name__] += 1
@@ -195,7 +195,7 @@ def run_hostile(seed: int, programs: Sequence[Callable[..., Any]] = ()) -> Seen:
 
 
 def _draw_faults(rng: random.Random, size: int, hostile: int) -> list[Fault]:
-    """Return the death of an honest rank, and perhaps its restart, or nothing."""
+    """Return no faults, or the death of an honest rank, perhaps with its restart."""
     if size == 2 or rng.random() < 0.5:
         return []
     rank = rng.choice([each for each in range(size) if each != hostile])
@@ -266,7 +266,7 @@ async def replay(world: ad.World) -> None:
         for _ in range(10):
             await buffer.add({"a": torch.ones(3, 2)})
             sample = await buffer.sample(4, wait=False)
-            with contextlib.suppress(ValueError):  # the liar has said that it draws uniformly
+            with contextlib.suppress(ValueError):  # the hostile rank has declared that it draws uniformly
                 await buffer.update_priorities(sample.ids, torch.ones(len(sample.ids)))
 
 

@@ -1,8 +1,8 @@
-"""Scenarios with islands: populations on islands, everything about them drawn from one seed, and what must hold.
+"""Scenarios with islands: populations that are drawn from one seed, and the properties that must hold.
 
-``scenario(seed)`` draws how many islands of how many ranks there are, the options of their policies, when who leaves
-and which faults happen, simulates it and checks it: each average is that of the snapshots that its donors gave to that
-round of that island, recomputed here; nobody fails; none hangs; and nothing is left over.
+``scenario(seed)`` draws the number and size of the islands, the options of their policies, the times at which ranks
+leave, and the faults. It simulates the population and checks it: each average equals the mean of the snapshots that its
+donors offered in that round of that island; no rank fails or hangs; and nothing is left over.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from protocols import (
     StepInfo,
 )
 
-#: Ranks of an island, and islands. The last ones are worlds in which news of leavers travel along a tree.
+#: Numbers of ranks of an island, and of islands. In the last, largest worlds, notices of leaving ranks are sent along a
+#: tree.
 SIZES: Final = ((2, 3), (3, 4), (4, 2), (4, 4), (5, 3), (6, 3), (9, 2), (4, 6))
-#: No scenario takes longer than this in virtual seconds, whatever goes wrong in it.
+#: No scenario takes longer than this in virtual seconds, whatever fails in it.
 VIRTUAL_TIME_MAX_S: Final = 1e4
 
-#: Snapshots of a run: by island, round and rank, the value of all weights.
+#: Snapshots of a run: the value of all weights by island, round and rank.
 Given = dict[tuple[int, int, int], float]
 COMPUTE = Compute(step_s=0.01, overrun_probability=0.0)
 
 
 @dataclass
 class Ended:
-    """What one rank came to."""
+    """The outcome of one rank."""
 
     value: float
     infos: list[StepInfo] = field(default_factory=list)
@@ -61,7 +62,7 @@ class Ended:
 
 
 async def train(world: ad.World, given: Given, steps: int, island: int, **options: Any) -> Ended:
-    """Weights are one number, that of the rank at first, and the metric is the same number."""
+    """Train a model whose weights are one number, at first the rank's number; the metric is this number, too."""
     model = nn.Linear(5, 3, bias=False)
     nn.init.constant_(model.weight, float(world.rank))
     ended = Ended(0.0)
@@ -118,7 +119,7 @@ def population(
     strict: bool = True,
     **options: Any,
 ) -> SimReport[Any]:
-    """Simulate ranks that take so many steps, all alike or each its own."""
+    """Simulate ranks that make this number of steps, each its own or all the same."""
     size = options.get("island_size") or ranks // options["islands"]
     given: Given = {}
 
@@ -151,16 +152,16 @@ def drawn_faults(rng: random.Random, ranks: int) -> list[Fault]:
 
 
 def came_too_late(error: BaseException) -> bool:
-    """Whether a rank was started again when the others of its island had ended, or were lost."""
+    """Return whether a rank was restarted when the others of its island had ended, or were lost."""
     return isinstance(error, ad.LateError) or "all other ranks of this policy are lost" in str(error)
 
 
 def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
-    """Run and check the scenario of ``seed``; with other faults than its own, if some are given.
+    """Run and check the scenario of ``seed``, with other faults if some are passed.
 
     Raises:
-        AssertionError: something that must always hold did not.
-        DeadlockError: some rank waits for ever.
+        AssertionError: A property that must always hold was violated.
+        DeadlockError: Some rank waits forever.
     """
     rng = random.Random(f"islands {seed}")
     size, count = rng.choice(SIZES)
@@ -175,7 +176,7 @@ def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]
     }
     drawn = drawn_faults(rng, size * count)
     steps = [rng.randint(40, 160)] * (size * count)
-    if rng.random() < 0.5:  # they leave at different times
+    if rng.random() < 0.5:  # the ranks leave at different times
         steps = [rng.randint(10, each) for each in steps]
     with quiet():
         report = population(size * count, drawn if faults is None else faults, seed=seed, steps=steps, **options)

@@ -1,8 +1,8 @@
-"""Ranks that are killed while a policy starts; all that live go on in one policy, or one rank is left.
+"""Kills ranks while a policy starts; all living ranks continue in one policy, or a single rank is left.
 
-A seed draws three to eight ranks, a latency for each link between two of them, so that some hear what a rank has said
-to all and others do not, and one to three ranks to be killed, the one that decides about the start first of all: at a
-time, or with one of its messages. Ranks may come late, be stalled, be cut off for a while, or be started again.
+A seed draws three to eight ranks. Each link between two of them has its own latency, so that some ranks receive a
+message to all and others do not yet. One to three ranks are killed, most often the one that decides about the start: at
+a time, or with one of its messages. Ranks may also be late, stalled, disconnected for a while, or restarted.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from asyncdist.simulation import (
 from protocols import AsyncSelectiveAveragingPolicy
 from protocols.selective.leadership import Leadership
 
-#: The start is over by then, and training goes on for a while.
+#: Time by which the start is over; training then continues for a while.
 TRAINS_UNTIL_S: Final = 0.3
-#: What a member that was started again may hear where the others end without it.
+#: Errors that a restarted member may get if the others end without it.
 _REFUSALS: Final = (ad.ClosedError, ad.StartTimeoutError, ad.RankLostError, ad.DisagreementError)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank saw at its end.
+    """Observations of one rank at its end.
 
     Attributes:
-        policy: names the policy that it was in.
-        epoch, coordinator: the last ones, as it knows.
-        last_round: the last one that it heard of.
+        policy: Name of the policy in which it was.
+        epoch, coordinator: The last epoch and coordinator that it knows.
+        last_round: The last round that it knows.
     """
 
     policy: int
@@ -59,13 +59,13 @@ class Trained:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a seed draws.
+    """The random choices of a seed.
 
     Attributes:
-        ranks: how many.
-        late_s: by rank, how late it enters the policy.
-        network: with a latency for each link.
-        faults: kills, and what comes beside them.
+        ranks: Number of ranks.
+        late_s: Seconds by which each rank enters the policy late.
+        network: Network, with a latency for each link.
+        faults: Kills, and further faults.
     """
 
     ranks: int
@@ -75,7 +75,7 @@ class Plan:
 
     @classmethod
     def of(cls, seed: int) -> Plan:
-        """Draw one."""
+        """Draw a plan."""
         rng = random.Random(f"killed in the start {seed}")
         ranks = rng.randint(3, 8)
         slowest_s = rng.choice((1e-5, 1e-4, 1e-3))
@@ -110,7 +110,7 @@ class Plan:
 
 
 async def _main(world: ad.World, late_s: Sequence[float]) -> Trained | str:
-    """Train until all have heard of everything; a member that was started again may hear that it is too late."""
+    """Train until all ranks know everything; a restarted member may learn that it is too late."""
     await world.sleep(late_s[world.rank])
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -135,7 +135,7 @@ async def _main(world: ad.World, late_s: Sequence[float]) -> Trained | str:
 
 
 def check(plan: Plan, report: SimReport[Any], seed: int) -> None:
-    """All that live are in one policy, and agree in who coordinates. Raises AssertionError."""
+    """Check that all living ranks are in one policy and agree on its coordinator. Raises AssertionError."""
     killed = {fault.rank for fault in plan.faults if isinstance(fault, Kill)}
     trained = {rank: found for rank, found in enumerate(report.results) if isinstance(found, Trained)}
     errors = {rank: found for rank, found in enumerate(report.results) if isinstance(found, BaseException)}
@@ -149,7 +149,7 @@ def check(plan: Plan, report: SimReport[Any], seed: int) -> None:
 
 
 def run(seed: int) -> Counter[str]:
-    """Run one; return how its ranks ended, and how often one has asked for a verdict. Raises what goes wrong."""
+    """Run one seed; return how its ranks ended, and how often a rank asked for a verdict. Raises any error."""
     plan = Plan.of(seed)
     asked: Counter[str] = Counter()
     ask = Termination.ask

@@ -1,13 +1,13 @@
-"""Runs a population for very long, with kills, stalls and slow ranks, and looks at whether its memory grows.
+"""Runs a population for a very long time, with kills, stalls and slow ranks, and checks whether its memory grows.
 
-Everything that a rank opens and closes in the life of a long job is opened and closed once in each phase: policies of
-each kind, groups, channels, a replay buffer. One rank after the other is slow, so the coordinator's task is handed on
-and on, and one is stalled in each phase. In the first half of the run half of the ranks are killed, one after the
-other, rank 0 first: a simulated rank that was killed stays away. In the second half equal things happen in all phases,
-so what has been kept from one look to the next is kept for good.
+In each phase, everything that a rank opens and closes in a long job is opened and closed once: policies of each kind,
+groups, channels, a replay buffer. The ranks are slow in turn, so the coordinator's task is handed over again and again,
+and one rank is stalled in each phase. In the first half of the run half of the ranks are killed in turn, rank 0 first;
+a killed simulated rank does not return. In the second half all phases are equal, so memory that grows from one
+measurement to the next is leaked.
 
-A look comes at the end of a phase, when all ranks sleep. Objects and blocks of memory are counted, and do not depend on
-the machine; of the resident memory this much is asked that it stays within a few MiB.
+A measurement takes place at the end of a phase, when all ranks sleep. Objects and blocks of memory are counted, which
+does not depend on the machine; the resident memory must only stay within a few MiB.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from protocols.joining import board
 
 RANK_COUNT: Final = 6
 KILLED: Final = (0, 3, 1)
-#: Of each phase, after the training with selective averaging: the other things, and waiting for each other.
+#: Times in each phase, after selective averaging: for the other operations, and for waiting for each other.
 REST_S: Final = 6.0
 STEP_S: Final = 0.02
 SLOW_STEP_S: Final = 0.7
 SLOW_STEP_COUNT: Final = 3
-#: By how much the last quarter's median may be above that of the third. A channel kept by each rank in each phase comes
-#: to 240 objects and 1,100 blocks in 16 phases. The simulator forgets ended generators by the hundred.
+#: Largest growth of the last quarter's median over the third quarter's. A channel kept by each rank in each phase would
+#: add 240 objects and 1,100 blocks in 16 phases. The simulator forgets ended generators by the hundred.
 GROWTH_MAX: Final = {"objects": 150, "blocks": 600, "resident_nbytes": 8 << 20}
 
 
@@ -61,14 +61,14 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What one look has found.
+    """The results of one measurement.
 
     Attributes:
-        phase: from 0.
-        steps: of all ranks together, since the beginning.
-        blocks: of memory that Python has given out, for objects of any kind.
-        objects: that the garbage collector knows.
-        resident_nbytes: memory of the process.
+        phase: Number of the phase, from 0.
+        steps: Number of steps of all ranks since the beginning.
+        blocks: Number of blocks of memory that Python has allocated, for objects of any kind.
+        objects: Number of objects that the garbage collector knows.
+        resident_nbytes: Resident memory of the process in bytes.
     """
 
     phase: int
@@ -80,14 +80,14 @@ class Look:
 
 @dataclass(slots=True)
 class Watch:
-    """What the ranks share: the steps that they have made, and what was found at the ends of phases."""
+    """State shared by the ranks: the number of their steps, and the measurements at the ends of phases."""
 
     on_look: Callable[[Look], object] = lambda _: None
     steps: int = 0
     looks: list[Look] = field(default_factory=list)
 
     def look(self, phase: int) -> None:
-        """Count what lives now, without the bounded caches of functions."""
+        """Count the living objects, without the bounded caches of functions."""
         for cached in [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]:
             if cached.__module__.startswith(("asyncdist.", "protocols.")):
                 cached.cache_clear()
@@ -98,7 +98,7 @@ class Watch:
 
 
 def _resident_nbytes() -> int:
-    """Return the memory of this process; 0 where the system does not say."""
+    """Return the resident memory of this process; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
     except FileNotFoundError:
@@ -108,12 +108,12 @@ def _resident_nbytes() -> int:
 def run(
     phase_count: int, *, train_s: float = 2.0, seed: int = 0, on_look: Callable[[Look], object] = lambda _: None
 ) -> list[Look]:
-    """Simulate so many phases, each with training for ``train_s``; return what was found at the end of each."""
+    """Simulate this number of phases, each with training for ``train_s``; return the measurements."""
     watch = Watch(on_look)
     phase_s = train_s + REST_S
     kill_every = max(1, (phase_count // 2 - 1) // len(KILLED))
     kills = [Kill(rank, phase_s * (1 + nth * kill_every) + 0.4 * train_s) for nth, rank in enumerate(KILLED)]
-    # Of the ranks that live to the end, each in its turn.
+    # Ranks that live to the end, each in its turn.
     survivors = [rank for rank in range(RANK_COUNT) if rank not in KILLED]
     stalls = [
         Stall(survivors[phase % len(survivors)], phase_s * phase + 0.6 * train_s, 0.5) for phase in range(phase_count)
@@ -137,7 +137,7 @@ def run(
 
 @contextlib.contextmanager
 def _early_bounds() -> Iterator[None]:
-    """Let what is kept up to a bound reach it in a few phases: a run of weeks does."""
+    """Lower the bounds of bounded memory, so that a few phases reach them, as weeks of a real run would."""
     bounds = ((demultiplexer, "ANSWERING_COUNT_MAX"), (demultiplexer, "CLOSED_SCOPE_COUNT_MAX"))
     with contextlib.ExitStack() as stack:
         for module, name in (*bounds, (board, "LEFT_COUNT_MAX")):
@@ -146,7 +146,7 @@ def _early_bounds() -> Iterator[None]:
 
 
 def check_flat(looks: Sequence[Look]) -> None:
-    """Raise AssertionError where memory has grown between the third and the last quarter of a run."""
+    """Raise AssertionError if memory has grown between the third and the last quarter of a run."""
     third, last = looks[len(looks) // 2 : len(looks) * 3 // 4], looks[len(looks) * 3 // 4 :]
     for what, allowed in GROWTH_MAX.items():
         before, after = (statistics.median(getattr(look, what) for look in part) for part in (third, last))

@@ -1,7 +1,8 @@
-"""Populations under the one-sided policy, everything about them drawn from one seed, and what must hold.
+"""Populations under the one-sided policy, drawn from one seed, and the properties that must hold.
 
-``scenario(seed)`` simulates one: its options, who leaves when, the network, the steps and the faults. Averages are
-recomputed with numpy from the snapshots that were told; weights are compared as bytes around every step.
+``scenario(seed)`` draws the options, the times at which ranks leave, the network, the steps and the faults, and
+simulates them. Averages are recomputed with numpy from the reported snapshots, and weights are compared as bytes around
+every step.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from protocols.one_sided import base as one_sided_averaging
 from protocols.one_sided.selection import REPLACEMENT_MODES
 from protocols.ranking import STRATEGIES
 
-#: Virtual seconds that no run takes, whatever goes wrong in it.
+#: No run takes longer than this in virtual seconds, whatever fails in it.
 LIMIT_S: Final = 1e5
-#: A step that waits for no peer takes some turns of the loop; one that waits for a peer's step takes longer.
+#: A step that waits for no peer takes a few turns of the loop; a step that waits for a peer's step takes longer.
 STEP_MAX_S: Final = 1e-4
 
 
@@ -56,10 +57,10 @@ class Plan:
     """One population.
 
     Attributes:
-        members: who takes part; the others only run.
-        steps: of each rank, before it leaves the policy.
-        exits: ranks whose main ends there too.
-        calm: nothing is in the way, so averages have to come.
+        members: Ranks that are members; the others only run.
+        steps: Number of steps of each rank before it leaves the policy.
+        exits: Ranks whose main also ends there.
+        calm: Whether there are no obstacles, so that averages must occur.
     """
 
     ranks: int
@@ -75,7 +76,7 @@ class Plan:
 
 
 def draw_plan(seed: int) -> Plan:
-    """Everything that ``scenario(seed)`` does."""
+    """Return all random choices of ``scenario(seed)``."""
     rng = random.Random(f"one-sided {seed}")
     ranks = rng.randint(2, 7)
     calm = seed % 4 == 0
@@ -152,7 +153,7 @@ def _draw_faults(rng: random.Random, ranks: int) -> Iterator[Fault]:
 
 
 def _with_restarts(seed: int, faults: Iterator[Fault]) -> tuple[Fault, ...]:
-    """Start some of the ranks that die again, which the policy takes for gone: of a generator of its own."""
+    """Restart some of the killed ranks, which the policy continues to count as lost; uses a separate generator."""
     rng = random.Random(f"restarts of {seed}")
     drawn = tuple(faults)
     kills = [fault for fault in drawn if isinstance(fault, Kill) and rng.random() < 0.7]
@@ -161,7 +162,7 @@ def _with_restarts(seed: int, faults: Iterator[Fault]) -> tuple[Fault, ...]:
 
 
 class Watch(Ledger):
-    """A ledger with a tally, and what must hold around each step."""
+    """A ledger with counts, and the properties that must hold around each step."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -169,7 +170,7 @@ class Watch(Ledger):
         self.seen: Counter[str] = Counter()
 
     def check_step(self, rank: int, info: StepInfo, iteration: int, applied_before: int, state: State) -> None:
-        """After a step: weights changed if and only if it says so, and it says what it was told."""
+        """Check that weights have changed if and only if the result says so, and that the result matches the events."""
         mine = self.by(rank)
         assert bool(info) == (len(mine) == applied_before + 1), f"rank {rank}: {info!r} after {len(mine)} applications"
         if not info:
@@ -239,7 +240,7 @@ async def _main(world: ad.World, watch: Watch) -> int:
 
 
 async def _try_to_come_back(world: ad.World, watch: Watch) -> None:
-    """A policy without a coordinator admits no rank that was started again, and says so."""
+    """Enter the policy on a restarted rank: a policy without a coordinator does not admit it, and says so."""
     model = Mixed(0.0)
     try:
         async with OneSidedSelectiveAveragingPolicy(model, sgd(model), **watch.plan.options, model_builder=fresh):
@@ -257,7 +258,7 @@ async def _step(
     step: int,
     rng: random.Random,
 ) -> None:
-    """Train, so to speak, and one watched step."""
+    """Change the weights as training would, and make one checked step."""
     if rng.random() < 0.02 and not watch.plan.calm:
         fill(model, math.nan)
     else:
@@ -281,13 +282,13 @@ async def _step(
 
 
 def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
-    """Run one seed; AssertionError if something does not hold."""
+    """Run one seed; AssertionError if a property is violated."""
     report, _ = run(seed, faults)
     return report
 
 
 def run(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimReport, Watch]:
-    """The same, and what was seen."""
+    """Run one seed, and return the observations."""
     plan = draw_plan(seed)
     plan_faults = plan.faults if faults is None else tuple(faults)
     watch = Watch(plan)
@@ -322,18 +323,18 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimReport, Wa
 
 
 def _has_to_replace(plan: Plan) -> bool:
-    """By age everybody's life is shorter than the run, and the worst are replaced as soon as two have a metric."""
+    """Return whether averages must occur: by age because each lifetime is short, or because two ranks have a metric."""
     return plan.options["replacement_mode"] in ("age", "worst_ratio")
 
 
 @dataclass
 class Tally:
-    """What was seen in many seeds."""
+    """The observations of many seeds."""
 
     seen: Counter[str] = field(default_factory=Counter)
 
     def add(self, seed: int) -> str:
-        """Run one; its digest."""
+        """Run one seed, and return its digest."""
         report, watch = run(seed)
         self.seen += watch.seen
         for fault, count in zip(report.faults, report.faults_fired, strict=True):

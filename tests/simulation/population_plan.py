@@ -28,7 +28,7 @@ from asyncdist.simulation import (
 )
 from protocols.ranking import STRATEGIES
 
-#: In a second phase the start waits for ranks that are a hundred times slower.
+#: In a second phase, the start waits for ranks that are a hundred times slower.
 _START_TIMEOUT_S: Final = 1e4
 
 
@@ -52,10 +52,10 @@ class Plan:
     """A scenario.
 
     Attributes:
-        exits: rank to (step, how) of those that end before the others.
-        phases: how often all policies are started and ended, one after the other.
-        streams: (source, dest) of streams of the user's own.
-        habits: what else the training code awaits, or does.
+        exits: (step, way) for each rank that ends before the others.
+        phases: Number of times that all policies are started and ended, in turn.
+        streams: (source, dest) of the user's own streams.
+        habits: Further actions and awaits of the training code.
     """
 
     seed: int
@@ -73,12 +73,12 @@ class Plan:
 
     @property
     def loses_nothing(self) -> bool:
-        """Whether all are there, nobody dies and no frame is spoiled: then everything must end clean."""
+        """Return whether no rank is late, dies or gets a damaged frame: then every operation must end cleanly."""
         return not any(isinstance(fault, (Kill, Corrupt, Join)) for fault in self.faults)
 
 
 def draw_plan(seed: int) -> Plan:
-    """Everything that ``scenario(seed)`` does."""
+    """Return all random choices of ``scenario(seed)``."""
     rng = random.Random(f"scenario {seed}")
     ranks = rng.choices((2, 3, 4, 5, 6, 8, 12, 16, 32, 64), (8, 14, 20, 16, 14, 20, 4, 2, 0.7, 0.3))[0]
     steps = rng.randint(6, 60) if ranks <= 8 else rng.randint(4, 16)
@@ -101,13 +101,13 @@ def draw_plan(seed: int) -> Plan:
         habits=tuple(habit for habit in ("sleep", "safe_point", "progress", "compute", "nan") if rng.random() < 0.2),
     )
     if any(isinstance(fault, Corrupt) for fault in plan.faults):
-        plan = replace(plan, streams=None)  # as with a synchronous policy: the frame that never comes is waited for
+        plan = replace(plan, streams=None)  # as with a synchronous policy: the dropped frame would be awaited
     plan = replace(plan, policies=tuple(_with_route(seed, policy) for policy in plan.policies))
     return _calmed(plan) if seed % 20 == 10 else _with_joins(_with_restarts(plan))
 
 
 def _with_route(seed: int, policy: PolicyPlan) -> PolicyPlan:
-    """Draw how snapshots travel, by a generator of its own: what else is drawn does not change with it."""
+    """Draw the route of snapshots, with a separate generator so that other random choices do not change."""
     if policy.kind != "selective":
         return policy
     route = random.Random(f"route of scenario {seed}").choice(("sharded", "sharded", "direct", "auto"))
@@ -115,9 +115,9 @@ def _with_route(seed: int, policy: PolicyPlan) -> PolicyPlan:
 
 
 def _with_restarts(plan: Plan) -> Plan:
-    """Let ranks that die be started again, by a generator of its own: what else is drawn does not change with it.
+    """Restart some of the killed ranks, with a separate generator so that other random choices do not change.
 
-    They are admitted where :func:`_admits` says.
+    The ranks are admitted if :func:`_admits` returns True.
     """
     rng = random.Random(f"restarts of scenario {plan.seed}")
     kills = [fault for fault in plan.faults if isinstance(fault, Kill)]
@@ -134,13 +134,13 @@ def _with_restarts(plan: Plan) -> Plan:
                 at_s += rng.choice((0.01, 0.3, 3.0, 10.0)) * step_s
                 restarts.append(Kill(kill.rank, at_s=at_s))
     network = plan.network
-    if rng.random() < 0.7:  # else few are admitted before the others have ended
+    if rng.random() < 0.7:  # otherwise few ranks are admitted before the others have ended
         network = replace(network, loss_detection_s=rng.choice((0.0, Uniform(0.0, step_s))))
     return replace(plan, faults=(*plan.faults, *restarts), network=network, steps=plan.steps + rng.choice((0, 30)))
 
 
 def _admits(plan: Plan) -> bool:
-    """Whether ranks may come later: to a policy of all ranks that has a member as its coordinator."""
+    """Return whether ranks may join later: a policy of all ranks with a member as its coordinator admits them."""
     if len(plan.policies) > 1 or plan.phases > 1 or plan.streams is not None:
         return False
     (policy,) = plan.policies
@@ -148,12 +148,12 @@ def _admits(plan: Plan) -> bool:
 
 
 def _with_joins(plan: Plan) -> Plan:
-    """Let some ranks be absent at the beginning and come later, by a generator of its own as well."""
+    """Let some ranks be absent at the beginning and join later, with a separate generator."""
     rng = random.Random(f"joins of scenario {plan.seed}")
     if not _admits(plan) or rng.random() < 0.7:
         return plan
     step_s = plan.compute.step_s if isinstance(plan.compute.step_s, float) else 1e-3
-    # What happens to a rank may happen before it has come.
+    # A fault of a rank may be due before the rank has joined.
     busy = {rank for fault in plan.faults if (rank := getattr(fault, "rank", None)) is not None}
     free = [rank for rank in range(plan.ranks) if rank not in busy and rank not in plan.exits]
     count = min(len(free), rng.choice((1, 1, 2, plan.ranks - 1)), plan.ranks - 1)
@@ -162,7 +162,7 @@ def _with_joins(plan: Plan) -> Plan:
 
 
 def _calmed(plan: Plan) -> Plan:
-    """One population in twenty has nothing in its way, so that averages have to come."""
+    """Remove all obstacles from one population in twenty, so that averages must occur."""
     calm = {"threshold": None, "grace_s": 0.001, "round_timeout_s": 30.0, "max_report_age_s": math.inf}
     policies = tuple(
         replace(policy, leaves={}, options={**policy.options, **calm, "replacement_ratio": 0.5})
@@ -243,7 +243,7 @@ def _draw_exits(
 
 
 def _draw_network(rng: random.Random) -> tuple[Network, float]:
-    """The network, and how long a step takes: from far above its latencies to far below."""
+    """Draw the network, and the duration of a step, which is between far above and far below the latencies."""
     detection = rng.choice((0.0, Uniform(0.0, 0.02), Uniform(0.0, 1.0)))
     kind = rng.choice(("fast", "fast", "hosts", "hosts", "slow", "wide", "instant"))
     if kind == "hosts":
@@ -272,23 +272,23 @@ def _draw_compute(rng: random.Random, ranks: int, step_s: float) -> Compute:
 
 
 def _draw_overruns(seed: int) -> float:
-    """Of a generator of its own: what else is drawn does not change with it."""
+    """Draw overruns, with a separate generator so that other random choices do not change."""
     return random.Random(f"overruns of scenario {seed}").choice((0.0, 0.0, 0.0, 0.05))
 
 
 def _draw_faults(
     rng: random.Random, ranks: int, steps: int, step_s: float, policies: Sequence[PolicyPlan], network: Network
 ) -> Iterator[Fault]:
-    """None for two in five scenarios, else up to three.
+    """Return no faults in two of five scenarios, otherwise up to three.
 
-    No single message takes so long that the end of a rank, which waits some seconds for the last ones, goes without it.
+    No message takes so long that a rank ends without it, because an ending rank waits only some seconds.
     """
     is_slow = isinstance(network.link.latency_s, (Uniform, Exponential))
     if rng.random() < 0.4:
         return
     kinds: tuple[type, ...] = (Kill, Kill, Stall, SlowRank, SlowLink, Partition, Delay)
     if all(policy.kind == "selective" for policy in policies):
-        # A spoiled frame never comes, and a synchronous policy waits for it: that hang is no news.
+        # A damaged frame is dropped, and a synchronous policy would wait for it: this hang is known.
         kinds = (*kinds, Corrupt, Corrupt)
     span_s = 1.2 * steps * step_s
     for kind in rng.sample(kinds, rng.randint(1, 3)):

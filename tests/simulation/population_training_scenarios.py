@@ -93,7 +93,7 @@ class Copy:
 
 @dataclass
 class Record:
-    """The ledger of a run, or of one rank of a real job, and what was seen in it."""
+    """The ledger of a run, or of one rank of a real job, and the observations of it."""
 
     snapshots: dict[tuple[int, int], Snapshot] = field(default_factory=dict)  # by round and donor
     copies: list[Copy] = field(default_factory=list)
@@ -134,7 +134,7 @@ def moments_of(optimizer: torch.optim.Optimizer) -> Bits:
 
 
 class Observer:
-    """Compares what one rank's policy tells with the ledger."""
+    """Compares the events of one rank's policy with the ledger."""
 
     def __init__(self, world: ad.World, model: nn.Module, optimizer: torch.optim.Optimizer, record: Record) -> None:
         self._rank = world.rank

@@ -1,4 +1,4 @@
-"""Checks what each member of a simulated population does, and what the whole of it comes to."""
+"""Checks the actions of each member of a simulated population, and the outcome for the whole population."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from protocols import (
 )
 from simulation.population_plan import Plan, PolicyPlan
 
-#: Members looked at after each event; in larger populations they take turns.
+#: Number of members that are checked after each event; in larger populations they are checked in turn.
 _LOOKED_AT_COUNT: Final = 8
 _OUTSTANDING_COUNT_MAX: Final = 64
-#: A step that waits for nobody takes some turns of the loop; anything on the network takes longer than this.
+#: A step that waits for no rank takes a few turns of the loop; any operation over the network takes longer than this.
 _STEP_MAX_S: Final = 1e-3
-#: A deadline is judged after everything that has arrived is taken in, which a rank that trains does between its steps.
+#: A deadline is checked after all arrived messages are received, which a training rank does between its steps.
 _LATE_SAFE_POINT_COUNT: Final = 10
-#: One of this round, and one that the last round's streams have not let go yet.
+#: One buffer for this round, and one that the last round's streams still use.
 _SNAPSHOT_COUNT_MAX: Final = 2
 _FRESH: Final = 64.0
 
@@ -46,7 +46,7 @@ _FRESH: Final = 64.0
 
 
 class Tiny(nn.Module):
-    """Three floating widths, tied weights, an integer and a bool buffer. Made of raw parameters: cheap to build."""
+    """A small model with three floating widths, tied weights, an integer and a bool buffer, made of raw parameters."""
 
     counts: torch.Tensor
     flags: torch.Tensor
@@ -63,7 +63,7 @@ class Tiny(nn.Module):
 
 
 class Replica:
-    """A model, its optimizer, and its memory seen past torch."""
+    """A model, its optimizer, and access to its memory without torch."""
 
     def __init__(self, value: float) -> None:
         self.model = model = Tiny(value)
@@ -82,33 +82,33 @@ class Replica:
         ]
 
     def train(self, rng: random.Random) -> None:
-        """One optimizer's step, so to speak: other numbers everywhere, all of them exact."""
+        """Change all weights as an optimizer's step would, to exact numbers."""
         embed, bias, wide, half, counts, flags = self._memory
         if not self.is_finite:
-            return  # diverged; an average may save it
+            return  # the rank has diverged; an average may restore it
         embed += rng.randint(-3, 3)
         bias *= 0.5
         wide += 0.25
-        half[rng.randrange(3)] = 0x3F80 + rng.randrange(64)  # 1 to 1.5
+        half[rng.randrange(3)] = 0x3F80 + rng.randrange(64)  # values from 1 to 1.5
         counts += 1
         flags ^= True
         self.optimizer.state[self.model.embed]["momentum_buffer"] = 1
 
     @property
     def is_finite(self) -> bool:
-        """Whether it has not diverged."""
+        """Return whether all weights are finite."""
         return math.isfinite(self._memory[0][0, 0])
 
     def diverge(self) -> None:
-        """NaN, as after a bad batch."""
+        """Set a weight to NaN, as after a bad batch."""
         self._memory[0].fill(math.nan)
 
     def to_bytes(self) -> bytes:
-        """The weights, all of them."""
+        """Return all weights as bytes."""
         return b"".join([memory.tobytes() for memory in self._memory])
 
     def flat(self) -> State:
-        """As policies tell it: by dtype, each memory once."""
+        """Return the weights in the policies' layout: by dtype, each memory once."""
         return {
             name: torch.cat([tensor.detach().flatten() for tensor in tensors]) for name, tensors in self.tensors.items()
         }
@@ -119,7 +119,7 @@ class Replica:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One rank's part in one policy, watched."""
+    """One rank's part in one policy, with checks."""
 
     watch: Watch
     number: int
@@ -145,7 +145,7 @@ class Member:
         return f"rank {self.rank}, policy {self.number} ({self.plan.kind} on {list(self.plan.members)})"
 
     def on_event(self, event: PolicyEvent) -> None:
-        """Told by the policy, inside its step."""
+        """Check an event; called by the policy, inside its step."""
         check, watch = self.watch.check, self.watch
         check(self.in_step, f"{self} told of {type(event).__name__} outside its step")
         if self.plan.kind == "selective":
@@ -163,7 +163,8 @@ class Member:
             if not same_bits(tensor, now[name]):
                 check(False, f"{self} tells of the {name} state {tensor}, and its model's is {now[name]}")
         if isinstance(event, SnapshotTaken):
-            is_known = key in watch.snapshots and not self.world.incarnation  # the process before had rounds, too
+            # the rank's previous process had rounds, too
+            is_known = key in watch.snapshots and not self.world.incarnation
             check(not is_known, f"{self} took two snapshots in round {event.round}")
             check(event.round > self.last_round, f"{self} donates in round {event.round} after {self.last_round}")
             watch.snapshots[key] = state
@@ -182,7 +183,7 @@ class Member:
         self.last_round = event.round
 
     def _verify(self, event: AverageApplied, state: State) -> None:
-        """The weights are exactly the rank-ordered average of one snapshot of each donor."""
+        """Check that the weights are exactly the rank-ordered average of one snapshot of each donor."""
         check, options = self.watch.check, self.plan.options
         check(event.donors == tuple(sorted(set(event.donors))), f"{self}: donors {event.donors} out of order")
         check(self.rank not in event.donors, f"{self} is its own donor")
@@ -218,10 +219,10 @@ class Member:
                 )
 
     def _given_by(self, donor: int, round_number: int) -> State | None:
-        """Return what a donor gave to a round.
+        """Return the snapshot of a donor in a round.
 
-        Where a frame is spoiled, a rank may miss a start that the others make; its next one, under another number,
-        makes it a member of the same population.
+        If a frame is damaged, a rank may miss a start that the others make. Its next start, under another number, makes
+        it a member of the same population.
         """
         of_one, plan = len(self.watch.plan.policies), self.watch.plan
         is_spoiled = any(isinstance(fault, Corrupt) for fault in plan.faults)
@@ -230,7 +231,7 @@ class Member:
         return next((self.watch.snapshots[key] for key in keys if key in self.watch.snapshots), None)
 
     def _verify_all(self, event: AverageApplied, state: State) -> None:
-        """The weights are the average of what all members had when they entered this step, in the group's order."""
+        """Check that the weights are the average of all members' weights at the step's beginning, in the group's order."""
         members = self.plan.members
         self.watch.check(event.donors == members, f"{self}: averaged {event.donors}")
         given = {place: self.watch.entered[self.number, event.round, rank] for place, rank in enumerate(members)}
@@ -241,18 +242,18 @@ class Member:
                 self.watch.check(False, f"{self}, round {event.round}, {name}: {tensor} is not {expected}")
 
     def build_fresh(self) -> nn.Module:
-        """``model_builder``: other weights each time."""
+        """Return a model with new weights; the option ``model_builder``."""
         self.fresh_count += 1
         return Tiny(_FRESH + self.fresh_count)
 
     def train(self, rng: random.Random) -> None:
-        """The user's own change of weights."""
+        """Change the weights as the user's training does."""
         self.replica.train(rng)
         self.trained_count += 1
         self.weights = self.replica.to_bytes()
 
     async def step(self, metric: Any) -> StepInfo:
-        """One ``policy.step``, watched."""
+        """Make one checked ``policy.step``."""
         check, watch, replica = self.watch.check, self.watch, self.replica
         if self.plan.options.get("momentum"):
             self.before = replica.flat()
@@ -278,7 +279,7 @@ class Member:
             check(bool(info) and (info.round, info.donors) == told, f"{self} says {info}, and told {told}")
             check(not info.weights or abs(sum(info.weights) - 1.0) < 1e-9, f"{self}: weights {info.weights}")
             check(info.staleness_steps >= 0 and info.seconds >= 0.0, f"{self} says {info!r}")
-            has_reduced = info.route == "sharded" and self._has_reduced()  # and may have added up all of it
+            has_reduced = info.route == "sharded" and self._has_reduced()  # a reducer may also have added up everything
             check(bool(info.nbytes) == bool(info.donors) or has_reduced, f"{self} says {info!r}")
             watch.seen[f"applied on the {info.route or 'no'} route"] += bool(info.donors)
             self._check_optimizer(info, had_diverged=had_diverged, had_state=had_state)
@@ -293,7 +294,7 @@ class Member:
         return self.selective is not None and self.selective.statistics().reduction_count > 0
 
     def _check_optimizer(self, info: StepInfo, *, had_diverged: bool, had_state: bool) -> None:
-        """What is reset, and that nothing of a rank that has diverged survives an average."""
+        """Check the optimizer's reset, and that an average leaves nothing of a diverged state."""
         options = self.plan.options
         resets = options["optimizer_state"] == "reset" or options.get("averaging_strategy") == "reset_weights"
         keeps = bool(options.get("momentum")) or (had_state and not resets)
@@ -307,12 +308,12 @@ class Member:
             self.watch.check(bool(state), f"{self}: the optimizer's state is gone")
 
     def check_untouched(self, when: str) -> None:
-        """Outside step nobody but the training code changes weights."""
+        """Check that only the training code changes weights outside of steps."""
         if self.weights and not self.in_step and self.replica.to_bytes() != self.weights:
             self.watch.check(False, f"{self}: weights changed {when}")
 
     def look(self) -> None:
-        """What holds between any two events. Called after each of them, so it asks no method."""
+        """Check the properties that hold between any two events; called often, so it calls no methods."""
         policy = self.selective
         if policy is None:
             return
@@ -329,16 +330,16 @@ class Member:
 
 
 class Watch:
-    """What one simulation has shown so far; all ranks share it, since they share the process.
+    """The observations of one simulation; all ranks share this object, because they share the process.
 
     Attributes:
-        seen: how often each thing happened.
-        snapshots: (policy number, round, donor) to the state that it gave.
-        entered: (policy number, round, member) to the state with which it came to a synchronous average.
-        heard_at: by rank, the times of its safe points.
-        members: at work.
+        seen: Number of occurrences of each kind of event.
+        snapshots: State that each donor offered, by (policy number, round, donor).
+        entered: State with which each member entered a synchronous average, by (policy number, round, member).
+        heard_at: Times of each rank's safe points.
+        members: Members whose policy is open.
         past: members whose policy has ended.
-        violation: the first thing that did not hold.
+        violation: The first violated property.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -358,13 +359,13 @@ class Watch:
         self._outstanding_count_max = _OUTSTANDING_COUNT_MAX * plan.ranks
 
     def check(self, holds: bool, what: str) -> None:
-        """Raise, here and after this event, if it does not."""
+        """Raise an error, here and after this event, if a property does not hold."""
         if not holds:
             self.violation = self.violation or AssertionError(f"seed {self.plan.seed}: {what}")
             raise self.violation
 
     def open(self, world: ad.World) -> None:
-        """A rank's main begins."""
+        """Record that a rank's main begins."""
         self._loops[world.rank] = asyncio.get_running_loop()
         clock = world.virtual_clock
         assert clock is not None, "not in a simulation"
@@ -372,17 +373,17 @@ class Watch:
         world.services.engine.before_safe_point = watch.before_safe_point
 
     def check_in_time(self, deadline: float, now: float, what: str) -> None:
-        """The coordinator that acts now had no chance to do so when it was time: a few safe points, and no more."""
+        """Check that the coordinator could not act earlier: few safe points have passed since the deadline."""
         loop: Any = asyncio.get_running_loop()
         rank = loop.rank
         chances = bisect.bisect(self.heard_at[rank], now) - bisect.bisect(self.heard_at[rank], deadline)
-        stalled_until = deadline + loop.busy_s + _STEP_MAX_S * loop.slowness  # of a coordinator that computes nothing
+        stalled_until = deadline + loop.busy_s + _STEP_MAX_S * loop.slowness  # for a coordinator that does not compute
         late = chances > _LATE_SAFE_POINT_COUNT or (not self.heard_at[rank] and now > stalled_until)
         if late:
             self.check(False, f"{what} at {now}, {now - deadline} s and {chances} safe points after its time")
 
     def after_event(self) -> None:
-        """The whole population, or a part of it."""
+        """Check the whole population, or a part of it."""
         if self.violation is not None:
             raise self.violation
         members = self.members
@@ -399,7 +400,7 @@ class Watch:
             if count > self._outstanding_count_max:
                 self.check(False, f"{member}: {count} requests outstanding")
             ring = member.selective._resources.buffers.ring.nbytes if member.selective is not None else 0
-            if ring > (WINDOW_COUNT + 1) * self.plan.chunk_nbytes:  # the window, and what is read at a time
+            if ring > (WINDOW_COUNT + 1) * self.plan.chunk_nbytes:  # the window, and the chunks that are read at a time
                 self.check(False, f"{member}: {ring} bytes of received chunks")
         if self._may_die:
             self._note_deaths()
@@ -413,7 +414,7 @@ class Watch:
                     self.seen[f"killed {role}"] += 1
 
     def _roles(self, rank: int) -> set[str]:
-        """What a rank is in this moment, in all its policies."""
+        """Return the current roles of a rank in all of its policies."""
         lead = {plan.members[0] if plan.reserved is None else plan.reserved for plan in self.plan.policies}
         roles = {"anybody", *(["coordinator"] if rank in lead else [])}
         for member in self.members:
@@ -431,7 +432,7 @@ class Watch:
 
 
 class _StopWatch:
-    """Notes when a rank comes to its safe points."""
+    """Records when a rank reaches its safe points."""
 
     def __init__(self, clock: Any, world: ad.World, heard_at: list[float]) -> None:
         self._clock = clock
@@ -444,7 +445,7 @@ class _StopWatch:
 
 
 def reason_kind(reason: str) -> str:
-    """A reason without its numbers."""
+    """Return a reason without its numbers."""
     for start in ("the stream from rank", "round", "replaced at iteration", "the state of a member did not arrive"):
         if reason.startswith(start):
             tail = reason.partition("did not complete: ")[2]

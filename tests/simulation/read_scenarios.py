@@ -1,7 +1,7 @@
-"""The populations of ``scenarios.py``, whose ranks read each other's snapshots in memory, as processes of one host do.
+"""Runs the populations of ``scenarios.py`` with ranks that read each other's memory, like processes of one host.
 
-Simulated ranks are one process, which may read its own memory. So the same plans are carried out once more, with faults
-and all, and everything is checked that is checked there.
+Simulated ranks are in one process, which may read its own memory. So the same plans run once more, faults included,
+with all checks of ``scenarios.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from simulation import scenarios
 
 @contextmanager
 def shared_memory() -> Iterator[None]:
-    """Let simulated ranks read each other's memory, also for small models."""
+    """Let simulated ranks read each other's memory, even for small models."""
     init = SimTransport.__init__
 
     def as_a_process(self: SimTransport, *args: Any, **kwargs: Any) -> None:
@@ -35,6 +35,6 @@ def shared_memory() -> Iterator[None]:
 
 
 def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
-    """As :func:`simulation.scenarios.scenario`, in which snapshots are read."""
+    """Run :func:`simulation.scenarios.scenario` with snapshots that are read from memory."""
     with shared_memory():
         return scenarios.scenario(seed, faults)

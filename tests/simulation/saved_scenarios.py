@@ -100,7 +100,7 @@ async def train(world: ad.World, plan: Plan, folder: Path, first: int, last: int
 
 
 def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
-    """Run one seed; AssertionError if the resumed run ends with other weights. There are no faults."""
+    """Run one seed, without faults; AssertionError if the resumed run ends with other weights."""
     del faults
     plan = draw_plan(seed)
     with tempfile.TemporaryDirectory() as place:

@@ -1,11 +1,12 @@
-"""Scenarios: populations of ranks under policies, everything about them drawn from one seed, and what must hold.
+"""Scenarios: populations of ranks under policies, drawn from one seed, and the properties that must hold.
 
-``scenario(seed)`` draws a plan (how many ranks, which policies on which groups with which options, when who leaves,
-what network and steps are like, which faults happen), simulates it and checks it: during the run after every event,
-inside every step, and at the end. What is violated is an AssertionError that names seed, rank and policy.
+``scenario(seed)`` draws a plan: the number of ranks, the policies with their groups and options, the times at which
+ranks leave, the network, the steps and the faults. It simulates the plan and checks it after every event, inside every
+step, and at the end. A violated property raises an AssertionError that names seed, rank and policy.
 
-Nothing here computes with the code under test: averages are recomputed from the states that donors and replacers told
-``on_event``, and weights are compared as bytes. Metrics are small whole numbers, so decisions do not depend on a libm.
+The expected results are computed without the code under test: averages are recomputed from the states that donors and
+replacers passed to ``on_event``, and weights are compared as bytes. Metrics are small integers, so decisions do not
+depend on a libm.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ from protocols.selective.selection import decide
 from simulation.population_plan import Plan, PolicyPlan, draw_plan
 from simulation.population_watch import Member, Replica, Watch, reason_kind
 
-#: No scenario takes longer than this in virtual seconds, whatever goes wrong in it.
+#: No scenario takes longer than this in virtual seconds, whatever fails in it.
 VIRTUAL_TIME_MAX_S: Final = 1e6
 
 
-#: A rank that is started again after the others have ended waits so long for them.
+#: Seconds for which a rank that is restarted after the others have ended waits for them.
 _ADMISSION_TIMEOUT_S: Final = 100.0
 
 
@@ -66,7 +67,7 @@ _ADMISSION_TIMEOUT_S: Final = 100.0
 
 
 async def _main(world: ad.World, watch: Watch) -> int:
-    """What every rank runs; returns the steps that it took."""
+    """Run one rank's main, and return its number of steps."""
     plan = watch.plan
     watch.open(world)
     rng = random.Random(f"{plan.seed} rank {world.rank}{f' again {world.incarnation}' if world.incarnation else ''}")
@@ -123,7 +124,7 @@ async def _live(
 
 
 def _first_step(watch: Watch, mine: list[_Part]) -> int:
-    """Return where training begins: a rank that was started again goes on where a donor was, with all that it had."""
+    """Return the first training step: a restarted rank continues where its donor was, with the donor's state."""
     first = 0
     for member, _ in mine:
         if member.world.incarnation:
@@ -137,7 +138,7 @@ def _first_step(watch: Watch, mine: list[_Part]) -> int:
 
 
 async def _stream(watch: Watch, world: ad.World, source: int, dest: int) -> None:
-    """Bulk of the user's own, beside the policies' streams: the same slots, another scope."""
+    """Send a user's stream alongside the policies' streams: with the same slots, but another scope."""
     sizes = random.Random(f"{watch.plan.seed} streams")
     try:
         for number in range(5):
@@ -160,10 +161,10 @@ async def _coordinate(watch: Watch, world: ad.World, plan: PolicyPlan) -> None:
 
 @contextmanager
 def _starting(watch: Watch) -> Iterator[None]:
-    """A policy whose start a loss has ended is done without.
+    """Allow a loss to end the start of a policy; the rank then continues without the policy.
 
-    So is one in which a spoiled frame was to say that a rank has come. That rank gives up, and asks for its next start;
-    the leader finds it there, and takes the two for starts in different orders.
+    The same applies if a damaged frame should have reported that a rank has arrived. That rank gives up, and requests
+    its next start; the leader takes its two requests for starts in different orders.
     """
     try:
         yield
@@ -244,24 +245,24 @@ def _draw_metric(rng: random.Random) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A scenario's outcome: what the simulator reports, and what was seen."""
+    """A scenario's outcome: the simulator's report, and the observations."""
 
     report: SimReport[Any]
     seen: Counter[str] = field(repr=False)
 
 
 def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
-    """Run and check the scenario of ``seed``; with other faults than its own, if some are given.
+    """Run and check the scenario of ``seed``, with other faults if some are passed.
 
     Raises:
-        AssertionError: something that must always hold did not.
-        DeadlockError: some rank waits for ever.
+        AssertionError: A property that must always hold was violated.
+        DeadlockError: Some rank waits forever.
     """
     return examine(seed, faults).report
 
 
 def examine(seed: int, faults: Sequence[Fault] | None = None) -> Examined:
-    """As :func:`scenario`, and tell what happened in it."""
+    """Run :func:`scenario`, and return its observations."""
     plan = draw_plan(seed)
     if faults is not None:
         plan = replace(plan, faults=tuple(faults))
@@ -287,14 +288,14 @@ def examine(seed: int, faults: Sequence[Fault] | None = None) -> Examined:
         _check_accounts(watch)
     _check_that_averages_come(watch)
     _count(watch, report)
-    # What has been judged here is no failure for `explore`, either.
+    # Errors that were accepted here are not failures for `explore` either.
     results = [None if _ends_before_an_answer(plan, result) else result for result in report.results]
     return Examined(replace(report, results=tuple(results)), watch.seen)
 
 
 def _check_end(watch: Watch, report: SimReport[Any]) -> None:
     plan = watch.plan
-    killed = {fault.rank for fault in plan.faults if isinstance(fault, (Kill, Join))}  # or has not come
+    killed = {fault.rank for fault in plan.faults if isinstance(fault, (Kill, Join))}  # or it has not joined yet
     for rank, result in enumerate(report.results):
         who = f"seed {plan.seed}: rank {rank}"
         if result is None:
@@ -310,13 +311,13 @@ def _check_end(watch: Watch, report: SimReport[Any]) -> None:
 
 
 def _ends_before_an_answer(plan: Plan, error: Any) -> bool:
-    """A grant may be minutes on its way over a link that is slowed down; a rank waits for its answer within a bound."""
+    """Return whether a grant took minutes over a slowed link; a rank waits for its answer for a limited time."""
     slowed = any(isinstance(fault, SlowLink) and fault.factor >= 1000 for fault in plan.faults)
     return slowed and isinstance(error, ad.LocalProtocolError) and "stream slots" in str(error)
 
 
 def _check_that_averages_come(watch: Watch) -> None:
-    """Where nothing is in the way, somebody has been replaced in the end."""
+    """Check that some rank has been replaced at the end if there were no obstacles."""
     plan = watch.plan
     compute = plan.compute
     hindered = bool(plan.faults or plan.exits or compute.factors)
@@ -340,9 +341,9 @@ def _check_that_averages_come(watch: Watch) -> None:
 
 
 def _check_accounts(watch: Watch) -> None:
-    """Where nothing is lost, the coordinator's count of averages is the sum of its members'.
+    """Check that without losses the coordinator's count of averages is the sum of its members' counts.
 
-    One that was replaced may not have heard of the last ones.
+    A replaced coordinator may not know the last averages.
     """
     applied: Counter[tuple[int, int]] = Counter()
     counted: Counter[tuple[int, int]] = Counter()
@@ -394,7 +395,7 @@ def _count(watch: Watch, report: SimReport[Any]) -> None:
 
 @contextmanager
 def _chunks_of(nbytes: int) -> Iterator[None]:
-    """Let tiny models travel in several chunks too."""
+    """Let tiny models be sent in several chunks, too."""
     with mock.patch.object(parameter_stream.messages, "CHUNK_NBYTES", nbytes):
         yield
 
@@ -459,7 +460,7 @@ class _Listener(logging.Handler):
 
 @contextmanager
 def _no_hidden_errors(watch: Watch) -> Iterator[None]:
-    """What a loop logs as an error, a task's exception that nobody retrieved, is a violation."""
+    """Check that a loop has logged no error, such as the exception of a task that no code retrieved."""
     errors, listener = logging.getLogger("asyncdist.simulation"), _Listener(watch)
     quiet = [logging.getLogger(name) for name in ("asyncdist", "protocols")]
     levels = [logger.level for logger in quiet]
@@ -476,16 +477,16 @@ def _no_hidden_errors(watch: Watch) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Recorder:
-    """A scenario for ``explore`` that writes down what was seen: one line of JSON per seed, a file per process.
+    """A scenario for ``explore`` that records its observations: one line of JSON per seed, one file per process.
 
     Attributes:
-        folder: of the files.
+        folder: Folder of the files.
     """
 
     folder: str
 
     def __call__(self, seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
-        """As :func:`scenario`."""
+        """Run :func:`scenario`."""
         examined = examine(seed, faults)
         if faults is None:
             with (Path(self.folder) / f"{os.getpid()}.jsonl").open("a") as file:
@@ -493,11 +494,11 @@ class Recorder:
         return examined.report
 
     def repeat_line(self, seed: int, faults: Sequence[Fault] | None) -> str:
-        """How to repeat a seed without this."""
+        """Return the command that repeats a seed without this recorder."""
         return repeat_line(scenario, seed, faults)
 
     def seen(self) -> Counter[str]:
-        """The sum over all seeds so far."""
+        """Return the sum of the observations of all seeds so far."""
         total: Counter[str] = Counter()
         for path in Path(self.folder).glob("*.jsonl"):
             for line in path.read_text().splitlines():

@@ -1,7 +1,7 @@
-"""Replicas whose ranks hold a part of the model each, in simulations drawn from a seed: what must hold in all of them.
+"""Simulates replicas whose ranks each have a part of the model, drawn from a seed, and checks their properties.
 
-The parts are plain modules, of another size on each rank of a replica, so that torch.distributed has no part in it.
-Values tell the replica, the iteration and the place of a rank, so that a mixture cannot pass for an average.
+The parts are plain modules, of different sizes on each rank of a replica, so that torch.distributed is not needed.
+Values encode the replica, the iteration and the index of a rank, so that a mixture cannot look like an average.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ LIMIT_S = 3e4
 
 
 class OfPlainShards(ReplicaAveragingPolicy):
-    """Takes a plain module for one rank's part of a model."""
+    """Accepts a plain module as one rank's part of a model."""
 
     def _holds_shards(self) -> bool:
         return True
 
 
 class Part(nn.Module):
-    """What the rank at ``place`` holds: ``sizes`` differ between ranks of one replica, and may be 0."""
+    """The part of the rank at ``place``; ``sizes`` differ between ranks of one replica, and may be 0."""
 
     def __init__(self, place: int, sizes: Sequence[int]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Part(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one seed does."""
+    """The random choices of one seed."""
 
     replicas: int
     size: int
@@ -84,7 +84,7 @@ class Plan:
 
 
 def draw_plan(seed: int) -> Plan:
-    """Everything that ``scenario(seed)`` does."""
+    """Return all random choices of ``scenario(seed)``."""
     rng = random.Random(f"sharded replicas {seed}")
     replicas, size, calm = rng.randint(2, 4), rng.randint(2, 3), seed % 4 == 0
     ranks = replicas * size
@@ -145,7 +145,7 @@ def _draw_faults(rng: random.Random, ranks: int) -> Iterator[Fault]:
             yield Delay(rank, other, rng.randint(1, 100), rng.choice((0.002, 0.02, 0.5)))
 
 
-#: The floating values of a part, in order, and its counts.
+#: The floating values of a part, in order, and its integer counts.
 State: TypeAlias = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 
@@ -160,7 +160,7 @@ def is_equal(one: State, two: State) -> bool:
 
 @dataclass(slots=True)
 class Applied:
-    """One application, on one rank: at which of its steps, what it was told, and what it had before and after."""
+    """One application on one rank: its step, the event, and the state before and after."""
 
     step: int
     info: StepInfo
@@ -172,10 +172,10 @@ class Applied:
 
 @dataclass(slots=True)
 class Watch:
-    """What the ranks of a simulation have done."""
+    """The actions of the ranks of a simulation."""
 
     plan: Plan
-    #: By round and rank: the iteration and the values of a snapshot that was given.
+    #: The iteration and the values of each offered snapshot, by round and rank.
     snapshots: dict[tuple[int, int], tuple[int, State]] = field(default_factory=dict)
     applied: dict[int, list[Applied]] = field(default_factory=dict)
     infos: dict[int, list[tuple[int, StepInfo]]] = field(default_factory=dict)
@@ -188,7 +188,7 @@ class Watch:
         self.snapshots[event.round, rank] = event.iteration, state
 
     def verify(self) -> None:
-        """Every application is exact, whole over all ranks of a replica, and at one iteration."""
+        """Check that every application is exact, complete on all ranks of a replica, and at one iteration."""
         size = self.plan.size
         for (number, rank), (iteration, _) in self.snapshots.items():
             of_leader = self.snapshots.get((number, rank - rank % size))
@@ -200,7 +200,8 @@ class Watch:
             ranks = range(first, first + size)
             applied = [self.applied.get(rank, []) for rank in ranks]
             told = [self.infos.get(rank, []) for rank in ranks]
-            if self.lost.intersection(ranks):  # between what one of them did and what another one did, perhaps
+            # the rank may have been lost between the actions of two of its replica's ranks
+            if self.lost.intersection(ranks):
                 assert max(map(len, applied)) - min(map(len, applied)) <= 1
             else:
                 assert len(set(map(len, applied))) == 1, f"{ranks} applied {list(map(len, applied))}"
@@ -272,7 +273,7 @@ async def _main(world: ad.World, watch: Watch) -> int:
 
 
 def _train(watch: Watch, model: Part, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
-    """Give the weights a value that tells replica, step and place; now and then one rank's are not finite."""
+    """Set the weights to a value that encodes replica, step and index; sometimes one rank's weights are not finite."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -281,12 +282,12 @@ def _train(watch: Watch, model: Part, optimizer: torch.optim.Optimizer, rank: in
 
 
 def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
-    """Run one seed; AssertionError if something does not hold."""
+    """Run one seed; AssertionError if a property is violated."""
     return run(seed, faults)[0]
 
 
 def run(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimReport, Watch]:
-    """The same, and what was seen."""
+    """Run one seed, and return the observations."""
     plan = draw_plan(seed)
     plan = plan if faults is None else replace(plan, faults=tuple(faults))
     watch = Watch(plan)

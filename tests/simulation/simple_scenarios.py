@@ -117,7 +117,7 @@ def check(plan: Plan, record: Record, tolerance: float) -> int:
         "average_every", inspect.signature(POLICIES[plan.policy]).parameters["average_every"].default
     )
     shapes = [array.shape for array in weights_of(Layers(plan.dtype))]
-    # What the formula keeps between rounds, if it takes it: at first, the initial weights.
+    # Values that the formula keeps between rounds, if it takes them; at first, the initial weights.
     memory = {"memory": {0: own[0].copy()}} if "memory" in inspect.signature(module.formula).parameters else {}
     count = 0
     for step in range(max(plan.steps)):

@@ -1,4 +1,4 @@
-"""Asynchronous DiLoCo in virtual time: against a numpy oracle, and against DiLoCo."""
+"""Tests asynchronous DiLoCo in virtual time against a numpy oracle, and against DiLoCo."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_quorum_of_all_equals_diloco_bit_for_bit(
 
 
 def test_no_rank_waits_for_a_slow_one() -> None:
-    """A rank that is 100 times slower, which leads, costs the others no step."""
+    """A rank that is 100 times slower, and leads, costs the others no step."""
     for slow in (0, 3):
         steps = tuple(3 if rank == slow else 300 for rank in range(4))
         _, record = run(Plan(steps=steps, compute=Compute(factors={slow: 100.0})))

@@ -1,4 +1,4 @@
-"""Asynchronous DiLoCo with lost, restarted and leaving ranks, and its checkpoints, in virtual time.
+"""Tests asynchronous DiLoCo with lost, restarted and leaving ranks, and its checkpoints, in virtual time.
 
 The oracle of ``async_diloco_scenarios`` also checks that each contribution of a rank that is not killed is applied
 exactly once.

@@ -1,4 +1,4 @@
-"""Asynchronous DiLoCo against an event loop of a few lines with numpy: order, staleness, and the bits of each anchor.
+"""Tests asynchronous DiLoCo against a small event loop with numpy: order, staleness, and the bits of each anchor.
 
 All constants are powers of two, so that products are exact and torch rounds as numpy does.
 """
@@ -24,7 +24,7 @@ from protocols import AsyncDiLoCoPolicy, DelayedNesterov, StalenessWeight
 Array: TypeAlias = npt.NDArray[np.float32]
 F = np.float32
 
-#: Seconds of a step, by rank: no two contributions arrive within 10 ms.
+#: Seconds of a step, by rank, chosen so that no two contributions arrive within 10 ms.
 STEPS_S = (0.58, 0.75, 1.51, 3.33)
 STEP_COUNT = 5  # between contributions
 VERSIONS = 60
@@ -70,7 +70,7 @@ class Nesterov:
 
 
 def expected(delay: int, weight: Callable[[int], float]) -> list[Version]:
-    """Return the versions of an event loop in which data moves in no time."""
+    """Return the versions of an event loop without transfer times."""
     outer, found = Nesterov(delay), list[Version]()
     anchor = np.zeros(SIZE, F)
     bases = [(0, anchor) for _ in STEPS_S]
@@ -148,7 +148,7 @@ def test_dynamic_steps_are_in_proportion_to_the_speed(late: str) -> None:
 
 
 class Trainer:
-    """One rank of the event loop with ``late="skip"``: it trains on while its contribution is applied."""
+    """One rank of the event loop with ``late="skip"``: it continues to train while its contribution is applied."""
 
     def __init__(self, rank: int, anchor: Array) -> None:
         self.rank, self.version, self.base, self.own = rank, 0, anchor, anchor
@@ -203,7 +203,7 @@ def expected_with_grace(grace_steps: float) -> list[tuple[tuple[int, ...], float
 
 @pytest.mark.parametrize("grace_steps", [0.5, 2, 5])
 def test_grace_in_steps_costs_no_rank_a_step(grace_steps: float) -> None:
-    """Quorum, grace period and anchors are those of an event loop, and no contribution is postponed."""
+    """Quorum, grace period and anchors equal those of an event loop, and no contribution is postponed."""
 
     async def versions(world: ad.World) -> tuple[dict[int, tuple[Any, ...]], int, float]:
         model = torch.nn.Linear(SIZE, 1, bias=False)

@@ -1,4 +1,4 @@
-"""Asynchronous DiLoCo between replicas of several ranks, compared with the oracle of as many single ranks."""
+"""Tests asynchronous DiLoCo between replicas of several ranks against the oracle of as many single ranks."""
 
 from __future__ import annotations
 
@@ -53,19 +53,20 @@ def test_replicas_equal_the_oracle_of_single_ranks(plan: Plan, size: int) -> Non
 
 @pytest.mark.parametrize("killed", [0, 1, 2, 3])
 def test_a_lost_rank_ends_its_replica_and_no_other(killed: int) -> None:
-    """Rank 1 follows the leader, so that the next replica leads from then on, although rank 0 lives."""
+    """Rank 1 belongs to the leader's replica, so the next replica leads after its loss, although rank 0 lives."""
     plan = Plan(ranks=3, steps=(30,) * 3, mirror_every=1, faults=(Kill(killed, at_s=0.155),))
     replicas = ReplicaPlan(plan=plan)
     report, seen = run(replicas)
     report.check_faults()
     assert check_replicas(replicas, seen) > 15
     assert set(seen.ended) == {killed ^ 1} and "RankLostError" in seen.ended[killed ^ 1]
-    has_new_leader = any(0 < version < 15 for version in seen.record.outers)  # the last versions are handed over
+    # the last versions are handed over to the next leader
+    has_new_leader = any(0 < version < 15 for version in seen.record.outers)
     assert has_new_leader == (killed < 2)
 
 
 class OfPlainShards(AsyncDiLoCoPolicy):
-    """Takes a plain module for one rank's part of a model."""
+    """Accepts a plain module as one rank's part of a model."""
 
     def _holds_shards(self) -> bool:
         return True

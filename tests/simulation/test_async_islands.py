@@ -1,4 +1,4 @@
-"""Asynchronous DiLoCo with regional servers of islands and a global server, in virtual time.
+"""Tests asynchronous DiLoCo with regional servers of islands and a global server, in virtual time.
 
 The oracle of ``async_island_scenarios`` computes all weights, and checks that no contribution is applied twice. With at
 most one killed rank, it also checks that no contribution is lost.
@@ -81,7 +81,7 @@ def test_the_next_of_an_island_follows_a_lost_regional_server() -> None:
         plan = IslandPlan(plan=Plan(ranks=6, steps=(60,) * 6, mirror_every=1, faults=(Kill(0, at_s=at_s),)))
         _, record = run(plan)
         check(plan, record)
-        first, second, *_ = begun(record, 0)  # further ones when ranks leave at the end
+        first, second, *_ = begun(record, 0)  # further ones begin when ranks leave at the end
         assert (first.version, second.has_reference) == (0, True) and second.version > 2
         statistics = record.lives[1].statistics
         assert statistics is not None and statistics.merge_count and not statistics.lost_progress_count

@@ -1,4 +1,4 @@
-"""Asynchronous PAPA against its formula in numpy, with slow ranks and with faults, and its limits."""
+"""Tests asynchronous PAPA against its formula in numpy, with slow ranks and with faults, and its limits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Plan(TrainingPlan):
 
 @dataclass
 class Record:
-    """What the ranks have seen: results of steps, weights before and after each step, snapshots, and averages."""
+    """Observations of the ranks: results of steps, weights before and after each step, snapshots, and averages."""
 
     infos: dict[int, list[StepInfo]] = field(default_factory=lambda: defaultdict(list))
     weights: dict[int, list[tuple[Array, Array]]] = field(default_factory=lambda: defaultdict(list))

@@ -1,4 +1,4 @@
-"""Code that blocks takes time: the rank is busy meanwhile, and what arrives and what is due meet afterwards."""
+"""Tests code that blocks: the rank is busy meanwhile, and arrived messages and due timers follow afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncdist.simulation import Compute, Kill, Link, Network, simulate
 from asyncdist.simulation.determinism.virtual_clocks import EPOCH_S
 
 STEADY = Network(link=Link(latency_s=0.1, bandwidth_nbytes_per_s=1e12), loss_detection_s=0.5, eager_nbytes=1000)
-#: Turns of the loop and transfers of a few bytes.
+#: Duration of turns of the loop and transfers of a few bytes.
 CLOSE_S = 1e-3
 
 
@@ -90,7 +90,7 @@ def test_clocks_tell_virtual_time() -> None:
 
 
 def test_clocks_read_without_an_argument_tell_virtual_time() -> None:
-    """Regression: these told the machine's time: a name or a message made of them was another one in each run."""
+    """Regression: these functions returned the machine's time, so names made of it differed between runs."""
 
     async def main(world: ad.World) -> list[object]:
         await world.sleep(3600.0)
@@ -121,7 +121,7 @@ def test_code_that_waits_by_reading_a_clock_waits_for_so_long() -> None:
 
 
 def test_a_wait_that_polls_the_loops_clock_takes_its_time() -> None:
-    """Regression: it never ended: only the clocks of the module time went on."""
+    """Regression: the wait never ended, because only the clocks of the module time advanced."""
 
     async def main(world: ad.World) -> float:
         loop = asyncio.get_running_loop()
@@ -135,7 +135,7 @@ def test_a_wait_that_polls_the_loops_clock_takes_its_time() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("clock", ["time.monotonic", "loop.time", "world.time", "time.sleep"])
 def test_code_that_sleeps_or_reads_a_clock_for_ever_is_named(clock: str) -> None:
-    """Neither a limit of virtual time nor one of turns in a row ends what never returns to its loop."""
+    """A limit of virtual time, or of turns in a row, does not end code that never returns to its loop."""
 
     async def main(world: ad.World) -> None:
         loop = asyncio.get_running_loop()
@@ -220,7 +220,7 @@ def test_a_rank_killed_while_it_blocks_sends_nothing_afterwards(nbytes: int) -> 
 
 
 def test_an_answer_and_its_deadline_may_meet_in_either_order() -> None:
-    """The moment between an answer's arrival and its being seen, in which cancellation strikes."""
+    """A cancellation may arrive between the arrival of an answer and its receipt."""
 
     async def main(world: ad.World) -> str:
         channel = world.channel(Number, tag=5)
@@ -301,7 +301,7 @@ def test_a_computed_function_that_blocks_does_not_hold_the_loop() -> None:
 
 
 def test_a_computed_function_has_its_callers_torch_modes_alone() -> None:
-    """As in a thread, where it is not its caller's task that runs it."""
+    """As in a thread, the function does not run in its caller's task."""
 
     async def main(world: ad.World) -> bool:
         with torch.no_grad():

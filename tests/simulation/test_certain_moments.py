@@ -1,4 +1,4 @@
-"""Moments that drawn runs rarely have, which the runs of ``certain_scenarios`` have for sure."""
+"""Tests moments that random runs rarely reach, but that the runs of ``certain_scenarios`` always reach."""
 
 from __future__ import annotations
 

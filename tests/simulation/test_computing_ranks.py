@@ -1,4 +1,4 @@
-"""A simulated rank that computes takes nothing in meanwhile, and each rank has its own world, modes and context."""
+"""Tests that a computing simulated rank receives nothing meanwhile, and that each rank has its own context."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_computing_rank_is_busy(call: Callable[[ad.World], Awaitable[None]], s
 
 
 def test_after_computing_the_caller_goes_on_first() -> None:
-    """As in reality, where the loop gets to run nothing until training code awaits again."""
+    """In reality, too, the loop runs nothing until training code awaits again."""
     order: list[str] = []
 
     async def main(world: ad.World) -> None:
@@ -141,7 +141,7 @@ def test_each_call_of_user_code_is_charged_once() -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("kind", [AsyncSelectiveAveragingPolicy, AverageAllPolicy])
 def test_each_step_of_a_policy_is_charged_once(kind: Any, ranks: int) -> None:
-    """Its tasks, the coordinator's and the streams' included, are charged nothing."""
+    """The policy's tasks, such as the coordinator's and the streams', are charged nothing."""
 
     async def main(world: ad.World) -> int:
         model = Mixed(float(world.rank))

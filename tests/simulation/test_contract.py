@@ -1,6 +1,6 @@
 """Tests the rules for simulated code that docs/architecture.md, section 10, lists.
 
-Each freedom is shown to be used over some seeds; each prohibition has a test of its own, over many.
+For each freedom, some seed uses it; for each prohibition, a test tries many seeds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from asyncdist.simulation import (
 )
 from asyncdist.transports.base import ANY_SOURCE
 
-#: No two messages take the same time, and a later one often overtakes an earlier one where it may.
+#: Latencies with which no two messages take the same time, and a later message often overtakes an earlier one.
 JUMPY = Link(latency_s=Exponential(1e-3), bandwidth_nbytes_per_s=1e8)
 
 SEEDS = range(40)
@@ -43,7 +43,7 @@ class Number:
 
 
 def over_seeds(main: Callable[..., Any], *, ranks: int, rank: int = 0, **options: Any) -> Counter[Any]:
-    """How often each value of ``rank`` came out."""
+    """Return how often each value of ``rank`` occurred."""
     found: Counter[Any] = Counter()
     for seed in SEEDS:
         report = simulate(main, ranks=ranks, seed=seed, **options)
@@ -100,9 +100,9 @@ def test_it_reorders_across_tags() -> None:
 
 @pytest.mark.slow
 def test_it_completes_requests_in_another_order_than_they_match() -> None:
-    """Also within one source and tag: a small message is there before the large one ahead of it has been transferred.
+    """Even within one source and tag, a small message may arrive before a large one has been transferred.
 
-    MPI allows that, and one seed of the conformance suite found that a stream's abort relied on the contrary.
+    MPI allows this order. A seed of the conformance suite found that a stream's abort relied on the opposite.
     """
 
     async def main(world: ad.World) -> tuple[int, ...]:
@@ -129,7 +129,7 @@ def test_a_wildcard_receive_takes_any_of_the_senders_that_wait() -> None:
             for i in range(2):
                 await world.services.engine.send(bytes([i]), 0, 1)
             return None
-        await world.sleep(1.0)  # by then all of them have arrived
+        await world.sleep(1.0)  # all of them have arrived by then
         found = [await receive(world, ANY_SOURCE, 1) for _ in range(4)]
         for rank in (1, 2):
             assert [data for data, source in found if source == rank] == [b"\0", b"\1"]
@@ -141,7 +141,7 @@ def test_a_wildcard_receive_takes_any_of_the_senders_that_wait() -> None:
 @pytest.mark.slow
 def test_a_send_is_eager_or_rendezvous() -> None:
     async def main(world: ad.World, nbytes: int) -> bool:
-        """Whether a send completes before anybody receives it."""
+        """Return whether a send completes before it is received."""
         done = False
         if world.rank:
             sending = asyncio.ensure_future(world.services.engine.send(bytes(nbytes), 0, 1))
@@ -183,7 +183,8 @@ def test_latency_bandwidth_and_hosts_are_as_configured() -> None:
     network = Network(link=near, cross_link=far, links={(0, 3): odd}, ranks_per_host=2, eager_nbytes=4096)
     arrivals = simulate(main, 1000, ranks=4, network=network).results
     assert arrivals[1] == pytest.approx(1.001, abs=1e-4)
-    assert arrivals[2] - arrivals[1] == pytest.approx(1.0 + 11.0, abs=1e-4)  # rank 1's answer, then across
+    # the time of rank 1's answer, then of the way across
+    assert arrivals[2] - arrivals[1] == pytest.approx(1.0 + 11.0, abs=1e-4)
     assert arrivals[3] - arrivals[2] == pytest.approx(10.0 + 100.0, abs=1e-4)
 
 
@@ -200,7 +201,7 @@ TROUBLE: tuple[Fault, ...] = (
 
 
 async def crowd(world: ad.World, seed: int, count: int, wildcard: bool) -> int:
-    """Everybody sends ``count`` messages of all sizes on two tags to everybody; each must come once and in order."""
+    """Send ``count`` messages of all sizes on two tags between all ranks; check that each arrives once, in order."""
     draw = random.Random(f"{seed} {world.rank}")
     sends = []
     for i in range(count):
@@ -226,7 +227,7 @@ async def crowd(world: ad.World, seed: int, count: int, wildcard: bool) -> int:
     counts = await asyncio.gather(*(listen(tag, source, each) for tag in (1, 2) for source in sources))
     await asyncio.gather(*sends)
     await ad.barrier()
-    for tag in (1, 2):  # nothing comes twice
+    for tag in (1, 2):  # no message arrives twice
         late = asyncio.ensure_future(receive(world, ANY_SOURCE, tag, 90_000))
         await world.sleep(0.1)
         assert not late.done(), f"tag {tag}: a message arrived twice"
@@ -275,7 +276,7 @@ def test_a_fault_delays_later_messages_of_its_source_and_tag(fault: Fault) -> No
 def test_an_abort_that_completes_before_the_chunk_ahead_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: found by the conformance suite with seed 2.
 
-    The slot was given back, and the receiver told, while a chunk was still landing in its tensor.
+    The slot was released, and the receiver notified, while a chunk was still being written into its tensor.
     """
     size = 100_000
     monkeypatch.setattr("asyncdist.messaging.streams.USER_CHUNK_NBYTES", size)
@@ -308,7 +309,7 @@ def test_an_abort_that_completes_before_the_chunk_ahead_of_it(monkeypatch: pytes
 
 @pytest.mark.slow
 def test_seed_3_what_came_before_its_channel_was_opened_is_heard() -> None:
-    """Regression: its bell had rung before any task listened, and did not ring again (conformance suite, 3 ranks)."""
+    """Regression: the doorbell had rung before any task listened, and did not ring again (conformance suite)."""
 
     async def main(world: ad.World) -> int:
         if world.rank == 0:
@@ -333,7 +334,7 @@ def test_more_messages_than_one_pass_takes_are_all_heard(count: int) -> None:
             for i in range(count):
                 await channel.send(Number(i), 0)
             return 0
-        await call(world)  # all of them come while it computes
+        await call(world)  # all messages arrive while it computes
         handled = 0
         while handled < count:
             await world.services.engine.until(lambda: channel.is_ready)

@@ -74,7 +74,7 @@ def test_waits_of_main_for_others_are_counted_and_sleeps_are_not() -> None:
 
 
 async def ask_meanwhile(world: ad.World) -> float:
-    """Somebody asks for the first time while main waits; loops that run on have clocks that are far from 0."""
+    """Request the counters for the first time while main waits, on loops whose clocks are far from 0."""
     await world.sleep(1000.0)
     asyncio.get_running_loop().call_later(1.0, world.counters)
     if world.rank == 1:

@@ -1,4 +1,4 @@
-"""Deadlines that pass, unseen, while a rank computes: see ``deadline_scenarios.py`` for what is drawn and checked."""
+"""Tests deadlines that pass unnoticed while a rank computes; ``deadline_scenarios.py`` describes the runs."""
 
 from __future__ import annotations
 

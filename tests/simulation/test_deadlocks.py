@@ -1,4 +1,4 @@
-"""Deadlocks and endless loops end a simulation, and name who waits or loops, with the line."""
+"""Tests that deadlocks and endless loops end a simulation, and that the error names the waiting tasks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def deadlock_of(main: Callable[..., Any], *, ranks: int = 2, **options: Any) -> 
 
 
 def line_of(function: Callable[..., Any], text: str) -> str:
-    """``file:line`` of the only line of a function's source that holds ``text``."""
+    """Return ``file:line`` of the only line of a function's source that contains ``text``."""
     import inspect
 
     lines, first = inspect.getsourcelines(function)
@@ -199,7 +199,7 @@ def test_a_task_that_loops_without_waiting_is_named(monkeypatch: pytest.MonkeyPa
 
 
 def test_each_task_of_a_looping_rank_is_named_with_its_line() -> None:
-    """Which rank it was is not enough to find the loop."""
+    """The rank's number alone would not suffice to find the loop."""
 
     async def wait_for(flag: list[int]) -> None:
         while not flag:  # noqa: ASYNC110
@@ -257,9 +257,9 @@ def test_the_error_of_a_run_without_end_hides_simulator_frames(
 @pytest.mark.parametrize("loopers", [(0,), (1,), (0, 1, 2)], ids=str)
 @pytest.mark.parametrize("timed", [False, True])
 def test_it_is_named_sooner_where_nothing_else_is_to_come(loopers: tuple[int, ...], timed: bool) -> None:
-    """Regression: it took a million turns, and the better part of a minute.
+    """Regression: the error took a million turns, and most of a minute.
 
-    A timer that was cancelled will not come either.
+    A cancelled timer does not count as a future event.
     """
     turns: Counter[int] = Counter()
 

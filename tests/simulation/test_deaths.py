@@ -1,4 +1,4 @@
-"""Ranks are killed or get a signal when they were told to, and those who are left hear of it."""
+"""Tests ranks that are killed or receive a signal, and how the other ranks are notified."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from protocols import AsyncSelectiveAveragingPolicy, ReplayBuffer, serve_replay_
 
 
 def test_kill_at_a_time_and_what_the_peers_hear() -> None:
-    """Nothing of the dead rank runs afterwards; a receive from it fails when its loss is detected, and no other."""
+    """The dead rank runs nothing afterwards; only a receive from it fails, when its loss is detected."""
     ran: list[float] = []
     heard: list[tuple[str, float]] = []
 
@@ -63,7 +63,7 @@ def test_kill_at_a_time_and_what_the_peers_hear() -> None:
     assert report.faults_fired == (1,)
     assert report.results[1] is None
     assert ran == pytest.approx([0.25 * i for i in range(41)], abs=CLOSE_S)
-    assert sorted(what for what in heard if what[0] != "gone 2") == [  # which leaves in the end
+    assert sorted(what for what in heard if what[0] != "gone 2") == [  # this rank leaves at the end
         ("1", pytest.approx(10.6, abs=CLOSE_S)),
         ("gone 1", pytest.approx(10.6, abs=CLOSE_S)),
         ("message from 2", pytest.approx(101.0, abs=CLOSE_S)),
@@ -88,7 +88,7 @@ async def _wait_for_a_message(world: ad.World, ending: str) -> str:
 
 @pytest.mark.parametrize("ending", ["dies", "returns", "iterates"])
 def test_a_receive_fails_when_no_possible_sender_is_left(ending: str) -> None:
-    """Regression: it waited forever; a simulation was a deadlock, and a real job of two ranks was silent."""
+    """Regression: the receive waited forever: a simulation deadlocked, and a real job of two ranks was silent."""
     faults = [Kill(1, at_s=0.5)] if ending == "returns" else [Kill(1, at_s=0.5), Kill(2, at_s=1.0)]
     report = ad.simulate(
         _wait_for_a_message, ending, ranks=3, faults=faults, network=Network(loss_detection_s=1e-4), strict=False
@@ -121,7 +121,7 @@ def test_a_receive_continues_while_a_sender_may_come_back() -> None:
 
 
 def test_waiting_for_a_replay_buffer_of_a_killed_rank_fails() -> None:
-    """Regression: it was a ClosedError, as for a server that has left; one that comes later is told the same."""
+    """Regression: a killed server raised ClosedError, like one that has left; a later client gets the same error."""
     told: dict[str, ad.RankLostError] = {}
 
     async def main(world: ad.World) -> None:
@@ -130,7 +130,7 @@ def test_waiting_for_a_replay_buffer_of_a_killed_rank_fails() -> None:
             return
         with pytest.raises(ad.RankLostError) as caught:
             async with ReplayBuffer(2) as buffer:
-                await buffer.sample(1)  # it is empty
+                await buffer.sample(1)  # the buffer is empty
         told[f"rank {world.rank}"] = caught.value
         await world.sleep(50.0)
         with pytest.raises(ad.RankLostError) as caught:
@@ -162,7 +162,7 @@ def test_an_unreceived_stream_tells_how_its_receiver_ended(returns: bool) -> Non
 
 
 def test_what_a_dead_rank_leaves_behind_runs_when_all_is_over() -> None:
-    """Its ``finally`` blocks, to release what is not simulated, with nobody to talk to."""
+    """Its ``finally`` blocks run then, so that they release real resources, without any peer."""
     story: list[str] = []
 
     async def main(world: ad.World) -> None:
@@ -203,7 +203,7 @@ def test_nobody_dies_while_things_are_cleared_away() -> None:
 
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_kill_at_a_message(number: int) -> None:
-    """The message does not leave, nothing after it does, and the task that awaits it goes no further."""
+    """The message and later messages are not sent, and the task that awaits the send does not continue."""
     sent: list[int] = []
 
     async def main(world: ad.World) -> list[int]:
@@ -253,7 +253,7 @@ def test_kill_at_a_turn_can_strike_at_any_await() -> None:
 @pytest.mark.parametrize("nbytes", [10, 100_000])
 @pytest.mark.parametrize("dies_at_s", [0.5, 1.5, 4.5])
 def test_no_send_to_a_dead_rank_hangs(nbytes: int, dies_at_s: float) -> None:
-    """Eager or rendezvous, whether it was on its way, had arrived, or was being transferred when its receiver died."""
+    """The message may be eager or rendezvous, and in transit, arrived or being transferred when its receiver dies."""
 
     async def main(world: ad.World) -> str:
         if world.rank == 1:
@@ -325,7 +325,7 @@ def test_a_collective_names_the_rank_that_died() -> None:
 
 @pytest.mark.slow
 def test_every_send_receive_and_stream_of_the_survivors_ends() -> None:
-    """With what it was for, or with RankLostError: nothing waits for a dead rank for ever, and nothing else is lost."""
+    """Each ends with its result or with RankLostError: no operation waits for a dead rank forever."""
     outcomes: Counter[str] = Counter()
 
     async def main(world: ad.World, seed: int) -> None:
@@ -367,7 +367,7 @@ def test_every_send_receive_and_stream_of_the_survivors_ends() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.long)], ids=["coordinator", "member"])
 def test_nobody_hangs_when_a_rank_of_a_policy_dies_at_any_turn(victim: int) -> None:
-    """Coordinator or member, in a round, between rounds or at the start: the others train on, and all of them end."""
+    """The rank is coordinator or member, in a round, between rounds or at the start: the others continue."""
     outcomes: Counter[str] = Counter()
 
     async def main(world: ad.World, steps: Counter[int]) -> str:
@@ -392,7 +392,7 @@ def test_nobody_hangs_when_a_rank_of_a_policy_dies_at_any_turn(victim: int) -> N
             if steps:
                 assert result == "ended" and steps[rank] == 20, f"turn {turn}, rank {rank}: {result!r} after {steps}"
                 outcomes["trained on"] += steps[victim] < 20
-            else:  # who dies before the start keeps the others from starting
+            else:  # a rank that dies before the start prevents the start of the others
                 assert isinstance(result, ad.ClosedError | ad.RankLostError), f"turn {turn}, rank {rank}: {result!r}"
                 assert f"rank {victim}" in str(result), f"turn {turn}, rank {rank}: {result}"
                 outcomes["never began"] += 1
@@ -418,7 +418,7 @@ def test_a_rank_dies_once() -> None:
 
 @pytest.mark.parametrize(("name", "ends"), [("SIGTERM", SystemExit), ("SIGINT", KeyboardInterrupt)])
 def test_a_signal_cancels_main_and_ends_the_job(name: Any, ends: type[BaseException]) -> None:
-    """Main may tidy up and send its last words; its peers stop where they wait."""
+    """Main may clean up and send its last messages; its peers stop at their waits."""
     story: list[str] = []
 
     async def main(world: ad.World) -> None:
@@ -459,7 +459,7 @@ def test_a_signal_waits_until_what_blocks_the_rank_is_over() -> None:
 
 
 def test_a_signal_ends_a_rank_that_closes_what_main_has_left() -> None:
-    """Regression: the rank never ended; the others had, and the simulation was a deadlock in which no task waited."""
+    """Regression: the rank never ended, while the others had, and the simulation deadlocked without a waiting task."""
 
     async def numbers() -> AsyncIterator[int]:
         try:

@@ -1,4 +1,4 @@
-"""DiLoCo's scenarios with ranks that use each other's contributions and means in shared memory, as on one host."""
+"""Tests DiLoCo's scenarios with ranks that use each other's contributions in shared memory, as on one host."""
 
 from __future__ import annotations
 

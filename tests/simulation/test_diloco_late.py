@@ -1,4 +1,4 @@
-"""``late="skip"``: no step waits for a straggler, and late means keep the progress since the capture."""
+"""Tests ``late="skip"``: no step waits for a straggler, and late means keep the progress since the capture."""
 
 from __future__ import annotations
 

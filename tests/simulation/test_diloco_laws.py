@@ -1,4 +1,4 @@
-"""Laws of DiLoCo for drawn options and timings; a run that is saved and resumed equals an uninterrupted one."""
+"""Tests laws of DiLoCo for random options and timings; a run that is saved and resumed equals an uninterrupted one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DiLoCo with a quorum: rounds that do not wait for late ranks, and late ranks whose differences count later."""
+"""Tests DiLoCo with a quorum: rounds do not wait for late ranks, and late ranks' differences count later."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_each_difference_counts_once_under_faults(block: int) -> None:
 
 @pytest.mark.parametrize("seed", [510240, 511211])
 def test_a_message_to_a_rank_that_is_still_opening_is_kept(seed: int) -> None:
-    """Regression: a member that ended at once sent a message to one whose exchange was half made."""
+    """Regression: a member that ended at once sent a message to a member whose exchange was not complete."""
     scenario(seed)
 
 

@@ -1,4 +1,4 @@
-"""Tests that a rank with NaNs leaves the mean of DiLoCo's others alone, and trains again after the next round."""
+"""Tests that a rank with NaNs does not affect the mean of DiLoCo's other ranks, and recovers after the next round."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_a_return_to_the_anchor_is_no_progress_for_a_late_mean() -> None:
         gap = -1.0
         async with policy:
             for step in range(30):
-                if world.rank or step < 13:  # rank 0 trains no more
+                if world.rank or step < 13:  # rank 0 no longer trains
                     with torch.no_grad():
                         model[1].weight.add_(1.0 + world.rank)
                 if world.rank == 0 and step == 13:  # while both fragments are in flight

@@ -1,4 +1,4 @@
-"""DiLoCo between replicas of several ranks, compared with plain DiLoCo of as many ranks as there are replicas."""
+"""Tests DiLoCo between replicas of several ranks against plain DiLoCo of as many ranks as there are replicas."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_each_rank_sends_its_part_of_the_model() -> None:
 
 
 def test_a_coded_mean_is_equal_on_all_ranks_of_a_replica() -> None:
-    """Quantised differences with error feedback: no rank of a replica may round in another way than its mates."""
+    """With quantised differences and error feedback, all ranks of a replica must round in the same way."""
     plan = Plan(ranks=2, wire="int8", dtype=torch.float32, fragments=2, overlap_steps=1, mixing=0.25)
     record = run(ReplicaPlan(plan=plan, size=2))[1]
     exact = run(ReplicaPlan(plan=dataclasses.replace(plan, wire="float32"), size=2))[1]
@@ -120,7 +120,7 @@ def test_a_coded_mean_is_equal_on_all_ranks_of_a_replica() -> None:
 
 @pytest.mark.parametrize("killed", [1, 2, 3])
 def test_a_lost_rank_ends_its_replica_and_no_other(killed: int) -> None:
-    """Rank 1 belongs to the leader's replica, so that the next replica leads from then on."""
+    """Rank 1 belongs to the leader's replica, so the next replica leads from then on."""
     plan = Plan(ranks=3, every=2, fragments=2, overlap_steps=1, faults=(Kill(killed, at_s=0.055),), steps=(14,) * 3)
     replicas = ReplicaPlan(plan=plan, size=2)
     report, record, ended = run(replicas)
@@ -132,7 +132,7 @@ def test_a_lost_rank_ends_its_replica_and_no_other(killed: int) -> None:
 
 
 class OfPlainShards(DiLoCoPolicy):
-    """Takes a plain module for one rank's part of a model."""
+    """Accepts a plain module as one rank's part of a model."""
 
     def _holds_shards(self) -> bool:
         return True
@@ -198,7 +198,7 @@ def test_a_part_that_is_not_finite_keeps_its_replica_from_giving(outer: Any) -> 
 
 
 def test_a_late_mean_is_applied_in_one_step_by_the_whole_replica() -> None:
-    """Beside a slow replica, the ranks of the fast one do not wait, and agree on the step that applies the mean."""
+    """The ranks of a fast replica do not wait for a slow one, and agree on the step that applies the mean."""
 
     async def main(world: ad.World) -> list[tuple[int, int]]:
         model = Part(1)
@@ -239,7 +239,7 @@ async def continued(world: ad.World, folder: Path, end: int) -> list[list[float]
 
 
 def test_a_saved_population_of_replicas_continues_to_the_bit(tmp_path: Path) -> None:
-    """With a mean in flight, and with each rank's residuals."""
+    """The state contains a mean in flight, and each rank's residuals."""
     whole = ad.run_local(continued, tmp_path / "whole", 20, ranks=4)
     ad.run_local(continued, tmp_path / "halves", 10, ranks=4)
     assert ad.run_local(continued, tmp_path / "halves", 20, ranks=4) == whole

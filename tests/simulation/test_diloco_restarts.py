@@ -1,4 +1,4 @@
-"""DiLoCo while ranks are killed and restarted: newcomers get the leader's state, and all agree on each mean."""
+"""Tests DiLoCo with killed and restarted ranks: newcomers get the leader's state, and all agree on each mean."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS, EVERY = 24, 3
 
 @dataclass
 class Life:
-    """What one process of a rank has seen."""
+    """Observations of one process of a rank."""
 
     joined_at: int | None = None
     applied: dict[int, tuple[tuple[int, ...], int, list[torch.Tensor]]] = field(default_factory=dict)  # by round
@@ -130,7 +130,7 @@ def test_the_leader_is_lost_while_it_admits_a_newcomer() -> None:
 
 
 def test_a_leader_admits_when_all_have_its_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: a lost leader could leave a newcomer and a member behind, of which one alone had the last mean."""
+    """Regression: after the loss of a leader, only one of a newcomer and a member had the last mean."""
     held, kept = [], []
     admit, close = Admission.admit, Admission.close
 

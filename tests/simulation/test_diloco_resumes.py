@@ -1,4 +1,4 @@
-"""Tests that DiLoCo's family saves its state while ranks have different rounds, and continues with other options."""
+"""Tests that DiLoCo's family saves states with different rounds on each rank, and continues with other options."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_one_rank_alone_is_diloco_bit_for_bit(options: dict[str, Any]) -> None:
         return [tensor.tolist() for tensor in model.state_dict().values()]
 
     eager, plain = (ad.simulate(main, each, ranks=1, seed=1, strict=True).results for each in (True, False))
-    assert str(eager) == str(plain)  # a rank alone cannot replace its BatchNorm's NaNs
+    assert str(eager) == str(plain)  # a rank alone cannot replace NaNs in its BatchNorm
 
 
 def test_no_rank_waits_for_the_mean_of_its_own_round() -> None:
@@ -156,7 +156,7 @@ def test_anchors_are_averaged_exactly_with_any_codec(wire: str) -> None:
 
 
 def test_a_rank_that_is_not_finite_takes_the_others_means() -> None:
-    """It takes no share of its own, is cured in the same step, and ends with the same weights as the others."""
+    """It keeps no share of its own weights, recovers in the same step, and ends with the others' weights."""
 
     async def main(world: ad.World) -> tuple[list[StepInfo], list[Any]]:
         torch.manual_seed(0)

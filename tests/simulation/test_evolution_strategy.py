@@ -1,4 +1,4 @@
-"""The evolution strategy against its formula in numpy, with lost and restarted ranks, and its laws."""
+"""Tests the evolution strategy against its formula in numpy, with lost and restarted ranks, and its laws."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def loss_of(weights: Sequence[Array], rank: int) -> float:
-    """Return a loss with another minimum on each rank, added up in a fixed order."""
+    """Return a loss with a different minimum on each rank, added up in a fixed order."""
     flat = np.concatenate([each.reshape(-1) for each in weights])
     return float(sum((float(value) - rank / 4) ** 2 for value in flat.tolist()))
 

@@ -1,4 +1,4 @@
-"""explore: it finds the first seed that fails, repeats it, and tells failures apart."""
+"""Tests ``explore``: it finds the first failing seed, repeats it, and distinguishes failures."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class Put:
 async def last_writer(world: ad.World) -> int | None:
     """Rank 1 writes version 1 to rank 0, and asks rank 2, which asks rank 3, to write version 2.
 
-    Wrong: messages from different senders may arrive in either order, so the last to arrive need not be the newest.
+    The assumption is wrong: messages from different senders may arrive in either order, so the last may not be the
+    newest.
     """
     channel = world.channel(Put, tag=100)
     if world.rank == 1:
@@ -78,7 +79,7 @@ FIVE = (
 
 
 def one_fault_of_five(seed: int, faults: Sequence[Fault] | None = None) -> ad.SimReport:
-    """On links that are equally fast the bug stays hidden: a slow one is needed, and there is one among five faults."""
+    """On equally fast links the bug stays hidden: it needs a slow link, which is one of five faults."""
     return simulate(last_writer, ranks=4, seed=seed, network=CONSTANT, faults=FIVE if faults is None else faults)
 
 
@@ -187,7 +188,7 @@ def test_a_plan_that_fails_in_another_way_is_no_smaller_one() -> None:
 
 
 def passes(seed: int, faults: Sequence[Fault] | None = None) -> ad.SimReport:
-    """With all that is no failure: a killed rank, its peers that have lost it, an early exit, leftovers."""
+    """Run with everything that is not a failure: a killed rank, peers that have lost it, an early exit, leftovers."""
     plan = [Kill(2, at_s=0.001)] if seed % 2 else [SlowRank(1, 0.0, 3.0)]
     report = simulate(ends_well, seed % 2 == 1, ranks=4, seed=seed, faults=plan)
     assert type(report.results[3]) is (RankLostError if seed % 2 else SystemExit)
@@ -198,7 +199,7 @@ async def ends_well(world: ad.World, with_barrier: bool) -> None:
     channel = world.channel(Put, tag=100)
     for version in range(3):
         await world.safe_point()
-        channel.send_nowait(Put(version), dest=world.rank)  # one of the others may have ended, and takes nothing more
+        channel.send_nowait(Put(version), dest=world.rank)  # one of the others may have ended, and receives nothing
     if with_barrier:
         await ad.barrier()
     elif world.rank == 3:
@@ -411,7 +412,7 @@ def test_bad_input_is_one_clear_error(arguments: dict[str, object], error: type[
 
 
 def test_seeds_of_numpy_are_whole_numbers_as_any() -> None:
-    """Regression: they were refused, as in ``the seed 0 is not a whole number``."""
+    """Regression: they were refused: ``the seed 0 is not a whole number``."""
     assert simulate(nothing, ranks=1, seed=np.int64(3)).seed == 3
     report = explore(passes, np.arange(3), processes=1)
     assert (report.seed_count, report.failure) == (3, None)
@@ -444,7 +445,7 @@ def test_random_numbers_of_the_outside_are_left_alone() -> None:
 
 
 def fails_with_three_and_dies_with_one(seed: int, faults: Sequence[Fault] | None = None) -> ad.SimReport:
-    """What is tried first when a plan of three is halved kills the process."""
+    """The first attempt to halve a plan of three faults kills the process."""
     plan = FIVE[:3] if faults is None else faults
     if len(plan) == 1:
         os._exit(3)

@@ -1,4 +1,4 @@
-"""Processes that explore: one that dies, signals and interrupts; none outlives the process that started it."""
+"""Tests exploring processes that die or get signals; none outlives the process that started it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ explore(scenario, range(4), processes=2)
 @pytest.mark.long
 @pytest.mark.workers
 def test_a_script_without_a_main_guard_is_one_clear_error(tmp_path: Path) -> None:
-    """Each of its processes would start the exploration again; Python itself says so at length, in each of them."""
+    """Each process would otherwise start the exploration again, and print Python's long message about this."""
     script = tmp_path / "unguarded.py"
     script.write_text(UNGUARDED)
     environ = {**os.environ, "PYTHONPATH": str(Path(ad.__file__).parents[1])}
@@ -113,7 +113,7 @@ def test_no_process_outlives_a_signal(tmp_path: Path, processes: int, number: si
     try:
         assert wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == processes)
         pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
-        # The terminal sends its signal to all of them.
+        # A terminal sends its signal to all of them.
         (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
         _, error = process.communicate(timeout=60)
     finally:
@@ -133,7 +133,7 @@ def interrupted(seed: int) -> ad.SimReport:
 
 
 async def interrupts(world: ad.World) -> str:
-    """Would go on for ever after a signal that it took for an error of its own."""
+    """Would continue forever if it took a signal for its own error."""
     with contextlib.suppress(BaseException):
         if world.rank == 1:
             signal.raise_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""simulate raises the failure of a rank, unless the fault plan explains it or the caller asks for the exceptions."""
+"""Tests that ``simulate`` raises a rank's failure, unless the fault plan explains it or the caller wants exceptions."""
 
 from __future__ import annotations
 

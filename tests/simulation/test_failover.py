@@ -1,4 +1,4 @@
-"""Another rank takes over where a coordinator is lost, stops or was only slow, and averaging goes on."""
+"""Tests that another rank takes over if a coordinator is lost, stops or was only slow, and averaging continues."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CADENCE_S = STEP_S * EVERY
 
 @dataclass
 class Story:
-    """What happened on one rank: when it took an average and of which round, and its statistics at the end."""
+    """Observations on one rank: time and round of each average, and the final statistics."""
 
     rounds: list[tuple[float, int]] = field(default_factory=list)
     snapshots: list[tuple[int, int]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Story:
 
 
 async def train(world: ad.World, steps: int = 120, **options: Any) -> Story:
-    """Train under the policy; a rank is as good as its number is large."""
+    """Train under the policy; a rank's metric is its number."""
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -84,7 +84,7 @@ async def train(world: ad.World, steps: int = 120, **options: Any) -> Story:
 
 
 def population(ranks: int, faults: Sequence[Fault] = (), *, seed: int = 1, **options: Any) -> list[Story | None]:
-    """Simulate it; a killed rank has no story."""
+    """Simulate the population; a killed rank has no observations."""
 
     async def main(world: ad.World) -> Story:
         return await train(world, **options)
@@ -98,7 +98,7 @@ def living(stories: Sequence[Story | None]) -> list[Story]:
 
 
 def check_rounds(stories: Sequence[Story | None]) -> None:
-    """No rank takes an average or a snapshot twice in a round, and numbers grow."""
+    """Check that no rank takes an average or a snapshot twice in a round, and that round numbers increase."""
     for story in living(stories):
         numbers = [number for _, number in story.rounds]
         assert numbers == sorted(set(numbers))
@@ -107,7 +107,7 @@ def check_rounds(stories: Sequence[Story | None]) -> None:
 
 
 def check_goes_on(stories: Sequence[Story | None], since_s: float) -> None:
-    """A round completes within three cadences after the last fault."""
+    """Check that a round completes within three cadences after the last fault."""
     check_rounds(stories)
     later = [at_s for story in living(stories) for at_s, _ in story.rounds if at_s > since_s]
     assert later and min(later) <= since_s + 3 * CADENCE_S, f"the next average came at {min(later, default=None)}"
@@ -115,7 +115,7 @@ def check_goes_on(stories: Sequence[Story | None], since_s: float) -> None:
 
 @contextlib.contextmanager
 def leaderships() -> Iterator[dict[int, Leadership]]:
-    """Collect those of each rank's newest policy."""
+    """Collect the leadership objects of each rank's newest policy."""
     opened: dict[int, Leadership] = {}
     begin = Leadership.begin
 
@@ -129,7 +129,7 @@ def leaderships() -> Iterator[dict[int, Leadership]]:
 
 
 def claim(leadership: Leadership) -> None:
-    """Let this rank coordinate, although the coordinator lives."""
+    """Let this rank become coordinator, although the coordinator lives."""
     leadership._carry_out(leadership._succession.on_suspicion())
 
 
@@ -223,7 +223,7 @@ def test_a_member_that_has_left_the_policy_is_passed_over() -> None:
 
 
 def test_a_coordinator_whose_policy_has_ended_is_replaced_too() -> None:
-    """It serves the others until they have left, and is killed meanwhile."""
+    """The rank serves the others until they have left, and is killed meanwhile."""
 
     async def main(world: ad.World) -> Story:
         return await train(world, 20 if world.rank == 0 else 120)
@@ -234,7 +234,7 @@ def test_a_coordinator_whose_policy_has_ended_is_replaced_too() -> None:
 
 @pytest.mark.parametrize("nth", range(6))
 def test_a_message_of_the_takeover_that_is_lost_is_said_again(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A nomination, a claim, or what a member tells the new coordinator: there are five and more."""
+    """The message is a nomination, a claim, or a member's report to the new coordinator: there are five and more."""
     said: list[str] = []
     send, tell = board.Board.send, MemberChannels.tell
 
@@ -269,7 +269,7 @@ def test_a_silent_successor_is_passed_over_and_follows_later() -> None:
 
 
 def test_a_coordinator_that_was_only_slow_becomes_a_member() -> None:
-    """Rank 1 claims although rank 0 lives."""
+    """Rank 1 takes over although rank 0 lives."""
 
     async def main(world: ad.World) -> Story:
         if world.rank == 1:
@@ -286,7 +286,7 @@ def test_a_coordinator_that_was_only_slow_becomes_a_member() -> None:
 
 
 def test_a_policy_that_a_coordinator_has_left_is_freed() -> None:
-    """Ranks 0 to 2 coordinate one after the other, and rank 0 leaves the policy before its turn is over."""
+    """Ranks 0 to 2 coordinate in turn, and rank 0 leaves the policy before its turn is over."""
     freed: dict[int, bool] = {}
 
     async def use(world: ad.World) -> weakref.ref[nn.Module]:
@@ -345,7 +345,7 @@ def test_an_assignment_of_a_lost_coordinator_is_not_a_role() -> None:
 
 
 def test_a_partition_that_heals_leaves_one_coordinator() -> None:
-    """The transport loses nobody: messages are late."""
+    """The transport reports no loss: messages are only late."""
     faults = [Partition((0,), 0.3, 0.6)]
     stories = population(4, faults, steps=200)
     check_goes_on(stories, 0.8)
@@ -358,7 +358,7 @@ def compute(step_s: float) -> None:
 
 
 def slow_rank_0(step_s: float, *, is_all: bool = False) -> list[Story]:
-    """Rank 0 coordinates, and its steps take so long; the others train for 30 s."""
+    """Let rank 0 coordinate with steps of this length; the others train for 30 s."""
 
     async def main(world: ad.World) -> Story:
         torch.manual_seed(world.rank)
@@ -384,7 +384,7 @@ def rounds_of(stories: list[Story]) -> int:
 
 
 def test_a_member_takes_over_from_a_coordinator_of_long_steps() -> None:
-    """Rounds wait for it once, not for every answer."""
+    """Rounds wait for the coordinator once, and not for every answer."""
     stories = slow_rank_0(4.0)
     assert {story.statistics.coordinator_rank for story in stories if story.statistics} == {1}
     assert {story.statistics.epoch for story in stories if story.statistics} == {2}
@@ -394,7 +394,7 @@ def test_a_member_takes_over_from_a_coordinator_of_long_steps() -> None:
 
 
 def test_a_member_takes_over_from_a_coordinator_that_is_late() -> None:
-    """None of its steps is long, but five times as long as those of the others: half of the rounds would be lost."""
+    """None of its steps is long, but they are five times as long as the others': half of the rounds would be missed."""
     stories = slow_rank_0(0.25)
     assert {story.statistics.coordinator_rank for story in stories if story.statistics} <= {1, 2, 3}
     assert {story.statistics.epoch for story in stories if story.statistics} <= {2, 3, 4}, "once"
@@ -429,7 +429,7 @@ def test_a_second_member_takes_over_when_the_first_is_as_slow() -> None:
 
 
 def test_a_coordinator_that_calls_rarely_keeps_its_task() -> None:
-    """Many iterations lie between two calls, on it as on the others."""
+    """All ranks, including the coordinator, make many iterations between two calls."""
 
     async def main(world: ad.World) -> SelectiveStatistics:
         model = nn.Linear(4, 4)
@@ -452,7 +452,7 @@ def test_a_coordinator_whose_peers_are_as_slow_keeps_its_task() -> None:
 @pytest.mark.parametrize("every", [1, 40])
 @pytest.mark.parametrize("is_reserved", [False, True], ids=["member", "reserved"])
 def test_a_coordinator_keeps_its_task_while_members_evaluate(is_reserved: bool, every: int) -> None:
-    """A pause follows a report, and rank 0 is the last that comes back. A reserved one has answered meanwhile."""
+    """A pause follows a report, and rank 0 returns last. A reserved coordinator has answered meanwhile."""
 
     async def main(world: ad.World) -> Any:
         members = [rank for rank in range(4) if rank or not is_reserved]
@@ -477,7 +477,7 @@ def test_a_coordinator_keeps_its_task_while_members_evaluate(is_reserved: bool, 
 
 @pytest.mark.parametrize("seed", seeds(10))
 def test_a_policy_starts_without_ranks_lost_by_then(seed: int) -> None:
-    """No launcher starts them again; the others start all the same, and average."""
+    """No launcher restarts them; the others start anyway, and average."""
     draws = random.Random(f"lost in the start {seed}")
     ranks = draws.randint(2, 6)
     late_s = [draws.choice((0.0, 1e-5, 1e-3)) for _ in range(ranks)]

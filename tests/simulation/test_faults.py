@@ -1,4 +1,4 @@
-"""Every kind of fault happens when it was told to, does what it says, is counted, and nothing else."""
+"""Tests that every kind of fault happens as planned, has its effect, and is counted; and that nothing else happens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from protocols import AsyncSelectiveAveragingPolicy
 
 
 async def ten_steps(world: ad.World) -> list[float]:
-    """When each of ten steps ended."""
+    """Return the time at which each of ten steps ended."""
     ends = []
     for _ in range(10):
         await world.safe_point()
@@ -50,8 +50,8 @@ def test_stall_and_slow_rank() -> None:
     assert report.faults_fired == (1, 1)
     expected = [
         list(range(1, 11)),
-        [1, 2, 10, 11, 12, 13, 14, 15, 16, 17],  # the one in which it is at 2.5
-        [1, 2, 3, 4, 5, 8, 11, 14, 17, 20],  # from the first one that begins after 4.5
+        [1, 2, 10, 11, 12, 13, 14, 15, 16, 17],  # the step in progress at 2.5
+        [1, 2, 3, 4, 5, 8, 11, 14, 17, 20],  # from the first step that begins after 4.5
     ]
     for result, times in zip(report.results, expected, strict=True):
         assert result == pytest.approx(times, abs=CLOSE_S)
@@ -59,7 +59,7 @@ def test_stall_and_slow_rank() -> None:
 
 @pytest.mark.parametrize("at_s", [0.0, 2.25])
 def test_a_rank_that_only_waits_stalls_too(at_s: float) -> None:
-    """Such as a coordinator, or one that serves a replay buffer: it comes to no safe point."""
+    """Such a rank is a coordinator, or serves a replay buffer: it has no safe points."""
     report = run(arrivals, faults=[Stall(1, at_s=at_s, duration_s=2.5)])
     expected = {0.0: [2.5, 2.5, 3, 4, 5, 6], 2.25: [1, 2, 4.75, 4.75, 5, 6]}
     assert report.results[1] == pytest.approx(expected[at_s], abs=CLOSE_S)
@@ -77,7 +77,7 @@ def test_a_rank_that_only_waits_is_slow_to_take_in_what_comes(at_s: float) -> No
 
 
 async def arrivals(world: ad.World) -> list[float]:
-    """Rank 0 sends a message each second to every other; when they came, on each."""
+    """Send a message each second from rank 0 to every other rank; return the times of arrival on each rank."""
     channel = world.channel(Number, tag=5)
     if world.rank == 0:
         for i in range(6):
@@ -134,7 +134,7 @@ def test_a_partition_stops_a_transfer_announced_before_it() -> None:
         if world.rank == 0:
             await world.services.engine.send(bytes(100_000), 1, 5)
         else:
-            await world.sleep(3.0)  # the announcement has come, and waits
+            await world.sleep(3.0)  # the announcement has arrived, and waits
             await world.services.engine.receive(bytearray(100_000), 0, 5)
         return world.time()
 
@@ -168,7 +168,7 @@ def test_a_flipped_byte_in_a_frame_is_caught_and_counted() -> None:
 
 
 def test_only_frames_are_counted_for_corruption() -> None:
-    """Bulk and collectives have no CRC of their own; a flipped byte there would be a change that nobody can see."""
+    """Bulk data and collectives have no CRC, so a flipped byte in them could not be noticed."""
 
     async def main(world: ad.World) -> list[int]:
         for _ in range(5):
@@ -191,7 +191,7 @@ def test_only_frames_are_counted_for_corruption() -> None:
 
 @pytest.mark.slow
 def test_corrupt_control_frames_of_a_policy_crash_no_rank() -> None:
-    """Whatever frame it is after the start: a round may be lost, a rank may not."""
+    """Any frame after the start may be damaged: this may cost a round, but not a rank."""
     caught = 0
 
     async def main(world: ad.World) -> int:
@@ -245,7 +245,7 @@ def test_equal_faults_happen_both() -> None:
 
 
 async def arrivals_but_one(world: ad.World) -> int:
-    """How many frames were dropped on rank 1, to which rank 0 has sent two."""
+    """Send two frames from rank 0 to rank 1, and return how many rank 1 has dropped."""
     channel = world.channel(Number, tag=5)
     if world.rank == 0:
         channel.send_nowait(Number(1), 1)
@@ -264,7 +264,7 @@ async def sends_two(world: ad.World) -> None:
 
 
 def test_a_fault_does_not_happen_to_a_message_that_never_leaves() -> None:
-    """A rank that dies with one message sends no further one in the same callback."""
+    """A rank that dies with a message sends no further message in the same callback."""
 
     async def main(world: ad.World) -> None:
         channel = world.channel(Number, tag=5)
@@ -302,7 +302,7 @@ def test_large_messages_of_one_link_share_its_bandwidth() -> None:
 
 @pytest.mark.parametrize("is_posted", [True, False])
 def test_a_large_message_waits_for_a_computing_receiver(is_posted: bool) -> None:
-    """Its bytes move inside calls of the receiver's, so a sender is not done before; a small one has left at once."""
+    """Its bytes are transferred only inside the receiver's calls. A small message leaves at once."""
 
     async def main(world: ad.World, nbytes: int) -> float:
         if world.rank == 0:
@@ -330,7 +330,7 @@ def test_a_large_message_completes_after_the_receivers_compute() -> None:
             await world.services.engine.send(bytes(2000), 1, 5)
         else:
             receiving = asyncio.ensure_future(world.services.engine.receive(bytearray(2000), 0, 5))
-            await world.sleep(2.0)  # it is on its way since 1 s
+            await world.sleep(2.0)  # the message is in transit since 1 s
             time.sleep(6.0)  # noqa: ASYNC251
             await receiving
         return world.time()

@@ -1,4 +1,4 @@
-"""Ranks that begin with different weights, of which a mean is usually meaningless, are warned of once."""
+"""Tests the single warning about ranks that begin with different weights, whose mean is usually meaningless."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WITHOUT_MEAN: dict[str, tuple[Any, int, dict[str, Any]]] = {
 def warnings_of(
     main: Callable[[ad.World], Any], ranks: int, caplog: pytest.LogCaptureFixture, faults: Sequence[Fault] = ()
 ) -> list[str]:
-    """Return the warnings about first weights in a simulated job whose ranks all end well."""
+    """Return the warnings about first weights in a simulated job whose ranks all end normally."""
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         report = simulate(main, ranks=ranks, seed=1, faults=faults, network=Network(loss_detection_s=1e-4), until_s=1e4)
@@ -92,7 +92,7 @@ def test_one_unequal_rank_of_many_is_found(odd: int, caplog: pytest.LogCaptureFi
 
 
 def test_ranks_of_a_replica_may_differ(caplog: pytest.LogCaptureFixture) -> None:
-    """Their first rank gives them its weights at the start."""
+    """The replica's first rank gives them its weights at the start."""
     main = begins(ReplicaAveragingPolicy, {"replica_size": 2}, lambda rank: rank % 2)
     assert not warnings_of(main, 6, caplog)
 
@@ -110,7 +110,7 @@ def test_a_member_warns_beside_a_reserved_coordinator(caplog: pytest.LogCaptureF
 
 
 def test_a_training_that_continues_is_not_warned_of(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """Resumed with its policy, or with an optimizer whose state says that it has made steps."""
+    """The training resumes with its policy, or with an optimizer whose state shows that it has made steps."""
 
     async def first(world: ad.World) -> None:
         model, optimizer = made(world.rank)
@@ -146,14 +146,14 @@ def test_a_training_that_continues_is_not_warned_of(caplog: pytest.LogCaptureFix
 
 
 def test_a_model_of_an_earlier_policy_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """Regression: a second fit with a new optimizer was told that its ranks begin with different weights."""
+    """Regression: a second fit with a new optimizer caused the warning."""
 
     async def main(world: ad.World) -> None:
         model, optimizer = made(0)
         for seed in (world.rank, 7):
             async with AverageAllPolicy(model, optimizer, average_every=100) as policy:
                 await policy.step()
-                model.load_state_dict(made(seed)[0].state_dict())  # stands for training
+                model.load_state_dict(made(seed)[0].state_dict())  # replaces the training
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     assert not warnings_of(main, 3, caplog)
@@ -164,7 +164,7 @@ def test_a_model_of_an_earlier_policy_is_not_warned_of(caplog: pytest.LogCapture
 def test_a_state_that_a_constructor_makes_is_no_training(
     kind: str, has_stepped: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Regression: Adagrad's constructor makes its state, so different first weights were never warned of."""
+    """Regression: Adagrad's constructor creates state, so different first weights never caused a warning."""
 
     async def main(world: ad.World) -> None:
         torch.manual_seed(world.rank)
@@ -189,7 +189,7 @@ def test_a_state_that_a_constructor_makes_is_no_training(
 def test_islands_that_begin_with_other_weights_are_told_once(
     seed_of: Callable[[int], int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Regression: ranks were compared inside the first island alone."""
+    """Regression: only the ranks of the first island were compared."""
 
     async def main(world: ad.World) -> None:
         options: dict[str, Any] = {"islands": 3, "migrate_every": 1}

@@ -1,4 +1,4 @@
-"""The cases of ``helpers``, simulated with several seeds."""
+"""Runs the cases of ``helpers`` in simulations with several seeds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from helpers.cases import all_cases, run_case
 
 import asyncdist as ad
 
-#: Of large models: not for the quick part.
+#: Cases with large models, which the quick tests leave out.
 SLOW = {
     "models.giving_up_in_the_middle_puts_the_weights_back",
     "models.large_models_are_summed_in_rank_order",

@@ -1,4 +1,4 @@
-"""A rank that sends well-formed messages which are not true makes no other rank crash, or hold more memory."""
+"""Tests that a rank's well-formed but false messages do not crash other ranks or make them use more memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from simulation.hostile_scenarios import AVERAGING_PROGRAMS, PROGRAMS, run_hosti
 
 @pytest.mark.slow
 def test_lies_of_a_rank_crash_no_other_one() -> None:
-    """A few of many: see tools/soak."""
+    """A few of many seeds; tools/soak runs more."""
     sent: Counter[str] = Counter()
     ends: Counter[str] = Counter()
     for seed in range(20):
@@ -32,7 +32,7 @@ def test_lies_of_a_rank_crash_no_other_one() -> None:
 
 @pytest.mark.slow
 def test_lies_of_a_rank_crash_no_other_one_that_contributes() -> None:
-    """Regression: some 3 of 100 seeds crashed a rank, as by a size of 2**53 bytes or by members without the rank."""
+    """Regression: 3 of 100 seeds crashed a rank, such as by a size of 2**53 bytes or by members without it."""
     sent: Counter[str] = Counter()
     ends: Counter[str] = Counter()
     for seed in (*range(24), 82):
@@ -66,7 +66,7 @@ def test_lies_that_ended_an_honest_rank_once_do_not_any_more(seed: int) -> None:
     ids=["epoch", "nomination", "no member", "the rank itself"],
 )
 def test_an_untrue_word_about_the_coordinator_changes_nothing(lie: Callable[[int], SuccessionMessage]) -> None:
-    """Regression: the first three ended the rank, and the job; with the last one it took part in no round any more."""
+    """Regression: the first three ended the rank, and the job; after the last, it took part in no round."""
 
     async def main(world: ad.World) -> int:
         model = torch.nn.Linear(3, 3)

@@ -1,4 +1,4 @@
-"""Importing asyncdist costs next to nothing, and every public name is where the type checker finds it."""
+"""Tests that importing asyncdist is cheap, and that every public name is where the type checker finds it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEAVY = {"mpi4py", "msgspec", "numpy", "torch", "uvloop"}
 
 
 def fresh(code: str) -> str:
-    """What a new interpreter prints."""
+    """Return the output of a new interpreter."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -33,13 +33,13 @@ def test_nothing_heavy_is_imported_before_it_is_used(module: str) -> None:
 @pytest.mark.workers
 @pytest.mark.long
 def test_the_first_use_imports_what_it_needs() -> None:
-    """The other half: what the test above looks for would be seen."""
+    """This is the counterpart of the test above: it shows that the imports would be noticed."""
     loaded = set(fresh("import asyncdist, sys; asyncdist.run; print(*sys.modules)").split())
     assert {"torch", "asyncdist.runtime.run"} <= loaded
 
 
 def test_every_name_is_what_the_type_checker_takes_it_for() -> None:
-    """A checker reads the stub, an interpreter asks ``__getattr__``: both say the same of all names."""
+    """A type checker reads the stub, an interpreter calls ``__getattr__``: both must agree on all names."""
     tree = ast.parse(Path(asyncdist.__file__).with_suffix(".pyi").read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     homes = {alias.name: node.module for node in imports for alias in node.names}
@@ -79,7 +79,7 @@ def test_a_session_that_simulates_nothing_imports_nothing_heavy(pytester: pytest
             assert not {HEAVY!r} & set(sys.modules)
         """
     )
-    # Its own plugins alone: what others import is theirs.
+    # Only its own plugins, because others may import anything.
     result = pytester.run(sys.executable, "-c", "import os, sys; os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'; "
                           "import pytest; sys.exit(pytest.main(['-p', 'asyncdist']))")  # fmt: skip
     result.assert_outcomes(passed=1)

@@ -1,4 +1,4 @@
-"""Hosts whose network interface carries so many bytes a second, in each direction, of all their ranks together."""
+"""Tests hosts whose network interface limits the bytes per second of all their ranks together, in each direction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.steady_network import Number
 import asyncdist as ad
 from asyncdist.simulation import Link, Network, simulate
 
-#: Bytes per second: what a test sends takes a second.
+#: Bytes per second, chosen so that the data of a test takes one second.
 BANDWIDTH = 4e6
 NUMEL = 1_000_000
 
@@ -24,7 +24,7 @@ def network(**options: Any) -> Network:
 
 
 async def fan_in(world: ad.World) -> None:
-    """Each rank but the first sends a tensor to it."""
+    """Send a tensor from each other rank to the first rank."""
     if world.rank:
         await world.send_stream(torch.ones(NUMEL), 0)
         return
@@ -41,7 +41,7 @@ async def fan_out(world: ad.World) -> None:
 
 
 async def exchange(world: ad.World) -> None:
-    """All ranks send to the next one at the same time."""
+    """Send from each rank to the next one at the same time."""
     sent = world.send_stream(torch.ones(NUMEL), (world.rank + 1) % world.size)
     await asyncio.gather(sent, world.receive_stream(torch.zeros(NUMEL), (world.rank - 1) % world.size))
 
@@ -54,7 +54,7 @@ async def exchange(world: ad.World) -> None:
         (fan_out, 6, 1, 5.0),
         (fan_in, 6, 3, 3.0),  # two of the five are on the host of the first rank
         (fan_in, 6, 6, 0.0),
-        (exchange, 6, 1, 1.0),  # in and out at the same time
+        (exchange, 6, 1, 1.0),  # sent and received at the same time
         (exchange, 6, 2, 1.0),  # each host sends one tensor, and receives one
     ],
 )
@@ -84,7 +84,7 @@ class Blob:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_small_messages_overtake_bytes_of_other_pairs_only(seed: int) -> None:
-    """A rank's own messages stay in order, and a short message of another rank does not wait for long ones."""
+    """A rank's own messages stay in order, but another rank's short message does not wait for long ones."""
 
     async def main(world: ad.World) -> list[tuple[int, int, float]]:
         channel = world.channel(Blob, tag=5)

@@ -1,4 +1,4 @@
-"""Islands: each is a population of its own, and the best rank of one gives to a round in another."""
+"""Tests islands: each is a separate population, and its best rank donates to a round of another island."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from simulation.island_scenarios import COMPUTE, Ended, Given, population, scena
 @pytest.mark.slow
 @pytest.mark.parametrize("migration", [pytest.param("ring", marks=pytest.mark.long), "random"])
 def test_the_best_weights_spread_over_all_islands(migration: str) -> None:
-    """The best of each island gives to the next one, and so from island to island: the best of all reaches all."""
+    """The best rank of each island donates to the next island, so the best weights of all reach all islands."""
     options = {"islands": 4, "averaging_strategy": "best_only", "migration": migration, "steps": 250}
     ended = population(16, **options).results
     assert {one.value for one in ended} == {15.0}
@@ -37,7 +37,7 @@ def test_the_best_weights_spread_over_all_islands(migration: str) -> None:
 
 
 class _Scattered(Network):
-    """A network in which ranks go to the hosts in turn, as ``mpirun --map-by node`` places them."""
+    """A network in which ranks are assigned to hosts in turn, as by ``mpirun --map-by node``."""
 
     def host_of(self, rank: int) -> int:
         return rank % 2
@@ -57,7 +57,7 @@ async def _islands_of(world: ad.World) -> tuple[int | None, set[int]]:
 
 
 def test_an_island_holds_ranks_of_one_host(tmp_path: Path) -> None:
-    """A replay knows the hosts, too."""
+    """A replay knows the hosts as well."""
     network = _Scattered(ranks_per_host=1)
     recorded = simulate(_islands_of, ranks=8, network=network, strict=True, record=tmp_path)
     assert recorded.results == tuple(
@@ -105,7 +105,7 @@ def test_one_run_is_a_function_of_its_arguments() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0.25, 0.75])
 def test_both_routes_give_the_same_weights(ratio: float) -> None:
-    """One round in each island, after the second has sent its best: ranks of that one wait for it first."""
+    """There is one round in each island, after the second island has sent its best rank, for which the round waits."""
 
     async def main(world: ad.World, route: str) -> tuple[bytes, StepInfo | None]:
         model = nn.Linear(64, 1, bias=False)
@@ -178,7 +178,7 @@ def test_ranks_that_differ_in_their_islands_do_not_start() -> None:
 
 
 def test_waiting_for_ranks_of_another_island_names_the_option() -> None:
-    """The ranks that are awaited have started in another island."""
+    """The missing ranks have started in another island."""
 
     async def main(world: ad.World) -> str:
         model, islands = nn.Linear(1, 1), 2 if world.rank < 3 else 3
@@ -213,7 +213,7 @@ def test_islands_with_other_models_exchange_nothing(caplog: pytest.LogCaptureFix
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [7, 4, 0])
 def test_rounds_and_migrations_continue_after_a_death(victim: int) -> None:
-    """The emigrant; the coordinator of its island; and that of the island that it gives to."""
+    """The victim is the emigrant, its island's coordinator, or the coordinator of the island to which it donates."""
     report = population(8, [Kill(victim, at_s=0.5)], islands=2, steps=200)
     report.check_faults()
     for rank, ended in enumerate(report.results):
@@ -228,7 +228,7 @@ def test_rounds_and_migrations_continue_after_a_death(victim: int) -> None:
 
 @pytest.mark.slow
 def test_an_island_that_is_lost_is_passed_over() -> None:
-    """The ring goes on beyond it: the last island gives to the first, and the first to the third."""
+    """The ring skips it: the last island donates to the first, and the first to the third."""
     faults = [Kill(rank, at_s=0.4) for rank in (2, 3)]
     report = population(6, faults, islands=3, steps=200, metric_mode="min", replacement_ratio=0.5)
     report.check_faults()
@@ -252,7 +252,7 @@ def test_an_island_that_has_left_the_policy_is_passed_over() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_invited_while_it_leaves_says_so() -> None:
-    """Ranks leave at different times, each invited somewhere: nobody waits, and nothing is left over."""
+    """Ranks leave at different times, each while it is invited: no rank waits, and nothing is left over."""
     for seed in range(4):
         rng = random.Random(seed)
         steps = [rng.randrange(10, 80) for _ in range(12)]
@@ -278,7 +278,7 @@ def test_a_restarted_rank_joins_its_island_and_gives_to_others() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in (10, 20, 30))])
 def test_every_average_is_the_one_of_its_donors_whatever_fails(first: int) -> None:
-    """What is checked is in ``island_scenarios``; none hangs, and nothing is left over."""
+    """``island_scenarios`` has the checks; no rank hangs, and nothing is left over."""
     reports = [scenario(seed) for seed in range(first, first + 10)]
     assert sum(len(one.migrants) for report in reports for one in report.results if isinstance(one, Ended)) > 10
     assert any(report.faults_fired for report in reports)
@@ -290,7 +290,7 @@ def test_every_average_is_the_one_of_its_donors_whatever_fails(first: int) -> No
 @pytest.mark.long
 @pytest.mark.slow
 def test_messages_per_rank_do_not_grow_with_the_number_of_ranks() -> None:
-    """In rounds; start and end have their own tests (``test_large_worlds.py``)."""
+    """This test counts rounds; ``test_large_worlds.py`` tests starts and ends."""
     counts = {}
     for ranks in (64, 512):
         short, long = (population(ranks, island_size=32, steps=steps) for steps in (10, 40))

@@ -1,4 +1,4 @@
-"""Ranks whose places are empty when the world begins, and that come later."""
+"""Tests ranks whose places are empty when the world begins, and that join later."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def _population(ranks: int, faults: list[Fault], seed: int = 0, steps: int = 150
 
 @pytest.mark.parametrize("rank", range(3))
 def test_a_rank_joins_those_that_run_and_takes_part(rank: int, caplog: pytest.LogCaptureFixture) -> None:
-    """The lowest one too, which would coordinate. Nobody has lost it: it was never there."""
+    """Even the lowest rank, which would coordinate, may join late.
+
+    No rank reports a loss, because it was never there.
+    """
     caplog.set_level(logging.WARNING)
     report, known = _population(3, [Join(rank, at_s=0.02)], seed=rank)
     others = [other for other in range(3) if other != rank]
@@ -67,7 +70,7 @@ def test_a_rank_is_alone_until_the_others_have_come() -> None:
 
 @pytest.mark.parametrize("seed", seeds(10))
 def test_ranks_that_find_each_other_late_lose_nobody(seed: int) -> None:
-    """Whichever of two newcomers finds the other first, the other one learns of it by that, and not once more."""
+    """If one of two newcomers finds the other first, the other is notified once, and not a second time."""
 
     async def stays(world: ad.World) -> None:
         await world.sleep(5.0)
@@ -77,7 +80,7 @@ def test_ranks_that_find_each_other_late_lose_nobody(seed: int) -> None:
     report = simulate(stays, ranks=3, seed=seed, network=network, faults=faults)
     met: set[tuple[int, int]] = set()
     for event in report.trace:
-        pair = event.a, event.b  # and whom it concerns
+        pair = event.a, event.b  # the events name the affected ranks
         if event.kind == "met" and event.tag == 1:
             met.add(pair)
         assert event.kind != "lost" or pair not in met, event

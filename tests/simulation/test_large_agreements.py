@@ -1,4 +1,4 @@
-"""Agreements of many members go over a tree of them, and end as small ones do."""
+"""Tests agreements of many members, which use a tree and have the same outcomes as small ones."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from simulation import killed_start_scenarios
 
 SIZE = 24
 EVERYBODY = tuple(range(SIZE))
-#: From here on messages are those of what a test looks at, until as much later.
+#: Time from which messages belong to the tested operation, and its length.
 BEGINS_S, ENDS_S = 100.0, 200.0
 
 
 @pytest.fixture(params=[True, False], ids=["tree", "direct"])
 def is_tree(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether agreements of SIZE members go over the tree, or all to the leader."""
+    """Let agreements of SIZE members use the tree, or the leader alone."""
     if not request.param:
         monkeypatch.setattr(relays, "DIRECT_COUNT_MAX", SIZE)
     return bool(request.param)
@@ -40,7 +40,7 @@ async def agree(world: ad.World, subject: str = "it", values: dict[str, str] | N
 
 
 def in_words(report: SimReport) -> list[str]:
-    """What came of it on each rank, for comparisons."""
+    """Return the outcome on each rank, for comparisons."""
     return [f"{type(found).__name__}: {found}" for found in report.results]
 
 
@@ -73,7 +73,7 @@ async def _start(world: ad.World, what: str) -> None:
     ("ranks", "what"),
     [
         *((ranks, what) for ranks in (17, 64) for what in ("agreement", "late", "group", "policy")),
-        # Of the last messages of a policy there are more than a report keeps.
+        # At the end of a policy, there are more messages than a report keeps.
         *(
             pytest.param(1000, what, marks=[pytest.mark.slow, pytest.mark.long])
             for what in ("agreement", "late", "group")
@@ -106,7 +106,7 @@ def test_each_rank_exchanges_few_messages_with_few_others(ranks: int, what: str)
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_tree_finds_the_difference_that_a_leader_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where there are many values, and in groups in another order than that of the ranks."""
+    """The test includes many values, and groups whose order differs from that of the ranks."""
 
     async def main(world: ad.World) -> str:
         rng = random.Random(seed)
@@ -125,7 +125,7 @@ def test_the_tree_finds_the_difference_that_a_leader_finds(seed: int, monkeypatc
 
 
 def test_exactly_the_missing_ranks_are_named(is_tree: bool) -> None:
-    """Also where some came just before the time was up, and the rank above them was computing: its word came late."""
+    """This includes ranks that arrive just before the timeout, while the rank above them in the tree computes."""
     del is_tree
     missing = (5, 17, 18)
 
@@ -179,12 +179,12 @@ def test_who_cannot_come_tells_all_why(is_tree: bool) -> None:
 
 
 def test_go_is_heard_though_the_leader_has_left_meanwhile(is_tree: bool) -> None:
-    """Regression: a rank between was computing; by the time it passed go on, all had heard that the leader had left."""
+    """Regression: a rank in between was computing; when it passed "go" on, all knew that the leader had left."""
     del is_tree
 
     async def main(world: ad.World) -> str:
         if world.rank == SIZE - 1:
-            await world.sleep(1.0)  # the others have said that they come
+            await world.sleep(1.0)  # the others have announced themselves
         return await outcome(agree(world, values={"lr": "1"}))
 
     report = simulate(main, ranks=SIZE, seed=1, faults=[Stall(1, 1.0, 20.0)])
@@ -194,7 +194,7 @@ def test_go_is_heard_though_the_leader_has_left_meanwhile(is_tree: bool) -> None
 
 @pytest.mark.parametrize("seed", seeds(12))
 def test_after_deaths_all_survivors_get_the_same_outcome(seed: int) -> None:
-    """Any but the leader, with one of its first messages or at some time; then the others agree once more."""
+    """Any rank except the leader dies, with one of its first messages or later; then the others agree again."""
     rng = random.Random(f"killed {seed}")
     killed = rng.sample(range(1, SIZE), rng.choice((1, 2, 6)))
     faults: list[Fault] = [
@@ -224,7 +224,7 @@ def test_after_deaths_all_survivors_get_the_same_outcome(seed: int) -> None:
 def test_ranks_killed_in_early_starts_leave_one_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The test below runs more, and counts what they show."""
+    """The test below runs more seeds, and counts their events."""
     monkeypatch.setattr(relays, "DIRECT_COUNT_MAX", 1)
     for seed in range(8):
         killed_start_scenarios.run(seed)

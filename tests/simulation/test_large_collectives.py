@@ -1,4 +1,4 @@
-"""Collectives of many members go along a tree of them: what they cost each rank, their results, and what losses do."""
+"""Tests collectives of many members, which use a tree: their cost for each rank, their results, and losses."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from asyncdist.collectives.groups import Group
 from asyncdist.collectives.membership import MembershipLog
 from asyncdist.simulation import Kill, SimReport, simulate
 
-#: From here on messages are those of what a test looks at, until as much later.
+#: Time from which messages belong to the tested operation, and its length.
 BEGINS_S, ENDS_S = 100.0, 200.0
-#: Elements that make a tensor too large to be gathered as a row, and so large that it goes in pieces.
+#: Number of elements that makes a tensor too large to be gathered as a row, and large enough to be sent in pieces.
 LARGE: Final = ROW_NBYTES_MAX // 4 + 1
 PIECES: Final = 2 * pieces.PIECE_NBYTES // 4 + 3
 OPERATIONS: Final = ("barrier", "broadcast", "gather", "ragged", "all_gather", "sum", "mean", "large sum", "large mean")
@@ -32,7 +32,7 @@ OPERATIONS: Final = ("barrier", "broadcast", "gather", "ragged", "all_gather", "
 
 @functools.lru_cache(1024)
 def values_of(rank: int, count: int) -> np.ndarray[Any, Any]:
-    """Numbers of very different size, whose sum depends on the order."""
+    """Return numbers of very different size, whose sum depends on the order."""
     rng = np.random.default_rng(rank)
     return (rng.standard_normal(count) * 10.0 ** rng.integers(-3, 4, count)).astype(np.float32)
 
@@ -48,7 +48,7 @@ def total_of(size: int, count: int) -> np.ndarray[Any, Any]:
 async def take_part(
     collectives: Collectives, group: Group, rank: int, what: str, *, root: int = 0, count: int = 7
 ) -> None:
-    """Call one collective, and compare what comes of it with numpy."""
+    """Call one collective, and compare its result with numpy."""
     size = group.size
     own = torch.from_numpy(values_of(rank, count).copy())
     got: Any
@@ -82,7 +82,7 @@ async def take_part(
 
 
 def counted(report: SimReport, ranks: int) -> tuple[int, int]:
-    """The most messages that a rank has sent and taken in, and the most others with which one has exchanged any."""
+    """Return the most messages that a rank has sent and received, and the most ranks with which one communicated."""
     messages: Counter[int] = Counter()
     peers: dict[int, set[int]] = {rank: set() for rank in range(ranks)}
     for event in report.trace:
@@ -175,7 +175,7 @@ def test_results_are_those_of_numpy_in_groups_of_any_order(ranks: int, count: in
 
 
 def test_a_mean_of_the_largest_values_is_finite() -> None:
-    """The sum that passes along the ranks overflows, and all find it out."""
+    """The sum that passes from rank to rank overflows, and all ranks notice this."""
 
     async def main(world: ad.World) -> None:
         values = torch.full((LARGE,), 3e38)
@@ -225,7 +225,7 @@ def test_the_places_of_all_members_make_one_tree(size: int) -> None:
     + [(what, (PIECES, PIECES - pieces.PIECE_NBYTES // 4)) for what in ("sum", "mean", "broadcast")],
 )
 def test_sizes_that_differ_are_refused(what: str, counts: tuple[int, int]) -> None:
-    """Also where nobody compares the calls, as between processes."""
+    """This works even if calls are not compared, as between processes."""
 
     async def main(world: ad.World) -> None:
         collectives = _unchecked(world)
@@ -252,7 +252,7 @@ def test_sizes_that_differ_are_refused(what: str, counts: tuple[int, int]) -> No
 
 
 def _unchecked(world: ad.World) -> Collectives:
-    """Collectives that hear of a loss, or a leaver, by nothing but their own messages, as while a world opens."""
+    """Return collectives that notice losses and leaving ranks only by their own messages, as while a world opens."""
     made = Collectives(world.services.engine, world.rank, world.services.spawn_service, MembershipLog())
     made._checker = None
     return made
@@ -265,7 +265,7 @@ async def _meets_a_loss(world: ad.World, seed: int, victim: int, *, hears: bool)
     collectives = world.collectives if hears else _unchecked(world)
     await world.sleep(1.0 - world.time() + random.Random(seed * 1000 + world.rank).uniform(0.0, 2e-3))
     try:
-        for _ in range(3 if hears else 1):  # who has given up once enters no other one
+        for _ in range(3 if hears else 1):  # a rank that has given up once enters no further collective
             await take_part(collectives, world.group, world.rank, what, root=root, count=count)
     except ad.RankLostError as error:
         assert error.rank == victim
@@ -278,7 +278,7 @@ async def _meets_a_loss(world: ad.World, seed: int, victim: int, *, hears: bool)
 @pytest.mark.parametrize("hears", [True, False], ids=["told", "not told"])
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, 8))])
 def test_after_a_death_each_rank_has_a_result_or_the_dead_rank(part: int, hears: bool) -> None:
-    """The one at the top, one in the middle, one at the bottom: at any moment of any collective."""
+    """The victim is at the top, in the middle or at the bottom of the tree, at any moment of any collective."""
     ends: Counter[str] = Counter()
     for seed in range(part * 20, part * 20 + 20):
         rng = random.Random(seed)
@@ -301,8 +301,8 @@ def test_after_a_death_each_rank_has_a_result_or_the_dead_rank(part: int, hears:
 
 @pytest.mark.parametrize("what", ["broadcast", "barrier", "large sum"])
 def test_a_member_that_has_left_is_named_by_all_who_need_it(what: str) -> None:
-    """A broadcast reaches those who are not below it, as it reaches all others of a few members."""
-    leaver = 1  # half of the others are below it
+    """A broadcast reaches the ranks that are not below the rank in the tree, as in small groups."""
+    leaver = 1  # half of the other ranks are below it in the tree
 
     async def main(world: ad.World) -> str:
         if world.rank == leaver:
@@ -314,7 +314,7 @@ def test_a_member_that_has_left_is_named_by_all_who_need_it(what: str) -> None:
             assert error.rank == leaver
             return "named"
         finally:
-            await world.sleep(1.0)  # others take part meanwhile
+            await world.sleep(1.0)  # the others take part meanwhile
         return "value"
 
     ends = Counter(simulate(main, ranks=20, strict=True).results)
@@ -324,7 +324,7 @@ def test_a_member_that_has_left_is_named_by_all_who_need_it(what: str) -> None:
 
 
 def test_a_cancelled_call_continues_in_the_background_in_order() -> None:
-    """Rank 1 stands above half of the others: they all get the bytes, and the next call its own."""
+    """Half of the other ranks are below rank 1 in the tree: they all get the bytes, and the next call gets its own."""
 
     async def main(world: ad.World) -> list[float]:
         first, second = torch.tensor([world.rank + 1.0]), torch.tensor([world.rank + 100.0])

@@ -1,4 +1,4 @@
-"""Worlds of many ranks: what starts, ends, losses and failures cost there, and that all hear of them."""
+"""Tests worlds of many ranks: the costs of starts, ends, losses and failures, and the notices of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZE = 2 * FLAT_SIZE_MAX + 8
 
 
 def ends(report: SimReport) -> Counter[str]:
-    """How often ranks have ended in each way: with a value, or with an error of some class."""
+    """Return how often ranks have ended in each way: with a value, or with an error of some class."""
     return Counter(type(result).__name__ if isinstance(result, BaseException) else "value" for result in report.results)
 
 
@@ -79,7 +79,7 @@ def test_a_sender_to_a_departed_rank_is_notified_of_its_end(seed: int) -> None:
         if world.rank == 3:
             await asyncio.sleep(1.0)
             return "left"
-        if world.rank == 30:  # its message is spoiled: rank 3 never hears from it
+        if world.rank == 30:  # its message is damaged, so rank 3 never receives it
             await world.channel(Number, tag=5).send(Number(1), 3)
         try:
             await ad.barrier()
@@ -95,7 +95,7 @@ def test_a_sender_to_a_departed_rank_is_notified_of_its_end(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", seeds(6))
 def test_a_wait_for_a_departed_stranger_fails(seed: int) -> None:
-    """The waiting rank has never exchanged a message with the departed one."""
+    """The waiting rank has never exchanged a message with the rank that has left."""
 
     async def main(world: ad.World) -> str:
         if world.rank == SIZE - 1:

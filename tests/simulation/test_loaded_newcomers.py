@@ -1,4 +1,4 @@
-"""A restarted rank whose script loads the rank's own checkpoint, as at each start, before it joins the running policy.
+"""Tests restarted ranks whose script first loads the rank's own checkpoint, and then joins the running policy.
 
 The newcomer gets the leader's whole state, so nothing of the loaded state may remain.
 """

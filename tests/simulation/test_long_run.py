@@ -1,4 +1,4 @@
-"""Memory stays flat over equal stretches of a run in which everything is opened and closed again and again."""
+"""Tests that memory stays constant over equal phases of a run in which everything is opened and closed repeatedly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from simulation.long_run import Note
 
 @pytest.mark.slow
 def test_memory_is_flat_over_equal_phases_with_kills_and_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "CAPACITY", 8)  # full early: `./tools/soak --memory` runs for so long that all are
+    # full early; `./tools/soak --memory` runs long enough to fill larger ones
+    monkeypatch.setattr(events, "CAPACITY", 8)
     looks = long_run.run(16, train_s=1.0)
     long_run.check_flat(looks)
     assert looks[-1].steps > 1000

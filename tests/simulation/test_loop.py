@@ -1,4 +1,4 @@
-"""The loop of a simulated rank: timers, handlers, and what it refuses with a reason."""
+"""Tests the loop of a simulated rank: timers, handlers, and the operations that it refuses with a reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Number:
 
 
 def test_a_timeout_around_each_receive_leaves_no_timers_behind() -> None:
-    """Regression: they stayed in the heap until their time: 150,000 after a second of such messages."""
+    """Regression: timers stayed in the heap until their time: 150,000 after a second of such messages."""
     pending: list[int] = []
 
     async def main(world: ad.World) -> None:
@@ -62,7 +62,7 @@ def test_a_cancelled_timer_is_no_event() -> None:
             timer.cancel()
         fired = loop.call_later(0.5, str)
         await world.sleep(1.0)
-        fired.cancel()  # it has been called: nothing is left to cancel
+        fired.cancel()  # the callback has been called: nothing is left to cancel
         loop.call_later(0.5, str)
         await world.sleep(1.0)
 
@@ -150,7 +150,7 @@ def test_debug_mode_is_the_loops_own_and_changes_nothing_else() -> None:
 
 
 def test_nothing_of_a_loop_ends_in_a_bare_not_implemented_error() -> None:
-    """Each method works, or says why it is refused."""
+    """Each method works, or gives a reason for its refusal."""
 
     async def main(world: ad.World) -> list[str]:
         loop: Any = asyncio.get_running_loop()

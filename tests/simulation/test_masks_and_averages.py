@@ -1,4 +1,4 @@
-"""Tests that masks of infinities and of the lowest finite number stay, and do not keep a model from being averaged."""
+"""Tests that masks with infinities or the lowest finite number stay, and do not prevent averages."""
 
 from __future__ import annotations
 

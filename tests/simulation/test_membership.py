@@ -53,7 +53,7 @@ class Concerned:
 
 
 async def until(world: ad.World, is_over: Callable[[], object]) -> None:
-    """Wait until a condition holds."""
+    """Wait until a condition is true."""
     await world.services.engine.until(lambda: bool(is_over()), WaitId(WaitKind.POLICY_ADMISSION))
 
 
@@ -214,7 +214,7 @@ def test_a_leave_of_an_earlier_attempt_does_not_count() -> None:
         await asyncio.sleep(5.0)
         return members
 
-    # The confirmation of the second admission takes another way than the leave of the first attempt.
+    # The confirmation of the second admission takes a different link than the leave of the first attempt.
     faults = [Kill(3, at_s=0.1), *RESTARTS[:2], SlowLink(2, 1, at_s=0.0, factor=10000.0)]
     assert simulate(main, ranks=RANKS, faults=faults, until_s=20.0).results[:3] == ((0, 1, 2),) * 3
 

@@ -17,7 +17,7 @@ from asyncdist.simulation.scheduler import Scheduler
 
 
 class Kept:
-    """Something that only a collection of all objects frees."""
+    """An object that only a full garbage collection frees."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -29,7 +29,7 @@ def test_a_simulation_of_many_ranks_frees_its_objects_at_its_end() -> None:
     async def main(world: ad.World) -> None:
         if not world.rank:
             kept = Kept()
-            gc.collect()  # it is old now
+            gc.collect()  # the object is now in the oldest generation
             left.append(weakref.ref(kept))
 
     simulate(main, ranks=memory.MANY_RANKS)

@@ -1,4 +1,4 @@
-"""Metrics that are NaN on all ranks, so that nothing is ever averaged, are reported once."""
+"""Tests that metrics that are NaN on all ranks, so that nothing is ever averaged, are reported once."""
 
 from __future__ import annotations
 

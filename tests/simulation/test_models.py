@@ -1,4 +1,4 @@
-"""A run is a function of its arguments: durations, random numbers, digests; and what is no argument is refused."""
+"""Tests that a run depends only on its arguments (durations, random numbers, digests), and refuses other inputs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_durations_are_distributed_as_they_say() -> None:
 
 @pytest.mark.parametrize("duration", [0.5, Uniform(1.0, 2.0), Exponential(3.0), LogNormal(4.0, 0.5), LogNormal(0.0)])
 def test_a_sampler_draws_what_the_duration_does(duration: Duration) -> None:
-    """To the bit, also where others draw from the same generator in between."""
+    """The values are equal to the bit, even if others draw from the same generator in between."""
     one, other = random.Random("draws"), random.Random("draws")
     sample = sampler(duration, one)
     for _ in range(50):
@@ -106,7 +106,7 @@ def test_compute_of_stragglers_and_pauses() -> None:
 
 
 async def draw_numbers(world: ad.World, seed: int | None) -> list[float]:
-    """What user code draws from every global generator between its safe points."""
+    """Return the numbers that user code draws from every global generator between its safe points."""
     if seed is not None:
         torch.manual_seed(seed)
         np.random.seed(seed)
@@ -115,7 +115,7 @@ async def draw_numbers(world: ad.World, seed: int | None) -> list[float]:
     for _ in range(12):
         drawn += torch.rand(3).tolist()
         drawn += [torch.randn(()).item(), float(torch.randint(1000, ()))]
-        # One normal number of a pair: the other one is kept for later, in three different places.
+        # A pair of normal numbers is drawn at once; the second number is kept, in three different places.
         drawn += [np.random.randn(), np.random.rand(), float(np.random.randint(1000)), np.random.sample()]
         drawn += [random.gauss(0.0, 1.0), random.random(), float(random.randrange(1000))]
         drawn += [float(np.random.permutation(10)[0]), random.uniform(0, 1), rand_imported_early()]
@@ -130,7 +130,7 @@ async def draw_on_each_rank(world: ad.World, base: int | None) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("sim_seed", [0, 1, 2])
 def test_a_simulated_rank_draws_what_a_real_one_would(sim_seed: int) -> None:
-    """Each rank alone in a process of its own, with nobody to interleave with, is the oracle."""
+    """The expected numbers come from each rank alone in its own process, without interleaving."""
     alone = [ad.run_local(draw_numbers, 100 + rank, ranks=1)[0] for rank in range(4)]
     report = simulate(draw_on_each_rank, 100, ranks=4, seed=sim_seed)
     report.value()
@@ -138,7 +138,7 @@ def test_a_simulated_rank_draws_what_a_real_one_would(sim_seed: int) -> None:
 
 
 def test_draws_of_an_unseeded_rank_follow_from_seed_and_rank() -> None:
-    """A fresh process draws its state from the operating system; a simulation is a function of its arguments."""
+    """A real process gets its state from the operating system, but a simulation depends only on its arguments."""
     torch.manual_seed(1)
     first = simulate(draw_on_each_rank, None, ranks=3, seed=5)
     np.random.seed(77)
@@ -165,7 +165,7 @@ def test_a_function_imported_inside_main_draws_for_its_caller() -> None:
         drawn = []
         for _ in range(3):
             await world.progress()
-            drawn.append(kept[0]())  # rank 0's name
+            drawn.append(kept[0]())  # the function that rank 0 has imported
         return drawn
 
     report = simulate(main, ranks=2)
@@ -187,7 +187,7 @@ def test_the_callers_own_random_state_is_untouched(end: str) -> None:
     torch.manual_seed(3)
     np.random.seed(3)
     random.seed(3)
-    np.random.randn()  # half of a pair is kept
+    np.random.randn()  # the second number of a pair is kept
     random.gauss(0.0, 1.0)
 
     async def main(world: ad.World) -> None:
@@ -229,7 +229,7 @@ STORY_FAULTS: tuple[Fault, ...] = (
 
 
 async def story(world: ad.World) -> list[float]:
-    """Policy, streams, collectives, wildcard receives, sets of tasks and of texts, a task group that fails."""
+    """Use a policy, streams, collectives, wildcard receives, sets of tasks and of strings, and a failing task group."""
     channel = world.channel(Number, tag=5)
     model = Mixed()
     for tensor in model.parameters():
@@ -416,7 +416,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def plain_function(world: ad.World) -> None:
-    """No coroutine function."""
+    """A function that is not a coroutine function."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A metric that is measured less often than it is due, such as that of a validation, is reported once."""
+"""Tests that a metric that is measured less often than it is due, such as a validation's, is reported once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replacement of the one-sided policy costs: no more with many ranks than with some dozens."""
+"""Tests that a replacement of the one-sided policy costs no more with many ranks than with some dozens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def trained(ranks: int, steps: int = 10 * PUBLICATION_COUNT, **options: Any) -> 
 
 
 def messages_of_a_rank(ranks: int, **options: Any) -> tuple[float, list[OneSidedStatistics]]:
-    """How many messages a rank sends beyond start and end, and what it has come to."""
+    """Return how many messages a rank sends beyond start and end, and its outcome."""
     report, idle = trained(ranks, **options), trained(ranks, steps=0, **options)
     members = list(report.results)
     assert sum(member.num_replacements for member in members) >= ranks / 5, "too few to judge by"
@@ -44,9 +44,9 @@ def messages_of_a_rank(ranks: int, **options: Any) -> tuple[float, list[OneSided
 @pytest.mark.parametrize(
     ("options", "ranks", "limit"),
     [
-        # It was 70, 250 and 1,033 with 8, 32 and 128 ranks.
+        # Regression: the numbers were 70, 250 and 1,033 with 8, 32 and 128 ranks.
         *(({"donor_count": 2}, ranks, limit) for ranks, limit in ((8, 90), (32, 270), (128, 120))),
-        # With half of 128 ranks as donors, one after the other, nobody was replaced in so many steps.
+        # Regression: with half of 128 ranks as donors, read in turn, no rank was replaced within this number of steps.
         *(({}, ranks, limit) for ranks, limit in ((8, 90), (32, 270))),
         pytest.param({}, 128, 150, marks=pytest.mark.long),
     ],
@@ -73,7 +73,7 @@ def test_the_worst_are_judged_by_a_sample_in_a_large_group() -> None:
 
 
 def ranks_asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Whom the desks ask from now on, for one record or for several."""
+    """Return the ranks that are asked from now on, for one record or for several."""
     asked: list[tuple[int, ...]] = []
     ask = VersionDesk.ask
 

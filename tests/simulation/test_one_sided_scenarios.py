@@ -1,4 +1,4 @@
-"""The one-sided policy in hundreds of populations: see ``one_sided_scenarios.py`` for what is drawn and checked."""
+"""Tests the one-sided policy in hundreds of populations; ``one_sided_scenarios.py`` describes the runs and checks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from protocols.one_sided.selection import REPLACEMENT_MODES
 from protocols.ranking import STRATEGIES
 from simulation.one_sided_scenarios import Tally, draw_plan, scenario
 
-pytestmark = pytest.mark.timeout(900)  # all seeds run in the first test that asks for what was seen in them
+pytestmark = pytest.mark.timeout(900)  # the first test that needs the observations runs all seeds
 
 SEED_COUNT = 240
-#: All but one that ends a job, and one that is a matter of starts: the policy admits nobody later.
+#: All faults except one that ends a job, and one that affects starts: the policy admits no rank later.
 FAULTS = tuple(f"fault {kind.__name__}" for kind in Fault.__args__ if kind not in (Interrupt, Join))
 OTHER = (
     "abandoned: a donor is lost",
@@ -29,7 +29,7 @@ OTHER = (
 
 @pytest.fixture(scope="module")
 def seen() -> Counter[str]:
-    """Run all seeds, once; what was seen in them."""
+    """Run all seeds once, and return the observations."""
     tally = Tally()
     digests = {tally.add(seed) for seed in range(SEED_COUNT)}
     tally.seen["digests"] = len(digests)
@@ -72,14 +72,14 @@ def test_every_strategy_was_applied_and_verified(seen: Counter[str], strategy: s
 @pytest.mark.long
 @pytest.mark.slow
 def test_weights_are_those_of_the_snapshots_that_were_averaged(seen: Counter[str]) -> None:
-    """Metrics change in every step; the weights were recomputed from those that were published with the snapshots."""
+    """Metrics change in every step; weights are recomputed from the metrics that were published with the snapshots."""
     assert seen["weights of several donors"] >= 20
 
 
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_seed_repeats_to_the_digest() -> None:
-    """Donors are drawn from the world's own generator: chance follows from the seed."""
+    """Donors are drawn from the world's own generator, so the seed determines them."""
     seeds = [seed for seed in range(300, 340) if draw_plan(seed).ranks <= 4][:8]
     first = [scenario(seed).trace_digest for seed in seeds]
     assert first == [scenario(seed).trace_digest for seed in seeds]

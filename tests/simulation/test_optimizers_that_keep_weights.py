@@ -1,4 +1,4 @@
-"""Under each policy an optimizer that keeps weights of its own is left with those of the average.
+"""Tests that after an average, an optimizer's own copy of the weights is averaged, too, under each policy.
 
 Regression: with rank 2 at 100 and its donors at 1, fp32 masters in a state had no average take effect, Lookahead ended
 at 50.5, and schedule-free optimizers at 31.4, with -10 shown by their `eval()`.
@@ -78,7 +78,7 @@ def of_replicas(model: nn.Module, optimizer: Any, **options: Any) -> Any:
     )
 
 
-#: Each with the number of ranks that share weights, and the donors of the last of three such ranks.
+#: Each policy with the number of ranks that share weights, and the donors of the last of three such ranks.
 POLICIES: dict[str, tuple[Callable[..., Any], int, tuple[int, ...]]] = {
     "selective": (selective, 1, (0, 1)),
     "one-sided": (one_sided, 1, (0, 1)),
@@ -159,7 +159,7 @@ def training(make: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
     [*((kind, "selective") for kind in SCHEDULE_FREE), *(("schedulefree AdamW", policy) for policy in POLICIES)],
 )
 def test_schedule_free_iterates_are_averaged_with_the_weights(kind: str, policy: str) -> None:
-    """Weights and z are means of the donors', and so is what `eval()` shows: x is linear in both."""
+    """Schedule-free iterates and z are means of the donors', and so are the weights in `eval()`."""
     results, donors = run(training(SCHEDULE_FREE[kind]), policy)
     model, optimizer, _ = results[-1]
     zs = [torch.cat([state["z"].reshape(-1) for state in before[1].values()]) for *_, before in results]
@@ -173,7 +173,7 @@ def test_schedule_free_iterates_are_averaged_with_the_weights(kind: str, policy:
     for own_model, own_optimizer, _ in results[:-1]:
         own_optimizer.eval()
         ys[results.index((own_model, own_optimizer, _))] = values(own_model)
-    if policy not in ("all", "local SGD"):  # there the donors have the average, too
+    if policy not in ("all", "local SGD"):  # with these policies, the donors have the average, too
         assert torch.allclose(evaluated, sum(ys[rank] for rank in donors) / len(donors), rtol=1e-5)
 
 
@@ -277,7 +277,7 @@ def test_a_hidden_copy_is_reported_at_the_next_step(caplog: pytest.LogCaptureFix
 
 
 def test_another_optimizer_can_be_assigned() -> None:
-    """The reset is that of the optimizer that trains."""
+    """The reset affects the optimizer that trains."""
 
     async def main(world: ad.World) -> Any:
         model = build(world.rank)
@@ -306,7 +306,7 @@ def test_another_optimizer_can_be_assigned() -> None:
 )
 @pytest.mark.parametrize("optimizer_state", ["keep", "reset"])
 def test_a_new_model_takes_the_old_ones_place(make: Callable[[nn.Module], Any], optimizer_state: Any) -> None:
-    """A rank that runs out of memory may make its model anew, and continues with the open policy, alone."""
+    """A rank that runs out of memory may create its model anew, and continues alone with the open policy."""
 
     async def main(world: ad.World) -> Any:
         old, new = build(world.rank), build(world.rank)

@@ -1,4 +1,4 @@
-"""Rules whose ranks average with some partners only: who waits for whom, what they get, and what losses change."""
+"""Tests rules whose ranks average with some partners only: who waits, what ranks get, and the effect of losses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Seen = tuple[int, list[tuple[StepInfo, float, float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextRank(Rule):
-    """Each rank averages with the next one."""
+    """A rule under which each rank averages with the next rank."""
 
     def partners(self, round: int, rank: int, members: Sequence[int]) -> Sequence[int]:
         return rank, members[(members.index(rank) + 1) % len(members)]
@@ -33,7 +33,7 @@ class NextRank(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hypercube(Rule):
-    """In round n, each rank averages with the rank whose number differs in bit (n - 1) modulo 2."""
+    """A rule under which, in round n, each rank averages with the rank whose number differs in bit (n - 1) modulo 2."""
 
     def partners(self, round: int, rank: int, members: Sequence[int]) -> Sequence[int]:
         other = rank ^ (1 << (round - 1) % 2)
@@ -41,7 +41,7 @@ class Hypercube(Rule):
 
 
 class Policy(SimplePolicy):
-    """Policy of a given rule."""
+    """A policy with a given rule."""
 
     def __init__(self, model: nn.Module, rule: Rule, **options: Any) -> None:
         super().__init__(model, torch.optim.SGD(model.parameters(), lr=0.1), rule, options)

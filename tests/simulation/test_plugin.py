@@ -1,4 +1,4 @@
-"""The pytest plugin, by running pytest on small test files: what runs, and the fixtures."""
+"""Tests the pytest plugin by running pytest on small test files: which tests run, and the fixtures."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_seed_runs_once_on_every_rank(
     ids=["auto", "strict", "without"],
 )
 def test_it_lives_with_pytest_asyncio(pytester: pytest.Pytester, options: tuple[str, ...], ini: str) -> None:
-    """A loop that runs already would be refused by simulate; a coroutine nobody awaits would be a warning."""
+    """A simulation would be refused inside a running loop, and a coroutine that is never awaited would warn."""
     source = COUNTED.format(options=", seeds=2", seeds="[0, 1]")
     if ini:
         source = f"{source}\n@pytest.mark.asyncio\nasync def test_ordinary():\n    await asyncio.sleep(0)\n"
@@ -166,7 +166,7 @@ def test_the_settings_reach_the_simulation(pytester: pytest.Pytester) -> None:
 
 
 def test_the_line_repeats_what_fixtures_held(pytester: pytest.Pytester) -> None:
-    """They are made once for all seeds, so that the failing seed alone passes."""
+    """Fixtures are made once for all seeds, so the failing seed alone passes."""
     source = """
         @pytest.fixture
         def store():
@@ -207,7 +207,7 @@ def test_the_line_repeats_what_fixtures_held(pytester: pytest.Pytester) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_get_a_signal_and_those_who_hear_of_it(pytester: pytest.Pytester) -> None:
-    """The signal of the plan is no failure, and Ctrl-C on a simulated rank does not end the session."""
+    """The plan's signal is not a failure, and Ctrl-C on a simulated rank does not end the session."""
     source = """
         @pytest.mark.sim(ranks=3, seeds=2, faults=[Interrupt(1, at_s=0.005)])
         async def test_term(world):
@@ -252,7 +252,10 @@ def test_ranks_that_get_a_signal_and_those_who_hear_of_it(pytester: pytest.Pytes
 
 @pytest.mark.slow
 def test_killed_ranks_and_those_who_lose_them(pytester: pytest.Pytester) -> None:
-    """A test may expect the loss; without that it fails. That the last barrier lacks the killed rank is no failure."""
+    """A test may expect the loss; otherwise it fails.
+
+    The absence of the killed rank from the last barrier is no failure.
+    """
     source = """
         KILLED = pytest.mark.sim(ranks=4, seeds=5, faults=[Kill(1, at_s=0.005)])
 

@@ -1,4 +1,4 @@
-"""What the pytest plugin shows of failures and of bad input, by running pytest on small test files."""
+"""Tests how the pytest plugin shows failures and bad input, by running pytest on small test files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_failure_shows_the_code_the_seed_and_how_to_repeat_it(pytester: pytest
 
 
 def test_the_trace_is_the_last_part_until_the_failure(pytester: pytest.Pytester) -> None:
-    """What the failing rank then says to the others, and they to each other, would fill it."""
+    """The messages that the failing rank and the others then send to each other would otherwise fill the trace."""
     lines = section(run_tests(pytester, FAILS_WITH_SEED_3))
     start = lines.index("trace until rank 2 failed, its end:")
     events = lines[start + 1 : -1]
@@ -71,7 +71,7 @@ def test_it_is_shown_with_each_option_that_hides_other_output(pytester: pytest.P
     for options in (["--show-capture=no"], ["--tb=short"], ["--tb=native"], ["--tb=line"]):
         result = run_tests(pytester, FAILS_WITH_SEED_3, *options)
         if options == ["--tb=line"]:
-            continue  # one line is what was asked for
+            continue  # one line was requested
         assert section(result)[0].startswith("seed 3, "), options
 
 
@@ -217,7 +217,7 @@ BAD_MARKS = [
 
 
 def test_a_bad_mark_is_an_error_that_says_so(pytester: pytest.Pytester) -> None:
-    """In a file each: a bad mark is an error of its module, as for pytest's own marks."""
+    """Each mark is in its own file: a bad mark is an error of its module, as with pytest's own marks."""
     for number, (mark, test, _) in enumerate(BAD_MARKS):
         source = f"import pytest\n\n@pytest.mark.{mark}\n{test}:\n    pass\n"
         pytester.makepyfile(**{f"test_bad{number:02}": source})
@@ -230,7 +230,7 @@ def test_a_bad_mark_is_an_error_that_says_so(pytester: pytest.Pytester) -> None:
 
 
 def test_whole_numbers_of_numpy_are_taken_as_any(pytester: pytest.Pytester) -> None:
-    """Regression: they were refused: ``ranks`` and ``seeds`` had to be of Python's own type."""
+    """Regression: ``ranks`` and ``seeds`` were refused unless they had Python's own type."""
     source = """
         import numpy as np
         import pytest
@@ -267,7 +267,7 @@ def test_a_bad_setting_fails_the_test_in_one_line(pytester: pytest.Pytester) -> 
 
 
 def test_a_test_of_unittest_is_refused(pytester: pytest.Pytester) -> None:
-    """It would run, but not simulated."""
+    """Such a test would run, but not be simulated."""
     source = """
         import unittest
 

@@ -1,4 +1,4 @@
-"""Population based training in the simulator: exact copies of one snapshot, and what it reaches."""
+"""Tests population based training in the simulator: exact copies of one snapshot, and its results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_seeds_contain_what_can_go_wrong() -> None:
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
 @pytest.mark.parametrize("kind", ["cosine", "sequence"])
 def test_a_restarted_ranks_schedule_can_catch_up(kind: str) -> None:
-    """The donor's learning rate, which is that of its own position, must not be the start of another schedule."""
+    """The donor's learning rate, which belongs to its own position, must not become the start of another schedule."""
     rates: list[tuple[float, float]] = []
 
     def schedule(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:

@@ -1,4 +1,4 @@
-"""What differs between two processes or two moments of one, and must not make equal simulations differ."""
+"""Tests that differences between two processes, or two moments of one process, do not change equal simulations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Words:
 
 
 async def as_completed(world: ad.World) -> list[int]:
-    """Coroutines: asyncio makes a set of them."""
+    """Complete coroutines: asyncio makes a set of them."""
 
     async def work(index: int) -> int:
         await world.sleep(random.random())
@@ -51,7 +51,7 @@ async def as_completed(world: ad.World) -> list[int]:
 
 
 async def wait_for_tasks_and_futures(world: ad.World) -> list[int]:
-    """``asyncio.wait`` returns sets, of futures of all kinds."""
+    """``asyncio.wait`` returns sets of futures of all kinds."""
     loop = asyncio.get_running_loop()
 
     def made(index: int) -> asyncio.Future[Any]:
@@ -76,7 +76,7 @@ async def wait_for_tasks_and_futures(world: ad.World) -> list[int]:
 
 
 async def own_sets_of_futures(world: ad.World) -> list[int]:
-    """As a class keeps its waiters."""
+    """Keep sets of futures, as a class keeps its waiters."""
     loop = asyncio.get_running_loop()
     futures: list[asyncio.Future[Any]] = [loop.create_future() for _ in range(20)]
     futures += [asyncio.gather(world.sleep(0.0)) for _ in range(20)]
@@ -94,7 +94,7 @@ async def all_tasks(world: ad.World) -> list[str]:
 
 
 async def left_generators(world: ad.World) -> list[str]:
-    """Each is left by a function that remembers an error, and with it itself: only the collector finds them."""
+    """Leave generators: each is in a cycle with an error that it remembers, so only the garbage collector finds it."""
     story: list[str] = []
     channel = world.channel(Number, tag=5)
 
@@ -151,7 +151,7 @@ async def entropy(world: ad.World) -> list[Any]:
 
 
 async def sets_of_words(world: ad.World) -> None:
-    """The order of a set of strings is the hash seed's; what travels is not."""
+    """The order of a set of strings depends on the hash seed; its encoded form does not."""
     words = {f"word {number}" for number in range(20)}
     assert await ad.compute_and_broadcast(lambda: words, root=0) == words
     assert await ad.compute_and_broadcast(lambda: frozenset(words), root=0) == words
@@ -175,7 +175,7 @@ def outcome(program: Callable[..., Any]) -> tuple[str, str, int]:
 
 
 def disturb() -> None:
-    """What a process may do between two simulations: another one, garbage, memory that is used otherwise."""
+    """Do what a process may do between two simulations: simulate, create garbage, and use memory differently."""
     simulate(story, ranks=2, seed=random.randrange(10**6))
     kept = [object() for _ in range(random.randrange(1000))]
     for _ in range(random.randrange(600)):
@@ -268,7 +268,7 @@ async def drawing(world: ad.World) -> list[float]:
 
 
 def test_simulations_of_several_threads_do_not_mix() -> None:
-    """Regression: they took numbers from each other, and the last one left another's functions in ``random``."""
+    """Regression: they drew numbers from each other, and the last left another simulation's functions in ``random``."""
     alone = [simulate(drawing, ranks=3, seed=seed) for seed in range(4)]
     before = [random.random, np.random.rand, threading.Thread.start, time.sleep, os.urandom]
     reports: dict[int, SimReport] = {}
@@ -310,7 +310,7 @@ def test_a_thread_alongside_a_simulation_draws_from_no_rank() -> None:
 
 
 def test_a_simulation_inside_a_simulation_is_refused() -> None:
-    """Both are of one thread; the inner one may begin anywhere."""
+    """Both simulations are in one thread; the inner one may begin anywhere."""
 
     def nested() -> None:
         simulate(story, ranks=1)

@@ -1,4 +1,4 @@
-"""Populations whose ranks read each other's snapshots in memory: see ``read_scenarios.py``."""
+"""Tests populations whose ranks read each other's snapshots in memory; ``read_scenarios.py`` describes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEEDS = range(40)
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What was read, and in which way."""
+    """Return what was read, and in which way."""
     counted: Counter[str] = Counter()
     piece, part = Reading.read, PartReading.whole
 
@@ -34,7 +34,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.mark.slow
 def test_nothing_breaks_in_the_first_seeds(read: Counter[str]) -> None:
-    """The test below runs all, and counts what was read in them."""
+    """The test below runs all seeds, and counts the reads in them."""
     for seed in SEEDS[:8]:
         scenario(seed)
     assert read["pieces"] and read["parts"]

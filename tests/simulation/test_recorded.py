@@ -23,7 +23,7 @@ from protocols import AsyncSelectiveAveragingPolicy
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A message."""
+    """A message with a word."""
 
 
 async def train(world: ad.World) -> list[int]:
@@ -132,7 +132,7 @@ def test_a_story_names_missing_messages_and_each_ranks_end(tmp_path: Path) -> No
 
 
 def test_a_story_printed_during_the_job_is_kept_once_per_host(tmp_path: Path) -> None:
-    """The rank that has told it writes it down, and others, whose loops may run while its own does not."""
+    """The rank that has printed the report records it, together with other ranks whose loops run."""
 
     async def stand_still(world: ad.World) -> None:
         for what in ("nothing moves", "the job is aborted"):
@@ -173,7 +173,7 @@ def test_a_story_is_told_where_its_letters_are_not_known(tmp_path: Path, monkeyp
 
 
 def test_a_long_error_is_cut_to_its_first_and_last_line(tmp_path: Path) -> None:
-    """As a worker of a DataLoader sends it: with a traceback in the message, which filled the screen."""
+    """A DataLoader's worker sends such an error: its message contains a traceback, which filled the screen."""
 
     async def fail(world: ad.World) -> None:
         raise ValueError("Caught KeyError in worker 0.\nOriginal Traceback:\n  File 'data.py', line 3\nKeyError: 'x'\n")

@@ -1,4 +1,4 @@
-"""When a replayed task leaves a collective that no recorded message tells of, as those of MPI."""
+"""Tests when a replayed task leaves a collective that no recorded message describes, such as one of MPI."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from simulation.edited_records import Word, keep_events, with_fields
 
 
 async def is_left_by_a_barrier(world: ad.World, places: list[str]) -> None:
-    """On rank 0 a task receives a word while main is in a barrier."""
+    """On rank 0, a task receives a word while main is in a barrier."""
     channel, place = world.channel(Word, tag=40), "before"
 
     async def listen() -> None:
@@ -43,7 +43,7 @@ async def is_left_by_a_barrier(world: ad.World, places: list[str]) -> None:
 
 
 def record_as_mpi_does(main: Callable[..., Coroutine[Any, Any, None]], folder: Path, *args: object) -> RankRecording:
-    """Record it without messages of collectives; return the record of rank 0."""
+    """Record a run without messages of collectives; return the record of rank 0."""
     native = functools.partial(dataclasses.replace, native_collectives=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sim_transport, "Capabilities", lambda **named: native(Capabilities(**named)))
@@ -57,8 +57,8 @@ def record_as_mpi_does(main: Callable[..., Coroutine[Any, Any, None]], folder: P
 @pytest.mark.parametrize(
     ("order", "woken_counts", "expected"),
     [
-        (("received", "collective"), (1, 2), "before"),  # as it is recorded
-        (("collective", "received"), (1, 1), "after"),  # the listener has not gone on yet
+        (("received", "collective"), (1, 2), "before"),  # as it was recorded
+        (("collective", "received"), (1, 1), "after"),  # the listener has not continued yet
         (("collective", "received"), (1, 2), "after"),
     ],
 )
@@ -82,7 +82,7 @@ def test_main_leaves_a_collective_of_mpi_when_it_did(
 
 
 def test_records_without_ends_of_collectives_are_replayed(tmp_path: Path) -> None:
-    """As those of earlier versions."""
+    """Recordings of earlier versions have no such ends."""
     places: list[str] = []
     of_rank_0 = record_as_mpi_does(is_left_by_a_barrier, tmp_path, places)
     keep_events(of_rank_0, lambda event: event.kind != "collective")
@@ -91,7 +91,7 @@ def test_records_without_ends_of_collectives_are_replayed(tmp_path: Path) -> Non
 
 
 def test_messages_for_a_collective_of_mpi_need_not_repeat(tmp_path: Path) -> None:
-    """As the shares of a large reduction in rank order, for which a replay sends others."""
+    """The shares of a large reduction in rank order are such messages: a replay sends different ones."""
     places: list[str] = []
     of_rank_0 = record_as_mpi_does(is_left_by_a_barrier, tmp_path, places)
     events = list(of_rank_0.events())
@@ -103,7 +103,7 @@ def test_messages_for_a_collective_of_mpi_need_not_repeat(tmp_path: Path) -> Non
 
 
 async def hears_after_a_broadcast(world: ad.World, order: list[str], rank_2_is_late: bool) -> None:
-    """Rank 0 is in a broadcast while a task of its waits for two words, the second of which comes after that."""
+    """Rank 0 is in a broadcast while one of its tasks waits for two words, of which the second arrives later."""
     channel = world.channel(Word, tag=40)
     if world.rank == 0:
 
@@ -130,7 +130,7 @@ async def hears_after_a_broadcast(world: ad.World, order: list[str], rank_2_is_l
 
 
 def test_a_task_leaves_a_collective_by_messages_as_recorded(tmp_path: Path) -> None:
-    """Messages tell when it was over, but not when that task went on, some steps later: before another one or after."""
+    """Messages show when the collective ended, but not when the task continued, some steps later."""
     order: list[str] = []
     simulate(hears_after_a_broadcast, order, False, ranks=3, seed=1, record=tmp_path)
     replay(hears_after_a_broadcast, order, True, recording=read_recording(tmp_path))
@@ -159,7 +159,7 @@ def test_a_collective_that_a_task_never_left_is_not_left(tmp_path: Path) -> None
 
 
 async def adds(world: ad.World, sums: list[float], count: int, bias: float = 0.0) -> None:
-    """Add up numbers of all ranks, and tell of the sum as a policy does of a metric."""
+    """Add up numbers of all ranks, and report the sum as a policy reports a metric."""
     total = await ad.all_reduce(torch.full((count,), 0.1 * (world.rank + 1) + bias))
     if world.rank == 0:
         sums.append(total[0].item())
@@ -167,7 +167,7 @@ async def adds(world: ad.World, sums: list[float], count: int, bias: float = 0.0
 
 
 def test_a_sum_of_floating_numbers_is_what_mpi_made_of_them(tmp_path: Path) -> None:
-    """It adds them in an order of its own, which rounds in another way."""
+    """MPI adds them in its own order, which rounds differently."""
     sums: list[float] = []
     of_rank_0 = record_as_mpi_does(adds, tmp_path, sums, 2)
     made = torch.full((2,), 0.75)
@@ -214,7 +214,7 @@ async def is_left_beside_a_sleep(world: ad.World, order: list[str]) -> None:
 
 
 def test_a_task_leaves_a_collective_before_a_sleeper_wakes(tmp_path: Path) -> None:
-    """The timer has fired, but the end of the collective had woken its task before: nobody went on between the two."""
+    """The timer has fired, but the end of the collective had woken its task before; no task continued in between."""
     order: list[str] = []
     of_rank_0 = record_as_mpi_does(is_left_beside_a_sleep, tmp_path, order)
     assert order == ["slept", "left"]

@@ -1,4 +1,4 @@
-"""Replays of jobs that lost a rank: who waits for it, whose sends fail, and when that is seen."""
+"""Tests replays of jobs that lost a rank: who waits for it, whose sends fail, and when a rank notices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from simulation.edited_records import Word, keep_events, record_with_a_kill, wit
 
 
 async def talks_after_a_kill(world: ad.World, word_count: int, killed_word_count: int) -> int:
-    """Rank 0 sends words to rank 1, after the first of which it waits for one of rank 2, which is to be killed."""
+    """Send words from rank 0 to rank 1; after the first word, rank 1 waits for a word of rank 2, which is killed."""
     channel = world.channel(Word, tag=40)
     if world.rank == 0:
         for number in range(word_count):
@@ -45,7 +45,7 @@ async def talks_after_a_kill(world: ad.World, word_count: int, killed_word_count
 
 
 def test_waiting_for_a_killed_rank_is_not_a_difference(tmp_path: Path) -> None:
-    """Waiting for a rank that waits for the killed one is not a difference either."""
+    """Waiting for a rank that waits for the killed rank is not a difference either."""
     recording = record_with_a_kill(talks_after_a_kill, tmp_path, 2, 1)
     assert not any(event.kind == "sent" for event in recording.ranks[2].events()), "its record was torn before that"
     replayed = replay(talks_after_a_kill, 2, 0, recording=recording)
@@ -55,7 +55,7 @@ def test_waiting_for_a_killed_rank_is_not_a_difference(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ends_at_safe_point", [True, False])
 def test_a_safe_point_waits_for_one_that_waits_for_a_killed_rank(tmp_path: Path, ends_at_safe_point: bool) -> None:
-    """Its record ended before it sent what that rank needs: it stands at a safe point, or waits for a message."""
+    """That rank's record ended before it sent the needed message: it stands at a safe point, or waits for a message."""
     is_recorded = False
 
     async def main(world: ad.World) -> None:
@@ -83,14 +83,14 @@ def test_a_safe_point_waits_for_one_that_waits_for_a_killed_rank(tmp_path: Path,
 def test_a_missing_message_of_a_living_rank_is_a_difference(
     tmp_path: Path,
 ) -> None:
-    """It is one although another rank was killed."""
+    """The difference is reported although another rank was killed."""
     recording = record_with_a_kill(talks_after_a_kill, tmp_path, 2, 1)
     with pytest.raises(DivergenceError, match=r"rank 1, .*rank 0 on tag 40 .*none arrives"):
         replay(talks_after_a_kill, 1, 1, recording=recording)
 
 
 def test_a_safe_point_waits_for_missing_messages_alone(tmp_path: Path) -> None:
-    """It saw both in one pass; that of the killed rank is there again, and that of the living one is not."""
+    """One recorded pass delivered both messages; the killed rank's message is there again, the other is not."""
 
     async def main(world: ad.World, speaker_count: int) -> None:
         channel = world.channel(Word, tag=40)
@@ -111,7 +111,7 @@ def test_a_safe_point_waits_for_missing_messages_alone(tmp_path: Path) -> None:
 
 
 def test_collectives_without_messages_wait_for_a_killed_rank(tmp_path: Path) -> None:
-    """As those of MPI."""
+    """The collectives of MPI have no recorded messages."""
 
     async def main(world: ad.World) -> None:
         await world.safe_point()
@@ -143,7 +143,7 @@ def test_a_send_to_a_lost_rank_fails_as_it_did(tmp_path: Path) -> None:
     recorded = simulate(main, ranks=3, seed=1, record=tmp_path, faults=(Kill(2, at_s=0.05),))
     assert recorded.results[:2] == ("lost", "lost")
     replayed = replay(main, recording=read_recording(tmp_path))
-    results = replayed.report.results[:2]  # it is over when the last main ends, whose result is not kept
+    results = replayed.report.results[:2]  # the replay ends when the last main ends, whose result is not kept
     assert "lost" in results and "sent" not in results
 
 
@@ -197,7 +197,7 @@ def test_a_send_fails_by_a_loss_after_the_last_safe_point(tmp_path: Path) -> Non
 
 
 def test_a_waiting_send_fails_by_the_recorded_loss(tmp_path: Path) -> None:
-    """Regression: in a replay the message is there at once: the task went on as if it had left."""
+    """Regression: in a replay the message is there at once, so the task continued as if it had been sent."""
     found: list[str] = []
 
     async def main(world: ad.World) -> None:
@@ -213,14 +213,14 @@ def test_a_waiting_send_fails_by_the_recorded_loss(tmp_path: Path) -> None:
             found.append("lost")
         await world.sleep(0.1)
 
-    network = Network(eager_nbytes=0)  # it waits for the receiver
+    network = Network(eager_nbytes=0)  # the message waits for the receiver
     simulate(main, ranks=2, seed=1, record=tmp_path, network=network, faults=(Kill(1, at_s=0.05),))
     replay(main, recording=read_recording(tmp_path))
     assert found == ["lost"] * 2
 
 
 def test_a_loss_is_seen_after_as_many_waits_as_it_was(tmp_path: Path) -> None:
-    """A task that is woken by the message before it finds the other rank alive, as it did."""
+    """A task that is woken by the message before it finds the other rank alive, as in the recorded run."""
     found: list[bool] = []
 
     async def main(world: ad.World) -> None:
@@ -245,7 +245,7 @@ def test_a_loss_is_seen_after_as_many_waits_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_gets_no_message_that_it_never_saw(tmp_path: Path) -> None:
-    """Its record has no message on that tag, since it was killed before one came."""
+    """Its record has no message on that tag, because it was killed before one arrived."""
     ends: list[str] = []
 
     async def main(world: ad.World) -> None:
@@ -298,7 +298,7 @@ def test_a_receive_from_a_lost_rank_fails_while_main_waits(tmp_path: Path) -> No
 
 
 async def is_left_by_a_collective(world: ad.World, places: list[str]) -> None:
-    """On rank 0 a task receives a word while main is in a collective, which the loss of rank 2 ends."""
+    """On rank 0, a task receives a word while main is in a collective, which ends with the loss of rank 2."""
     channel, place = world.channel(Word, tag=40), "before"
 
     async def listen() -> None:
@@ -322,16 +322,16 @@ async def is_left_by_a_collective(world: ad.World, places: list[str]) -> None:
 @pytest.mark.parametrize(
     ("order", "woken_counts", "expected"),
     [
-        (("received", "lost", "failed"), (1, 1, 2), "before"),  # as it is recorded
+        (("received", "lost", "failed"), (1, 1, 2), "before"),  # as it was recorded
         (("lost", "received", "failed"), (1, 1, 2), "before"),
-        (("lost", "received", "failed"), (1, 1, 1), "after"),  # the task has not gone on yet
+        (("lost", "received", "failed"), (1, 1, 1), "after"),  # the task has not continued yet
         (("lost", "failed", "received"), (1, 1, 2), "after"),
     ],
 )
 def test_main_leaves_a_collective_that_fails_when_it_did(
     tmp_path: Path, order: tuple[str, ...], woken_counts: tuple[int, ...], expected: str
 ) -> None:
-    """A loss ends it, and messages that came since then, which take their time in the replay, came first or did not."""
+    """A loss ends the collective. Messages that take time in the replay arrived before or after it."""
     places: list[str] = []
     simulate(is_left_by_a_collective, places, ranks=3, seed=1, record=tmp_path, faults=(Kill(2, at_s=0.05),))
     of_rank_0 = read_recording(tmp_path).ranks[0]
@@ -347,7 +347,7 @@ def test_main_leaves_a_collective_that_fails_when_it_did(
 
 
 def test_a_loss_seen_while_looking_for_a_message_comes_first(tmp_path: Path) -> None:
-    """It goes on with the message before anybody goes on because of the loss."""
+    """The task continues with the message before any other task continues because of the loss."""
 
     async def main(world: ad.World) -> list[str]:
         channel, engine, order = world.channel(Word, tag=40), world.services.engine, []

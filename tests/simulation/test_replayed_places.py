@@ -1,4 +1,4 @@
-"""In which order a replay lets come what came to a rank: what records tell of it, and what is chosen by them."""
+"""Tests the order in which a replay delivers a rank's inputs: recorded facts, and choices made by them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from simulation.edited_records import Word, keep_events, tell_no_sleeps, with_fi
 
 @pytest.mark.parametrize("after_s", [-1.0, 0.01])
 def test_a_wait_ended_by_its_deadline_follows_earlier_messages(tmp_path: Path, after_s: float) -> None:
-    """So what is written down of that has its place before the end of the wait, as it has in a replay."""
+    """The recorded consequences therefore come before the end of the wait, as in a replay."""
 
     async def main(world: ad.World) -> tuple[bool, int, int]:
         engine = world.services.engine
@@ -45,7 +45,7 @@ def test_a_wait_ended_by_its_deadline_follows_earlier_messages(tmp_path: Path, a
 
 
 def test_of_two_deadlines_of_one_name_the_earlier_one_passes() -> None:
-    """Two policies of one class have such."""
+    """Two policies of one class have such deadlines."""
     passed: list[str] = []
     reports, loop = WaitId(WaitKind.REPORTS), cast(Any, None)
     deadlines = Deadlines(loop)
@@ -59,7 +59,7 @@ def test_of_two_deadlines_of_one_name_the_earlier_one_passes() -> None:
 
 
 def test_the_last_messages_of_a_rank_keep_their_order() -> None:
-    """There is nothing more to see then, but others have sent in another order."""
+    """The rank receives nothing more then, but others have sent in another order."""
     log = RankLog(tags={40}, is_over=True)
     mailbox = Mailbox()
     agenda: Any = SimpleNamespace(is_done=True, is_open=True)
@@ -71,7 +71,7 @@ def test_the_last_messages_of_a_rank_keep_their_order() -> None:
 
 
 def test_a_message_comes_as_soon_as_the_wait_before_it_has_ended(tmp_path: Path) -> None:
-    """Also where the rank was held for the message before, and looked for the next one before it went on."""
+    """This holds even if the rank was held for the previous message, and looked for the next one earlier."""
     is_late = False
     ends_at_s: list[float] = []
 
@@ -97,7 +97,7 @@ def test_a_message_comes_as_soon_as_the_wait_before_it_has_ended(tmp_path: Path)
 
 
 def test_a_task_begun_in_a_safe_point_has_the_earlier_messages(tmp_path: Path) -> None:
-    """The loop makes passes of its own, before tasks that are ready: such a task waited for nothing."""
+    """The loop makes passes before tasks that are ready, so such a task did not have to wait."""
     order: list[str] = []
 
     async def main(world: ad.World) -> None:
@@ -138,7 +138,7 @@ def test_a_task_begun_in_a_safe_point_has_the_earlier_messages(tmp_path: Path) -
 
 
 def test_main_has_a_message_before_the_task_that_it_wakes(tmp_path: Path) -> None:
-    """A pass of the loop's brought both before main's step, and after that main waited for nothing."""
+    """A pass of the loop delivered both before main's step, after which main did not have to wait."""
     order: list[str] = []
 
     async def main(world: ad.World) -> None:
@@ -169,7 +169,7 @@ def test_main_has_a_message_before_the_task_that_it_wakes(tmp_path: Path) -> Non
 
 
 def test_a_message_taken_right_after_another_comes_at_once(tmp_path: Path) -> None:
-    """Ranks on MPI test a tag more often than those of a replay, and take what is for others on it, too."""
+    """Ranks on MPI test a tag more often than replayed ranks, and also receive messages for other tasks on it."""
     ends_at_s: list[float] = []
 
     async def main(world: ad.World) -> None:
@@ -205,7 +205,7 @@ def test_a_message_taken_right_after_another_comes_at_once(tmp_path: Path) -> No
 
 
 def test_a_message_comes_after_the_recorded_number_of_waits(tmp_path: Path) -> None:
-    """Also where a wait that began before held the rank for it: main waits for it, and what comes next counts that."""
+    """This holds even if an earlier wait held the rank for the message: the next input counts main's wait."""
     ends_at_s: list[float] = []
 
     async def main(world: ad.World) -> None:
@@ -228,9 +228,9 @@ def test_a_message_comes_after_the_recorded_number_of_waits(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_messages_come_while_main_waits_for_a_tasks_result(tmp_path: Path, is_late: bool) -> None:
-    """As a report does while the coordinator waits for the others to start their policies, on MPI; and if it is late.
+    """A report arrives in this way while the coordinator waits for the others to start, on MPI; and if it is late.
 
-    What brings the result is not recorded there, and may be faster in the replay.
+    The input that produces the result is not recorded there, and may be faster in the replay.
     """
     delays = {1: 0.01, 2: 0.0}
 
@@ -265,7 +265,7 @@ def test_messages_come_while_main_waits_for_a_tasks_result(tmp_path: Path, is_la
 
 
 def with_word_first(folder: Path, after: int, **place: int) -> Recording:
-    """Return a recording where rank 0 received its word after so many of its events, at that place."""
+    """Return a recording in which rank 0 received its word after this number of its events."""
     of_rank_0 = read_recording(folder).ranks[0]
     events = list(of_rank_0.events())
     word = next(event for event in events if event.kind == "received" and event.get("tag") == 40)
@@ -276,7 +276,7 @@ def with_word_first(folder: Path, after: int, **place: int) -> Recording:
 
 
 def test_a_task_does_not_wait_for_a_message_that_is_late(tmp_path: Path) -> None:
-    """A pass had brought it before the task's first step: others would go on before it."""
+    """A pass had delivered it before the task's first step; otherwise other tasks would continue before it."""
 
     async def main(world: ad.World) -> list[str]:
         channel, order = world.channel(Word, tag=40), []
@@ -301,7 +301,7 @@ def test_a_task_does_not_wait_for_a_message_that_is_late(tmp_path: Path) -> None
 
 
 def test_a_wait_ends_after_a_message_that_follows_a_send(tmp_path: Path) -> None:
-    """What ends it is there at once, and the other task has not come to that yet."""
+    """The input that ends the wait is there at once, and the other task has not reached it yet."""
 
     async def main(world: ad.World) -> list[str]:
         engine, order, flags = world.services.engine, [], []
@@ -336,7 +336,7 @@ def test_a_wait_ends_after_a_message_that_follows_a_send(tmp_path: Path) -> None
 
 
 def test_a_wait_for_a_message_once_taken_unasked_is_ignored(tmp_path: Path) -> None:
-    """The message is late in the replay, and the task waits for it: what comes next counts no wait for that."""
+    """The message is late in the replay, and the task waits for it: the next input does not count this wait."""
     counts: list[int] = []
 
     async def main(world: ad.World) -> None:
@@ -359,7 +359,7 @@ def test_a_wait_for_a_message_once_taken_unasked_is_ignored(tmp_path: Path) -> N
 
 
 def test_a_task_with_a_late_message_continues_in_its_turn(tmp_path: Path) -> None:
-    """It took both in one step then, the second one by itself."""
+    """In the recorded run the task received both in one step, the second one directly."""
 
     async def main(world: ad.World) -> list[str]:
         channel, order = world.channel(Word, tag=40), []

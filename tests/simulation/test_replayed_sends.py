@@ -1,4 +1,4 @@
-"""Replays of what a rank does when something that it sends has left, which takes no time in a replay."""
+"""Tests replays of a rank's actions after one of its sends has completed, which takes no time in a replay."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from asyncdist.waits import WaitId, WaitKind
 from protocols import OneSidedSelectiveAveragingPolicy, ReplayBuffer, serve_replay_buffer
 from simulation.edited_records import Word, keep_events, with_fields
 
-#: In which each message waits for its receiver.
+#: A network in which each message waits for its receiver.
 RENDEZVOUS = Network(eager_nbytes=0)
 SLOW = Network(eager_nbytes=0, link=Link(latency_s=LogNormal(0.003, 1.0)), links={(0, 1): Link(latency_s=0.3)})
 
 
 async def is_left_by_a_send(world: ad.World, order: list[str], *, is_stream: bool) -> None:
-    """On rank 0 a task sends to rank 1, which is late; before it goes on, another task hears from rank 2."""
+    """On rank 0, a task sends to rank 1, which is late; meanwhile another task receives from rank 2."""
     channel, large = world.channel(Word, tag=40), torch.zeros(10)
 
     async def send() -> None:
@@ -60,7 +60,7 @@ def test_a_task_goes_on_after_a_send_when_it_did(tmp_path: Path, is_stream: bool
 
 
 def test_tasks_woken_by_one_pass_continue_in_order_of_waiting(tmp_path: Path) -> None:
-    """The last part of a stream left in the pass that took up a message: who waited for that began after the stream."""
+    """The last part of a stream left in the pass that received a message, for which a task waited later."""
     order: list[str] = []
 
     async def main(world: ad.World) -> None:
@@ -116,7 +116,7 @@ def test_a_send_that_a_timeout_cut_off_is_cut_off_again(tmp_path: Path) -> None:
 
 
 async def share_a_buffer(world: ad.World) -> list[list[int]]:
-    """Add and draw, in two tasks of each client; what is drawn depends on what was there, and on all draws before."""
+    """Add and draw in two tasks of each client; a draw depends on the stored items, and on all earlier draws."""
     if world.rank == world.size - 1:
         await serve_replay_buffer(range(world.size - 1), capacity=500)
         return []
@@ -140,7 +140,7 @@ async def share_a_buffer(world: ad.World) -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_replay_buffer_draws_what_it_drew(tmp_path: Path, seed: int) -> None:
-    """While a stream of items is under way, what is drawn next waits; then it goes before what came meanwhile."""
+    """While a stream of items is in progress, the next draw waits; then it precedes inputs that arrived meanwhile."""
     compute = Compute(step_s=Uniform(0.001, 0.01))
     recorded = simulate(share_a_buffer, ranks=4, seed=seed, record=tmp_path, network=SLOW, compute=compute)
     assert replay(share_a_buffer, recording=read_recording(tmp_path)).report.results == recorded.results
@@ -180,7 +180,7 @@ def test_a_number_that_timing_decides_is_the_recorded_one(tmp_path: Path) -> Non
 
 
 def test_what_a_task_took_by_itself_after_a_send_comes_at_once(tmp_path: Path) -> None:
-    """It waits for that sooner than then, since its send takes no time, and before what came first has come."""
+    """The task waits for it earlier in the replay, because its send takes no time there."""
     ends_at_s: list[float] = []
 
     async def main(world: ad.World) -> None:

@@ -1,4 +1,4 @@
-"""Replays of tasks that go on without a message: after work in a thread, a sleep, a timeout."""
+"""Tests replays of tasks that continue without a message: after work in a thread, a sleep, or a timeout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def work(number: int) -> int:
 
 
 async def shares_work(world: ad.World, *, sleeps: bool) -> list[tuple[str, int, int]]:
-    """Rank 0 hands out numbers; two tasks of each other rank ask for them, and compute in turn."""
+    """Distribute numbers from rank 0; two tasks of each other rank request them, and compute in turn."""
     channel, story = world.channel(Word, tag=40), []
     if world.rank == 0:
         left, over_count = 30, 0
@@ -77,7 +77,7 @@ def test_tasks_that_compute_in_turn_go_on_in_the_same_order(tmp_path: Path, seed
 
 
 def test_a_replay_does_not_depend_on_the_texts_of_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: texts of reports were the keys by which a replay found its timers and deadlines."""
+    """Regression: texts of reports were the keys with which a replay found its timers and deadlines."""
 
     async def main(world: ad.World) -> tuple[list[int], list[tuple[str, int, int]], list[int] | None]:
         channel = world.channel(Word, tag=41)
@@ -130,7 +130,7 @@ def test_a_replay_refuses_a_recording_of_another_version(tmp_path: Path) -> None
 
 
 async def waits_or_gives_up(world: ad.World) -> list[int]:
-    """Hear from the rank before within a time that is over now and then; a word that comes later is heard later."""
+    """Receive from the previous rank with a timeout that sometimes passes; a late word is received later."""
     channel, heard, draws = world.channel(Word, tag=40), [], random.Random(world.rank)
     for number in range(20):
         await asyncio.sleep(draws.random() / 100)
@@ -182,7 +182,7 @@ def test_a_cancelled_task_continues_when_its_thread_had_ended(tmp_path: Path) ->
 
 @pytest.mark.parametrize("shares_process", [False, True])
 def test_tasks_of_a_failed_rank_continue_as_long_as_recorded(tmp_path: Path, shares_process: bool) -> None:
-    """Before it ends a process waits for the report of a lower rank that fails alike; a simulated rank does not."""
+    """Before it ends, a process waits for the report of a lower rank with the same failure; simulated ranks do not."""
     ticks: list[int] = []
 
     async def main(world: ad.World) -> None:
@@ -209,7 +209,7 @@ def test_tasks_of_a_failed_rank_continue_as_long_as_recorded(tmp_path: Path, sha
 
 
 def test_a_message_right_before_the_end_of_work_waits_for_it(tmp_path: Path) -> None:
-    """The work takes longer in the replay; nobody had gone on between the two."""
+    """The work takes longer in the replay; no task had continued between the two."""
 
     async def main(world: ad.World) -> list[str]:
         channel, order = world.channel(Word, tag=40), []

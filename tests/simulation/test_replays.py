@@ -1,4 +1,4 @@
-"""Replays of what simulated ranks have written down, and what is told where they cannot be the same."""
+"""Tests replays of recordings of simulated ranks, and the reports of replays that cannot be equal."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_sends_that_complete_late_are_not_counted_as_waits(tmp_path: Path, seed:
 
 
 async def waits_a_little(world: ad.World) -> float:
-    """Receive from the rank before up to a time that is over now and then, after a start to which rank 1 is late."""
+    """Receive from the previous rank with a timeout that sometimes passes, after a start for which rank 1 is late."""
     if world.rank == 1:
         await world.sleep(2.5)
     channel, heard = world.channel(Word, tag=40), 0.0
@@ -127,7 +127,7 @@ def test_a_recording_that_was_cut_short_ends_and_says_so(tmp_path: Path) -> None
 
 
 def test_what_is_wrong_with_a_recording_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Regression: a replay told it again, and asyncdist replay a third time."""
+    """Regression: a replay reported it a second time, and asyncdist replay a third time."""
     script = tmp_path / "script.py"
     script.write_text(
         "import asyncdist as ad\n\nasync def main(world):\n    await ad.barrier()\n\n"
@@ -144,7 +144,7 @@ def test_what_is_wrong_with_a_recording_is_told_once(tmp_path: Path, caplog: pyt
 
 @pytest.mark.parametrize("kept_count", [2, 8, 14])
 def test_a_rank_does_nothing_more_where_its_record_ends(tmp_path: Path, kept_count: int) -> None:
-    """Regression: its timers fired forever, and others took its repeated questions for answers."""
+    """Regression: its timers fired forever, and others took its repeated requests for answers."""
     simulate(waits_a_little, ranks=4, seed=1, record=tmp_path)
     cut = read_recording(tmp_path).ranks[0]
     kept = [event for _, event in zip(range(kept_count), cut.events(), strict=False)]
@@ -214,7 +214,7 @@ async def adds(world: ad.World) -> float:
 
 
 def test_collectives_that_used_no_recorded_message_take_place(tmp_path: Path) -> None:
-    """As those of MPI, which carries them by itself."""
+    """The collectives of MPI have no recorded messages."""
     simulate(adds, ranks=4, seed=1, record=tmp_path)
     for each in read_recording(tmp_path).ranks:
         keep_events(each, lambda event: event.kind not in ("sent", "received") or event.get("tag") != COLLECTIVE_FIRST)
@@ -237,13 +237,13 @@ def test_ranks_that_end_in_another_order_return_equal_results(tmp_path: Path) ->
 
 
 def test_messages_from_before_the_world_opened_are_kept_apart(tmp_path: Path) -> None:
-    """As for the agreements with which a real job starts, and a simulated one does not."""
+    """A real job begins with the messages of agreements, and a simulated one does not."""
 
     async def main(world: ad.World) -> list[float]:
         totals = []
         for number in range(4):
             if world.rank == 0:
-                await world.sleep(0.1)  # then it finds the others' messages there and takes them one after the other
+                await world.sleep(0.1)  # then it finds the others' messages and receives them in turn
             totals.append((await ad.all_reduce(torch.tensor([float(world.rank + number)]))).item())
             await world.safe_point()
         return totals
@@ -257,7 +257,7 @@ def test_messages_from_before_the_world_opened_are_kept_apart(tmp_path: Path) ->
 
 
 def test_groups_of_mpi_are_agreed_on_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its members agree once more, with messages, before it makes a communicator."""
+    """The members agree once more, with messages, before MPI makes a communicator."""
 
     async def groups(world: ad.World) -> float:
         if world.rank != 1:
@@ -301,7 +301,7 @@ def test_a_policy_that_reads_memory_of_others_is_refused(tmp_path: Path) -> None
 
     simulate(main, ranks=2, seed=1, record=tmp_path)
     recording = read_recording(tmp_path)
-    replay(main, recording=recording)  # by messages
+    replay(main, recording=recording)  # by messages instead of MPI
     recording = edit_headers(tmp_path, lambda header: header["capabilities"].update(one_sided_reads=True))
     with pytest.raises(RecordingError, match=r"read each other's memory .* OneSidedSelectiveAveragingPolicy"):
         replay(main, recording=recording)
@@ -338,7 +338,7 @@ def test_a_changed_script_is_named_and_may_behave_differently(tmp_path: Path, ca
 
 
 def test_a_script_elsewhere_is_run_only_if_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: a replay ran whatever script a recording named."""
+    """Regression: a replay ran any script that a recording named."""
     (tmp_path / "here").mkdir()
     scripts = [tmp_path / "elsewhere.py", tmp_path / "here" / "script.py"]
     for script in scripts:
@@ -375,7 +375,7 @@ def test_another_users_script_is_run_only_if_it_is_named(tmp_path: Path) -> None
 def test_nothing_of_a_recording_becomes_code_of_a_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Regression: the job's name, and the script's, were written into the test's code as they were."""
+    """Regression: the names of the job and the script were written into the test's code unchanged."""
     hostile = 'a" + str(open("PWNED", "w")) + """'
     monkeypatch.chdir(tmp_path)
     script = tmp_path / f"{hostile}.py"
@@ -424,7 +424,7 @@ assert VALUES == [0, 1, 2]
 
 
 def test_a_script_that_hosts_its_ranks_by_run_local_is_replayed(tmp_path: Path) -> None:
-    """Regression: it ran again, in no simulation, and wrote another recording alongside the replayed one."""
+    """Regression: the script ran again without a simulation, and wrote another recording."""
     script, folder = tmp_path / "local.py", tmp_path / "run"
     script.write_text(LOCAL.replace("FOLDER", repr(str(folder))))
     runpy.run_path(str(script), run_name="__main__")
@@ -435,7 +435,7 @@ def test_a_script_that_hosts_its_ranks_by_run_local_is_replayed(tmp_path: Path) 
 
 
 def test_a_message_before_a_safe_point_wakes_its_task_within_it(tmp_path: Path) -> None:
-    """In the replay it is there before, while user code still waits for something else."""
+    """In the replay the message is there earlier, while user code still waits for something else."""
     places: list[str] = []
 
     async def main(world: ad.World) -> None:

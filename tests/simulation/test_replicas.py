@@ -1,4 +1,4 @@
-"""Replicas of several ranks, which average as one member each: equal to the bit at every iteration, in every seed."""
+"""Tests replicas of several ranks, which average as one member each: bit-equal at every iteration, with every seed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bits(model: nn.Module) -> bytes:
 
 
 async def train(world: ad.World, size: int, **options: Any) -> list[tuple[bytes, bytes, Any]]:
-    """Each iteration's weights, the optimizer's state, and what the step said; ranks of a replica share gradients."""
+    """Return each iteration's weights, the optimizer's state, and the step's result; replicas share gradients."""
     replica = world.rank // size
     model, optimizer = build(world.rank)
     mine = await ad.new_group(range(replica * size, replica * size + size))
@@ -102,7 +102,7 @@ def test_what_cannot_be_divided_or_is_refused_is_told() -> None:
 
 
 def test_one_replica_alone_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Regression: it trained, nothing was averaged, and nobody said so."""
+    """Regression: it trained without any average, and without a warning."""
 
     async def main(world: ad.World) -> None:
         async with ReplicaAveragingPolicy(*build(0), replica_size=2, average_every=2, name="few") as policy:
@@ -132,7 +132,7 @@ def test_a_mistake_of_one_rank_ends_the_job_with_its_words() -> None:
 
 
 async def asked(world: ad.World, resume_at: int, numbers: list[int]) -> tuple[list[int], int]:
-    """At which iterations a rank is asked for its metric, with a policy that goes on from another one's state."""
+    """Return the iterations at which a rank is asked for its metric, with a policy that resumes another one's state."""
     model, optimizer = build(world.rank // 2)
     options: dict[str, Any] = {"replica_size": 2, "average_every": 10, "swap_every": 5}
     found: list[int] = []
@@ -175,7 +175,7 @@ def test_ported_calls(numbers: list[int], expected: list[int]) -> None:
 
 
 def test_each_rank_reports_one_policy_with_its_replicas_role() -> None:
-    """Regression: a leader told of two: of its own, and of that of the leaders inside it."""
+    """Regression: a leader reported two policies: its own, and the one of the leaders inside it."""
     told: dict[int, list[Any]] = {}
 
     async def main(world: ad.World) -> None:
@@ -193,7 +193,7 @@ def test_each_rank_reports_one_policy_with_its_replicas_role() -> None:
 
 
 def test_a_rank_that_leaves_its_replica_early_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Regression: the others waited in DDP for its gradients forever, and no rank said a word."""
+    """Regression: the others waited forever in DDP for its gradients, and no rank reported this."""
 
     async def main(world: ad.World) -> None:
         async with ReplicaAveragingPolicy(*build(0), replica_size=2, average_every=10, swap_every=10) as policy:

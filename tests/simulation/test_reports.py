@@ -1,4 +1,4 @@
-"""Pages that report of recordings."""
+"""Tests the pages that report recordings."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_report_explains_a_late_start_and_misses_no_message(tmp_path: Path) ->
 
 
 def test_heat_maps_have_rank_0_on_top_and_legends_have_room(recording: Recording) -> None:
-    """Regression: two of four had it at the bottom, and legends were cut off in a narrow window."""
+    """Regression: two of four maps had rank 0 at the bottom, and legends were cut off in a narrow window."""
     drawn = figures(render(recording))
     heatmaps = [figure for figure in drawn if figure["data"][0]["type"] == "heatmap"]
     assert [figure["layout"]["yaxis"]["autorange"] for figure in heatmaps] == ["reversed"] * 4
@@ -104,7 +104,7 @@ def test_heat_maps_have_rank_0_on_top_and_legends_have_room(recording: Recording
 
 @pytest.mark.parametrize("last", [-0.5, 1e30, math.nan])
 def test_the_scale_of_the_metric_shows_most_of_the_run(tmp_path: Path, last: float) -> None:
-    """Regression: values of the first steps, or of a run that diverges at its end, hid all others."""
+    """Regression: values of the first steps, or of a run that diverges at its end, hid all other values."""
 
     async def train_with_outliers(world: ad.World) -> None:
         model = torch.nn.Linear(2, 2)
@@ -167,7 +167,7 @@ def test_a_replacement_of_a_rank_with_a_nan_metric_is_drawn(tmp_path: Path) -> N
 
 
 def test_a_report_distinguishes_two_policies_open_at_once(tmp_path: Path) -> None:
-    """Regression: their metrics were one zigzag line, and the weights of one were said to live in the other."""
+    """Regression: their metrics were one zigzag line, and weights seemed to descend from the other policy's."""
 
     async def train_two(world: ad.World) -> None:
         def policy(name: str) -> AsyncSelectiveAveragingPolicy:
@@ -198,7 +198,7 @@ def test_a_report_distinguishes_two_policies_open_at_once(tmp_path: Path) -> Non
 
 
 def test_a_report_names_ranks_whose_recording_ends_before_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["pytest"])  # the arguments of this process count to the limit below
+    monkeypatch.setattr(sys, "argv", ["pytest"])  # the arguments of this process count towards the limit below
     ad.simulate(train, ranks=3, seed=1, record=tmp_path / "killed", faults=(ad.Kill(rank=2, at_s=0.01),))
     news = summarise(read_recording(tmp_path / "killed")).news
     assert [rank for _, rank, text in news if "recording" in text] == [2]
@@ -225,7 +225,7 @@ def test_a_report_names_a_jobs_stories_and_the_end_of_main(tmp_path: Path) -> No
 
 
 def test_a_report_shows_no_absence_for_peers_of_a_new_process(tmp_path: Path) -> None:
-    """Regression: the report said of the ranks that a new process met that they had been away."""
+    """Regression: the report said that the ranks that a new process met had been away."""
     faults = (ad.Kill(rank=2, at_s=0.005), ad.Restart(rank=2, at_s=0.02))
     ad.simulate(train, ranks=3, seed=3, record=tmp_path, faults=faults, until_s=60.0)
     news = {(rank, text) for _, rank, text in summarise(read_recording(tmp_path)).news}

@@ -1,4 +1,4 @@
-"""Reports of jobs whose ranks do not all do the same: islands, policies on groups, replicas of several ranks."""
+"""Tests reports of jobs whose ranks differ: islands, policies on groups, replicas of several ranks."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def train_beside_a_reserved_rank(world: ad.World) -> None:
         return
     group = await ad.new_group(members)
     first = AsyncSelectiveAveragingPolicy(*model_and_optimizer(), average_every=5, group=group)
-    async with first:  # with another number than that of the reserved rank
+    async with first:  # with another number than the reserved rank's policy
         await first.step(0.0)
     async with AsyncSelectiveAveragingPolicy(
         *model_and_optimizer(), average_every=5, group=group, coordinator=0
@@ -93,7 +93,7 @@ async def train_beside_a_reserved_rank(world: ad.World) -> None:
 
 
 def test_rounds_that_a_reserved_rank_decides_are_recorded(tmp_path: Path) -> None:
-    """A report had none of them, beside the replacements that they had led to."""
+    """Regression: a report showed the replacements, but none of the rounds that caused them."""
     ad.simulate(train_beside_a_reserved_rank, ranks=4, seed=3, record=tmp_path).value()
     recording = read_recording(tmp_path)
     summary = summarise(recording)
@@ -113,7 +113,7 @@ async def train_replicas(world: ad.World) -> int:
 
 
 def test_replicas_are_recorded_as_one_policy(tmp_path: Path) -> None:
-    """What the ranks that lead replicas do among themselves counted as steps, and was a population of its own."""
+    """Regression: messages among the leaders of replicas counted as steps, and as a separate population."""
     report = ad.simulate(train_replicas, ranks=4, seed=3, record=tmp_path, strict=True)
     recording = read_recording(tmp_path)
     summary = summarise(recording)
@@ -134,7 +134,7 @@ async def train_on(world: ad.World) -> None:
 
 
 def test_a_restarted_process_has_the_weights_of_its_donor(tmp_path: Path) -> None:
-    """A report said that they were those with which the process before it had begun."""
+    """Regression: a report said that its weights were those with which the previous process had begun."""
     faults = (ad.Kill(rank=2, at_s=0.02), ad.Restart(rank=2, at_s=0.04))
     ad.simulate(train_on, ranks=3, seed=1, record=tmp_path, faults=faults, until_s=60.0)
     recording = read_recording(tmp_path)
@@ -150,7 +150,7 @@ def test_a_restarted_process_has_the_weights_of_its_donor(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("main", [train_on_islands, train_beside_a_reserved_rank, train_replicas])
 def test_they_are_replayed(tmp_path: Path, main: object) -> None:
-    """What a report needs of them does not differ in a replay."""
+    """The parts that a report needs do not differ in a replay."""
     ad.simulate(main, ranks=4, seed=2, record=tmp_path)  # type: ignore[arg-type]
     replayed = ad.simulation.replay(main, recording=read_recording(tmp_path))  # type: ignore[arg-type]
     assert replayed.decision_count and not replayed.left_count

@@ -1,4 +1,4 @@
-"""Checkpoints of DiLoCo's policies that are loaded by fewer or more ranks, whose numbers differ from the saved ones."""
+"""Tests checkpoints of DiLoCo's policies that fewer or more ranks load, whose numbers differ from the saved ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def train(policy: Any, step_s: float, world: ad.World) -> None:
 
 
 async def save(world: ad.World, folder: Path) -> None:
-    """Save contributions under way, of ranks with different numbers of contributions."""
+    """Save contributions in flight, of ranks with different numbers of contributions."""
     policy = AsyncDiLoCoPolicy(*made(), average_every=2)
     async with policy:
         await train(policy, 0.01 * 3**world.rank, world)
@@ -78,7 +78,7 @@ def test_each_contribution_of_other_ranks_is_applied_once(ranks: int, tmp_path: 
 
     with mock.patch.object(Server, "_make_version", making):
         results = simulate(resume, tmp_path, ranks=ranks, seed=2, strict=True).results
-    continued: set[int] = set()  # saved ranks as which a rank continues
+    continued: set[int] = set()  # saved ranks that some rank continues
     for rank, (source, begun, end, _) in enumerate(results):
         first = applied[rank][0]
         assert applied[rank] == list(range(first, end + 1)) and first in (begun, begun + 1)
@@ -136,7 +136,7 @@ async def train_replicas(
     [([0.0, 3.0, 1.0, 2.5], (2, 3)), ([0.0, 3.0, 0.0, 2.5], (0, 1)), ([0.0, 1.0, 2.0, 3.0], (0, 1, 2, 3, 2, 3))],
 )
 def test_replicas_are_loaded_as_a_whole(metrics: list[float], sources: tuple[int, ...], tmp_path: Path) -> None:
-    """Regression: a replica was made of the best ranks of several, so layers got the anchors of others."""
+    """Regression: a replica was made of the best ranks of several, so its layers got other replicas' anchors."""
     weights = simulate(train_replicas, tmp_path, metrics, False, ranks=4, seed=1, strict=True).results[0][1]
     found = simulate(train_replicas, tmp_path, metrics, True, ranks=len(sources), seed=1, strict=True).results
     assert tuple(source for source, _ in found) == sources

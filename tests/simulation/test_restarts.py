@@ -1,4 +1,4 @@
-"""Ranks that are killed and started again: admitted between two rounds, with all of a member's state."""
+"""Tests ranks that are killed and restarted: they are admitted between two rounds, with all of a member's state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LATE = "late"
 
 
 class Tiny(nn.Module):
-    """A parameter, and a buffer that counts."""
+    """A model with a parameter, and a buffer that counts."""
 
     count: torch.Tensor
 
@@ -44,11 +44,11 @@ class Tiny(nn.Module):
 
 @dataclass
 class Shared:
-    """What all ranks of a population note. ``given``: by rank and round, the bytes of all that a donor has."""
+    """Records of all ranks of a population. ``given``: the bytes of a donor's whole state, by rank and round."""
 
     given: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
     admitted: list[tuple[int, int, int]] = field(default_factory=list)  # rank, incarnation, iteration
-    rounds: dict[int, list[int]] = field(default_factory=dict)  # that changed weights, by rank
+    rounds: dict[int, list[int]] = field(default_factory=dict)  # rounds that changed weights, by rank
     errors: list[Exception] = field(default_factory=list)
 
 
@@ -62,7 +62,7 @@ def all_of(tiny: Tiny, optimizer: torch.optim.Optimizer, policy: AsyncSelectiveA
 
 
 async def train(world: ad.World, shared: Shared, steps: int, options: dict[str, Any]) -> Any:
-    """Train so many steps, and until ``awaited`` ranks were admitted; a newcomer begins with what it is given."""
+    """Train this number of steps, and until ``awaited`` ranks were admitted; newcomers begin with their state."""
     rng = random.Random(f"{world.rank} {world.incarnation}")
     tiny = Tiny(float(100 * world.incarnation + world.rank))
     optimizer = torch.optim.SGD([tiny.weight], lr=0.5, momentum=0.5)
@@ -138,7 +138,7 @@ async def _admitted_after_s(world: ad.World, restarted_at_s: float, steps_s: flo
 
 
 def test_a_newcomer_is_admitted_within_a_few_long_steps() -> None:
-    """Its requests filled the members' channels: every message of theirs came 5 to 20 steps late, and it gave up."""
+    """Regression: its requests filled the members' channels, whose messages were 5 to 20 steps late."""
     report = simulate(
         _admitted_after_s,
         40.0,
@@ -169,7 +169,7 @@ async def _rounds_until(world: ad.World, ends_s: float, metric: Callable[[], flo
 
 @pytest.mark.slow
 def test_a_newcomer_that_stops_during_admission_holds_no_rank() -> None:
-    """Regression: no round was decided until the admission timed out, and then it was retried: 68 of 286 rounds."""
+    """Regression: no round was decided until the admission timed out and was retried: 68 of 286 rounds took place."""
     faults = [Kill(3, at_s=10.0), Restart(3, at_s=11.0)]
     rounds = [
         max(simulate(_rounds_until, 60.0, random.random, ranks=4, compute=Compute(step_s=0.05), faults=plan).results)
@@ -179,14 +179,14 @@ def test_a_newcomer_that_stops_during_admission_holds_no_rank() -> None:
 
 
 def test_a_newcomer_is_admitted_where_no_metric_is_finite() -> None:
-    """Regression: it waited for as long as the others trained."""
+    """Regression: it waited as long as the others trained."""
     faults = [Kill(3, at_s=10.0), Restart(3, at_s=11.0)]
     report = simulate(_rounds_until, 15.0, lambda: math.nan, ranks=4, compute=Compute(step_s=0.05), faults=faults)
     assert report.results[3] == 1, "the round of its admission"
 
 
 async def _phases(world: ad.World, ends_s: Sequence[float], pauses_s: Sequence[float]) -> list[tuple[float, int]]:
-    """Enter a policy for each phase, all of one name; return when, and the last round. Ranks pause between them."""
+    """Enter a policy with the same name in each phase; return the times and the last round. Ranks pause in between."""
     model, phases = nn.Linear(2, 2), []
     for end_s in ends_s:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -204,9 +204,9 @@ async def _phases(world: ad.World, ends_s: Sequence[float], pauses_s: Sequence[f
 def test_restarted_ranks_enter_the_next_policy_of_one_name(
     ranks_killed: tuple[int, ...], pauses_s: tuple[float, ...]
 ) -> None:
-    """Regression: one that came first was told that it is too late, and its error ended the job.
+    """Regression: a rank that arrived first was refused as too late, and its error ended the job.
 
-    So did each of all ranks.
+    The same happened if all ranks were restarted.
     """
     faults: list[Fault] = []
     for number, rank in enumerate(ranks_killed):
@@ -217,7 +217,7 @@ def test_restarted_ranks_enter_the_next_policy_of_one_name(
 
 
 def test_a_newcomer_between_two_policies_enters_the_next_one() -> None:
-    """Regression: it was told that it is too late, and ended.
+    """Regression: it was refused as too late, and ended.
 
     Its second policy begins when the others have ended: it is alone.
     """
@@ -319,7 +319,7 @@ def test_a_new_process_has_random_states_of_its_own(inherited: tuple[str, ...]) 
 
 @pytest.mark.parametrize("lingers_s", [0.0, 1.0])
 def test_a_newcomer_after_the_others_have_left_is_notified(lingers_s: float) -> None:
-    """Also while they are still in the world."""
+    """This also holds while the others are still in the world."""
     shared = Shared()
 
     async def main(world: ad.World) -> Any:
@@ -335,7 +335,7 @@ def test_a_newcomer_after_the_others_have_left_is_notified(lingers_s: float) -> 
 
 
 def test_a_newcomer_that_comes_as_the_others_end_hears_so() -> None:
-    """Regression: they ended before any of them was connected to it; it took them for lost, after a minute."""
+    """Regression: the others ended before any of them was connected to it; after a minute it took them for lost."""
     shared = Shared()
 
     async def main(world: ad.World) -> Any:
@@ -395,7 +395,7 @@ def test_a_newcomer_that_fails_before_admission_is_lost_again() -> None:
 
 
 def test_a_policy_of_an_earlier_group_names_the_restarted_member() -> None:
-    """A group that the user has made, and a policy that admits nobody while it runs."""
+    """The group was made by the user, and its policy does not admit ranks while it runs."""
 
     async def main(world: ad.World) -> list[str]:
         group = None if world.incarnation else await world.new_group([0, 1, 2])
@@ -421,7 +421,7 @@ def test_a_policy_of_an_earlier_group_names_the_restarted_member() -> None:
 
 @pytest.mark.parametrize("seed", seeds(12))
 def test_ranks_lost_while_a_policy_starts_join_after_a_restart(seed: int) -> None:
-    """The first ones, among which the coordinator is chosen, too; some come late, as from reading data."""
+    """The first ranks, among which the coordinator is chosen, may be lost, too; some are late, as if they read data."""
     rng = random.Random(f"lost in the start {seed}")
     ranks = rng.randint(2, 5)
     late_s = [rng.choice((0.0, 1e-5, 1e-3)) for _ in range(ranks)]
@@ -519,7 +519,7 @@ def test_a_restarted_donor_gives_its_state_once_admitted() -> None:
 
 
 def test_a_donor_of_weights_that_are_not_finite_keeps_no_copies() -> None:
-    """It keeps no copy of its other state."""
+    """The donor keeps no copy of its other state."""
 
     async def main(world: ad.World) -> Any:
         tiny = Tiny(0.0)
@@ -540,7 +540,7 @@ def test_a_donor_of_weights_that_are_not_finite_keeps_no_copies() -> None:
 
 
 def test_a_request_of_the_process_before_admits_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: within a long step the coordinator took the request for one of the new process."""
+    """Regression: within a long step, the coordinator took the old process's request for one of the new process."""
     admitted: list[tuple[int, int]] = []
 
     async def main(world: ad.World) -> None:

@@ -25,7 +25,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 class Odd(nn.Module):
-    """Entries of drawn sizes in several dtypes, with values of all magnitudes, some equal on all ranks."""
+    """A model with entries of random sizes in several dtypes, with values of all magnitudes, some of them equal."""
 
     def __init__(self, seed: int, rank: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Ended:
-    """What one rank came to."""
+    """The outcome of one rank."""
 
     weights: list[bytes]
     infos: list[StepInfo]
@@ -68,7 +68,7 @@ class Ended:
 
 
 async def one_round(world: ad.World, model: nn.Module, steps: int, metric: float, options: dict[str, Any]) -> Ended:
-    """Exactly one round: the threshold is crossed always, and the cooldown after the first round never ends."""
+    """Make exactly one round: the threshold is always exceeded, and the cooldown after the first round never ends."""
     policy = AsyncSelectiveAveragingPolicy(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
@@ -83,7 +83,7 @@ async def one_round(world: ad.World, model: nn.Module, steps: int, metric: float
 
 
 def odd_population(seed: int, route: str) -> SimReport[Ended]:
-    """Ranks that do not train, so that their weights follow from the one round alone."""
+    """Simulate ranks that do not train, so that their weights follow from the only round."""
     rng = random.Random(f"routes {seed}")
     ranks = rng.choice((3, 4, 5, 6, 8, 12))
     options = {
@@ -103,7 +103,7 @@ def odd_population(seed: int, route: str) -> SimReport[Ended]:
     network = Network(ranks_per_host=random.Random(f"hosts {seed}").randint(1, 5))
     chunk_nbytes = random.Random(f"chunks {seed}").choice((32, 64, messages.CHUNK_NBYTES))
     with (
-        mock.patch.object(selection, "SHARED_NBYTES_MIN", 0),  # also where ranks of a host share
+        mock.patch.object(selection, "SHARED_NBYTES_MIN", 0),  # even if ranks of a host share parts
         mock.patch.object(messages, "CHUNK_NBYTES", chunk_nbytes),
     ):
         return simulate(main, ranks=ranks, seed=seed, network=network, strict=True)
@@ -134,7 +134,7 @@ def test_both_routes_give_the_same_bits(first: int) -> None:
 def plain_population(
     ranks: int, faults: Sequence[Fault] = (), *, steps: int = 60, size: int = 3000, **options: Any
 ) -> SimReport[Ended]:
-    """Ranks whose weights are their number, and that are as good as that is large."""
+    """Simulate ranks whose weights and metrics are their numbers."""
 
     async def main(world: ad.World) -> Ended:
         model = nn.Linear(size, 1, bias=False)
@@ -172,7 +172,7 @@ def test_there_may_be_more_reducers_than_elements() -> None:
 
 
 def seconds_of_a_round(route: str) -> float:
-    """What one replacer of four ranks on two hosts waits for, where a model takes 100 ms through a network."""
+    """Return the time that one replacer of four ranks on two hosts waits if a model takes 100 ms through a network."""
 
     async def main(world: ad.World) -> Ended:
         model = nn.Linear(1 << 16, 1, bias=False)
@@ -187,7 +187,10 @@ def seconds_of_a_round(route: str) -> float:
 
 @pytest.mark.slow
 def test_a_mean_leaves_while_the_parts_come_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Directly two models pass a network, 200 ms. One each way, both at once, is half of that, and a lag."""
+    """On the direct route two models pass one network card, 200 ms.
+
+    One model each way at once takes half of that, plus a lag.
+    """
     monkeypatch.setattr(messages, "PART_CHUNK_NBYTES_MIN", 4096)
     direct, sharded = seconds_of_a_round("direct"), seconds_of_a_round("sharded")
     assert 0.1 < sharded < direct / 1.5 and direct > 0.2
@@ -199,7 +202,7 @@ def test_a_mean_leaves_while_the_parts_come_in(monkeypatch: pytest.MonkeyPatch) 
 
 
 def killed_when_frozen(monkeypatch: pytest.MonkeyPatch, victim: int, **options: Any) -> SimReport[Ended]:
-    """Run until a rank is told to add up, and once more, in which it is killed then."""
+    """Run until a rank is assigned to add up a part, and once more, killing it at this moment."""
     times: list[float] = []
     original = Reducer.add_up
 
@@ -216,7 +219,7 @@ def killed_when_frozen(monkeypatch: pytest.MonkeyPatch, victim: int, **options: 
 
 
 def test_after_a_reducing_replacer_dies_the_others_get_averages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six replacers of eight ranks reduce. The others ask the donors for the part of the one that dies."""
+    """Six replacers of eight ranks reduce. The others request the dead reducer's part from the donors."""
     report = killed_when_frozen(monkeypatch, 3, route="sharded", replacement_ratio=0.75)
     report.check_faults()
     living = [ended for rank, ended in enumerate(report.results) if rank in (1, 2, 4, 5)]
@@ -229,7 +232,7 @@ def test_after_a_reducing_replacer_dies_the_others_get_averages(monkeypatch: pyt
 def test_a_reducing_donors_death_ends_the_round_of_its_replacers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Six donors of eight ranks reduce. Nobody has the weights of the one that dies any more."""
+    """Six donors of eight ranks reduce. No other rank has the weights of the one that dies."""
     report = killed_when_frozen(monkeypatch, 4, route="sharded")
     report.check_faults()
     for rank in (0, 1):
@@ -244,7 +247,7 @@ def test_a_reducing_donors_death_ends_the_round_of_its_replacers(
 
 @pytest.mark.parametrize("victim", [3, 7])
 def test_donors_finish_the_mean_of_a_reducer_that_gives_up(monkeypatch: pytest.MonkeyPatch, victim: int) -> None:
-    """The reducer gives up when half of its mean has been sent; the donors send all of it."""
+    """The reducer gives up when half of its mean has been sent; the donors then send all of it."""
     monkeypatch.setattr(messages, "CHUNK_NBYTES", 64)
     ratio, replacers = (0.75, (1, 2, 4, 5)) if victim == 3 else (0.25, (0, 1))
     times: list[float] = []
@@ -270,7 +273,7 @@ def test_donors_finish_the_mean_of_a_reducer_that_gives_up(monkeypatch: pytest.M
 
 
 def test_a_donor_left_out_is_replaced_by_the_next_best() -> None:
-    """The best of six donors has diverged: its part is asked of the others, and its integers are not taken."""
+    """The best of six donors has diverged: its part is requested from the others, and its integers are not copied."""
 
     async def main(world: ad.World) -> tuple[Ended, list[float]]:
         model = nn.BatchNorm1d(64)
@@ -290,7 +293,7 @@ def test_a_donor_left_out_is_replaced_by_the_next_best() -> None:
 
 
 def test_opposite_infinities_give_no_average_on_either_route() -> None:
-    """What is known at the start is no obstacle to giving; the mean of different infinities is none."""
+    """Infinities known at the start do not prevent donating, but different infinities have no mean."""
 
     async def main(world: ad.World, route: str) -> Ended:
         model = nn.Linear(64, 1, bias=False)

@@ -1,4 +1,4 @@
-"""A simulation refuses threads, processes, sockets and signals of the world outside."""
+"""Tests that a simulation refuses real threads, processes, sockets and signals."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ async def make_loop() -> None:
 )
 @pytest.mark.filterwarnings("error")
 def test_the_world_outside_is_refused(use: Callable[[], Awaitable[None]]) -> None:
-    """Before anything of it exists: no process, and nothing that complains when it is thrown away."""
+    """They are refused before they exist: no process is left, and no object that warns when it is deleted."""
 
     async def main(world: ad.World) -> None:
         await use()
@@ -179,7 +179,7 @@ def test_the_world_outside_is_refused(use: Callable[[], Awaitable[None]]) -> Non
 
 
 def test_the_text_of_a_refusal_follows_from_the_seed() -> None:
-    """It travels to the peers, so it is in the digest; threads are numbered by the process, not by the run."""
+    """The text is sent to peers, so it is part of the digest; threads are numbered by the process, not by the run."""
 
     async def main(world: ad.World) -> None:
         threading.Thread(target=int).start()
@@ -193,7 +193,7 @@ def test_the_text_of_a_refusal_follows_from_the_seed() -> None:
 @pytest.mark.workers
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_the_workers_of_a_data_loader_are_let_through() -> None:
-    """Their batches come in the order of the sampler, which draws from the rank's own random state."""
+    """Their batches arrive in the order of the sampler, which draws from the rank's own random state."""
 
     async def main(world: ad.World) -> list[list[int]]:
         loader = torch.utils.data.DataLoader(range(32), batch_size=4, num_workers=2, shuffle=True)
@@ -251,7 +251,7 @@ def test_threads_of_torch_and_numpy_are_theirs() -> None:
 
 
 def test_an_interrupt_during_the_cleanup_leaves_nothing_replaced() -> None:
-    """Regression: a second Ctrl-C, say: the functions of random asked the rank that had run last from then on."""
+    """Regression: after a second Ctrl-C, the functions of random used the rank that had run last."""
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -284,7 +284,7 @@ def test_threads_of_displays_and_logs_are_allowed(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("error::tqdm.TqdmMonitorWarning")
 def test_progress_bars_have_their_thread_and_pools_are_refused() -> None:
-    """Regression: without it tqdm warned in each simulation, and had none in the process for ever after."""
+    """Regression: without its thread, tqdm warned in each simulation, and had no thread in the process from then on."""
     tqdm.monitor, interval = None, tqdm.monitor_interval
 
     async def main(world: ad.World) -> int:
@@ -303,7 +303,7 @@ def test_progress_bars_have_their_thread_and_pools_are_refused() -> None:
 
 
 def test_after_event_runs_outside_loops_and_ranks_in_their_own() -> None:
-    """Between two turns of one rank asyncio is not told of the end of the first: code that looks must not see it."""
+    """Between two turns of one rank, the called code must not see that asyncio has not ended the first."""
     seen: set[object] = set()
 
     async def main(world: ad.World) -> None:

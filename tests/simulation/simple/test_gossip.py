@@ -1,4 +1,4 @@
-"""Gossip against its formulas in numpy, with the state of push-sum, NoLoCo and GASLoC, also if ranks are lost."""
+"""Tests gossip against its formulas in numpy, with the state of push-sum, NoLoCo and GASLoC, and with lost ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from asyncdist.simulation import Fault, Kill, Network, Restart, simulate
 from protocols import AverageApplied, Contributed, GossipPolicy, StepInfo
 
 HAS_PARTNERS = True
-#: Options without a state of their own, for the runs of all simple policies; the first ones are those of exact runs.
+#: Options without additional state, for the runs of all simple policies; the first ones are those of exact runs.
 OPTIONS: Final[list[dict[str, Any]]] = [
     {"average_every": 2},
     {"topology": "ring"},
@@ -39,7 +39,7 @@ STOCHASTIC: Final = [[0.5, 0.25, 0.25, 0.0], [0.0, 0.5, 0.25, 0.25], [0.25, 0.0,
 NOLOCO: Final[dict[str, Any]] = {"topology": "random", "outer_lr": 0.75, "outer_momentum": 0.5}
 GASLOC: Final[dict[str, Any]] = {"outer_lr": 0.75, "outer_momentum": 0.5, "nesterov": True}
 PUSH_SUM: Final[dict[str, Any]] = {"topology": DIRECTED, "push_sum": True}
-#: Options with a state of their own.
+#: Options with additional state.
 STATEFUL: Final[list[dict[str, Any]]] = [
     {"push_sum": True},
     {"push_sum": True, "topology": "ring"},
@@ -51,7 +51,7 @@ STATEFUL: Final[list[dict[str, Any]]] = [
 
 
 def others(options: Sequence[Any]) -> list[Any]:
-    """Mark options that are left out without ``--all``."""
+    """Mark options that only ``--all`` runs."""
     return [pytest.param(each, marks=pytest.mark.long) for each in options]
 
 
@@ -184,7 +184,7 @@ def test_faults_change_nothing_but_the_partners(seed: int) -> None:
 
 
 async def mix(world: ad.World, options: Mapping[str, Any], rounds: int) -> list[float]:
-    """Gossip without training, from the rank's number."""
+    """Gossip without training, beginning with the rank's number."""
     model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
     nn.init.constant_(model.weight, float(world.rank))
     found = []
@@ -393,7 +393,7 @@ def test_the_mean_of_the_ranks_moves_like_diloco(nesterov: bool, topology: Any) 
 
 @pytest.mark.slow
 def test_noloco_in_the_group_of_all_is_a_heavy_ball() -> None:
-    """On each rank, since all ranks take the same mean of the same group."""
+    """On each rank the mean moves in this way, because all ranks take the same mean of the same group."""
     options = {"average_every": 2, "topology": np.full((4, 4), 0.25), "outer_lr": 0.75, "outer_momentum": 0.5}
     _, record = run(Plan(policy="GossipPolicy", options=options, steps=(40,) * 4))
     for number, wanted in enumerate(outer_oracle(4, 0.75, 0.5, False)):
@@ -430,7 +430,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
 def test_a_momentum_that_is_not_stable_is_reported(
     topology: Any, is_stable: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Mixing alone, in numpy: after 300 rounds the differences are gone, or have grown without limit."""
+    """Mixing alone is computed in numpy: after 300 rounds, differences have vanished, or have grown without limit."""
     model = Layers()
     GossipPolicy(model, sgd(model), topology=topology, outer_momentum=0.9)
     assert ("outer_momentum=0.9 is above 0.5" in caplog.text) is not is_stable

@@ -1,4 +1,4 @@
-"""PAPA, PAPA-2 and EASGD against their formulas, and the laws that they keep."""
+"""Tests PAPA, PAPA-2 and EASGD against their formulas, and their laws."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_pull_moves_towards_the_mean() -> None:
 
 
 def test_a_pull_keeps_the_mean_of_the_ranks() -> None:
-    """Exact, since all values are dyadic."""
+    """The mean is exact, because all values are dyadic."""
     states = torch.arange(32.0, dtype=torch.float64).view(4, 8) ** 2
     pulled = [PullToMean(pull=0.5).apply(own, states.mean(0), 1) for own in states]
     assert torch.equal(torch.stack(pulled).mean(0), states.mean(0))
@@ -92,7 +92,7 @@ def test_fifty_rounds_of_pairs_and_of_a_center_are_exact(options: dict[str, Any]
 
 
 def pair_of(seed: int, number: int, rank: int, members: Sequence[int]) -> tuple[int, ...]:
-    """Return a rank's pair: the members in the order of random numbers, two by two."""
+    """Return a rank's pair: the members in the order of random numbers, in pairs."""
     state = split_mix((seed * GOLDEN + number) & MASK)
     keys = [split_mix((state + GOLDEN * (place + 1)) & MASK) & (MASK >> 1) for place in range(len(members))]
     order = [members[place] for place in sorted(range(len(members)), key=keys.__getitem__)]

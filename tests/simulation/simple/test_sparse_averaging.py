@@ -1,4 +1,4 @@
-"""SPARTA and WASH against their formulas, and the laws of the random share and of the permutations."""
+"""Tests SPARTA and WASH against their formulas, and the laws of the random share and of the permutations."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_rounds_cover_the_values_as_independent_draws_do() -> None:
 
 
 def test_every_value_is_chosen_equally_often() -> None:
-    """Without the turn, ranges of unequal lengths choose some of seven values twice as often as others."""
+    """Without the random shift, ranges of unequal lengths choose some of seven values twice as often as others."""
     rule, rounds = RandomShare(fraction=0.7), 7_000
     counts = torch.zeros(7)
     for number in range(rounds):
@@ -135,7 +135,7 @@ async def shuffled(world: ad.World, nan_rank: int, killed: int) -> tuple[list[An
     model = torch.nn.Linear(30, 20, bias=False, dtype=torch.bfloat16 if nan_rank == 2 else torch.float32)
     torch.nn.init.normal_(model.weight, generator=torch.Generator().manual_seed(world.rank))
     with torch.no_grad():
-        model.weight[:, 0] = -0.0 if world.rank % 2 else 0.0  # values that are equal but have other bits
+        model.weight[:, 0] = -0.0 if world.rank % 2 else 0.0  # values that are equal but have different bits
         if world.rank == nan_rank:
             model.weight[3, 3] = math.nan
     if world.rank == killed:
@@ -165,7 +165,7 @@ def test_a_shuffle_keeps_the_values_of_each_index_to_the_bit(nan_rank: int, kill
 
 
 def test_a_shuffle_receives_a_value_of_each_donor() -> None:
-    """The share of four ranks' values, each on each rank."""
+    """Each rank receives the share of all four ranks' values."""
     _, record = run(Plan(policy="SparseAveragingPolicy", options=SHUFFLE, steps=(3,) * 4))
     count = sum(array.size for array in record.weights[0][0])
     infos = record.infos[0]
