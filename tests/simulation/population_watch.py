@@ -231,7 +231,7 @@ class Member:
         return next((self.watch.snapshots[key] for key in keys if key in self.watch.snapshots), None)
 
     def _verify_all(self, event: AverageApplied, state: State) -> None:
-        """Check that the weights are the average of all members' weights at the step's beginning, in the group's order."""
+        """Check that the weights are the average of all members' weights at the beginning, in the group's order."""
         members = self.plan.members
         self.watch.check(event.donors == members, f"{self}: averaged {event.donors}")
         given = {place: self.watch.entered[self.number, event.round, rank] for place, rank in enumerate(members)}
