@@ -1,6 +1,6 @@
-"""The policies in hundreds of populations: see ``scenarios.py`` for what is drawn and what is checked.
+"""Tests the policies in hundreds of populations; ``scenarios.py`` describes the random choices and the checks.
 
-``./tools/soak`` runs further seeds for as long as it is told. One that fails there goes into ``FOUND``, with its story.
+``./tools/soak`` runs further seeds. A seed that fails there goes into ``FOUND``, with a description of the defect.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from protocols.ranking import STRATEGIES
 from simulation.population_plan import draw_plan
 from simulation.scenarios import Recorder, examine, scenario
 
-pytestmark = pytest.mark.timeout(900)  # all seeds run in the first test that asks for what was seen in them
+pytestmark = pytest.mark.timeout(900)  # the first test that needs the observations runs all seeds
 
-#: Seeds that show what happens in fewer than one of two hundred.
+#: Seeds that show events that occur in fewer than one of two hundred seeds.
 RARE = (566, 719, 736, 1113, 1124, 1137, 1306, 1503, 1975)
-#: ``tools/soak`` runs those behind the first 500, for as long as it is told.
+#: ``tools/soak`` runs the seeds after the first 500.
 SEEDS = (*range(500), *RARE)
 
-#: Seeds that failed once: why, and what must happen in them still. How plans are drawn decides what a seed means, and
-#: that has changed since; where nothing of the story can be seen any more, there is only what it was.
+#: Seeds that once failed: the reason, and the events that must still occur in them. The drawing of plans has changed
+#: since, and with it the meaning of some seeds; these have only the description.
 FOUND: dict[int, tuple[str, tuple[str, ...]]] = {
     9: (
         "AverageAllPolicy rounded the sum of bfloat16 weights to bfloat16 before it divided; it is no such policy now",
@@ -126,11 +126,11 @@ FOUND: dict[int, tuple[str, tuple[str, ...]]] = {
     ),
 }
 
-#: Those that take seconds.
+#: Seeds that take seconds.
 FOUND_LONG = (368025, 373902)
 
-#: What must have happened in some seed: a part of the suite that finds nothing any more would die unnoticed.
-FAULTS = tuple(f"fault {kind.__name__}" for kind in Fault.__args__ if kind is not Interrupt)  # which ends a job
+#: Events that must occur in some seed: otherwise a part of the suite could stop testing unnoticed.
+FAULTS = tuple(f"fault {kind.__name__}" for kind in Fault.__args__ if kind is not Interrupt)  # this fault ends a job
 GATES = tuple(f"gate {name}" for name in ("threshold", "cooldown", "quorum", "grace_s", "max_report_age_s"))
 TOLD = tuple(f"told of {kind.__name__}" for kind in PolicyEvent.__args__)
 ABANDONED = (
@@ -169,7 +169,7 @@ OTHER = (
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Counter[str]:
-    """Run all seeds, once; what was seen in them."""
+    """Run all seeds once, and return the observations."""
     recorder = Recorder(str(tmp_path_factory.mktemp("scenarios")))
     report = explore(recorder, SEEDS, quiet=True)
     report.check()
@@ -180,7 +180,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Counter[str]:
 
 
 def test_the_first_seeds_keep_every_invariant(pytestconfig: pytest.Config) -> None:
-    """As many as ``--seeds`` says; ``test_every_seed_keeps_every_invariant`` runs all, and counts what they show."""
+    """Run as many seeds as ``--seeds`` says.
+
+    ``test_every_seed_keeps_every_invariant`` runs all, and counts their events.
+    """
     explore(scenario, range(pytestconfig.getoption("seeds")), processes=1, quiet=True).check()
 
 
@@ -277,7 +280,7 @@ def test_killed_ranks_leave_no_object_that_warns_when_collected() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Broken(Recorder):
-    """From seed 7 on something is wrong."""
+    """A scenario that fails from seed 7 on."""
 
     def __call__(self, seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
         assert seed < 7, f"seed {seed}: what must hold does not"

@@ -129,7 +129,7 @@ async def advance(policy: Any, model: nn.Module, by: float, evaluate: Any) -> St
     ("options", "share"), [({}, 0.25), ({"donor_ratio": 0.5}, 0.5), ({"averaging_strategy": "best_only"}, 1.0)]
 )
 def test_a_difference_is_tried_at_its_share_in_the_mean(options: dict[str, Any], share: float) -> None:
-    """The metric sees the anchor and a + share (theta - a); the rank's own weights and buffers are as before."""
+    """The metric sees the anchor and a + share (theta - a); afterwards the rank's own state is unchanged."""
 
     async def main(world: ad.World) -> list[tuple[float, float]]:
         model, seen = line(), []
@@ -204,7 +204,7 @@ def test_an_error_of_the_metric_leaves_the_model_and_is_repeated() -> None:
 
 @pytest.mark.parametrize("mode", ["loss", "score", "min", "max"])
 def test_each_way_to_pass_a_metric_has_its_direction(mode: str) -> None:
-    """All ranks climb; those whose metric falls by that are donors only if it is a loss."""
+    """All ranks climb; if the passed metric falls with the climb, they are donors only if it is a loss."""
 
     async def main(world: ad.World) -> tuple[int, ...]:
         model = line()
@@ -258,7 +258,7 @@ def test_if_no_rank_gains_all_return_to_the_anchor(ranks: int) -> None:
 
 
 def test_a_rank_that_is_left_out_takes_the_new_weights_whole() -> None:
-    """Regression in the making: with mixing it would keep a share of its bad weights, and their encoding error."""
+    """With mixing, it would otherwise keep a share of its bad weights, and their encoding error."""
 
     async def main(world: ad.World) -> list[float]:
         torch.manual_seed(0)

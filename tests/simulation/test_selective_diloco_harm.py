@@ -1,6 +1,6 @@
-"""Trains a small network with DiLoCo and selective DiLoCo beside a faulty rank, on five seeds, and compares the losses.
+"""Trains a small network with DiLoCo and selective DiLoCo and one faulty rank, on five seeds; compares losses.
 
-The last test shows a failure of selection: with a metric of each rank's own data, a rank with wrong data is a donor.
+The last test shows a failure of selection: if each rank's metric uses its own data, a rank with wrong data is a donor.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ async def train(world: ad.World, kind: Any, fault: str, seed: int, options: dict
     """Return the loss of the common model on test data after the last round, and the rounds with the faulty donor.
 
     Args:
-        own: Whether each rank's metric is that of its own data.
+        own: Whether each rank's metric uses its own data.
     """
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 1))
@@ -113,7 +113,7 @@ def loss_and_count(
     ],
 )
 def test_a_faulty_rank_harms_diloco_and_not_selective(fault: str, strategy: str) -> None:
-    """Beside the faulty rank, the loss is below 1.5 times that of four sound ranks; DiLoCo's is over 50 times as high.
+    """With a faulty rank, the loss is below 1.5 times that of four sound ranks; DiLoCo's is over 50 times as high.
 
     DiLoCo itself leaves out NaNs, and needs no metric.
     """

@@ -1,4 +1,4 @@
-"""Replicas whose ranks hold a part of the model each: an average is whole over all parts, or is not applied."""
+"""Tests replicas whose ranks each have a part of the model: an average is applied to all parts, or to none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_seeds(first: int) -> None:
 
 
 def train(parts: list[Part], steps: int = 40, **options: Any) -> Any:
-    """A main whose ranks hold ``parts``, the first replica's being worst."""
+    """Return a main whose ranks have ``parts``; the first replica is the worst."""
 
     async def main(world: ad.World) -> list[StepInfo]:
         model = parts[world.rank]
@@ -54,7 +54,7 @@ def parts_of(values: list[float]) -> list[Part]:
 
 
 def test_a_part_that_is_not_finite_keeps_its_replica_from_giving() -> None:
-    """No other rank of the replica gives either."""
+    """No other rank of the replica donates either."""
     parts = parts_of([1.0, 2.0, 3.0, 4.0, 5.0, float("nan")])
     results = simulate(train(parts, replacement_ratio=0.3), ranks=6, seed=3, strict=True).results
     donors = {info.donors for infos in results for info in infos if info}
@@ -77,7 +77,7 @@ def test_one_replica_alone_averages_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_lost_rank_ends_its_replica_and_no_other() -> None:
-    """The others average among each other; what its counterparts were taking from it is abandoned on all of them."""
+    """The others average with each other; all ranks of the replica that was receiving from it abandon the round."""
     steps = 400
     parts = parts_of([float(rank) for rank in range(6)])
     train_all = train(parts, steps)

@@ -1,4 +1,4 @@
-"""Replacers of one host share what one of them fetches from another host: what crosses the network, and what fails."""
+"""Tests replacers of one host that share the parts that one of them fetches from another host: traffic and failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from protocols.selective.roles.relay import Relay
 from simulation.read_scenarios import shared_memory
 from simulation.test_routes import Ended, one_round
 
-#: Parts that were asked for: by whom, of whom, and which of them.
+#: Requests for parts: the requesting rank, the rank that is asked, and the part.
 Asked = list[tuple[int, int, int]]
 OPTIONS = {"route": "sharded", "replacement_ratio": 0.5}
 COMPUTE = Compute(step_s=1e-3, overrun_probability=0.0)
@@ -30,7 +30,7 @@ COMPUTE = Compute(step_s=1e-3, overrun_probability=0.0)
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
-    """Let small models be shared, and note who asks whom for a mean."""
+    """Let small models be shared, and record which rank requests a mean from which rank."""
     found: Asked = []
     ask = mean_receiver.ask_for_part
 
@@ -46,7 +46,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
 def population(
     faults: Sequence[Fault] = (), *, ranks_per_host: int = 4, steps: int = 100, **options: Any
 ) -> SimReport[Ended]:
-    """Eight ranks on two hosts; of the four on the first one, which are replaced, each has its number as weights."""
+    """Simulate eight ranks on two hosts.
+
+    The four ranks of the first host are replaced; a rank's weights are its number.
+    """
 
     async def main(world: ad.World) -> Ended:
         model = nn.Linear(3000, 1, bias=False)
@@ -81,7 +84,7 @@ def test_one_replacer_on_each_host_fetches_for_itself(asked: Asked) -> None:
 
 @pytest.mark.parametrize("are_neighbours", [False, True])
 def test_shared_parts_have_the_same_bits(asked: Asked, are_neighbours: bool) -> None:
-    """Read in the fetching rank's memory, too."""
+    """The bits are also equal if parts are read in the fetching rank's memory."""
 
     async def main(world: ad.World, route: str) -> list[float]:
         torch.manual_seed(world.rank)
@@ -123,7 +126,7 @@ def test_if_the_fetching_rank_dies_the_others_ask_the_reducer(asked: Asked, monk
 
 
 def test_if_the_fetching_rank_gives_up_others_ask_the_reducer(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 refuses what it was to fetch."""
+    """Rank 1 refuses to fetch its parts."""
     run = mean_receiver.MeanReceiver.run
 
     async def failing(self: Any, *args: Any, **options: Any) -> None:
@@ -150,7 +153,7 @@ def test_a_slow_fetching_rank_delays_others_by_at_most_a_round(asked: Asked, mon
 
 
 class Server:
-    """Keeps offers, and gives nothing."""
+    """Stores offers without sending them."""
 
     def __init__(self) -> None:
         self.on_free: list[Any] = []
@@ -161,7 +164,7 @@ class Server:
         return on_free
 
     def withdraw(self, offer: Any) -> None:
-        """What streams from it frees it later."""
+        """Withdraw the offer; a stream from it frees its memory later."""
 
     def end_mean(self, round: int, part: Part) -> None:
         self.refused.append((round, part))
@@ -172,7 +175,7 @@ def test_what_is_shared_is_lent_until_nothing_leaves_from_it() -> None:
     relay, accumulator = Relay(0, server), buffers.acquire()  # type: ignore[arg-type]
     relay.begin(5, Assign(REPLACER, (2, 3), (0, 1), 1, 3, reducers=(2, 3), sources=(0, 0)))
     relay.share(5, Part(0, 2), accumulator)
-    relay.share(4, Part(1, 2), accumulator)  # of another round
+    relay.share(4, Part(1, 2), accumulator)  # the part belongs to another round
     buffers.release(accumulator, is_clean=True)  # the average is in place
     assert buffers.in_use == 1 and buffers.acquire().buffers is not accumulator.buffers
     relay.stop()

@@ -1,4 +1,4 @@
-"""Shrinking: the faults of a plan that matter, with numbers as simple as the failure allows."""
+"""Tests shrinking: only the faults that a failure needs remain, with numbers as simple as the failure allows."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_numbers_are_simplified_as_far_as_it_still_fails(
 
 
 def test_a_fault_needless_once_the_others_are_simple_is_left_out() -> None:
-    """The first one makes up for the odd time of the second."""
+    """The first fault compensates for the second fault's unusual time."""
 
     def fails(plan: Sequence[Fault]) -> bool:
         stalls = [fault for fault in plan if isinstance(fault, Stall)]

@@ -1,4 +1,4 @@
-"""``asyncdist sim``: a script as ``__main__`` on simulated ranks, summary, repeat line, many seeds, bad input."""
+"""Tests ``asyncdist sim``: a script as ``__main__`` on simulated ranks, its output, seeds and bad input."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of the script, in the current folder."""
+    """Return the name of the script, in the current folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("VALUE = 'found'\n")
@@ -111,7 +111,7 @@ Sim = Callable[..., Result]
 
 @pytest.fixture
 def sim(capsys: pytest.CaptureFixture[str]) -> Sim:
-    """Runs ``asyncdist sim`` in this process."""
+    """Return a function that runs ``asyncdist sim`` in this process."""
 
     def run(*words: object) -> Result:
         before = (sys.argv, list(sys.path), sys.modules["__main__"])
@@ -145,7 +145,7 @@ def test_options_may_stand_before_the_script(sim: Sim, script: str) -> None:
 
 
 def test_the_script_may_follow_two_dashes_as_with_run(sim: Sim, script: str) -> None:
-    """Regression: it was refused: the script was taken for its own first argument."""
+    """Regression: the script was taken for its own first argument, and refused."""
     result = sim("-n", 5, "--seed", 7, "--", script, "ranks", "--seed", "9", "--", "x")
     assert result.out.splitlines()[0] == "arguments ['ranks', '--seed', '9', '--', 'x'] found"
     assert result.digest == sim(script, "-n", 5, "--seed", 7, "ranks", "--seed", "9", "--", "x").digest
@@ -193,7 +193,7 @@ ad.run(main)
 @pytest.mark.workers
 @pytest.mark.slow
 def test_a_hash_seed_that_the_script_sets_is_not_repeated(tmp_path: Path) -> None:
-    """Regression: the repeat line had the script's PYTHONHASHSEED, with which the run was another one."""
+    """Regression: the repeat line had the script's PYTHONHASHSEED, with which the run was a different one."""
     script = tmp_path / "sets.py"
     script.write_text(SETS_HASH_SEED)
     unset = {name: text for name, text in os.environ.items() if name != "PYTHONHASHSEED"}
@@ -214,7 +214,7 @@ def test_a_hash_seed_that_the_script_sets_is_not_repeated(tmp_path: Path) -> Non
 @pytest.mark.workers
 @pytest.mark.long
 def test_a_run_depends_neither_on_the_process_nor_on_the_system(tmp_path: Path) -> None:
-    """Regression: the order of a set of strings and the system's random bytes were others in each process."""
+    """Regression: the order of a set of strings, and the system's random bytes, differed between processes."""
     script = tmp_path / "hashing.py"
     script.write_text(HASHING)
     unset = {name: text for name, text in os.environ.items() if name != "PYTHONHASHSEED"}
@@ -240,7 +240,7 @@ def test_a_run_depends_neither_on_the_process_nor_on_the_system(tmp_path: Path) 
 @pytest.mark.workers
 @pytest.mark.long
 def test_output_that_cannot_be_written_is_told_in_a_line(script: str) -> None:
-    """Regression: it ended in a traceback of the command's internals."""
+    """Regression: the command ended with a traceback of its internals."""
     words = [sys.executable, "-m", "asyncdist", "sim", script, "--ranks", "2"]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
@@ -291,7 +291,7 @@ def test_a_deadlock_says_who_waits_for_whom(sim: Sim, script: str) -> None:
 
 
 def test_a_loop_without_end_is_told_as_a_deadlock_is(sim: Sim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: it came with a traceback of the simulator, and without the last events."""
+    """Regression: the error had a traceback of the simulator, and lacked the last events."""
     monkeypatch.setattr("asyncdist.simulation.rank_turns.TURN_COUNT_MAX", 1000)
     script = tmp_path / "loops.py"
     script.write_text(
@@ -451,7 +451,7 @@ def test_exploring_in_processes_shrinks_the_plan(sim: Sim, script: str) -> None:
     ids=["SIGTERM", "SIGINT", "another rank", "twice"],
 )
 def test_exploring_continues_after_a_planned_signal_ends_a_job(sim: Sim, script: str, plan: list[Fault]) -> None:
-    """Regression: the first seed failed with the exit that the plan asks for, and SIGINT interrupted exploring."""
+    """Regression: the first seed failed with the exit that the plan causes, and SIGINT interrupted the exploration."""
     result = sim(script, "--ranks", 3, "--faults", format_faults(plan), "--explore", 4, "--processes", 1, "ranks")
     assert (result.code, result.err) == (0, "")
     assert result.out.startswith("4 seeds in ") and f"Interrupt {4 * len(plan)}" in result.out
@@ -483,7 +483,7 @@ def test_a_terminal_gets_a_progress_bar(script: str) -> None:
     try:
         while part := os.read(own, 4096):
             shown += part
-    except OSError:  # how Linux says that nobody writes there any more
+    except OSError:  # on Linux, this error means that no process writes to the terminal any longer
         pass
     output, _ = process.communicate(timeout=60)
     os.close(own)

@@ -1,4 +1,4 @@
-"""``asyncdist sim`` in a process of its own: Ctrl-C ends it at once, and what a script seeds before ``run`` holds."""
+"""Tests ``asyncdist sim`` in a separate process: Ctrl-C ends it at once, and seeds that a script sets are used."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_ctrl_c_ends_it_at_once_with_code_130(tmp_path: Path, process_count: int
     finally:
         process.kill()
     assert process.returncode == 130
-    if process_count > 1:  # where the ranks of others are is not known here
+    if process_count > 1:  # the positions of the others' ranks are not known here
         assert error == "asyncdist sim: interrupted\n"
     else:
         first, *lines = error.splitlines()
@@ -106,7 +106,7 @@ else:
 @pytest.mark.workers
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (5, 6))])
 def test_what_a_script_seeds_before_run_is_what_every_rank_draws(tmp_path: Path, seed: int) -> None:
-    """Also where the simulation has the same seed as the script: that one counted as not seeded."""
+    """Regression: if the simulation had the same seed as the script, the script's seed was ignored."""
     path = tmp_path / "seeded.py"
     path.write_text(SEEDED)
     plain = subprocess.run([sys.executable, str(path), "plain"], capture_output=True, text=True, check=True)
@@ -119,7 +119,7 @@ def test_what_a_script_seeds_before_run_is_what_every_rank_draws(tmp_path: Path,
 @pytest.mark.workers
 @pytest.mark.long
 def test_unseeded_draws_differ_between_ranks(tmp_path: Path) -> None:
-    """Regression: the numbers of torch were alike on all ranks, and with them the models of a population."""
+    """Regression: torch's numbers were equal on all ranks, and with them the models of a population."""
     path = tmp_path / "unseeded.py"
     path.write_text(SEEDED.replace("random.seed(5)\ntorch.manual_seed(6)\n", ""))
     first, again, other = (Script(str(path), (), ranks=3)(seed=seed).results for seed in (6, 6, 7))

@@ -1,4 +1,4 @@
-"""``asyncdist sim --record``: what a failing seed did is written down, and no more than that."""
+"""Tests ``asyncdist sim --record``: it records the run of a failing seed, and no other run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Sim = Callable[..., tuple[object, str, str]]
 
 @pytest.fixture
 def sim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Sim:
-    """Runs ``asyncdist sim script.py`` in this process; returns the exit code, and what was printed."""
+    """Return a function that runs ``asyncdist sim script.py`` in this process, and returns the exit code and output."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT)
 
@@ -59,7 +59,7 @@ def sim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def see(out: str) -> list[str]:
-    """Return the words of the command for the report, behind the command's name."""
+    """Return the arguments of the command for the report."""
     found = re.findall(r"^see it: (.*)$", out, re.MULTILINE)
     assert len(found) == 1
     words = shlex.split(str(found[0]))
@@ -81,7 +81,8 @@ def test_a_failing_run_is_recorded_and_names_the_report_command(sim: Sim, tmp_pa
     assert "ValueError: boom-7" in err
     assert see(out) == ["report", str(tmp_path / "runs")]
     lost = "RankLostError: rank 1 failed: ValueError: boom-7 [rank=1]"
-    ends = [errors[-1] for errors in ends_of(tmp_path / "runs")]  # main may have returned before it hears of the other
+    # main may have returned before it is notified of the other rank's end
+    ends = [errors[-1] for errors in ends_of(tmp_path / "runs")]
     assert ends == [lost, "ValueError: boom-7", lost]
     assert not any(each.damage for each in read_recording(tmp_path / "runs").ranks)
     with pytest.raises(SystemExit) as caught:
@@ -91,7 +92,7 @@ def test_a_failing_run_is_recorded_and_names_the_report_command(sim: Sim, tmp_pa
 
 
 def test_of_a_deadlock_what_each_rank_waited_for_is_recorded(sim: Sim, tmp_path: Path) -> None:
-    code, out, _ = sim("stuck", "--record", "x")  # behind the script's words it is one of them
+    code, out, _ = sim("stuck", "--record", "x")  # after the script's name, the option belongs to the script
     assert (code, "see it" in out) == (1, False)
     code, out, _ = sim("--record", "runs", "stuck")
     assert code == 1

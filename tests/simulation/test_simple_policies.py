@@ -1,4 +1,4 @@
-"""Simple policies in the simulator: equal to their formulas in numpy, whatever happens to the ranks."""
+"""Tests simple policies in the simulator: they equal their formulas in numpy, whatever happens to the ranks."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_rank_alone_trains_unchanged(policy: str) -> None:
     [("PopulationAveragingPolicy", {"pull": 1}), ("SparseAveragingPolicy", {"fraction": 1})],
 )
 def test_a_whole_mean_is_local_sgd_to_the_bit(policy: str, options: dict[str, Any]) -> None:
-    """The pull 1 is local SGD, and so is the share 1."""
+    """A pull of 1 is local SGD, and so is a share of 1."""
 
     async def main(world: ad.World, is_local_sgd: bool) -> list[Any]:
         torch.manual_seed(0)

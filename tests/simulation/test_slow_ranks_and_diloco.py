@@ -1,4 +1,4 @@
-"""The step rate of ranks beside one that is 100 times slower, in counts of steps in equal virtual time.
+"""Tests the step rate of ranks when one rank is 100 times slower, by counting steps in equal virtual time.
 
 The ranks compute: while they are busy, no message is handled. So a slow leader also answers slowly.
 """
@@ -60,5 +60,5 @@ def test_no_rank_waits_for_one_that_is_100_times_slower(slow: int) -> None:
         assert asynchronous[rank][0] >= 0.98 * alone[rank][0]
         assert waiting[rank][0] < 0.2 * alone[rank][0], "the others wait for it otherwise, so the test can fail"
         assert skipping[rank][1] <= 2 * alone[slow][0], "rounds have the slow rank's pace"
-        # A slow leader answers at its own safe points only; beside a slow worker, each contribution is answered.
+        # A slow leader answers only at its own safe points; with a slow worker, each contribution is answered.
         assert asynchronous[rank][1] >= (0.9 * alone[rank][0] / 10 if slow else 1)

@@ -1,4 +1,4 @@
-"""Tests the choice of what to deploy while ranks are killed, stalled and cancelled: nobody waits, or keeps a trial."""
+"""Tests the choice of the model to deploy while ranks are killed, stalled and cancelled: none waits forever."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from asyncdist.errors import RankLostError, RemoteError
 from asyncdist.simulation import Compute, Kill, Stall
 
 RANKS = 5
-#: Most of the time is that of the messages, so that a drawn moment is in any of the exchanges.
+#: Most of the time is spent on messages, so that a random moment may be in any exchange.
 COMPUTE = Compute(step_s=0.0001)
 
 
 async def choose(world: ad.World, retries: bool = True) -> tuple[str, tuple[int, ...], list[float]]:
-    """Choose; after a loss, choose again among the others. Return the choice and the weights."""
+    """Choose a model; after a loss, choose again among the remaining ranks. Return the choice and the weights."""
     model = model_with(vector_of(world.rank))
 
     async def loss(model: object) -> float:
@@ -39,7 +39,7 @@ async def choose(world: ad.World, retries: bool = True) -> tuple[str, tuple[int,
 
 
 def expected(ranks: list[int]) -> list[float]:
-    """The weights that the best of a second implementation's candidates has."""
+    """Return the weights of the best candidate of a second implementation."""
     vectors = [vector_of(rank) for rank in ranks]
     best, members = greedy(vectors, distance)
     order = sorted(range(len(ranks)), key=lambda index: distance(vectors[index]))
@@ -50,7 +50,7 @@ def expected(ranks: list[int]) -> list[float]:
 
 @pytest.mark.parametrize("seed", seeds(20))
 def test_ranks_that_live_choose_among_the_living(seed: int) -> None:
-    """A rank is killed at a drawn moment, and another one is stalled. A rank that had its choice before keeps it."""
+    """A rank is killed at a random moment, and another one is stalled. A rank that already had its choice keeps it."""
     draw = np.random.default_rng(seed)
     lost, slow = (int(rank) for rank in draw.choice(RANKS, 2, replace=False))
     kill = Kill(lost, at_s=float(draw.uniform(0.0001, 0.03)))

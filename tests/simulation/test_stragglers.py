@@ -1,4 +1,4 @@
-"""One rank a hundred times slower: the others step on and average as without it, and it is named."""
+"""Tests one rank that is a hundred times slower: the others step and average as without it, and it is named."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ EVERY = 5
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank did in its time."""
+    """The actions of a rank."""
 
     step_count: int
     statistics: SelectiveStatistics
 
     @property
     def round_count(self) -> int:
-        """Rounds that ended while this rank coordinated."""
+        """Return the number of rounds that ended while this rank coordinated."""
         return self.statistics.coordinator.rounds_ended if self.statistics.coordinator is not None else 0
 
 
@@ -40,7 +40,7 @@ def compute(step_s: float) -> None:
 
 @cache
 def population(slow_rank: int | None, factor: float, *, ranks: int = 4, duration_s: float = 30.0) -> tuple[Told, ...]:
-    """Let ranks train, each at its pace."""
+    """Let ranks train, each with its own speed."""
 
     async def main(world: ad.World) -> Told:
         torch.manual_seed(world.rank)
@@ -73,7 +73,7 @@ def test_a_straggler_is_named_and_delays_no_other_rank(slow_rank: int) -> None:
 
 
 def test_a_rank_that_is_slow_takes_averages_all_the_same() -> None:
-    """It is given its turn when a round that waits for it costs a tenth of the time."""
+    """The slow rank gets a role when a round that waits for it costs a tenth of the time."""
     alone, found = population(None, 1.0), population(3, 10.0)
     assert found[3].statistics.replacement_count + found[3].statistics.snapshot_count >= 1
     assert sum(told.round_count for told in found) >= 0.8 * sum(told.round_count for told in alone)

@@ -1,4 +1,4 @@
-"""Tables and answers to queries that are made of recordings, and the commands that write files."""
+"""Tests tables and query results that are made from recordings, and the commands that write files."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ A_FOLDER = "; -o takes a folder, which is created if necessary"
 def test_what_cannot_be_written_is_told_in_words(
     command: str, out: str, said: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Regression: the line was Python's: [Errno 21] Is a directory."""
+    """Regression: the error was Python's: [Errno 21] Is a directory."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     (tmp_path / "full").symlink_to("/dev/full")
@@ -128,7 +128,7 @@ def test_what_cannot_be_written_is_told_in_words(
 def test_a_full_disk_leaves_the_old_file_and_no_partial_one(
     command: list[str], out: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Regression: half a page stayed, in the place of a whole one from before."""
+    """Regression: half of a new page replaced the complete earlier page."""
     if "parquet" in command:
         pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed", exc_type=ImportError)
 
@@ -156,7 +156,7 @@ def test_an_empty_name_is_refused(folder: Path, capsys: pytest.CaptureFixture[st
         assert code == 2 and "must not be empty, got ''; omit -o to use the job's name" in err
 
 
-#: Fails in its second row.
+#: A query that fails in its second row.
 OVERFLOW = "SELECT abs(-9223372036854775807 - value) FROM json_each('[0, 1]')"
 
 
@@ -242,7 +242,7 @@ def test_ctrl_c_ends_a_long_query_with_one_line(
     read = tables.rows
 
     def rows(*arguments: Any) -> Any:
-        timer.start()  # from now on the command is in SQLite, or on the way to it
+        timer.start()  # from now on the command is in SQLite, or about to enter it
         return read(*arguments)
 
     monkeypatch.setattr(tables, "rows", rows)

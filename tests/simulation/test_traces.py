@@ -1,4 +1,4 @@
-"""Traces for Perfetto that are made of recordings."""
+"""Tests traces for Perfetto that are made from recordings."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def train_two(world: ad.World) -> None:
 
 
 def test_spans_of_a_track_never_overlap_and_no_track_is_thread_0(tmp_path: Path) -> None:
-    """Perfetto drops a span that overlaps another one, and takes thread 0 for the one with the process's number."""
+    """Perfetto drops a span that overlaps another one, and takes thread 0 for the thread with the process's number."""
     ad.simulate(train_two, ranks=4, seed=3, record=tmp_path)
     recording = read_recording(tmp_path)
     write_trace(recording, tmp_path / "trace.json")
@@ -87,7 +87,7 @@ def test_spans_of_a_track_never_overlap_and_no_track_is_thread_0(tmp_path: Path)
 
 
 def test_each_open_policy_has_a_metric_counter_in_a_trace(tmp_path: Path) -> None:
-    """Regression: the metrics of all of them were one zigzag line."""
+    """Regression: the metrics of all policies were one zigzag line."""
 
     async def train_three(world: ad.World) -> None:
         async def train_one(name: str, value: float) -> None:
@@ -110,7 +110,10 @@ def test_each_open_policy_has_a_metric_counter_in_a_trace(tmp_path: Path) -> Non
 
 
 def test_messages_with_which_ranks_meet_are_not_before_the_job(tmp_path: Path) -> None:
-    """They come before a rank's file is opened: Perfetto leaves out what has a time below 0, and their arrows ended."""
+    """These messages precede the opening of a rank's file.
+
+    Perfetto leaves out times below 0, so arrows had no beginning.
+    """
     clock = SimpleNamespace(now=100.0)
     for rank in range(2):
         writer = RecordWriter(RecordOptions(tmp_path), lambda: clock.now, rank)
@@ -121,7 +124,7 @@ def test_messages_with_which_ranks_meet_are_not_before_the_job(tmp_path: Path) -
         clock.now = 100.5
         if rank == 1:
             writer.note("received", 0, 7100, 64, -2, 0)
-            writer.note("received", 0, 100, 64, 3, 0)  # of what was sent nothing is known
+            writer.note("received", 0, 100, 64, 3, 0)  # the sender's record is missing
         writer.open(header_of(job="0000abcd", rank=rank, size=2, incarnation=0, transport="local", hostname="here"))
         writer.close()
     recording = read_recording(tmp_path)

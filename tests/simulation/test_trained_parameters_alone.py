@@ -1,4 +1,4 @@
-"""With `parameters="trainable"` frozen parameters are neither sent nor written, and must be equal on all ranks."""
+"""Tests ``parameters="trainable"``: frozen parameters are neither sent nor written, and must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL_NBYTES = TRAINED_NBYTES + LAYERS * SIZE * SIZE * 4
 
 
 class Adapted(nn.Module):
-    """A frozen weight with a low-rank term that is trained, as LoRA has it."""
+    """A model with a frozen weight and a trained low-rank term, as in LoRA."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def test_one_value_of_a_frozen_parameter_is_enough_to_differ() -> None:
 
 
 def test_a_frozen_parameter_that_is_trained_later_is_refused() -> None:
-    """It would differ between ranks from then on, and no average would say so."""
+    """The parameter would otherwise differ between ranks from then on, without any warning."""
 
     async def main(world: ad.World) -> str:
         model = build(world.rank)

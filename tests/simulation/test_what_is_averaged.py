@@ -1,7 +1,7 @@
-"""What an average replaces, and what it leaves alone, with each of torch's tools around a model.
+"""Tests which state an average replaces, and which it leaves unchanged, with each of torch's tools around a model.
 
-Rank r's numbers are all r + 1 and its metric is -r, and nothing learns, so what rank 2 has afterwards is the mean of
-ranks 0 and 1, or its own: 1.5, or 3. Integers come from the best rank, which has 1.
+All numbers of rank r are r + 1, its metric is -r, and nothing learns. So afterwards, rank 2 has the mean of ranks 0 and
+1, which is 1.5, or its own number 3. Integers are copied from the best rank, whose number is 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MEAN, OWN, BEST = 1.5, 3.0, 1.0
 
 
 class Net(nn.Module):
-    """A parameter, a frozen one, one that is tied to the first, and buffers of each kind."""
+    """A model with a parameter, a frozen one, one that is tied to the first, and buffers of each kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 def firsts(model: nn.Module) -> set[float]:
-    """The first numbers of all parameters."""
+    """Return the first number of each parameter."""
     return {float(value.detach().flatten()[0]) for value in model.parameters()}
 
 
@@ -108,7 +108,7 @@ def test_parameters_and_persistent_buffers() -> None:
 
 
 def test_gradients_and_optimizer_state_stay_unless_reset() -> None:
-    """Gradients too: they may be half accumulated."""
+    """Gradients stay as well, because they may be partly accumulated."""
     kept, optimizer = of_rank_2(Net, step)
     assert all(parameter.grad is not None for parameter in kept.parameters() if parameter.requires_grad)
     assert len(optimizer.state) == 3
@@ -190,7 +190,7 @@ def test_gradient_checkpointing(use_reentrant: bool) -> None:
 
 
 def test_parametrizations_are_averaged_as_what_is_stored() -> None:
-    """Of a weight norm that is length and direction, and not their product."""
+    """A weight norm stores length and direction, and these are averaged, not their product."""
 
     def build() -> nn.Module:
         return nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2)))

@@ -1,4 +1,4 @@
-"""Draws values of the types that travel in messages."""
+"""Draws values of the types that can be sent in messages."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def draw(annotation: Any, rng: random.Random, known: Sequence[Any] = (), texts: 
 def draw_message(
     cls: type[Any], rng: random.Random, known: Sequence[Any] = (), texts: Sequence[str] = ("", "x"), **given: Any
 ) -> Any:
-    """Return an instance of a dataclass, with the fields that are given. Raises as :func:`draw`."""
+    """Return an instance of a dataclass, with the given fields. Raises the errors of :func:`draw`."""
     if cls in _PACKED:
         name, pack = _PACKED[cls]
         given.setdefault(name, pack(rng))
@@ -91,7 +91,7 @@ def _draw_ranks(rng: random.Random, count: int) -> tuple[int, ...]:
     return tuple(sorted(rng.sample(range(limit), count)))
 
 
-#: Of messages with packed bytes: the field that holds them, and what draws some that mean something.
+#: For messages with packed bytes: the field that contains them, and a function that draws meaningful values.
 _PACKED: Final[dict[type[Any], tuple[str, Callable[[random.Random], bytes]]]] = {
     PackedAssign: ("plan", _draw_plan),
     PackedFrozen: ("freeze", _draw_freeze),

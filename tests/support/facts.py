@@ -1,4 +1,4 @@
-"""Patterns that match a text by the facts in it, so that a test does not depend on the words around them.
+"""Patterns that match a text by the facts in it, so that a test does not depend on the wording.
 
 For each error or printed line, one test at the cheapest layer has the wording; all others compare the facts.
 """

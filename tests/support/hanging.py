@@ -13,9 +13,9 @@ from pathlib import Path
 
 from support import mpi, warm
 
-#: With these words a story of a standstill begins.
+#: The first words of a report on a job that stands still.
 STANDSTILL = "asyncdist: no rank here has made a step or received a message for "
-#: After how long a job of a test tells: all start at the same time, and a rank may stand still for a second by that.
+#: Seconds until a job reports: all jobs start at the same time, and may stand still for a second because of that.
 STALL_S = 5
 RANK_COUNT = 3
 
@@ -28,15 +28,15 @@ def tell_hangs(
     timeout_s: float,
     until: Callable[[], bool] = lambda: True,
 ) -> dict[str, str]:
-    """Run one job for each name, all at once, until each has told its standstill; what they have told.
+    """Run one job for each name, all at once, until each has reported that it stands still; return the reports.
 
     Args:
-        transport: ``"mpi"`` or ``"torch"``.
-        script: a path; the name of the hang is its argument.
-        names: of the hangs.
-        options: of ``asyncdist run``, for some of the names.
-        timeout_s: of wall-clock time; what was told by then is returned.
-        until: is asked when all have told; where it says no, the jobs go on.
+        transport: Transport, ``"mpi"`` or ``"torch"``.
+        script: Path of the script, whose argument is the name of the hang.
+        names: Names of the hangs.
+        options: Options of ``asyncdist run`` for some of the names.
+        timeout_s: Wall-clock seconds after which the reports so far are returned.
+        until: Function that is called when all have reported; while it returns False, the jobs continue.
     """
     base = mpi.base_environment()
     program = warm.command(script, (), base, {})
@@ -70,12 +70,12 @@ def tell_hangs(
 
 
 def _has_told(path: Path) -> bool:
-    """Whether the story is there to its last line: it is written at once."""
+    """Return whether the report is complete: it is written at once."""
     return STANDSTILL in path.read_text(errors="replace")
 
 
 def line_of(script: str, mark: str) -> str:
-    """The place that a comment marks, as in ``hangs.py:12)``."""
+    """Return the location that a comment marks, as in ``hangs.py:12)``."""
     lines = Path(mpi.ROOT, script).read_text().splitlines()
     [number] = [i for i, line in enumerate(lines, 1) if line.endswith(f"# {mark}")]
     return f"{os.path.basename(script)}:{number})"

@@ -2,7 +2,7 @@
 
     result = run(2, ["asyncdist", "run", "--hosts", "host1:2,host2:2", "train.py"]).check()
 
-A test that calls this is skipped, with the reason, where hosts cannot be made.
+A test that calls this function is skipped, with the reason, if virtual hosts cannot be made.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from support import torchrun, warm
 from support.mpi import ROOT, base_environment
 
 PROGRAM = ROOT / "tools" / "namespaces" / "hosts.py"
-#: Exit code of the program where hosts cannot be made.
+#: Exit code of the program if virtual hosts cannot be made.
 UNAVAILABLE = 77
 
 

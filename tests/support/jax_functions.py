@@ -1,4 +1,4 @@
-"""The functions behind ``data/jax_table.json``: written with operators alone, so that JAX and torch both run them."""
+"""Functions behind ``data/jax_table.json``, which use only operators, so that both JAX and torch run them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def square_error(params: Any, x: Any, y: Any) -> Any:
 
 
 def scaled_error(params: Any, x: Any, y: Any) -> Any:
-    """Not a sum of products: every rounding is elementwise."""
+    """Return an error that is not a sum of products, so that every rounding is elementwise."""
     return ((params["weight"] * x + y) * params["bias"]).sum()
 
 

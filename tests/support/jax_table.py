@@ -1,7 +1,7 @@
 """Reads JAX's results from ``data/jax_table.json`` and compares asyncdist's results with them.
 
-``data/jax_table.py`` says how it was recorded, on four devices, reductions on one and three as well; ``model`` is what
-these come to, for any number of ranks.
+``data/jax_table.py`` describes the recording, on four devices, and for reductions also on one and three. ``model``
+computes the same results for any number of ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def table() -> dict[str, Any]:
 
 
 def tree(recorded: Any) -> Any:
-    """A tree of tensors from its JSON."""
+    """Return a tree of tensors from its JSON."""
     if "dict" in recorded:
         return {key: tree(value) for key, value in recorded["dict"].items()}
     if "list" in recorded:
@@ -70,7 +70,7 @@ def _numbers(leaf: torch.Tensor) -> Any:
 
 
 def model(operation: str, parts: list[Any]) -> Any:
-    """The result of a reduction, in plain numpy: leaf by leaf, in rank order."""
+    """Return the result of a reduction in plain numpy: leaf by leaf, in rank order."""
     rows = zip(*(optree.tree_leaves(part) for part in parts), strict=True)
     return optree.tree_unflatten(optree.tree_structure(parts[0]), [_reduced_leaf(operation, row) for row in rows])
 
@@ -105,7 +105,7 @@ def _reduced(operation: str, parts: list[Any]) -> Any:
 
 
 def _dtype_of(operation: str, dtype: Any) -> Any:
-    """The result's."""
+    """Return the dtype of the result."""
     if operation in ("pmin", "pmax") or dtype.kind in "fc":
         return dtype
     if operation == "psum":
@@ -114,7 +114,7 @@ def _dtype_of(operation: str, dtype: Any) -> Any:
 
 
 async def check_reductions(world: ad.World) -> None:
-    """Against the table, at as many ranks as it was recorded with; else on its inputs against the model."""
+    """Compare with the table for its numbers of ranks. For other numbers, compare with the model."""
     cases = table()["reductions"]
     recorded = world.size if any(case["ranks"] == world.size for case in cases) else RANKS
     with await ad.new_mesh({"POP": world.size}):
@@ -140,7 +140,7 @@ async def check_gathers(world: ad.World) -> None:
 
 
 async def check_grid(world: ad.World) -> None:
-    """Sums along the rows and columns of two by two ranks."""
+    """Check sums along the rows and columns of two by two ranks."""
     with await ad.new_mesh({"POP": 2, "DP": 2}):
         for case in table()["grids"]:
             found = await ad.psum(tree(case["inputs"][world.rank]), case["axis_name"])
@@ -163,7 +163,7 @@ class Descent:
 
 
 async def check_updates(world: ad.World, *, in_place: bool) -> None:
-    """Gradients averaged over four ranks, by torch's optimizer or by a functional one."""
+    """Check gradients averaged over four ranks, with torch's optimizer or a functional one."""
     with await ad.new_mesh({"DP": RANKS}):
         for case in table()["updates"]:
             loss, data, params = LOSSES[case["loss"]], tree(case["inputs"][world.rank]), tree(case["params"])
@@ -183,7 +183,7 @@ async def check_updates(world: ad.World, *, in_place: bool) -> None:
 
 
 async def check_shards(world: ad.World) -> None:
-    """A population of eight, two to a rank."""
+    """Check a population of eight, two on each rank."""
     mesh = await ad.new_mesh({"POP": RANKS})
     for case in table()["shards"]:
         run = getattr(ad, case["operation"])(ON_MEMBERS[case["function"]], mesh, ("POP", None), "POP")

@@ -23,7 +23,7 @@ def run(main: Callable[..., Coroutine[Any, Any, Any]], ranks: int) -> list[Any]:
 
 @asynccontextmanager
 async def engines(size: int) -> AsyncIterator[tuple[LocalHub, list[Engine]]]:
-    """``size`` ranks with nothing above their engines."""
+    """Open ``size`` ranks with nothing above their engines."""
     hub = LocalHub(size)
     loop = asyncio.get_running_loop()
     made = [Engine(hub.transport(rank), loop) for rank in range(size)]

@@ -1,4 +1,4 @@
-"""Run Python on several ranks under the real mpirun of this interpreter's environment.
+"""Runs Python on several ranks under the real mpirun of this interpreter's environment.
 
     result = run_ranks(3, "tests/support/some_program.py", "--option", timeout_s=60)
     result = run_source(2, '''
@@ -12,14 +12,14 @@
     ''')
     assert result.check().reports == {0: 2, 1: 2}
 
-- The command is ``python -m asyncdist run`` of the interpreter that runs the tests, so library and mpirun match, be it
-  Open MPI or MPICH. ``asyncdist``, ``protocols`` and this package are importable in the ranks.
-- ``report(rank, value)`` in a rank brings one JSON value per rank back as ``result.reports[rank]``.
+- The command is ``python -m asyncdist run`` of the interpreter that runs the tests, so library and mpirun match, with
+  Open MPI and with MPICH. The ranks can import ``asyncdist``, ``protocols`` and this package.
+- ``report(rank, value)`` in a rank returns one JSON value per rank as ``result.reports[rank]``.
 - ``result.check()`` fails the test with all output unless the exit code is 0 (or ``check(returncode=...)``).
-- At the timeout everything that was started is killed, and the call raises AssertionError with the output so far.
-- Without any MPI the calling test is skipped; a broken or mixed installation is no reason to skip.
-- Ranks start warm, see ``support.warm``: 0.3 s of a core for each, where importing torch in each would take 1.7 s.
-- A test that does this has the mark ``mpi``; from others MPI is hidden (``conftest.py``).
+- At the timeout, all started processes are killed, and the call raises AssertionError with the output so far.
+- Without MPI the calling test is skipped; a broken or mixed installation is a failure.
+- Ranks start warm, see ``support.warm``: each takes 0.3 s of a core, instead of 1.7 s with an import of torch.
+- A test that uses this module has the mark ``mpi``; MPI is hidden from other tests (``conftest.py``).
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class Result:
     reports: Mapping[int, Any] = field(default_factory=dict)
 
     def check(self, *, returncode: int | None = 0) -> Result:
-        """Fail unless it ended with this code (None: with any other than 0). Returns itself."""
+        """Fail unless the job ended with this code (None: with any code except 0). Returns itself."""
         if self.returncode != returncode and not (returncode is None and self.returncode != 0):
             wanted = "a failure" if returncode is None else returncode
             raise AssertionError(f"mpirun ended with {self.returncode}, expected {wanted}\n{self.output()}")
         return self
 
     def output(self) -> str:
-        """Everything that was printed, for a message."""
+        """Return everything that was printed, for an error message."""
         return f"--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
 
 
@@ -109,7 +109,8 @@ def run_ranks(
         command = [sys.executable, "-m", "asyncdist", "run", "-n", str(ranks), *["--survive"] * survive, *program]
         began_at = time.monotonic()
         with paths[0].open("wb") as out, paths[1].open("wb") as err:
-            process = subprocess.Popen(  # files, no pipes: a stray rank that holds a pipe must not hang the test
+            # files instead of pipes: a leftover rank that holds a pipe must not hang the test
+            process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environ, cwd=ROOT, start_new_session=True
             )
         finished = _await_end(process, began_at + timeout_s, interrupt_when, paths[0])
@@ -122,7 +123,7 @@ def run_ranks(
 
 
 def run_source(ranks: int, source: str, *args: object, **options: Any) -> Result:
-    """``run_ranks`` of a program given as text."""
+    """Call ``run_ranks`` with a program given as text."""
     with tempfile.TemporaryDirectory(prefix="asyncdist-test-") as folder:
         script = Path(folder, "program.py")
         script.write_text(textwrap.dedent(source))
@@ -130,7 +131,7 @@ def run_source(ranks: int, source: str, *args: object, **options: Any) -> Result
 
 
 def report(rank: int, value: Any) -> None:
-    """In a rank: hand ``value`` (JSON) to the test; the last one counts."""
+    """Pass ``value`` (JSON) from a rank to the test; the last value counts."""
     folder = Path(os.environ[REPORTS])
     partial = folder / f"{rank}.partial"
     partial.write_text(json.dumps(value))
@@ -139,7 +140,7 @@ def report(rank: int, value: Any) -> None:
 
 def require_mpi() -> None:
     """Skip the calling test if MPI is not installed."""
-    import pytest  # which no rank needs
+    import pytest  # the ranks do not need it
 
     reason = _why_no_mpi()
     if reason:
@@ -169,8 +170,8 @@ def _why_no_mpi() -> str:
 
 
 def base_environment() -> dict[str, str]:
-    """This process's environment for a job of its own, in which this package can be imported."""
-    # A test may itself run under a launcher; its variables are not for the job.
+    """Return this process's environment for a separate job that can import this package."""
+    # The test may itself run under a launcher, whose variables do not apply to the job.
     foreign = ("OMPI_COMM_WORLD", "PMIX_", "PMI_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "MASTER_")
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [inherited.get("PYTHONPATH")])]
@@ -178,7 +179,7 @@ def base_environment() -> dict[str, str]:
 
 
 def _await_end(process: subprocess.Popen[bytes], deadline: float, interrupt_when: str | None, stdout: Path) -> bool:
-    """Return whether the job ended on its own; its processes are killed otherwise."""
+    """Return whether the job ended on its own; otherwise kill its processes."""
     finished = True
     try:
         while process.poll() is None:
@@ -191,13 +192,13 @@ def _await_end(process: subprocess.Popen[bytes], deadline: float, interrupt_when
                 interrupt_when = None
             time.sleep(0.02)
     finally:
-        _kill_session(process.pid)  # ranks are in process groups of their own, but in mpirun's session
+        _kill_session(process.pid)  # ranks are in their own process groups, but in mpirun's session
         process.wait()
     return finished
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Let mpirun clear away its shared memory; the session is killed afterwards in any case."""
+    """Let mpirun remove its shared memory, and then kill the session."""
     process.terminate()
     try:
         process.wait(5)
@@ -206,7 +207,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill_session(session: int) -> None:
-    """Kill whatever is left of the session that mpirun was started in."""
+    """Kill the remaining processes of the session in which mpirun was started."""
     for pid in _processes_of(session):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -221,7 +222,7 @@ def _processes_of(session: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             pid = int(entry.name)
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()  # the name may hold anything
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()  # the name may contain any characters
             if fields[3] == str(session):
                 found.append(pid)
     return found

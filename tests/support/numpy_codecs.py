@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
-#: Encodes one block.
+#: Function that encodes one block.
 Encoder = Callable[[Floats], bytes]
-#: Decodes the bytes of one block of as many values.
+#: Function that decodes the bytes of one block with this number of values.
 Decoder = Callable[[bytes, int], Floats]
 
 NAN = np.float32(np.nan).tobytes()
@@ -98,7 +98,7 @@ def decode_q4(encoded: bytes, count: int) -> Floats:
 
 
 def encode_topk(block: Floats) -> bytes:
-    """Keep 3 %, as by default."""
+    """Keep 3 % of the values, the default."""
     magnitudes = np.abs(block).view(np.int32)
     order = sorted(range(len(block)), key=lambda place: (-int(magnitudes[place]), place))
     places = sorted(order[: math.ceil(0.03 * len(block))])

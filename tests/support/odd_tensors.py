@@ -6,8 +6,8 @@ import torch
 
 
 def odd_tensors() -> dict[str, torch.Tensor]:
-    """New ones, each with memory of its own."""
-    column = torch.arange(6.0).reshape(3, 2)[:1, 1]  # one element and stride 2: contiguous, by torch's word
+    """Return new tensors, each with its own memory."""
+    column = torch.arange(6.0).reshape(3, 2)[:1, 1]  # one element and stride 2, which torch calls contiguous
 
     def pair() -> torch.Tensor:
         return torch.tensor([[1 + 2j, -3j], [0.5, -1 - 1j]])
@@ -40,14 +40,14 @@ def odd_tensors() -> dict[str, torch.Tensor]:
     return found
 
 
-#: All have at least one dimension.
+#: All of these tensors have at least one dimension.
 ODD = odd_tensors()
 
 
 def not_dense() -> dict[str, torch.Tensor]:
     """Make tensors without plain values in memory, by a word of the error that refuses them.
 
-    For a jagged tensor torch imports its compiler, which takes seconds.
+    torch imports its compiler for a jagged tensor, which takes seconds.
     """
     return {
         "meta": torch.ones(2, device="meta"),
@@ -57,11 +57,11 @@ def not_dense() -> dict[str, torch.Tensor]:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """The values' bytes, by way of a plain tensor that torch copies them to."""
+    """Return the values' bytes, copied by torch to a plain tensor."""
     plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
 def same(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Equal in dtype, shape and bits."""
+    """Return whether dtype, shape and bits are equal."""
     return (one.dtype, one.shape) == (two.dtype, two.shape) and bits(one) == bits(two)

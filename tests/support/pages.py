@@ -1,16 +1,16 @@
-"""The blocks of README.md, CONTRIBUTING.md and the pages in ``docs``, with what comments before them tell the tests.
+"""Reads the blocks of README.md, CONTRIBUTING.md and the pages in ``docs``, and the comments before them.
 
-A comment stands directly before its block, and is not shown:
+A comment stands directly before its block, and is not visible on the page:
 
 - ``<!-- not run: REASON -->``
-- ``<!-- before`` lines of Python ``-->``: what the block takes from elsewhere;
-- ``<!-- after`` lines of Python ``-->``: how what it defines is run;
-- ``<!-- files: PAGE -->``: its commands are given the files of another page;
-- ``<!-- varies -->``: of what a command prints the numbers are not compared;
-- ``<!-- timing -->``: nor whether it prints it, only that it prints nothing else;
+- ``<!-- before`` lines of Python ``-->``: definitions that the block needs;
+- ``<!-- after`` lines of Python ``-->``: code that runs the block's definitions;
+- ``<!-- files: PAGE -->``: the block's commands can use the files of another page;
+- ``<!-- varies -->``: the numbers that a command prints are not compared;
+- ``<!-- timing -->``: the command need not print the lines, but must not print other lines;
 - ``<!-- exit N -->``: the exit code of its last command.
 
-Blocks of Python of one page run in its order, in one module; one with a title is a file, and a module of its own.
+The Python blocks of a page run in order, in one module; a block with a title is a file, and a separate module.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Block:
     """A block of code.
 
     Attributes:
-        place: its page and line, for reports.
-        language: as after its first fence.
-        title: the name of a file, or "".
-        text: what it holds.
-        comments: what the comments before it say, by their first word.
+        place: Page and line of the block, for reports.
+        language: Language after the opening fence.
+        title: Name of a file, or "".
+        text: Content of the block.
+        comments: Content of the comments before the block, by their first word.
     """
 
     place: str
@@ -45,18 +45,18 @@ class Block:
 
     @property
     def is_run(self) -> bool:
-        """Whether it can be."""
+        """Return whether the tests run the block."""
         return "not run" not in self.comments
 
     def program(self) -> str:
-        """Its text; of a difference, the text after the change."""
+        """Return the program: the block's text; for a diff, the text after the change."""
         if self.language != "diff":
             return self.text
         return "".join(f"{line[2:]}\n" for line in self.text.splitlines() if line[:1] != "-")
 
 
 def blocks(page: Path) -> list[Block]:
-    """All blocks of a page."""
+    """Return all blocks of a page."""
     text = page.read_text()
     found = []
     for block in _BLOCK.finditer(text):
@@ -77,10 +77,10 @@ def blocks(page: Path) -> list[Block]:
 
 
 def pages_with(*languages: str) -> list[Path]:
-    """The pages that have such blocks which are run."""
+    """Return the pages that contain blocks in these languages that are run."""
     return [page for page in PAGES if any(block.language in languages and block.is_run for block in blocks(page))]
 
 
 def name_of(page: Path) -> str:
-    """The page as tests are called by it."""
+    """Return the name of a page in the names of tests."""
     return str(page.relative_to(ROOT))

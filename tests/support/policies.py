@@ -25,12 +25,12 @@ from protocols import (
 )
 from support.local import run
 
-#: Steps within which a rank of these small populations must have been replaced; rounds take about ten.
+#: Number of steps within which a rank of these small populations must have been replaced; rounds take about ten.
 PLENTY = 400
 
 
 class Lockstep:
-    """Keeps some ranks of this process at the same step, whatever each of them has to do in it."""
+    """Keeps some ranks of this process at the same step, whatever each of them does in it."""
 
     def __init__(self, ranks: int) -> None:
         self._barrier = asyncio.Barrier(ranks)

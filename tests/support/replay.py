@@ -13,7 +13,7 @@ Client = Callable[[ad.World, ReplayBuffer], Coroutine[Any, Any, Any]]
 
 
 def on_ranks(ranks: int, client: Client, **options: Any) -> Main:
-    """The last rank serves, the others are clients of one buffer each."""
+    """Return a main in which the last rank serves, and each other rank is the client of one buffer."""
 
     async def main(world: ad.World) -> Any:
         if world.rank == ranks - 1:

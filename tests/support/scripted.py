@@ -38,7 +38,7 @@ class ScriptedRequest:
 
 
 class ScriptedTransport:
-    """Hands out scripted requests; by default it does not ring, as MPI does not."""
+    """Returns scripted requests; by default it does not ring a doorbell when a message arrives, like MPI."""
 
     def __init__(self, *, wakes: bool = False) -> None:
         self.rank, self.size, self.name = 0, 4, "scripted"

@@ -8,6 +8,9 @@ import pytest
 
 
 def seeds(count: int) -> list[Any]:
-    """So many, for ``parametrize``; those behind the first quarter, and behind the first two, are marked ``long``."""
+    """Return this number of seeds for ``parametrize``.
+
+    All except the first quarter (at least two) are marked ``long``.
+    """
     first = max(2, -(-count // 4))
     return [pytest.param(seed, marks=[pytest.mark.long] * (seed >= first)) for seed in range(count)]

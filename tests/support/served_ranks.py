@@ -16,7 +16,7 @@ from asyncdist.story import sockets
 
 
 class ServedRanks:
-    """Answers requests for counters as ranks would; requests for stories get no answer.
+    """Answers requests for counters as ranks would; requests for reports get no answer.
 
     Attributes:
         asked: Number of requests for counters, by rank.
@@ -46,7 +46,7 @@ class ServedRanks:
         self.close()
 
     def close(self) -> None:
-        """End all ranks, as ranks end that return from main; do nothing if they have ended."""
+        """End all ranks, like ranks that return from main; do nothing if they have ended."""
         if not self._opened:
             return
         self._wake[1].send(b"!")

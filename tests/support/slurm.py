@@ -2,8 +2,8 @@
 
     result = run(2, ["srun", "-n", "4", "python", "train.py"]).check()
 
-The daemons are Debian's (packages slurm-wlm, munge and, for PMIx, libpmix-dev). They are started on the hosts and end
-with them. A test that calls this is skipped, with the reason, where they are not installed.
+The daemons are Debian's (packages slurm-wlm, munge and, for PMIx, libpmix-dev). They are started on the virtual hosts
+and end with them. A test that calls this function is skipped, with the reason, if they are not installed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ START_S = 30.0
 
 def run(count: int, words: Sequence[object], *, timeout_s: float = 100.0) -> torchrun.Result:
     """Run ``words`` on the login node of a Slurm with ``count`` nodes of two cores, until it ends."""
-    import pytest  # which the program on the login node does not need
+    import pytest  # the program on the login node does not need it
 
     from support import hosts
 
@@ -69,8 +69,8 @@ def main(folder: Path, count: int, words: Sequence[str]) -> None:
     key.chmod(0o400)
     (folder / "state").mkdir()
     (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, count=count))
-    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # not those of this machine
-    # The plugin for PMIx makes a folder that only one host may make.
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # not this machine's control groups
+    # The plugin for PMIx makes a folder that only one of the hosts may make.
     (folder / "mpi.conf").write_text("PMIxCliTmpDirBase=/dev/shm\n")
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
     places = {"key-file": key.name, "socket": "munge.socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}

@@ -25,7 +25,7 @@ VALUES = {1: 1e8, 2: -3.3333334e7, 3: 1.0, 4: 0.1, 5: -7.0}
 
 @dataclass(slots=True)
 class Party:
-    """One replacer, rank 0, and donors with a snapshot each, of a state that is the same everywhere but in value."""
+    """One replacer, rank 0, and donors with a snapshot each, of states that differ only in their values."""
 
     worlds: list[World]
     state: FlatState
@@ -48,7 +48,7 @@ class Party:
         return party
 
     def offer(self, donor: int) -> None:
-        """The donor has its snapshot."""
+        """Record that the donor has its snapshot."""
         self.offers[donor] = self.desks[donor].offer(ROUND, self.snapshots[donor], self.freed.append)
 
     def intake(
@@ -74,13 +74,13 @@ class Party:
         return self.worlds[0].time() + 60.0
 
     def check(self, accumulator: FlatBuffers) -> None:
-        """It holds the average to the bit."""
+        """Check that the accumulator contains the average, bit for bit."""
         given: dict[int, State] = {rank: dict(snapshot.by_name()) for rank, snapshot in self.snapshots.items()}
         for name, tensor in accumulator.by_name().items():
             assert same_bits(tensor, expected_average(name, given, WEIGHTS, BEST, None, 0.0)), name
 
     async def is_over(self) -> None:
-        """Nothing is left of the exchange, on either side."""
+        """Return whether nothing of the exchange is left, on either side."""
         world = self.worlds[0]
         await eventually(lambda: not world.services.slots.taken_count and not world.services.slots.discarding_count)
         await eventually(lambda: not any(offer.streams for offer in self.offers.values()))

@@ -17,20 +17,20 @@ STEADY = Network(
     eager_nbytes=1000,
 )
 
-#: Turns of the loop and transfers of a few bytes.
+#: Duration of turns of the loop and transfers of a few bytes.
 CLOSE_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A message."""
+    """A message with a number."""
 
     value: int
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings that are expected: lost coordinators, dropped frames."""
+    """Suppress the expected warnings: lost coordinators, dropped frames."""
     logging.disable(logging.ERROR)
     try:
         yield

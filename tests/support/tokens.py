@@ -6,5 +6,5 @@ from typing import Any
 
 
 def tokens_for(policy: Any, count: float) -> float | None:
-    """Return ``count``, or None for a policy that counts no tokens, whose ``step`` refuses them."""
+    """Return ``count``, or None for a policy that does not count tokens, whose ``step`` refuses them."""
     return None if policy._own_options.weights == "equal" else count

@@ -1,14 +1,14 @@
-"""Run Python on several ranks of torch.distributed: the same as ``support.mpi``, without MPI.
+"""Runs Python on several ranks of torch.distributed, like ``support.mpi``, but without MPI.
 
     result = run_ranks(3, "tests/support/some_program.py", "--option", timeout_s=60)
     assert result.check().reports == {0: 2, 1: 2}
 
-- The ranks are started here, with the variables that torchrun sets, and no agent over them: a rank that is killed takes
-  nobody along. ``run_torchrun`` starts the real one, which takes some seconds more.
-- ``support.mpi.report(rank, value)`` in a rank brings values back, as under MPI.
-- Ranks start warm, see ``support.warm``, those of torchrun as well.
-- At the timeout everything that was started is killed, and the call raises AssertionError with the output so far.
-- The lines that Gloo prints on standard output are left out of a result: see ``without_gloo``.
+- The ranks are started here, with the variables that torchrun sets, and without an agent, so a killed rank does not end
+  the others. ``run_torchrun`` starts the real torchrun, which takes some seconds more.
+- ``support.mpi.report(rank, value)`` in a rank returns values, as under MPI.
+- Ranks start warm, even those of torchrun; see ``support.warm``.
+- At the timeout, all started processes are killed, and the call raises AssertionError with the output so far.
+- The lines that Gloo prints on standard output are left out of a result; see ``without_gloo``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Result:
         return self
 
     def output(self) -> str:
-        """Everything that was printed, for a message."""
+        """Return everything that was printed, for an error message."""
         return f"--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
 
 
@@ -77,15 +77,15 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     missing: Sequence[int] = (),
 ) -> Result:
-    """Run a Python script on ``ranks`` ranks; see the module's text.
+    """Run a Python script on ``ranks`` ranks; see the module's docstring.
 
     Args:
-        ranks: how many processes.
-        script: a path.
-        args: the script's arguments.
-        timeout_s: of wall-clock time, for everything.
-        env: added to this process's environment.
-        missing: ranks that are not started.
+        ranks: Number of processes.
+        script: Path of the script.
+        args: Arguments of the script.
+        timeout_s: Wall-clock seconds for everything.
+        env: Variables to add to this process's environment.
+        missing: Ranks that are not started.
     """
     port = local_host.find_free_port()
     command = [sys.executable, *warm.command(script, args, base_environment(), env or {})]
@@ -94,7 +94,7 @@ def run_ranks(
 
 
 def run_source(ranks: int, source: str, *args: object, **options: Any) -> Result:
-    """``run_ranks`` of a program given as text."""
+    """Call ``run_ranks`` with a program given as text."""
     with tempfile.TemporaryDirectory(prefix="asyncdist-test-") as folder:
         script = Path(folder, "program.py")
         script.write_text(textwrap.dedent(source))
@@ -102,7 +102,7 @@ def run_source(ranks: int, source: str, *args: object, **options: Any) -> Result
 
 
 def run_torchrun(ranks: int, source: str, *args: object, options: Sequence[str] = (), timeout_s: float = 100) -> Result:
-    """A program given as text, under the torchrun of this interpreter."""
+    """Run a program given as text under the torchrun of this interpreter."""
     with tempfile.TemporaryDirectory(prefix="asyncdist-test-") as folder:
         script = Path(folder, "program.py")
         script.write_text(textwrap.dedent(source))
@@ -113,15 +113,15 @@ def run_torchrun(ranks: int, source: str, *args: object, options: Sequence[str] 
 def run_torchruns(
     agents: int, source: str, *args: object, options: Sequence[str] = (), timeout_s: float = 300, **env: str
 ) -> Result:
-    """A program given as text, one rank under each of several agents of torchrun, which stand for hosts.
+    """Run a program given as text, with one rank under each of several agents of torchrun, which represent hosts.
 
     Args:
-        agents: how many.
-        source: the program.
-        args: its arguments.
-        options: of torchrun.
-        timeout_s: of wall-clock time, for everything.
-        env: added to this process's environment.
+        agents: Number of agents.
+        source: Program as text.
+        args: Arguments of the program.
+        options: Options of torchrun.
+        timeout_s: Wall-clock seconds for everything.
+        env: Variables to add to this process's environment.
     """
     where = ["--nnodes", str(agents), "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
     where += ["--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{local_host.find_free_port()}"]
@@ -180,7 +180,7 @@ def without_gloo(stdout: str) -> str:
 
 
 def _await_end(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
-    """Whether all ended by themselves; nothing of them lives on either way."""
+    """Return whether all processes ended on their own; kill the remaining processes in any case."""
     try:
         for process in processes:
             process.wait(max(0.1, deadline - time.monotonic()))

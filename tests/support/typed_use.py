@@ -1,7 +1,7 @@
 """Shows what a type checker sees of a program: mypy reads this file with the package, and nothing runs it.
 
-A misspelled or mistyped option must be an error. Each such line expects its error by an ignore comment, and mypy, which
-is strict here, reports an ignore comment without an error.
+A misspelled or mistyped option must be an error. Each line with such an option has an ignore comment; mypy, which is
+strict here, reports an ignore comment without an error.
 """
 
 from __future__ import annotations

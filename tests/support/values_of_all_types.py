@@ -1,4 +1,4 @@
-"""Values of every type that travels, some that must not, and what "the same" means: type, content, order, bits."""
+"""Values of every type that can be sent, values that cannot, and a comparison of type, content, order and bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support import odd_tensors
 
 
 def same(one: Any, two: Any) -> bool:
-    """Equal in type and content, at every depth."""
+    """Return whether two values are equal in type and content, at every depth."""
     if type(one) is not type(two):
         return False
     if isinstance(one, torch.Tensor):
@@ -38,7 +38,7 @@ def same(one: Any, two: Any) -> bool:
 
 
 def canonical(value: Any) -> str:
-    """The text of a hashable value, whatever the order in which its sets are iterated."""
+    """Return a string for a hashable value that does not depend on the order of its sets."""
     if isinstance(value, tuple):
         return f"({', '.join(map(canonical, value))},)"
     if isinstance(value, (set, frozenset)):
@@ -108,7 +108,7 @@ VALUES: list[Any] = [
     *_tensors(),
     {"state": {"weight": torch.arange(4.0), "step": 3}, "shape": (2, 2)},
 ]
-#: Beyond what goes along with an outcome.
+#: Values that cannot be sent with an outcome.
 LARGE: list[Any] = [
     list(range(5000)),
     "x" * 100_000,
@@ -136,7 +136,7 @@ def _endless() -> list[Any]:
     return found
 
 
-#: And what the error says.
+#: Expected text of the error.
 UNSUPPORTED: list[tuple[Any, str]] = [
     (Own(), "Own"),
     ({"a": [1, Own()]}, "['a'][1]"),

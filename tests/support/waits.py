@@ -1,4 +1,4 @@
-"""The tasks that an error or a printed text lists as waiting, without the words around them."""
+"""Reads the waiting tasks that an error or a printed text lists, whatever its wording."""
 
 from __future__ import annotations
 

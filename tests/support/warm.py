@@ -1,22 +1,22 @@
-"""Ranks that find torch imported: forked from a process that has done it once for all jobs of a test session.
+"""Starts ranks that need not import torch: they are forked from a server that has imported it once for a test session.
 
     asyncdist run -n 4 tests/support/warm.py SOCKET script.py arguments...     what support.mpi starts
     python tests/support/warm.py SOCKET script.py arguments...                 a rank that support.torchrun starts
     asyncdist run -n 4 script.py arguments...                                  anything, in ``environment``
 
-Importing torch takes 1.5 s of a core, and making the first optimizer as much again, for each rank of each job: nearly
-all that a short job costs. What mpirun (or a test) starts in a rank's place asks the *server* for a child, hands over
-its arguments, environment, directory, open files and namespaces (those of a host of ``tools/hosts``), passes signals on
-to it, and ends as it ends. The child runs the script as ``asyncdist run`` does, by ``launch``.
+Importing torch takes 1.5 s of a core, and creating the first optimizer as much again, for each rank of each job: most
+of the time of a short job. The process that mpirun (or a test) starts instead of a rank asks the *server* for a child.
+It passes its arguments, environment, directory, open files and namespaces (those of a virtual host) to the child,
+passes signals on, and ends as the child ends. The child runs the script as ``asyncdist run`` does, by ``launch``.
 
-- mpi4py, MPI, process groups and event loops are nothing that the server knows of: each rank starts its own.
-- Who lives with whom: a rank dies with what mpirun has started for it, and with the server; the server with the test
+- The server does not use mpi4py, MPI, process groups or event loops: each rank starts its own.
+- A rank ends with the process that mpirun has started for it, and with the server. The server ends with the test
   session, whose pipe is its standard input.
-- What is not as in a process of its own: ranks share one seed of ``hash``, and what is asked at torch's import has been
-  asked before. Jobs with such variables start cold.
-- Programs that start ranks by themselves, such as the demo and what the documentation's pages show, start them warm
-  where they have the variables of ``environment``: Python reads ``warm_site/sitecustomize.py`` before all else.
-- Linux only. Elsewhere every rank starts cold.
+- Two properties differ from a separate process: ranks share one seed of ``hash``, and variables that torch reads when
+  it is imported are those of the server. Jobs with such variables start cold.
+- Programs that start ranks themselves, such as the demo and the documentation's programs, start them warm if they have
+  the variables of ``environment``: Python reads ``warm_site/sitecustomize.py`` first.
+- This works on Linux only. On other systems, every rank starts cold.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-#: Read when Python, OpenMP or torch are loaded.
+#: Variables that are read when Python, OpenMP or torch are loaded.
 COLD_PREFIXES = ("PYTHON", "OMP_", "MKL_", "TORCH", "PYTORCH")
-#: Above every number that a launcher gives to the files of a rank.
+#: First file descriptor above those that a launcher passes to a rank.
 SPARE_FD = 200
 LENGTH_NBYTES = 8
-#: In the order of entry: the mount namespace is last, since the others are found in its /proc.
+#: Namespaces in the order of entry: the mount namespace is last, because the others are found in its /proc.
 NAMESPACES = ("ipc", "uts", "net", "pid", "mnt")
-#: Tells processes below a test where the server listens, and with which variables it started.
+#: Variable that tells processes of a test the server's address, and the variables with which the server started.
 VARIABLE = "ASYNCDIST_TEST_WARM"
-#: In the place of a rank's script: the command ``asyncdist``.
+#: Word that stands instead of a rank's script: the command ``asyncdist``.
 SIMULATION = "asyncdist"
-#: For ``environment``: those in which people train, which take seconds to import.
+#: Training libraries for ``environment``, which take seconds to import.
 LIBRARIES = ("lightning", "transformers", "transformers.trainer", "accelerate")
-#: Simulations start again with this where it is missing.
+#: Variable without which simulations restart.
 HASHES = {"PYTHONHASHSEED": "0"}
 
 
@@ -93,14 +93,17 @@ def environment(base: Mapping[str, str], *libraries: str, simulates: bool = Fals
 
 
 def _asked(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a warm process must share with its server. Torchrun's are read by nobody before the script."""
+    """Return the variables that a warm process must share with its server.
+
+    No program reads torchrun's before the script.
+    """
     is_asked = {name: name.startswith(COLD_PREFIXES) and not name.startswith("TORCHELASTIC_") for name in environ}
     return {name: environ[name] for name in environ if is_asked[name]}
 
 
 @functools.cache
 def _server(asked: frozenset[tuple[str, str]], libraries: tuple[str, ...] = ()) -> str:
-    """Start one, with these variables and imports; it lives as long as this process. Returns where it listens."""
+    """Start a server with these variables and imports, which lives as long as this process. Return its address."""
     folder = tempfile.TemporaryDirectory(prefix="asyncdist-test-")
     path = str(Path(folder.name, "warm"))
     process = subprocess.Popen(
@@ -145,7 +148,10 @@ def be_warm() -> None:
 
 
 def be_rank(path: str, arguments: list[str]) -> NoReturn:
-    """Ask for a child and end as it ends. What else the launcher has given to this process goes along."""
+    """Ask for a child and end as the child ends.
+
+    The child also gets everything that the launcher has passed to this process.
+    """
     files = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 0 and _is_inherited(fd)]
     namespaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
     job = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd(), "files": files}
@@ -156,7 +162,7 @@ def be_rank(path: str, arguments: list[str]) -> NoReturn:
         connection.sendall(text)
         word, children, _, _ = socket.recv_fds(connection, 1, 1)
         if not word:
-            os._exit(1)  # the server is gone
+            os._exit(1)  # the server has ended
 
         def forward(number: int, _frame: FrameType | None) -> None:
             with contextlib.suppress(ProcessLookupError):
@@ -165,7 +171,8 @@ def be_rank(path: str, arguments: list[str]) -> NoReturn:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, forward)
         status = connection.recv(LENGTH_NBYTES, socket.MSG_WAITALL)
-    end_as(int.from_bytes(status) if len(status) == LENGTH_NBYTES else 1 << 8)  # the server is gone, and its children
+    # the server has ended, and its children with it
+    end_as(int.from_bytes(status) if len(status) == LENGTH_NBYTES else 1 << 8)
 
 
 def end_as(status: int) -> NoReturn:
@@ -181,7 +188,7 @@ def end_as(status: int) -> NoReturn:
 def _is_inherited(fd: int) -> bool:
     try:
         return os.get_inheritable(fd)
-    except OSError:  # the one that listed the others
+    except OSError:  # the descriptor with which the others were listed
         return False
 
 
@@ -189,7 +196,7 @@ def _is_inherited(fd: int) -> bool:
 
 
 def serve(path: str, libraries: Sequence[str]) -> dict[str, Any]:
-    """Fork a child for everybody who asks. Returns in the children: what to be."""
+    """Fork a child for every request. In a child, return its job."""
     for name in libraries:
         importlib.import_module(name)
     import optree  # noqa: F401
@@ -200,10 +207,11 @@ def serve(path: str, libraries: Sequence[str]) -> dict[str, Any]:
     import protocols  # noqa: F401
     from asyncdist.runtime.process import spare_collections
 
-    assert len({ad.run, ad.barrier}) == 2  # imports all modules that a rank needs
+    assert len({ad.run, ad.barrier}) == 2  # importing these names imports all modules that a rank needs
     assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
-    # Without this each rank that collects garbage writes to all imported objects, and so copies them. As in a rank that
-    # starts cold, all is collected at the end if nanobind looks for leaks: the GPU builds of torch 2.15 import Triton.
+    # Freezing prevents each rank's garbage collections from writing to all imported objects, and so copying them. At
+    # the end everything is collected, as in a rank that starts cold, if nanobind looks for leaks: the GPU builds of
+    # torch 2.15 import Triton.
     spare_collections()
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -218,7 +226,7 @@ def serve(path: str, libraries: Sequence[str]) -> dict[str, Any]:
 
 
 def _serve(listener: socket.socket, ready: selectors.BaseSelector) -> dict[str, Any]:
-    clients: dict[int, socket.socket] = {}  # by the pidfd of their child
+    clients: dict[int, socket.socket] = {}  # connections by the pidfd of their child
     while True:
         for key, _ in ready.select():
             if key.fd == 0:
@@ -250,13 +258,13 @@ def _serve(listener: socket.socket, ready: selectors.BaseSelector) -> dict[str, 
                 with contextlib.suppress(KeyError):
                     ready.unregister(client)
                 client.close()
-            elif clients.get(key.data) is key.fileobj:  # whom mpirun sees has been killed
+            elif clients.get(key.data) is key.fileobj:  # the process that mpirun sees has been killed
                 ready.unregister(key.fileobj)
                 signal.pidfd_send_signal(key.data, signal.SIGKILL)
 
 
 def _receive_job(client: socket.socket) -> dict[str, Any] | None:
-    """Receive a request; return None if the sender was killed while it asked."""
+    """Receive a request; return None if the sender was killed while it sent the request."""
     received: list[int] = []
     try:
         length, received, _, _ = socket.recv_fds(client, LENGTH_NBYTES, SPARE_FD)
@@ -273,14 +281,14 @@ def _close(files: Sequence[int]) -> None:
 
 
 def become(job: dict[str, Any], server: int) -> None:
-    """In a child: be the rank."""
+    """Become the rank, in a child."""
     from asyncdist import cli, rank_program
     from asyncdist.launch import guardians
 
     guardians.die_with_parent(server)
     files, namespaces = job["received"][: -len(NAMESPACES)], job["received"][-len(NAMESPACES) :]
     if _enter(namespaces):
-        child = os.fork()  # only who is born after that is a process of the other namespace
+        child = os.fork()  # only later children are in the new process namespace
         if child:
             end_as(os.waitpid(child, 0)[1])
         guardians.die_with_parent(os.getppid())

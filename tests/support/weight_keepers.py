@@ -1,4 +1,4 @@
-"""Optimizers that keep weights of their own, each like one from a known library."""
+"""Optimizers with their own copies of the weights, each like one from a known library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Masters(torch.optim.Optimizer):
-    """Plain SGD on float32 masters, which it keeps in its state under a name that nothing knows."""
+    """Plain SGD on float32 masters, which are in its state under an unknown name."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -25,7 +25,7 @@ class Masters(torch.optim.Optimizer):
 
 
 class MasterList:
-    """A wrapper as of mixed precision: the inner optimizer trains float32 masters, which are in no state."""
+    """A wrapper as for mixed precision: its inner optimizer trains float32 masters that are not in any state."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         self.model_parameters = list(parameters)
@@ -69,7 +69,7 @@ class FlatMaster(torch.optim.Optimizer):
 
 
 class Hidden(torch.optim.Optimizer):
-    """Keeps master weights in a place that a search does not find."""
+    """An optimizer whose master weights a search does not find."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})

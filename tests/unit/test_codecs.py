@@ -29,17 +29,17 @@ def normal(generator: np.random.Generator, count: int) -> Doubles:
 
 
 def spread(generator: np.random.Generator, count: int) -> Doubles:
-    """All magnitudes of float32, denormal and largest ones included."""
+    """Return values of all magnitudes of float32, including denormal and the largest ones."""
     return (generator.uniform(-1, 1, count) * 2.0 ** generator.integers(-150, 129, count)).clip(FINFO.min, FINFO.max)
 
 
 def ties(generator: np.random.Generator, count: int) -> Doubles:
-    """Few distinct values, among them halves of the scale of int8."""
+    """Return few distinct values, among them halves of int8's scale."""
     return generator.integers(-254, 255, count) / 2.0
 
 
 def grid(generator: np.random.Generator, count: int) -> Doubles:
-    """Multiples of 2^-6 up to 128, with more digits than a codec keeps."""
+    """Return multiples of 2^-6 up to 128, with more digits than a codec keeps."""
     return generator.integers(-(2**13), 2**13, count) / 64.0
 
 
@@ -48,13 +48,13 @@ def tiny(generator: np.random.Generator, count: int) -> Doubles:
 
 
 def extreme(generator: np.random.Generator, count: int) -> Doubles:
-    """The largest values of float32 among ordinary ones."""
+    """Return the largest values of float32 among ordinary values."""
     steps = generator.integers(0, 3, count) * 2.0**104
     return np.where(generator.random(count) < 0.1, generator.choice([-1, 1], count) * (FINFO.max - steps), 1e30)
 
 
 def sparse(generator: np.random.Generator, count: int) -> Doubles:
-    """Mostly zeros, of both signs, and whole blocks of them."""
+    """Return mostly zeros of both signs, with whole blocks of zeros."""
     return np.where(generator.random(count) < 2e-3, generator.standard_normal(count), generator.choice([0.0, -0.0]))
 
 
@@ -81,12 +81,12 @@ def decode(codec: Codec, encoded: Tensor, count: int) -> Tensor:
 
 
 def rows(values: Tensor, block: int = 256) -> Tensor:
-    """The values as rows of one block each, in float64, the last one filled up with zeros."""
+    """Return the values as rows of one block each, in float64; the last row is filled up with zeros."""
     return torch.nn.functional.pad(values.double(), (0, -len(values) % block)).view(-1, block)
 
 
 def largest(values: Tensor) -> Tensor:
-    """The largest magnitude of each block, as a column."""
+    """Return the largest magnitude of each block, as a column."""
     return rows(values).abs().amax(dim=1, keepdim=True)
 
 
@@ -207,7 +207,7 @@ def test_topk_sends_non_finite_values_first(bad: float) -> None:
     values[[17, 4999]] = bad
     decoded = decode(codec, encode(codec, values), 5000)
     assert decoded.isfinite().logical_not().nonzero().view(-1).tolist() == [17, 4999]
-    values[:200] = bad  # more than it can send
+    values[:200] = bad  # more values than the codec can send
     assert not decode(codec, encode(codec, values), 5000)[:123].isfinite().any()
 
 
@@ -278,7 +278,7 @@ def test_slices_of_whole_blocks_are_encoded_like_the_whole(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pieces_of_a_large_vector_are_encoded_like_the_whole(name: str) -> None:
-    """A vector that needs several passes of the codec, the last of which ends within a block."""
+    """The vector needs several passes of the codec, the last of which ends within a block."""
     count = 3 * (1 << 16) + 77
     values, codec = draw(normal, 7, count), find_codec(name)
     parts = [encode(codec, part) for part in torch.split(values, 1 << 14)]

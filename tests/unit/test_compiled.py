@@ -12,7 +12,7 @@ from asyncdist import compiled
 
 
 def test_an_edit_of_any_source_is_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A developer who edits a module and sees no effect would be furious."""
+    """An edit of a compiled module must have an effect."""
     monkeypatch.delenv(compiled.PURE_VARIABLE, raising=False)
     (tmp_path / "setup.py").touch()
     copy = copied(tmp_path / "asyncdist")

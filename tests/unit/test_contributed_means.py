@@ -1,4 +1,4 @@
-"""The mean cosine of contributions, the limits of messages about them, and the conclusions of a report about them."""
+"""Tests the mean cosine of contributions, the limits of messages about them, and a report's conclusions about them."""
 
 from __future__ import annotations
 

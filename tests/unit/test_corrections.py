@@ -18,13 +18,13 @@ from asyncdist.protocols.async_diloco.corrections import CGAD, HeLoCo, Staleness
 Array: TypeAlias = npt.NDArray[np.float64]
 
 SIZE = 257
-#: Every direction between a difference and the momentum, with numbers of many magnitudes.
+#: Differences in every direction relative to the momentum, with numbers of many magnitudes.
 ANGLES = st.floats(0.0, math.pi)
 SCALES = st.floats(-4, 4).map(lambda power: 10.0**power)
 
 
 def heloco(d: Array, m: Array, c_ok: float, k_s: float, k_d: float, kappa: float, beta_max: float) -> Array:
-    """Algorithm 2 of the paper for one tensor, with its small constant at 0; ``m`` is the running mean."""
+    """Return algorithm 2 of the paper for one tensor, with its small constant at 0; ``m`` is the running mean."""
     u, v = d / np.linalg.norm(d), m / np.linalg.norm(m)
     c = float(u @ v)
     conf = np.linalg.norm(d) / (np.linalg.norm(d) + kappa * np.linalg.norm(m))

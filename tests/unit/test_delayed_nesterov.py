@@ -42,7 +42,7 @@ def bits(tensors: list[Tensor]) -> list[bytes]:
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_a_delay_of_1_has_the_bits_of_torchs_nesterov(momentum: float) -> None:
-    """Whatever the activation is, and for values that are not on a grid. A fused kernel rounds otherwise."""
+    """This holds for any activation, and for values that are not on a grid. A fused kernel rounds differently."""
     anchor, *differences = draws(1, 51)
     nesterov = functools.partial(SGD, lr=0.07, momentum=momentum, nesterov=momentum > 0, fused=False)
     expected = ends(nesterov, anchor, differences)

@@ -102,7 +102,7 @@ class Story:
         self.sent[rank] += len(answers)
 
     def end_ranks(self) -> None:
-        """Have those go that are over."""
+        """End the ranks whose work is over."""
         self.gone |= {rank for rank in self.living if self.ranks[rank].is_over}
 
     def lose(self, rank: int) -> None:

@@ -150,7 +150,7 @@ def test_topk_without_error_feedback_warns_the_caller() -> None:
     ],
 )
 def test_members_compare_the_options_of_the_outer_optimizer(factory: Any, text: str) -> None:
-    """Regression: ranks with different lambdas began, and their anchors parted."""
+    """Regression: ranks with different lambdas started, and their anchors diverged."""
     assert DiLoCoOptions(outer_optimizer=factory).agreed()["outer_optimizer"] == text
 
 

@@ -42,15 +42,15 @@ NO_MPI = Installation(None, "cannot load MPI library", (), {})
         replace(UNDER_TORCHRUN, installation=NO_MPI),
         replace(UNDER_TORCHRUN, versions=WELL.versions | {"mpi4py": None}),
         replace(WELL, installation=NO_MPI, override="local"),
-        replace(WELL, installation=NO_MPI),  # jobs on torch need none
+        replace(WELL, installation=NO_MPI),  # jobs on torch do not need MPI
         replace(WELL, installation=NO_MPI, versions=WELL.versions | {"mpi4py": None}),
         replace(UNDER_MPIRUN, omp_threads="2"),
-        # More ranks than cores may be meant.
+        # More ranks than cores may be intended.
         replace(UNDER_MPIRUN, omp_threads="1", host_cores=2, own_cores=2),
         # mpirun has bound this rank to one core.
         replace(UNDER_MPIRUN, omp_threads="1", own_cores=1),
         replace(WELL, path_mpirun=("/venv/bin/mpirun", "openmpi")),
-        # mpirun has started it, torch needs none, and MPICH does not care.
+        # mpirun has started the rank; torch needs no setting, and MPICH is not affected.
         replace(UNDER_MPIRUN, is_unallowed_root=True),
         replace(UNDER_TORCHRUN, is_unallowed_root=True),
         replace(WELL, override="local", is_unallowed_root=True),

@@ -262,7 +262,7 @@ class Model:
                 assert self.is_weighed(number, dict(zip(donors, weights, strict=True))), f"round {number}: {donors}"
 
     def is_weighed(self, number: int, chosen: dict[int, float]) -> bool:
-        """Return whether the donors follow from the reports of the living and of some of the lost."""
+        """Return whether the donors follow from the reports of the living members and of some of the lost ones."""
         reports = dict(sorted(self.reports[number].items()))
         lost = [rank for rank in reports if rank not in self.members]
         for count in range(len(lost) + 1):

@@ -99,7 +99,7 @@ def test_a_policy_chooses_donors_and_weights_by_its_function() -> None:
 
 
 def test_a_census_chooses_by_the_same_function_of_what_is_left() -> None:
-    """The donor that is lost had made another rank one of the worse half."""
+    """Because of the lost donor, another rank had been in the worse half."""
     ledger = Ledger([0, 1, 2, 3], weigh=better_half)
     scores = {0: 0.5, 1: 0.25, 2: 0.125, 3: 1.0}
     for rank, score in scores.items():

@@ -1,4 +1,4 @@
-"""Tests the steps at which DiLoCo's fragments are due: in turn, at equal distances, also after a warm-up."""
+"""Tests the steps at which DiLoCo's fragments are due: in turn, at equal distances, even after a warm-up."""
 
 from __future__ import annotations
 

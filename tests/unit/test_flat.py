@@ -29,7 +29,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.com
 
 
 class Mixed(nn.Module):
-    """Tied weights, two float widths, BatchNorm, a scalar, an empty tensor, something not persistent."""
+    """A model with tied weights, two float widths, BatchNorm, a scalar, an empty and a non-persistent tensor."""
 
     def __init__(self, *, seed: int = 0) -> None:
         super().__init__()
@@ -152,7 +152,8 @@ def quantised() -> Tensor:
     return torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8)
 
 
-@pytest.mark.filterwarnings("ignore:.*(beta state|quantize_per_tensor).*:UserWarning")  # torch, about our bad inputs
+# torch warns about the invalid inputs of these tests
+@pytest.mark.filterwarnings("ignore:.*(beta state|quantize_per_tensor).*:UserWarning")
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
@@ -185,7 +186,7 @@ def test_lazy_parameters_are_refused_by_name() -> None:
 
 def test_a_dtensor_is_refused_by_name_and_by_what_takes_it() -> None:
     """Regression: for a DTensor's gradients torch raised an error about mixed tensors in the middle of a reduction."""
-    from torch.distributed.device_mesh import init_device_mesh  # which takes a second to import
+    from torch.distributed.device_mesh import init_device_mesh  # this import takes a second
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -205,7 +206,7 @@ def test_interleaved_views_do_not_overlap() -> None:
     assert len(FlatState(module_of(**columns())).entries) == 2
     base = torch.randn(12)
     assert len(FlatState(module_of(even=base[::2], odd=base[1::2])).entries) == 2
-    odd = torch.arange(8.0).as_strided((2, 3), (3, 2))  # 0 2 4 / 3 5 7: steps cross, elements never meet
+    odd = torch.arange(8.0).as_strided((2, 3), (3, 2))  # 0 2 4 / 3 5 7: the strides cross, but elements do not overlap
     model = module_of(odd=odd)
     state = FlatState(model)
     buffers = state.new_buffers()
@@ -216,7 +217,7 @@ def test_interleaved_views_do_not_overlap() -> None:
 @pytest.mark.parametrize("model", [nn.ReLU(), nn.Sequential(), nn.Identity()])
 def test_a_model_without_state_is_refused(model: nn.Module) -> None:
     said = f"{type(model).__name__} with neither parameters nor persistent buffers"
-    for refused in (model, weakref.proxy(model)):  # as average_models keeps it
+    for refused in (model, weakref.proxy(model)):  # average_models keeps such a reference
         with pytest.raises(ValueError, match=said):
             FlatState(refused)
 

@@ -1,4 +1,4 @@
-"""Tests which fragments a member captures and applies, in steps that are cancelled or whose means are late as well."""
+"""Tests which fragments a member captures and applies, even in steps that are cancelled or whose means are late."""
 
 from __future__ import annotations
 

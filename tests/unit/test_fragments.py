@@ -111,10 +111,10 @@ def test_strided_layers_take_turns_and_the_rest_is_first() -> None:
     ("names", "count", "expected"),
     [
         (["0.weight", "2.weight", "4.weight"], 3, [["0.weight"], ["2.weight"], ["4.weight"]]),  # nn.Sequential
-        (["h.9.w", "h.10.w", "h.100.w"], 2, [["h.9.w", "h.100.w"], ["h.10.w"]]),  # by number, not by text
+        (["h.9.w", "h.10.w", "h.100.w"], 2, [["h.9.w", "h.100.w"], ["h.10.w"]]),  # by number, not as text
         (["encoder.layers.1.w", "decoder.layers.1.w"], 1, [["encoder.layers.1.w", "decoder.layers.1.w"]]),
         (["blocks.0.1.w", "blocks.1.0.w"], 2, [["blocks.0.1.w"], ["blocks.1.0.w"]]),  # the first number
-        (["conv2d.w", "fc1.w"], 1, [["conv2d.w", "fc1.w"]]),  # digits inside a name are no layer
+        (["conv2d.w", "fc1.w"], 1, [["conv2d.w", "fc1.w"]]),  # digits inside a name are not a layer
     ],
 )
 def test_strided_layers_are_the_first_numbers(names: list[str], count: int, expected: list[list[str]]) -> None:

@@ -30,7 +30,7 @@ def test_the_time_to_send_an_anchor_is_that_of_the_slowest_rank() -> None:
     times.on_taken(1, 1, 12.0)
     assert (times.longest((0,)), times.longest((0, 1)), times.longest((0, 1, 7))) == (0.5, 2.0, 2.0)
     times.on_decided(2, (1,), 20.0)
-    times.on_taken(1, 1, 25.0)  # repeated, of an earlier version
+    times.on_taken(1, 1, 25.0)  # repeated for an earlier version
     assert times.longest((0, 1)) == 2.0
     times.on_taken(2, 1, 20.25)
     assert times.longest((0, 1)) == 0.5

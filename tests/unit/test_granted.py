@@ -32,7 +32,7 @@ class Work:
 
 
 class Wire:
-    """Stands for gloo in one direction: the n-th send on a tag matches the n-th receive."""
+    """Replaces gloo in one direction: the n-th send on a tag matches the n-th receive."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -112,7 +112,7 @@ def ends() -> Iterator[list[End]]:
 
 
 def complete(*requests: Request) -> None:
-    """Test them, as the engine does, until all are done."""
+    """Test these requests, as the engine does, until all are complete."""
     deadline = time.monotonic() + LIMIT_S
     while not all(request.test() for request in requests):
         assert time.monotonic() < deadline
@@ -162,7 +162,7 @@ def test_what_is_cancelled_is_answered_with_nothing(ends: list[End]) -> None:
 
 
 def test_nothing_comes_in_its_turn(ends: list[End]) -> None:
-    """The receive before the cancelled one still waits for its message."""
+    """The receive before the cancelled receive still waits for its message."""
     rooms = [bytearray(1) for _ in range(3)]
     receives = [ends[1].passage.receive(room) for room in rooms]
     receives[1].cancel()
@@ -179,7 +179,7 @@ def test_a_message_that_is_on_its_way_comes_all_the_same(ends: list[End]) -> Non
     first = ends[1].passage.receive(rooms[0])
     sends = [ends[0].passage.send(memoryview(b"1"))]
     first.cancel()
-    hear_all(ends[0])  # too late: it has been sent
+    hear_all(ends[0])  # too late: the message has been sent
     sends.append(ends[0].passage.send(memoryview(b"2")))
     complete(first, ends[1].passage.receive(rooms[1]), *sends)
     assert (first.cancelled, rooms) == (False, [b"1", b"2"])

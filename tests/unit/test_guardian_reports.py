@@ -15,7 +15,8 @@ from asyncdist.launch.supervision.guardian_reports import GuardianReports
 @pytest.fixture
 def token(monkeypatch: pytest.MonkeyPatch) -> str:
     text = secrets.token_hex(8)
-    monkeypatch.setenv(guardians.REPORTS_VARIABLE, f"{os.getpid()} 2 {text}")  # the number is that of another process
+    # the process number belongs to another process
+    monkeypatch.setenv(guardians.REPORTS_VARIABLE, f"{os.getpid()} 2 {text}")
     monkeypatch.setenv("RANK", "3")
     return text
 
@@ -28,7 +29,7 @@ def test_reports_are_told_in_order_and_nothing_is_left(token: str) -> None:
     guardian.write("guarded", os.getpid())
     guardian.write("ended", -9)
     guardian.close()
-    agent.send_signal(3, 0)  # its guardian has ended
+    agent.send_signal(3, 0)  # the guardian has ended
     agent.close()
     assert told == [f"3 guarded {os.getpid()}", "3 ended -9"]
     assert not os.path.exists(os.path.dirname(guardians.reports_path(token)))

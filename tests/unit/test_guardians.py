@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not guardians.ARE_HERE, reason="there are no gua
 
 @pytest.mark.parametrize(("code", "waits"), [(-9, True), (1, True), (0, False)])
 def test_a_failure_is_reported_until_it_has_been_read(code: int, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise mpirun stops the other ranks first, and their lines stand above the cause."""
+    """Otherwise mpirun stops the other ranks first, and their lines precede the cause."""
     monkeypatch.setattr(guardians, "_READ_S", 60.0)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv(guardians.REPORTS_VARIABLE, raising=False)
@@ -35,7 +35,7 @@ def test_a_failure_is_reported_until_it_has_been_read(code: int, waits: bool, mo
 
 
 def test_a_report_that_is_not_read_holds_no_guardian(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher that has stopped reads nothing."""
+    """A stopped launcher reads nothing."""
     monkeypatch.setattr(guardians, "_READ_S", 0.05)
     read, write = os.pipe()
     os.write(write, b"unread\n")

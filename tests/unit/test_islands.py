@@ -240,7 +240,8 @@ def test_lost_guest_is_forgotten_and_an_old_one_is_not_asked() -> None:
         if rank < 72:
             coordinator.on_joined(rank, joined(), at)
     assert coordinator.on_lost(70, 0.0) == coordinator.on_lost(72, 0.0) == ()
-    for rank, incarnation in ((72, 0), (73, 1), (74, 0)):  # it is lost; it is another process; it was not invited
+    # the first is lost, the second is another process, the third was not invited
+    for rank, incarnation in ((72, 0), (73, 1), (74, 0)):
         coordinator.on_joined(rank, joined(incarnation=incarnation), 0.0)
     ((reason, count),) = coordinator.statistics().ignored.items()
     assert reason.startswith("Joined") and count == 3

@@ -97,7 +97,7 @@ def test_ranks_share_the_cores_and_the_users_settings_win() -> None:
     "environ, home", [({}, str(Path("~root").expanduser())), ({"HOME": "/h"}, "/h"), ({"HOME": ""}, "")]
 )
 def test_open_mpi_has_a_home(environ: dict[str, str], home: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: without HOME, as in a systemd service, Open MPI failed with messages of its own."""
+    """Regression: without HOME, as in a systemd service, Open MPI failed with its own messages."""
     monkeypatch.setattr(os, "getuid", lambda: 0)
     made = mpirun.build_environment("openmpi", environ, ranks=2, threads=None, cores=2)
     assert made["HOME"] == home
@@ -228,7 +228,7 @@ def test_a_host_without_loopback_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
 def test_free_port_is_outside_the_kernels_range_for_connections(
     given: str, first: int, last: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One that it had given to a connection meanwhile kept a job from starting, once."""
+    """Regression: a port that the kernel had given to a connection meanwhile prevented a job from starting."""
     (tmp_path / "range").write_text(given)
     monkeypatch.setattr(local_host, "_PORT_RANGE", tmp_path / "range")
     assert all(first <= local_host.find_free_port() <= last for _ in range(50))
@@ -288,7 +288,7 @@ def test_abort_over_pmi_goes_only_to_the_mpirun_of_this_job(monkeypatch: pytest.
     finally:
         os.close(reader)
         os.close(writer)
-    rank_program.abort_over_pmi(130)  # mpirun has closed it
+    rank_program.abort_over_pmi(130)  # mpirun has closed the connection
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there is no such file")

@@ -13,7 +13,7 @@ from asyncdist.errors import TransportError
 from asyncdist.launchers import slurm
 from asyncdist.transports import mpi_launchers
 
-# What each launcher really sets, of the variables that say something about ranks and places.
+# Variables that each launcher really sets, as far as they describe ranks and their places.
 RECORDED: dict[str, tuple[dict[str, str], Launch]] = {
     "mpirun of Open MPI 5.0.11": (
         {
@@ -133,11 +133,12 @@ SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_ID": "0"}
         # Batch scripts set these for the processes that they start.
         ({"MASTER_ADDR": "h", "MASTER_PORT": "29500"}, Launch("local", 1, 0, "no launcher")),
         ({"LOCAL_RANK": "1"}, Launch("local", 1, 0, "no launcher")),
-        # Who sets all four inside an srun step means torch; who sets some of them for all steps does not.
+        # A program that sets all four inside an srun step means torch; one that sets some of them for all steps does
+        # not.
         (BY_HAND | SLURM, Launch("torch", 4, 2, "WORLD_SIZE")),
         (SLURM | {"WORLD_SIZE": "4", "MASTER_ADDR": "h"}, Launch("torch", 4, 2, "SLURM_STEP_NUM_TASKS")),
         (BY_HAND | OPENMPI, Launch("mpi", 4, 2, "OMPI_COMM_WORLD_SIZE")),
-        # mpirun's daemons inside Slurm leave one task per host behind.
+        # mpirun's daemons inside Slurm leave one task per host.
         (
             OPENMPI | SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
             Launch("mpi", 4, 2, "OMPI_COMM_WORLD_SIZE"),
@@ -198,7 +199,7 @@ def test_a_variable_that_names_no_transport_changes_nothing(value: str) -> None:
 
 
 def test_named_transport_ignores_leftover_launcher_variables() -> None:
-    """The variables of launchers that it has nothing to do with may be nonsense."""
+    """The variables of other launchers may have invalid values."""
     nonsense = {"RANK": "5", "PMI_SIZE": "many", "PMI_RANK": "7", "SLURM_STEP_NUM_TASKS": "x", "SLURM_PROCID": "y"}
     assert launch.detect(nonsense, wanted="local") == Launch("local", 1, 0, "no launcher")
     assert launch.detect(nonsense | {"WORLD_SIZE": "6"}, wanted="torch").expected_size == 6
@@ -252,7 +253,7 @@ def test_a_shell_or_one_task_in_slurm_is_one_process(environ: dict[str, str]) ->
             ["ASYNCDIST_TRANSPORT must be one of 'auto', 'local', 'mpi', 'torch', got 'tcp'"],
         ),
         ({"PMIX_RANK": "first"}, ["PMIX_RANK must be an integer >= 0, got 'first'"]),
-        # All of them at once.
+        # All of these variables at once.
         (
             TORCHRUN | {"RANK": "9", "MASTER_PORT": "0", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "one"},
             ["got 9", "got 0", "LOCAL_WORLD_SIZE must be an integer >= 0, got 'one'"],
@@ -391,7 +392,7 @@ def test_outer_launchers_variables_are_cleared_and_users_kept() -> None:
     for name, (environ, _) in RECORDED.items():
         left = launch.without_launchers(environ | users)
         assert users.items() <= left.items()
-        # Slurm's steps are looked at last.
+        # Slurm's variables are examined last.
         assert launch.detect(left).source == ("SLURM_STEP_NUM_TASKS" if "srun" in name else "no launcher")
     assert launch.without_launchers(users | meeting | OPENMPI) == users | meeting
     assert launch.without_launchers(users | TORCHRUN) == users
@@ -412,7 +413,7 @@ def test_lone_mpi_rank_among_torchrun_workers_is_refused() -> None:
 
 def test_a_rank_of_another_job_is_no_child_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMIX_NAMESPACE", "prterun-1@1")
-    monkeypatch.setenv("ASYNCDIST_RANK", "")  # so that it is taken back afterwards
+    monkeypatch.setenv("ASYNCDIST_RANK", "")  # so that the variable is restored afterwards
     launch.become_rank()
     assert launch.rank_above() is None
     marked = launch.environment() | {"ASYNCDIST_RANK": os.environ["ASYNCDIST_RANK"].replace(str(os.getpid()), "7", 1)}

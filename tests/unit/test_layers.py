@@ -15,7 +15,8 @@ from torch.utils._device import _device_constructors
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Folders of the package from the bottom up, each with the folders that it may import. All may import the ground.
+#: Folders of the package from the bottom up, each with the folders that it may import. All folders may import the
+#: ground.
 FOLDERS: dict[str, set[str]] = {
     "ground": set(),
     "tensors": set(),
@@ -38,7 +39,7 @@ FOLDERS: dict[str, set[str]] = {
     "face": {"tensors", "transports", "live", "runtime", "launch", "blocking", "simulation"}
     | {"planning", "report", "story"},
 }
-#: Modules of ``asyncdist/`` itself that everybody may import; the others there are the face that users see.
+#: Modules of ``asyncdist/`` itself that every module may import; the other modules there are the public interface.
 GROUND = {
     *("_version", "argument_types", "compiled", "environment", "errors", "local_host", "rank_program"),
     *("tags", "validation", "waits", "wording"),
@@ -46,7 +47,7 @@ GROUND = {
 #: Folders whose modules belong to the ground: every module may import them.
 GROUND_FOLDERS = {"host_memory", "launchers", "trust"}
 FACE = {"__init__", "__main__", "cli", "pytest_plugin"}
-#: Modules that decide and do nothing else: no event loop, no clock, no randomness that is not an argument.
+#: Modules that only decide: without an event loop, a clock, or randomness that is not an argument.
 PURE = {
     "exchange.flights",
     "exchange.ledger",
@@ -73,7 +74,7 @@ PURE = {
 
 
 def modules(package: str) -> dict[str, ast.Module]:
-    """Every module of a package by its dotted name below it, parsed. The scripts of ``asyncdist init`` are none."""
+    """Return every module of a package by its dotted name, parsed, without the scripts of ``asyncdist init``."""
     folder = ROOT / package
     found = {}
     for path in sorted(folder.rglob("*.py")):
@@ -87,7 +88,7 @@ PROTOCOLS = modules("protocols")
 
 
 def imports(tree: ast.Module) -> set[str]:
-    """Every module that is imported anywhere in it, functions included; for ``from a import b`` both a and a.b."""
+    """Return every module that is imported in a tree, even inside functions; for ``from a import b`` both a and a.b."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -101,13 +102,13 @@ def imports(tree: ast.Module) -> set[str]:
 
 
 def own_imports(tree: ast.Module) -> set[str]:
-    """The modules of asyncdist among them, by their names below it."""
+    """Return asyncdist's modules among the imports, by their names in the package."""
     found = {name.removeprefix("asyncdist.") for name in imports(tree) if name.startswith("asyncdist.")}
     return {name for name in found if name in ASYNCDIST}
 
 
 def protocol_imports(tree: ast.Module) -> set[str]:
-    """The modules of protocols among them, by their names below it."""
+    """Return the modules of protocols among the imports, by their names in the package."""
     found = {name.removeprefix("asyncdist.protocols.") for name in imports(tree)}
     return {name for name in found if name in PROTOCOLS}
 
@@ -130,7 +131,7 @@ def edges() -> set[tuple[str, str]]:
 
 
 def diagram() -> str:
-    """The folders and their imports in Mermaid's language, without arrows that follow from others."""
+    """Return the folders and their imports in Mermaid's language, without arrows that follow from others."""
     all_edges = edges()
     above = {folder: {other for start, other in all_edges if start == folder} for folder in FOLDERS}
     lines = ["graph TD"]
@@ -157,7 +158,7 @@ def test_imports_go_down_only(name: str) -> None:
 
 @pytest.mark.parametrize("package", ["asyncdist", "protocols"])
 def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
-    """Within a folder too. Imports inside functions and for annotations count."""
+    """This includes modules of one folder, and imports inside functions and for annotations."""
     trees, find = {"asyncdist": (ASYNCDIST, own_imports), "protocols": (PROTOCOLS, protocol_imports)}[package]
     left = {name: find(tree) - {name} for name, tree in trees.items()}
     while free := {name for name, used in left.items() if not used & left.keys()}:
@@ -240,7 +241,7 @@ def test_asyncdist_imports_protocols_only_to_offer_or_measure() -> None:
 
 
 def test_package_finds_its_protocols_if_a_user_has_that_name_too() -> None:
-    """Users write ``from protocols import ...``; that may be another package on their path."""
+    """Users write ``from protocols import ...``, which may find another package on their path."""
     for trees in (ASYNCDIST, PROTOCOLS):
         for name, tree in trees.items():
             assert not uses(tree, "protocols"), f"{name}: import from asyncdist.protocols"
@@ -280,7 +281,7 @@ def test_environment_is_read_in_one_module_or_before_it_loads() -> None:
             if imports(tree) & {"os.environ", "os.getenv", "os.environb"}:
                 readers.add(f"{package}.{name}")
     programs = {"asyncdist.rank_program", "asyncdist.launch.guardians"}
-    assert readers == {"asyncdist.environment", "asyncdist.compiled", *programs}  # they say why
+    assert readers == {"asyncdist.environment", "asyncdist.compiled", *programs}  # these modules state the reason
 
 
 @pytest.mark.slow
@@ -297,7 +298,7 @@ def test_nothing_is_pickled_and_nothing_is_evaluated(trees: dict[str, ast.Module
 
 @pytest.mark.parametrize("trees", [ASYNCDIST, PROTOCOLS], ids=["asyncdist", "protocols"])
 def test_every_new_tensor_names_its_device(trees: dict[str, ast.Module]) -> None:
-    """``torch.set_default_device`` is the user's: with it a barrier failed, whose byte lay on a GPU."""
+    """Regression: with the user's ``torch.set_default_device``, a barrier failed, because its byte was on a GPU."""
     makers = {maker.__name__ for maker in _device_constructors()}
     calls = [
         (name, node)

@@ -44,7 +44,7 @@ def counters(rank: int, size: int = 3) -> RankCounters:
 
 @pytest.fixture
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServedRanks]:
-    """Two of the three ranks of a job."""
+    """Serve two of the three ranks of a job."""
     monkeypatch.setattr(environment, "shared_directories", lambda: [str(tmp_path)])
     with ServedRanks(JOB, range(2), counters) as served:
         yield served

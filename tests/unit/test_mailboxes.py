@@ -1,4 +1,4 @@
-"""Tests the outbox over a transport that prepares sends: where frames are written, and sends that are under way."""
+"""Tests the outbox over a transport that prepares sends: where frames are written, and sends in progress."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def nbytes_of(message: Number | Blob) -> int:
 
 @dataclass
 class Prepared:
-    """A persistent request of MPI."""
+    """A persistent request like MPI's."""
 
     transport: Transport
     nbytes: int
@@ -72,7 +72,7 @@ class Transport:
         )
 
     def read(self) -> list[tuple[str, int, int, Any]]:
-        """How each frame left, its sequence, its scope, and its message; and forget them."""
+        """Return, and forget, how each frame was sent, its sequence number, its scope and its message."""
         told = []
         for how, frame in self.left:
             reader = wire.FrameReader(bytearray(frame) + bytes(-len(frame) % 8))

@@ -79,7 +79,7 @@ def test_a_matched_receive_cannot_be_withdrawn(matcher: Matcher) -> None:
 
 def test_inbox_rings_once_per_batch_and_again_after_a_look() -> None:
     inbox, rung, seen = CallbackQueue(), list[None](), list[int]()
-    inbox.put(seen.append, 1)  # before anybody listens
+    inbox.put(seen.append, 1)  # before any task listens
     inbox.set_bell(lambda: rung.append(None))
     inbox.put(seen.append, 2)
     assert (len(rung), seen) == (1, [])

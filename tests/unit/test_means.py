@@ -24,7 +24,7 @@ FLOATS = (torch.float16, torch.bfloat16, *WIDE)
 
 
 def mean_of(parts: Sequence[Tensor], weights: Sequence[float], edges: Sequence[int] = ()) -> Tensor:
-    """One part after the other, each cut at the edges."""
+    """Return the mean of the parts, which are added in turn, each cut at the edges."""
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     total, mean = torch.full(parts[0].shape, math.nan, dtype=wide), WeightedMean(len(parts))
     for part, weight in zip(parts, weights, strict=True):
@@ -71,7 +71,7 @@ def test_law_chunks_change_no_bit(dtype: torch.dtype, seed: int, weights: list[f
 def test_law_the_mean_is_that_of_numpy_also_where_sums_overflow(
     dtype: torch.dtype, seed: int, weights: list[float], largest: float
 ) -> None:
-    """A third of the elements is ordinary, a third near the largest values of the dtype, a third equal in all parts."""
+    """A third of the elements is ordinary, a third near the dtype's largest values, and a third equal in all parts."""
     parts = samples(dtype, len(weights), seed)
     for part in parts:
         part[::3] = part[::3].clamp(-1, 1) * torch.finfo(dtype).max * largest
@@ -89,7 +89,7 @@ def test_law_the_mean_is_that_of_numpy_also_where_sums_overflow(
 
 
 def of_all_sizes(dtype: torch.dtype, count: int, seed: int) -> Tensor:
-    """Return finite values with random bits, hence of every exponent and subnormal, the extremes first."""
+    """Return finite values with random bits, so of every exponent and subnormal, beginning with the extremes."""
     info = torch.finfo(dtype)
     extremes = torch.tensor([0.0, -0.0, info.smallest_normal, info.min, info.max], dtype=dtype)
     tiniest = torch.zeros(1, dtype=dtype)

@@ -17,7 +17,7 @@ COUNT = 2048
 
 
 def found_at(values: Iterable[float], metric_mode: str = "max") -> int:
-    """The number of values after which the trend is called wrong; 0 for never."""
+    """Return the number of values after which the trend counts as wrong; 0 if it never does."""
     trend = MetricTrend(metric_mode)
     for count, value in enumerate(values, start=1):
         trend.add((value,))
@@ -41,7 +41,7 @@ def improving(draws: random.Random) -> Iterator[float]:
     return (-loss for loss in losses(draws, steps=50, noise=0.1))
 
 
-#: Metrics of which no direction is wrong: they stay, wander or improve, and some become a little worse in the end.
+#: Metrics without a wrong trend: they stay, wander or improve, and some become slightly worse at the end.
 HARMLESS: dict[str, Callable[[random.Random], Iterable[float]]] = {
     "constant": lambda _: [0.5] * COUNT,
     "noise": lambda draws: (draws.gauss(0.0, 1.0) for _ in range(COUNT)),
@@ -58,13 +58,13 @@ HARMLESS: dict[str, Callable[[random.Random], Iterable[float]]] = {
 @pytest.mark.parametrize("name", HARMLESS)
 def test_a_harmless_metric_is_no_wrong_trend(name: str) -> None:
     found = [found_at(HARMLESS[name](random.Random(f"{name} {seed}"))) for seed in range(100)]
-    limit = 1 if name == "outliers" else 0  # a metric without a mean may do anything
+    limit = 1 if name == "outliers" else 0  # for a metric without a mean, any result is allowed
     assert sum(map(bool, found)) <= limit, found
 
 
 @pytest.mark.slow
 def test_one_random_walk_of_a_hundred_is_a_wrong_trend_at_most() -> None:
-    """A single walk may well settle far below its start; the rate is known, and its bound is kept."""
+    """A single walk may settle far below its start by chance; this test limits the rate of such walks."""
     assert sum(bool(found_at(walk(random.Random(seed)))) for seed in range(400)) <= 4
 
 

@@ -273,7 +273,7 @@ def test_the_last_table_has_the_counters_that_ranks_leave(tmp_path: Path) -> Non
     console = pytest.importorskip("rich.console").Console(width=120)
     tmp_path.chmod(0o700)
     view = JobView()
-    view.drawn_at_end(console, [replace(COUNTERS, rank=2)])  # as if it had answered
+    view.drawn_at_end(console, [replace(COUNTERS, rank=2)])  # as if the rank had answered
     last_counters.leave(str(tmp_path), replace(COUNTERS, policies=(replace(POLICY, step=977),)))
     last_counters.leave(str(tmp_path), replace(COUNTERS, rank=3, job="of another job"))
     (tmp_path / "2.4711").write_bytes(b"\x81")  # a rank was killed while it wrote

@@ -1,6 +1,6 @@
-"""The names of other systems that asyncdist offers, and their table in docs/migrating.md.
+"""Tests the names of other systems that asyncdist offers, and their table in docs/migrating.md.
 
-``NAMES`` is every name that the five sources offer. The tests that the table links check how each name behaves.
+``NAMES`` contains every name that the five sources offer. The tests that the table links check how each name behaves.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OF_STATISTICS = ["agents_killed", "averaging_ranks", "num_replacements", "total
 _OF_BUFFERS = ["ReplayBufferManager", "scoring_function", "remote_manager_rank", "get_metadata"]
 _DROPPED = ["capture_comm", "poll_interval_s", "send_termination_signal"]
 NAMES = [*_LISTED.split(), *_OF_A_CONTEXT, *_OF_STATISTICS, *_OF_BUFFERS, *_DROPPED, "resolve"]
-#: Options and steps that are not called by their old names any more; and those of objects that are made by a call.
+#: Options and steps whose old names no longer exist, and those of objects that a call creates.
 RENAMED = {"expose_params", "check_policy", "check_agent"} | {name for name in NAMES if name.startswith("_")}
 RENAMED |= {*_DROPPED, *_OF_A_CONTEXT, *_OF_BUFFERS}
 
@@ -90,7 +90,7 @@ def test_a_row_names_places_and_tests_that_exist(
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in RENAMED])
 def test_a_port_is_an_import(name: str) -> None:
-    """The old name works too: a second name of one meaning is an alias."""
+    """The old name works too: it is an alias of the new one."""
     import asyncdist
     import protocols
 

@@ -20,7 +20,7 @@ MEMORY = "OMPI_MCA_btl_sm_backing_directory"
 
 @pytest.fixture
 def bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """The folders in which a host's folders are made: for files and for memory."""
+    """Return the folders in which a host's folders are made: for files and for memory."""
     bases = tmp_path / "files", tmp_path / "memory"
     for base in bases:
         base.mkdir()

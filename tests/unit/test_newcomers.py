@@ -37,7 +37,7 @@ def running(values: list[float]) -> RoundCoordinator:
 
 
 def admission(coordinator: RoundCoordinator, rank: int, *, donor: int, now: float) -> int:
-    """Carry out the round that admits a rank; return its number."""
+    """Make the round that admits a rank; return its number."""
     sends = coordinator.on_newcomer(rank, 1, now)
     assigned = [send for send in sends if isinstance(send.message, Assign)]
     assert {send.dest for send in assigned} == {rank, donor}

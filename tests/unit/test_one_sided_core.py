@@ -73,7 +73,7 @@ def test_an_option_out_of_range_is_refused(options: dict[str, Any], facts: list[
 
 
 def test_numbers_of_numpy_become_python_s_own() -> None:
-    """Members compare options as JSON text, which numpy's numbers have none of."""
+    """Members compare options as JSON text, which cannot contain numpy's numbers."""
     given_options = {
         "threshold_metric": np.float32(1),
         "replacement_ratio": np.float32(0.5),
@@ -126,7 +126,7 @@ def test_the_worst_ratio_is_the_one_of_the_selective_core(metrics: dict[int, flo
         (2, {}, 1),
         (3, {"donor_ratio": 0.1}, 1),
         (10, {"donor_ratio": 0.7}, 7),
-        (50, {"donor_ratio": 0.58}, 29),  # the binary product is just below
+        (50, {"donor_ratio": 0.58}, 29),  # the product in binary is slightly below
         (4, {"donor_ratio": 1.0}, 4),
         (4, {"donor_count": 3}, 3),
         (4, {"donor_count": 3, "donor_ratio": 0.1}, 3),
@@ -169,7 +169,8 @@ def test_a_choice_keeps_the_rules(
     assert choice.donors == tuple(sorted(set(choice.donors))) and set(choice.donors) <= able
     assert choice.best in choice.donors
     weights = [choice.weight(metrics[donor]) for donor in choice.donors]
-    assert all(0.0 <= weight <= 2.0**20 for weight in weights)  # 0 next to a gain 2^1074 times as large
+    # a gain can be 2^1074 times as large as another, whose weight is then 0
+    assert all(0.0 <= weight <= 2.0**20 for weight in weights)
     assert choice.weight(metrics[choice.best]) > 0.0
     expected = 1 if rules.averaging_strategy == "best_only" else min(donor_limit(12, rules), len(able))
     if rules.averaging_strategy == "weighted_mean":
@@ -214,7 +215,7 @@ def test_nobody_better_than_the_worst_weighs_evenly() -> None:
 
 
 def test_one_who_has_not_been_judged_yet_may_be_replaced() -> None:
-    """By age, before its first cadence: it has no metric of its own."""
+    """The rank is replaced by age, before its first report: it has no metric of its own."""
     for strategy in STRATEGIES:
         choice = choose(0, {1: 3.0, 2: 1.0}, 3, OneSidedRules(averaging_strategy=strategy), random.Random(1).sample)
         assert choice is not None, strategy

@@ -11,7 +11,7 @@ from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
 
 def test_reset_restores_the_state_that_the_constructor_makes() -> None:
-    """Adagrad's step asked for it in older releases of torch, and raised KeyError: 'sum' after a reset."""
+    """In older releases of torch, Adagrad's step needed this state, and raised KeyError: 'sum' after a reset."""
 
     class Older(torch.optim.Adagrad):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -36,7 +36,7 @@ def test_reset_restores_the_state_that_the_constructor_makes() -> None:
 
 
 class Four(nn.Module):
-    """Has four parameters of the same shape."""
+    """A model with four parameters of the same shape."""
 
     def __init__(self) -> None:
         super().__init__()

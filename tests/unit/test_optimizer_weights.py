@@ -37,7 +37,7 @@ def train(model: nn.Module, optimizer: Any, steps: int = 7) -> None:
 
 
 def stand(model: nn.Module, optimizer: Any, steps: int = 12) -> None:
-    """Step without a gradient and without a learning rate: nothing but weights of its own can move the model."""
+    """Step without a gradient and with learning rate 0: only an optimizer's own weights can move the model."""
     for each in wrapped_optimizers(optimizer):
         for group in each.param_groups:
             group["lr"] = 0.0
@@ -93,7 +93,7 @@ def test_new_weights_stay(kind: str, dtype: torch.dtype, is_reset: bool, caplog:
 
 @pytest.mark.parametrize("kind", KEEPERS)
 def test_without_following_the_old_weights_return(kind: str) -> None:
-    """The optimizers above do keep weights: without that the test above would prove nothing."""
+    """The optimizers above do keep weights: otherwise the test above would prove nothing."""
     model = build()
     optimizer = KEEPERS[kind](model)
     train(model, optimizer)
@@ -105,7 +105,7 @@ def test_without_following_the_old_weights_return(kind: str) -> None:
 
 
 def test_a_master_keeps_what_the_weights_round_away() -> None:
-    """An average of a bfloat16 model would take back all updates that are smaller than its last place."""
+    """Otherwise an average of a bfloat16 model would undo all updates that are smaller than its last digit."""
     model = nn.Linear(4, 4, bias=False).bfloat16()
     nn.init.constant_(model.weight, 1.0)
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_moments_stay_to_the_bit(make: Any, caplog: pytest.LogCaptureFixture) ->
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss: Tensor = 0.5 * torch.stack([each.square().sum() for each in model.parameters()]).sum()
-        loss.backward()  # a gradient that is equal to the weights
+        loss.backward()  # the gradient equals the weights
         return loss
 
     for _ in range(5):
@@ -184,7 +184,7 @@ def tensors_of(state: dict[str, Any]) -> list[tuple[str, Tensor]]:
 
 
 def test_zeros_are_no_mirror_of_zeros() -> None:
-    """A bias that has had no gradient is zero, and so are its moments: these are not its copies."""
+    """A bias without a gradient is zero, and so are its moments, which are not copies of it."""
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.no_grad():

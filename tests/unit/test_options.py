@@ -95,7 +95,7 @@ def test_the_exported_policies_are_found() -> None:
 
 
 def declarations(names: typing.Iterable[str], kinds: list[type[Options]]) -> list[dataclasses.Field[Any]]:
-    """The declarations of these options, in their order."""
+    """Return the declarations of these options, in their order."""
     found = {each.name: each for kind in kinds for each in declared(kind)}
     return [found[name] for name in names]
 
@@ -131,7 +131,7 @@ def test_at_most_twelve_options_are_read_first(
 
 
 def lists_of_the_docs() -> dict[str, str]:
-    """The lists of options in the docs, by their titles."""
+    """Return the lists of options in the docs, by their titles."""
     text = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
     return dict(re.findall(r"<!-- options: (.*?) -->\n(.*?)\n<!-- end of options -->", text, re.DOTALL))
 

@@ -22,7 +22,7 @@ from asyncdist.protocols.diloco.outer_optimizers import FedAdagrad, FedAdam, Fed
 from asyncdist.protocols.diloco.outer_step import OuterFactory, OuterStep, check_factory
 
 Array: TypeAlias = npt.NDArray[np.float32]
-#: Moves an anchor by a difference, and updates the named state.
+#: Function that moves an anchor by a difference, and updates the named state.
 Rule: TypeAlias = Callable[[Array, Array, dict[str, Any]], Array]
 
 ROUNDS = 50
@@ -63,7 +63,7 @@ def delayed_nesterov(lr: float, momentum: float, delay: int, activation: float =
 
 
 def slow_momentum(slow_lr: float, momentum: float, inner_lr: float) -> Rule:
-    """SlowMo, with the inner learning rate in and out of the buffer."""
+    """Return SlowMo's rule, in which the buffer is divided and multiplied by the inner learning rate."""
 
     def move(a: Array, d: Array, state: dict[str, Any]) -> Array:
         state["u"] = state.get("u", np.zeros_like(a)) * F(momentum) + d / F(inner_lr)
@@ -73,7 +73,7 @@ def slow_momentum(slow_lr: float, momentum: float, inner_lr: float) -> Rule:
 
 
 def muloco(lr_of: Callable[[int], float], momentum: float) -> Rule:
-    """MuLoCo's code for one rank: the outer learning rate is inside the buffer."""
+    """Return the rule of MuLoCo's code for one rank: the outer learning rate is inside the buffer."""
 
     def move(a: Array, d: Array, state: dict[str, Any]) -> Array:
         lr, state["round"] = F(lr_of(state.get("round", 0))), state.get("round", 0) + 1
@@ -112,7 +112,7 @@ def rmsprop(lr: float, alpha: float, eps: float) -> Rule:
 
 
 def federated(kind: str, lr: float, betas: tuple[float, float] = (0.9, 0.99), tau: float = 1e-3) -> Rule:
-    """Algorithm 2 of Reddi et al., with the sign of D = anchor - mean."""
+    """Return algorithm 2 of Reddi et al., with the sign of D = anchor - mean."""
 
     def move(a: Array, d: Array, state: dict[str, Any]) -> Array:
         one, two = betas
@@ -159,7 +159,7 @@ def stepped(factory: OuterFactory, anchor: Array, differences: Sequence[Array]) 
 
 
 def expected(rule: Rule, anchor: Array, differences: Sequence[Array]) -> list[Array]:
-    """Return what the rule says for :func:`stepped`."""
+    """Return the anchors that the rule predicts for :func:`stepped`."""
     state: dict[str, Any] = {}
     found = [anchor]
     for difference in differences:
@@ -214,7 +214,7 @@ FACTORIES = {**{f"{name}, exact": each[0] for name, each in EXACT.items()}, **{n
 @pytest.mark.parametrize("data", [on_grid, anywhere])
 @pytest.mark.parametrize("name", EXACT)
 def test_rules_equal_numpy_to_the_bit(name: str, data: Callable[[int], tuple[Array, list[Array]]]) -> None:
-    """Scaling by a power of two is exact, and the Fed optimizers round each operation, so the values may be any."""
+    """Any values are possible, because scaling by a power of two is exact and Fed optimizers round each operation."""
     factory, rule = EXACT[name]
     for seed in range(3):
         assert same(stepped(factory, *data(seed)), expected(rule, *data(seed)))
@@ -359,7 +359,7 @@ def test_a_state_before_the_first_step_clears_later_state() -> None:
 
 
 def test_loading_warns_once_of_numbers_that_it_replaces() -> None:
-    """Regression: a changed learning rate was replaced by the saved one in silence."""
+    """Regression: a changed learning rate was silently replaced by the saved one."""
     saved = OuterStep(functools.partial(SGD, lr=0.7, momentum=0.9, nesterov=True), [torch.zeros(3)]).state_dict()
     outer = OuterStep(functools.partial(SGD, lr=0.1, momentum=0.5), [torch.zeros(3)])
     with warnings.catch_warnings(record=True) as caught:
@@ -392,7 +392,7 @@ def test_anchors_move_in_place_and_differences_stay(name: str) -> None:
         given = tensor(difference)
         outer.step([given[:400], given[400:]])
         assert same([given.numpy()], [difference])
-        given.fill_(torch.nan)  # nothing refers to it any longer
+        given.fill_(torch.nan)  # no object refers to this tensor any longer
     assert all(one is other for one, other in zip(outer.anchors, slices, strict=True))
     assert same([flat[5 : 5 + SIZE].numpy()], stepped(FACTORIES[name], anchor, differences[:5])[-1:])
     assert not flat[:5].any()
@@ -434,7 +434,7 @@ def test_differences_are_gradients_only_during_the_step() -> None:
 
 @pytest.mark.parametrize("name", FACTORIES)
 def test_steps_work_under_the_callers_inference_mode(name: str) -> None:
-    """Adagrad makes its state when it is built, the others in their first step."""
+    """Adagrad creates its state in its constructor, the other optimizers in their first step."""
     anchor, differences = anywhere(12)
     mine = tensor(anchor)
     with torch.inference_mode():
@@ -488,7 +488,7 @@ def test_outer_optimizers_use_torchs_fused_kernels(factory: OuterFactory, is_fus
 
 
 class Shrinking(SGD):
-    """Has weight decay under another name."""
+    """An optimizer with weight decay under another name."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
@@ -497,7 +497,7 @@ class Shrinking(SGD):
 
 
 class Scaling(SGD):
-    """Changes the gradients in place."""
+    """An optimizer that changes the gradients in place."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for each in self.param_groups[0]["params"]:
@@ -506,7 +506,7 @@ class Scaling(SGD):
 
 
 class Keeping(SGD):
-    """Keeps the last gradient."""
+    """An optimizer that keeps the last gradient."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)

@@ -28,7 +28,7 @@ def test_a_slower_rank_makes_no_more_steps(steps: int, one: float, other: float,
     found = local_steps(steps, slow, fast, least=least)
     assert min(least, steps) <= found <= steps
     assert local_steps(steps, fast, fast, least=least) == steps
-    if found > least:  # it is not later than the fastest rank by more than a step
+    if found > least:  # the rank is at most one step later than the fastest rank
         assert (found - 1e-6) / slow <= steps / fast <= (found + 1 + 1e-6) / slow
 
 

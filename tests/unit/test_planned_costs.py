@@ -1,4 +1,4 @@
-"""Tests the closed form of costs against numbers that are worked out by hand, published, or counted in small models."""
+"""Tests the closed form of costs against numbers that are computed by hand, published, or counted in small models."""
 
 from __future__ import annotations
 

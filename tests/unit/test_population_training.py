@@ -122,7 +122,7 @@ class Size(enum.IntEnum):
     ],
 )
 def test_numbers_of_numpy_travel_as_plain_values(space: Any, wanted: list[Any]) -> None:
-    """A value that has travelled to another rank, as JSON, must be one of that rank's values."""
+    """A value that was sent to another rank, as JSON, must be one of that rank's values."""
     json.dumps(space.agreed())
     for value in wanted:
         found = space.clipped(json.loads(json.dumps(space.check("value", np.array(value)[()]))))

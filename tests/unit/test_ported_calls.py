@@ -8,7 +8,7 @@ from asyncdist.integrations.torchgfn.calls import CallerNumbers
 
 
 def due(numbers: list[int], *, every: int, iteration: int = 0) -> tuple[list[int], int]:
-    """The places of the due calls, and the policy's iteration after the last one."""
+    """Return the positions of the due calls, and the policy's iteration after the last one."""
     caller, places = CallerNumbers(every), []
     for place, number in enumerate(numbers):
         iteration, is_due = caller.place(number, iteration)
@@ -36,7 +36,7 @@ def test_due_calls_follow_the_numbers(numbers: list[int], every: int, places: li
 
 @pytest.mark.parametrize("number", [0, 7, 67])
 def test_a_resumed_policy_continues_at_any_number(number: int) -> None:
-    """The policy has done 67 steps; the script counts these on, or begins or continues an epoch."""
+    """The policy has made 67 steps; the script continues to count these, or begins or continues an epoch."""
     places, iteration = due([*range(number, number + 10)], every=10, iteration=67)
     assert iteration == 77
     assert places == [9 - number % 10]

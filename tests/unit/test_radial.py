@@ -57,7 +57,7 @@ def test_the_mean_of_one_is_that_one() -> None:
 
 
 def test_orthogonal_parts_keep_their_norm() -> None:
-    """The plain mean of four has half of their norm."""
+    """The plain mean of the four parts has half of their norm."""
     parts = [torch.zeros(4) for _ in range(4)]
     for place, part in enumerate(parts):
         part[place] = 2.0
@@ -86,7 +86,7 @@ def test_a_zero_has_no_direction() -> None:
 
 
 class Net(nn.Module):
-    """An embedding that is tied to the head, tensors of many sizes, and a complex one."""
+    """A model with an embedding that is tied to the head, tensors of many sizes, and a complex tensor."""
 
     def __init__(self) -> None:
         super().__init__()

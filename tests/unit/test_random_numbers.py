@@ -32,7 +32,7 @@ ROWS = range(16)
 
 @pytest.fixture(autouse=True)
 def states() -> Iterator[None]:
-    """Keep the random states of the test session."""
+    """Preserve the random states of the test session."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     yield
     random.setstate(before[0])
@@ -69,7 +69,7 @@ SAMPLERS: dict[str, Callable[[], Sampler[int]]] = {
 
 
 def order(sampler: Sampler[int], number: int, **options: Any) -> list[int]:
-    """The rows that the rank or replica with this number reads."""
+    """Return the rows that the rank or replica with this number reads."""
     loader: DataLoader[int] = DataLoader(ROWS, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
     shuffle_apart(loader, number, **options)
     return [int(row) for batch in loader for row in batch]
@@ -93,15 +93,15 @@ def test_a_sampler_inside_a_batch_sampler_is_found() -> None:
 
 
 def of_package(package: str, base: type[Sampler[Any]]) -> Any:
-    """A subclass of a sampler that belongs to a package, which need not be installed."""
+    """Return a subclass of a sampler that belongs to a package, which need not be installed."""
     return type("PackagedSampler", (base,), {"__module__": f"{package}.samplers"})
 
 
 @pytest.mark.parametrize("shuffles", [True, False])
 def test_workers_of_a_seeded_loader_draw_other_numbers(shuffles: bool) -> None:
-    """Regression: a loader's generator, if no sampler used it, seeded the workers of all ranks alike."""
+    """Regression: a loader's generator that no sampler used gave the workers of all ranks the same seed."""
 
-    def seed_of_workers(number: int) -> int:  # as a loader makes it when an epoch begins
+    def seed_of_workers(number: int) -> int:  # as a loader does when an epoch begins
         sampler = RandomSampler(ROWS) if shuffles else SequentialSampler(ROWS)
         loader: DataLoader[int] = DataLoader(ROWS, sampler=sampler, generator=seeded())  # type: ignore[arg-type]
         shuffle_apart(loader, number)
@@ -167,14 +167,14 @@ def test_ranks_of_a_replica_divide_an_order_of_its_own() -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_rows_that_are_divided_among_all_ranks_stay_so(size: int) -> None:
-    """Another seed on each rank would let two ranks read a row, and none another one."""
+    """With another seed on each rank, two ranks could read the same row, and no rank another row."""
     rows = [divided(4, rank, rank // size, size) for rank in range(4)]
     assert sorted(chain.from_iterable(rows)) == list(ROWS)
 
 
 def test_a_sampler_that_the_user_has_written_stays_unchanged() -> None:
     class Divides(Sampler[int]):
-        """Gives each rank every fourth row of one order."""
+        """A sampler that gives each rank every fourth row of one order."""
 
         def __init__(self, rank: int) -> None:
             self.rank, self.seed, self.generator = rank, 3, seeded()
@@ -190,7 +190,7 @@ def test_a_sampler_that_the_user_has_written_stays_unchanged() -> None:
 
 
 class Numbers(IterableDataset[int]):
-    """Has the same rows on all ranks, unless ``_distributed`` is set, as by split_dataset_by_node of datasets."""
+    """A data set with the same rows on all ranks, unless ``_distributed`` is set, as by split_dataset_by_node."""
 
     def __init__(self, distributed: object = None) -> None:
         self._distributed = distributed

@@ -38,7 +38,7 @@ def header(rank: int = 0, job: str = "0000abcd", size: int = 1) -> dict[str, obj
 
 
 def recorded(folder: Path, *, count: int = 3, job: str = "0000abcd", rank: int = 0, size: int = 1) -> list[Event]:
-    """Write ``count`` events, each in a block of its own; return them."""
+    """Write ``count`` events, each in a separate block; return them."""
     clock = Clock()
     to = RecordWriter(RecordOptions(folder), clock, rank)
     to.open(header(rank, job, size))
@@ -154,7 +154,7 @@ def test_a_torn_file_is_read_up_to_its_last_whole_block(
 
 
 def test_notebook_recording_has_no_script_or_kernel_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: a story began with 'job 0000abcd: , 1 rank', and a report had ' -f kernel.json' for a script."""
+    """Regression: a report began with 'job 0000abcd: , 1 rank', and another showed ' -f kernel.json' as the script."""
     monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
     monkeypatch.setattr(sys.modules["__main__"], "__file__", None)
     recorded(tmp_path)
@@ -185,7 +185,7 @@ def test_records_written_after_the_opening_are_not_read(tmp_path: Path) -> None:
     to.flush()
     found = read_recording(tmp_path)
     for number in range(3000):  # more than is read at once
-        clock.now += 1.1  # each in a block of its own
+        clock.now += 1.1  # each in a separate block
         to.note("metric", 0, 5 + number, 1.0)
     to.close()
     (rank,) = found.ranks
@@ -379,7 +379,7 @@ def test_wrong_options_are_named() -> None:
 
 
 def test_what_is_no_text_is_written_with_backslashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arguments and file names that are not UTF-8 must not end a run, so their bytes are escaped."""
+    """Bytes of arguments and file names that are not UTF-8 are escaped, so that they do not end a run."""
     monkeypatch.setattr("sys.argv", ["train.py", os.fsdecode(b"caf\xe9")])
     to = RecordWriter(RecordOptions(tmp_path), Clock(), 0)
     to.open(header())
@@ -393,7 +393,7 @@ def test_what_is_no_text_is_written_with_backslashes(tmp_path: Path, monkeypatch
 
 
 def test_a_loss_that_a_send_meets_is_written_before_that_send() -> None:
-    """So that a replay knows it by then, and the send fails there, too."""
+    """A replay then knows the loss in time, and the send fails there, too."""
     told: list[str] = []
 
     def start_send(buffer: Buffer, dest: int, tag: int) -> Request | None:

@@ -78,7 +78,7 @@ def test_a_server_continues_with_the_state_of_the_last_one() -> None:
 
 
 def test_an_answer_on_its_way_is_merged_now() -> None:
-    """The reference is 3/4 of the captured anchor and 1/4 of the global one; the progress since then is kept."""
+    """The reference is 3/4 of the captured anchor and 1/4 of the global anchor; the progress since then is kept."""
     given = HeldAnchor(6, ((1, 8),), block(2.0))
     regional, found = begun(HELD, given, state_of(reference=2.0, captured=6.0, captured_at=8))
     assert (found.version, found.merged, found.applied) == (11, 8, HELD.applied)

@@ -32,7 +32,7 @@ def test_the_description_has_no_links_into_the_checkout() -> None:
 
 
 def test_all_that_ranges_allow_has_a_lowest_version() -> None:
-    """``./tools/test --oldest`` needs one of each."""
+    """``./tools/test --oldest`` needs the lowest version of each package."""
     project = PROJECT["project"]
     optional = (line for lines in project["optional-dependencies"].values() for line in lines)
     for line in (*project["dependencies"], *optional):

@@ -85,7 +85,7 @@ def test_an_environment_travels_without_what_is_about_this_host() -> None:
 
 
 class Agent:
-    """Stands for a host's agent that has reported its cores and port."""
+    """Replaces a host's agent that has reported its cores and port."""
 
     def __init__(self, host: Host, cores: int) -> None:
         self.host, self.cores, self.port = host, cores, 1000 + cores

@@ -28,7 +28,7 @@ def agenda_of(*entries: Entry, woken_count: int = 0) -> Agenda:
     [
         (0, 0, True),  # main has slept, and reached its safe point before the task that waits for the message
         (2, 2, True),
-        (0, 1, False),  # that task, or main, has gone on before
+        (0, 1, False),  # this task, or main, has continued before
         (1, 2, False),
     ],
 )
@@ -73,10 +73,10 @@ def test_clock_read_after_a_message_is_shown_the_message_first() -> None:
 @pytest.mark.parametrize(
     ("keys", "woken_before_point", "is_alone"),
     [
-        ([(2, 1), (3, 1)], 1, True),  # one of those that both wake had gone on before: a timeout had woken it
+        ([(2, 1), (3, 1)], 1, True),  # a timeout had already woken one of the tasks that both messages wake
         ([(2, 1), (3, 1)], 2, False),
         ([(2, 1), (3, 1)], 0, False),
-        ([(2, 1)], 1, False),  # it wakes no other one
+        ([(2, 1)], 1, False),  # the message wakes no other task
     ],
 )
 def test_one_of_two_woken_before_a_safe_point_may_continue(

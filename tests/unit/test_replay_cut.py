@@ -24,7 +24,7 @@ def sent(dest: int, tag: int = TAG) -> Event:
 
 @pytest.mark.parametrize(("marks_signal", "count"), [(True, 3), (False, 2)])
 def test_rank_ended_by_a_signal_is_shown_the_earlier_events(marks_signal: bool, count: int) -> None:
-    """Where the signal was raised in user code, its place is not known: that is after the last step."""
+    """If the signal was raised in user code, its position is unknown: it is somewhere after the last step."""
     events = [received(0), STEP, received(0), *([INTERRUPTED] if marks_signal else []), received(0), OVER]
     assert cut_at_signals({0: [sent(0), sent(0), sent(0)], 1: events})[1] == events[:count]
 

@@ -208,7 +208,7 @@ def test_alpha_zero_is_uniform() -> None:
 
 
 def test_number_between_two_blocks_draws_no_zero_priority_item() -> None:
-    """0.1 + 0.2 - 0.2 > 0.1: the second block seemed to begin behind the number, at a first item without a chance."""
+    """0.1 + 0.2 - 0.2 > 0.1, so the second block seemed to begin after the number, at an item with priority zero."""
     store = ReplayStore(1024, alpha=1.0, seed=0)
     priorities = np.zeros(1024)
     priorities[[0, 513]] = 0.1, 0.2

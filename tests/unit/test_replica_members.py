@@ -9,7 +9,7 @@ from protocols.replicas.members import FollowingMember, LeadingMember
 from protocols.selective.member import Apply, Ask, Discard, Instruction, Read, State, TakeSnapshot
 from protocols.selective.messages import DONOR, REPLACER, Assign, Frozen
 
-#: For three replicas of two ranks: each leader, and the other rank of its replica.
+#: Ranks of three replicas of two ranks: each leader, and the other rank of its replica.
 COUNTERPARTS = {0: 1, 2: 3, 4: 5}
 ASSIGN = Assign(REPLACER, (0, 2), (4,), 7, 2, restarted=((2, 1),), reducers=(0, 2), part=-1, sources=(0, 2))
 FROZEN = Frozen((0, 2), (1.0, 3.0), (5, 6), 2, 30.0, (0, 2))

@@ -15,7 +15,7 @@ from asyncdist.simulation import Network
 
 
 def check_roles(layout: RankLayout) -> None:
-    """The invariants, written down once more."""
+    """Check the invariants of a layout by a second implementation."""
     roles = [*layout.training_ranks, *layout.buffer_ranks] + [layout.coordinator] * (layout.coordinator is not None)
     assert sorted(roles) == list(range(layout.world_size))
     assert {len(group) for group in layout.agent_groups} == {layout.agent_group_size}
@@ -62,7 +62,7 @@ def test_every_plan_that_is_possible_can_be_made(data: st.DataObject) -> None:
 
 
 def test_by_host_keeps_groups_and_buffers_at_home() -> None:
-    """Two hosts of six ranks, dealt out in turn: each has one buffer, and two agent groups of its own."""
+    """Two hosts have six ranks, assigned in turn: each has one buffer, and two agent groups of its own."""
     layout = RankLayout.by_host(["a", "b"] * 5 + ["a", "b"], 2, 2)
     assert layout.agent_groups == ((0, 2, 4, 6, 8), (1, 3, 5, 7, 9))
     assert layout.clients == {10: (0, 2, 4, 6, 8), 11: (1, 3, 5, 7, 9)}
@@ -154,7 +154,7 @@ def test_plans_by_hand_that_do_not_fit(arguments: tuple[Any, ...], words: str) -
 
 
 def test_a_simulated_network_says_which_ranks_share_a_host() -> None:
-    """The operating system would name the one host that simulates all ranks."""
+    """The operating system would name the single host that simulates all ranks."""
 
     async def main(world: ad.World) -> tuple[str, tuple[tuple[int, ...], ...]]:
         ranks = await ad.initialize_distributed_compute(num_remote_buffers=2, num_agent_groups=2, placement="host")

@@ -77,7 +77,7 @@ def test_sharded_round_names_reducers_and_freezes_with_the_rest() -> None:
     ]
     coordinator.on_ready(1, 1, 10, 1.0)
     coordinator.on_ready(3, 1, 10, 1.0)
-    # The sum of both donors' streams, asked one after the other, and a reducer's steps on top, with a part's stream.
+    # The sum of both donors' streams, requested in turn, and the additional steps of a reducer, with a part's stream.
     timeout_s = 8.0 + 2 * (2 * 0.5 + 0.5) + (2 * 0.5 + 8 * 2 * 0.5) + 0.5
     frozen = Frozen((1, 3), (1.0, 1.0), (10, 10), 3, timeout_s, (1, 3))
     assert coordinator.on_decline(2, 1, "no", 1.0)[1:] == tuple(Send(rank, 1, frozen) for rank in (0, 1, 3))
@@ -98,7 +98,7 @@ def test_replacers_of_one_host_learn_the_source_of_each_part() -> None:
     ]
     coordinator.on_ready(2, 1, 10, 1.0)
     frozen = coordinator.on_ready(3, 1, 10, 1.0)[0].message
-    # As on the sharded route without it, and the steps of both ends of one more stream.
+    # The same as on the sharded route, plus the steps of both ends of one more stream.
     assert frozen.timeout_s == 8.0 + 2 * (2 * 0.5 + 0.5) + (2 * 0.5 + 8 * 2 * 0.5) + (2 * 0.5 + 0.5) + 0.5
 
 

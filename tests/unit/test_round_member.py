@@ -49,10 +49,10 @@ TO_GIVE = Assign(DONOR, (1, 2), (0,), 9, 2)
 TO_TAKE = Assign(REPLACER, (1, 2), (0,), 9, 2)
 TO_BUILD = Assign(REPLACER, (), (0,), 9, -1)
 FROZEN = Frozen((1, 2), (1.0, 1.0), (9, 8), 2, 30.0)
-#: Donors that reduce, and a replacer that does.
+#: States of donors that reduce, and of a replacer that does.
 TO_GIVE_AND_REDUCE = Assign(DONOR, (1, 2), (0,), 9, 2, reducers=(1, 2), part=0)
 TO_TAKE_AND_REDUCE = Assign(REPLACER, (2,), (0, 1), 9, 2, reducers=(0, 1), part=1)
-#: A replacer that fetches the part of rank 1 for its host.
+#: State of a replacer that fetches the part of rank 1 for its host.
 TO_TAKE_AND_SHARE = Assign(REPLACER, (1, 2), (0, 3), 9, 2, reducers=(1, 2), sources=(0, 3))
 FRESH = Frozen((), (), (), -1, 30.0)
 
@@ -60,7 +60,7 @@ LAWS = settings(deadline=None, derandomize=True, max_examples=300)
 
 
 def member_in(state: State) -> RoundMember:
-    """Return a member that events alone have brought to a state, in round 3 if that state has a round."""
+    """Return a member that was brought to a state by events alone, in round 3 if that state has a round."""
     member = RoundMember()
     if state in (State.CHOSEN, State.COPYING, State.GIVING, State.LASTING):
         member.on_assign(TO_GIVE, 3)
@@ -298,7 +298,7 @@ CALLS = st.sampled_from(
 
 
 def call(member: RoundMember, name: str, number: int) -> Instructions:
-    """Tell the member of an event as the policy would, for its own round or for another one."""
+    """Pass an event to the member as the policy would, for its own round or for another round."""
     messages: dict[str, Any] = {"give": TO_GIVE, "take": TO_TAKE, "build": TO_BUILD}
     messages |= {"give and reduce": TO_GIVE_AND_REDUCE, "take and reduce": TO_TAKE_AND_REDUCE}
     match name:
@@ -327,7 +327,7 @@ def call(member: RoundMember, name: str, number: int) -> Instructions:
 def test_any_order_of_events_frees_resources_once(
     calls: list[tuple[str, int]],
 ) -> None:
-    """One snapshot on offer at most, one exchange at most, both given back by the end; nothing after the farewell."""
+    """At most one snapshot is offered, and at most one exchange runs. Both are freed at the end."""
     member, has_left = RoundMember(), False
     offered: list[int] = []
     exchanging: list[int] = []

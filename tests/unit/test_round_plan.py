@@ -61,7 +61,7 @@ def test_any_bytes_decode_to_valid_ranks_and_numbers_or_fail(packed: bytes, coun
 @pytest.mark.parametrize(
     "packed",
     [
-        *(b"l", b"l123", b"lAAAAAAAA", b"lBBBBAAAA"),  # none, half a rank, one twice, descending
+        *(b"l", b"l123", b"lAAAAAAAA", b"lBBBBAAAA"),  # no rank, half a rank, a rank twice, descending ranks
         *(b"b", b"b0000", b"b0000\0\1", b"b0000\1\0"),  # no bits, and none in the first or last octet
         *(b"r", b"r\0\0\0\0\0\0\0\0", b"r\0\0\0\0" + (RANK_COUNT_MAX + 1).to_bytes(4, "little")),
         b"xyz",
@@ -104,11 +104,11 @@ def test_plans_that_do_not_fit_together_are_refused() -> None:
     assert PackedAssign(join(*parts)) == PackedAssign(good.packed())
     for place, bad in (
         (0, b""),  # no head
-        (1, b""),  # no rank is named
-        (1, pack_ranks((1, 2))),  # two are named, with three iterations
-        (2, pack_ranks((3,))),  # of three that are named the fourth one is replaced
+        (1, b""),  # no rank is in the list
+        (1, pack_ranks((1, 2))),  # two ranks are in the list, with three iterations
+        (2, pack_ranks((3,))),  # of three listed ranks the fourth is replaced
         (3, pack_numbers((1, 2))),
-        (4, pack_ranks((1,))),  # restarted an unknown number of times
+        (4, pack_ranks((1,))),  # the number of restarts is missing
         (6, b"x"),
     ):
         with pytest.raises(ValueError):
@@ -140,7 +140,7 @@ def test_damaged_bytes_are_refused_or_say_something_that_fits() -> None:
         damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
         try:
             message = codec.decoders[kind](bytes(damaged))
-        except Exception:  # which Inbox counts
+        except Exception:  # Inbox counts such errors
             continue
         opened_count += 1
         if isinstance(message, PackedAssign):

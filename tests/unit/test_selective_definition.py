@@ -12,7 +12,7 @@ DRAWS = range(300)
 
 
 def metrics_of(draw: int) -> np.ndarray:
-    """Small whole numbers, with ties, and some that are not finite: sums and differences are exact."""
+    """Return small integers, with ties, and some non-finite values: sums and differences are exact."""
     generator = np.random.default_rng(draw)
     metrics = generator.integers(-4, 5, generator.integers(2, 10)).astype(float)
     metrics[generator.random(len(metrics)) < 0.1] = generator.choice([np.nan, np.inf, -np.inf])

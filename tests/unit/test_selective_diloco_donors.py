@@ -1,4 +1,4 @@
-"""Tests the rules by which selective DiLoCo chooses donors and weights, also against a second definition."""
+"""Tests the rules by which selective DiLoCo chooses donors and weights, partly against a second definition."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_difference_far_above_the_median_norm_is_left_out() -> None:
 
 
 def test_the_median_norm_is_that_of_all_ranks_not_of_the_donors() -> None:
-    """Late in a training few ranks gain. The others' norms still show which difference is too large."""
+    """Late in a training, few ranks gain. The other ranks' norms still show which difference is too large."""
     reports = [report(-1.0), report(-1.0), report(-1.0), report(5.0, 100.0)]
     assert weights(reports) == {}
     assert weights([report(-1.0, 0.0), report(-1.0, 0.0), report(1.0, 2.0)]) == {2: 1.0}, "ranks that stood still"

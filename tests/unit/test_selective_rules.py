@@ -375,7 +375,7 @@ def moved(decision: Decision, reducers: tuple[int, ...], hosts: dict[int, int]) 
 
 @pytest.mark.parametrize("replacer", range(4))
 def test_donors_of_the_larger_host_reduce_to_spare_the_network(replacer: int) -> None:
-    """The network carries two models directly, 4/3 if all donors reduce, and one each way if one host's donors do."""
+    """The network carries two models directly, 4/3 if all donors reduce, and one if one host's donors reduce."""
     donors, hosts = tuple(rank for rank in range(4) if rank != replacer), {0: 5, 1: 5, 2: 6, 3: 6}
     decision = Decision(donors, (replacer,), (1.0,) * 3, donors[0])
     reducers = reducers_of(decision, "sharded", MIB, 0, hosts)

@@ -1,4 +1,4 @@
-"""Tests how long the coordinator of selective averaging waits for which ranks, on values and in rounds by hand."""
+"""Tests how long the coordinator of selective averaging waits for which ranks, with given values and in rounds."""
 
 import math
 from collections.abc import Iterator
@@ -114,7 +114,7 @@ def test_slow_rank_takes_part_if_it_delays_rounds_by_a_tenth() -> None:
     assert patience.slow_ranks(paces.items(), 5.0, wait_s + 31) == {3}
 
 
-#: Of a report, such that some members are slow, or overdue, and some times are not known.
+#: Values of a report, such that some members are slow or overdue, and some times are unknown.
 near_times = st.sampled_from([0.0, 0.1, 1.0, 3.0, 5.0, 9.0, 30.0])
 
 
@@ -165,7 +165,7 @@ def named(sends: Any) -> list[int]:
 
 
 def finish(coordinator: RoundCoordinator, now: float) -> None:
-    """End the round under way: its replacer is the lowest rank named."""
+    """End the round in progress, whose replacer is the lowest assigned rank."""
     number = coordinator.statistics().rounds_decided
     replacer = min(state.decision.replacers) if (state := coordinator._course.current) else -1
     coordinator.on_abandoned(replacer, number, "test", now)

@@ -128,7 +128,7 @@ def test_a_reserved_coordinator_that_was_replaced_seeks_none() -> None:
 
 
 def test_a_rank_that_has_left_the_policy_claims_nothing() -> None:
-    """A rank that still coordinates is notified of a later coordinator that is gone."""
+    """A rank that still coordinates is notified that a later coordinator was lost."""
     view = Succession(0, ORDER, 0)
     view.leave()
     assert view.coordinator == 0

@@ -17,7 +17,7 @@ VERDICT = Verdict(KEY.text, agreed=7)
 
 
 class Engine:
-    """Looks at the condition in each iteration of the loop."""
+    """An engine that checks the condition in each iteration of the loop."""
 
     async def until(self, condition: Callable[[], bool], what: WaitId, *, deadline: float | None) -> bool:
         while not condition():
@@ -80,7 +80,7 @@ class Members:
 
 
 async def end(rng: random.Random) -> tuple[int, int]:
-    """Kill the leader while it notifies members, and others as they ask; return how many live and were notified."""
+    """Kill the leader while it notifies members, and others as they ask; return the numbers of living and notified."""
     ranks = rng.randint(3, 6)
     members = Members(ranks)
     for rank in rng.sample(range(1, ranks), rng.randint(0, ranks - 2)):
@@ -129,11 +129,11 @@ async def test_late_news_forwarded_by_a_dead_rank_does_not_count() -> None:
     members.deliver(3, 2)
     members.knows[3].add(1)
     await turns()
-    members.deliver(2, 3)  # its question
-    members.deliver(2, 3)  # its promise to the first question, which is not enough
+    members.deliver(2, 3)  # the rank's question
+    members.deliver(2, 3)  # the rank's promise to the first question, which is not enough
     await turns()
     assert not asking[1].done()
-    members.deliver(3, 2)  # the second one, without rank 1
+    members.deliver(3, 2)  # the second question, which does not concern rank 1
     members.deliver(2, 3)
     await turns()
     assert asking[1].done()

@@ -74,7 +74,7 @@ def test_graphs_are_those_of_the_papers(topology: Any, count: int) -> None:
 
 @pytest.mark.parametrize("topology", NAMES)
 def test_rounds_connect_all_ranks_that_are_left(topology: Any) -> None:
-    """Also a hypercube without its eighth corner, and hosts of different sizes."""
+    """This includes a hypercube without its eighth corner, and hosts of different sizes."""
     graph = Graph(topology, 1, range(8), [0, 0, 0, 0, 4, 4, 4, 7])
     for members in (range(8), (0, 1, 2, 4, 5, 6, 7), (1, 3, 4, 7), (2, 7)):
         product = np.eye(len(members))

@@ -1,4 +1,4 @@
-"""Tests that a shown traceback equals Python's own, from the user's first frame on."""
+"""Tests that a printed traceback equals Python's own, from the user's first frame on."""
 
 from __future__ import annotations
 

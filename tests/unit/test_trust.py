@@ -193,7 +193,7 @@ def test_rank_0_says_that_other_hosts_do_not_reach_it(
 
 @pytest.mark.slow
 def test_connection_to_a_process_without_the_secret_is_closed() -> None:
-    """It has the place of a rank in gloo: whoever connects first to a port with its number gets that."""
+    """The process has a rank's place in gloo: the first to connect to a port with the rank's number gets it."""
     store = HashStore()
     assert connect(SealedStore(store, OURS), SealedStore(store, OURS)) == [None, None]
     with_other = connect(SealedStore(store, OURS), SealedStore(store, OTHER))
@@ -257,7 +257,7 @@ def test_a_named_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path) ->
         (0o440, 0, 0, ""),
         (0o660, 0, 1000, "has mode 0660, so other users can open it"),
         (0o444, 0, 1000, "has mode 0444, so other users can open it"),
-        (0o600, 1000, 0, ""),  # a file of the host, in a container of root's
+        (0o600, 1000, 0, ""),  # a file of the host, in a container of root
         (0o640, 1000, 0, "has mode 0640, so other users can open it"),
         (0o600, 1001, 1000, "belongs to the user with number 1001"),
     ],

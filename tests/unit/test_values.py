@@ -82,7 +82,7 @@ def test_any_bytes_are_a_value_or_an_error(data: bytes) -> None:
         {1: 5},
         {3: 1 << 50},
         {4: 1},
-        {5: [1, 2, 3]},  # a dict with a key too many
+        {5: [1, 2, 3]},  # a dict with one key too many
         {6: [[]]},  # a set of lists
         {8: ["float32", [1 << 40], b""]},
         {8: ["float32", [-1], b""]},

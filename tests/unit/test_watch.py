@@ -55,7 +55,7 @@ def test_another_coordinator_is_judged_anew() -> None:
 
 
 def test_a_pause_of_the_rank_that_waits_is_no_silence() -> None:
-    """All evaluate for ten seconds, each time after a report, and this rank is back a little before the coordinator."""
+    """All ranks evaluate for ten seconds after each report, and this rank returns slightly before the coordinator."""
     watch = Watch()
     now = 0.0
     for index in range(400):
@@ -63,7 +63,7 @@ def test_a_pause_of_the_rank_that_waits_is_no_silence() -> None:
         now += interval_s
         watch.on_report(index, interval_s, now)
         assert watch.suspicion(0) is None
-        if index % 20 not in range(8):  # which is asked for before the pause, and missed in some steps after it
+        if index % 20 not in range(8):  # an answer is requested before the pause, and missing in some steps after it
             watch.on_answer(index + 1, now)
 
 

@@ -26,10 +26,10 @@ def found(mode: int, owner: int) -> Any:
     [
         (LINK, OTHER, 0o1777, ROOT, True),
         (PIPE, OTHER, 0o1777, ROOT, True),
-        (FILE, OTHER, 0o1777, ROOT, False),  # the kernel lets this user neither write nor replace it
+        (FILE, OTHER, 0o1777, ROOT, False),  # the kernel does not let this user write or replace the file
         (LINK, OWN, 0o1777, ROOT, False),
         (LINK, ROOT, 0o1777, ROOT, False),
-        (LINK, OTHER, 0o1777, OTHER, False),  # whose folder it is
+        (LINK, OTHER, 0o1777, OTHER, False),  # the folder belongs to that user
         (LINK, OTHER, 0o0775, ROOT, False),
     ],
 )

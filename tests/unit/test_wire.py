@@ -105,7 +105,7 @@ EVERYTHING = st.builds(
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal, of equal types all the way down, NaN equal to NaN, and zeros of one sign."""
+    """Return whether values and types are equal at every depth; NaN equals NaN, and zeros need the same sign."""
     if type(one) is not type(other):
         return False
     if isinstance(one, float):
@@ -321,7 +321,7 @@ class Vector:
 
 @dataclass(frozen=True)
 class Ambiguous:
-    """On the wire both are a map: the receiver could not know which one it was."""
+    """Both types are maps on the wire, so the receiver could not distinguish them."""
 
     value: Point | Vector | None
 
@@ -445,8 +445,8 @@ def test_random_bytes_are_no_frame(data: bytes) -> None:
 @example(b"\xc6\xff\xff\xff\xff", 0)
 @example(b"\xd6\xff\0\0\0\0", 0)  # a timestamp
 @example(b"\xc7\x01\x05x", 0)  # an extension type
-@example(b"\x81\x90\x90", 0)  # a map whose key is no key
-@example(b"\x91\xa1\xff", 0)  # no UTF-8
+@example(b"\x81\x90\x90", 0)  # a map with an invalid key
+@example(b"\x91\xa1\xff", 0)  # invalid UTF-8
 def test_payload_with_a_valid_checksum_raises_only_frame_errors(payload: bytes, kind: int) -> None:
     try:
         message = receive(VICTIM, frame_of(payload, kind=kind))

@@ -20,7 +20,7 @@ SEEDS = range(12)
 
 
 class Everything(nn.Module):
-    """Parameters and buffers of all roles and dtypes: 0-d, empty, tied, complex, integer and bool ones included."""
+    """A model with parameters and buffers of all roles and dtypes: 0-d, empty, tied, complex, integer and bool ones."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def test_a_top_k_mean_has_the_values_of_all_contributions(ranks: int) -> None:
 
 
 def test_pieces_of_large_slices_change_no_bit() -> None:
-    """A vector of more than one piece per slice, whose last piece is short."""
+    """The vector has more than one piece per slice, and its last piece is short."""
     entries = FlatState(nn.Linear(1000, 301, bias=False)).entries
     for codec in CODECS:
         layout = WireLayout(entries, [0], {"weight"}, 2, codec)
@@ -254,7 +254,7 @@ def test_bfloat16_rounds_once_when_it_is_written() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_norm_of_finite_values_is_finite(dtype: torch.dtype) -> None:
-    """Regression: the squares of a mask of finfo.min overflow, and the rank counted as one that is not finite."""
+    """Regression: the squares of a mask of finfo.min overflow, so the rank counted as not finite."""
     values = torch.linspace(-3.0, 4.0, 70_001, dtype=dtype)
     assert norm_of(values) == pytest.approx(np.linalg.norm(values.double().numpy()), rel=1e-5)
     mask = torch.full((70_001,), torch.finfo(torch.float32).min, dtype=dtype)
