@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Final
 
 TOKEN_NBYTES: Final = 16
-#: Number of bytes written by one call, which blocks the writer for a third to half of a millisecond.
-PIECE_NBYTES: Final = 4 << 20
 _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
@@ -188,11 +186,11 @@ class DirectWrite:
         """Bytes that have not been written yet."""
         return self._view[self.written_nbytes :]
 
-    def write_piece(self) -> int:
+    def write_piece(self, nbytes_max: int) -> int:
         """Write the next piece and return its size. Raise OSError if the other process cannot be written to."""
         if self._neighbour is None:
             raise OSError(errno.EPERM, "the process to write to has no known id")
-        nbytes = min(PIECE_NBYTES, len(self.rest))
+        nbytes = min(nbytes_max, len(self.rest))
         self._neighbour.write(self._source + self.written_nbytes, self._target + self.written_nbytes, nbytes)
         self.written_nbytes += nbytes
         return nbytes

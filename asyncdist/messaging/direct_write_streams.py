@@ -27,6 +27,14 @@ logger = logging.getLogger("asyncdist.messaging.streams")
 #: Maximum seconds between two written pieces. After a longer pause the sender is assumed to be busy computing, and
 #: sends the rest as messages, which the transport can transfer in the background.
 ATTENTION_S: Final = 0.001
+#: Size in bytes of the chunks before the tail. The receiver's MPI copies one chunk per call, in 0.2 to 0.4 ms.
+CHUNK_NBYTES: Final = 2 << 20
+#: Maximum number of these chunks that the sender has posted. They are transferred even if the sender computes.
+CHUNK_WINDOW_COUNT: Final = 16
+#: Maximum number of bytes to write in one pass, which blocks the writer for a third to half of a millisecond.
+PIECE_NBYTES: Final = 4 << 20
+#: The same if another task of the sender waits.
+SHARED_PIECE_NBYTES: Final = 1 << 20
 _COUNT_NBYTES: Final = 8
 
 
@@ -36,7 +44,7 @@ class DirectWriteSender:
     def __init__(
         self, slots: streams.Slots, chunks: Sequence[memoryview], dest: int, slot: int, tail: DirectWrite
     ) -> None:
-        self.stream = OutboundStream(slots, chunks, dest, slot, is_open=True)
+        self.stream = OutboundStream(slots, chunks, dest, slot, is_open=True, window=CHUNK_WINDOW_COUNT)
         self._engine = slots.engine
         self.tail = tail
         self._written_at = time.perf_counter()
@@ -51,7 +59,7 @@ class DirectWriteSender:
         is_over = time.perf_counter() - self._written_at > ATTENTION_S
         if not is_over:
             try:
-                self.stream.count_sent(self.tail.write_piece())
+                self.stream.count_sent(self.tail.write_piece(self._piece_nbytes()))
             except OSError as error:  # device memory, or the receiver's process has ended
                 logger.debug("stream to rank %d: %s; sending instead", self.stream.dest, error)
                 is_over = True
@@ -61,12 +69,15 @@ class DirectWriteSender:
         self.send_rest()
         return False
 
+    def _piece_nbytes(self) -> int:
+        return SHARED_PIECE_NBYTES if self._engine.waiter_count > 1 else PIECE_NBYTES
+
     def send_rest(self) -> None:
         """Send the number of bytes that were written directly, and then the remaining bytes as messages."""
         what = WaitId(WaitKind.WRITTEN_NBYTES, peer=self.stream.dest, number=self.stream.slot)
         nbytes = self._engine.measured(what, self.tail.written_nbytes)
-        while (
-            self.tail.written_nbytes < nbytes and self.tail.write_piece()
+        while self.tail.written_nbytes < nbytes and self.tail.write_piece(
+            PIECE_NBYTES
         ):  # in a replay, write as much as in the recording
             pass
         self.tail.written_nbytes = min(self.tail.written_nbytes, nbytes)
@@ -110,6 +121,7 @@ class DirectWriteReceiver:
         targets: Buffers for the chunks before the tail.
         tail: Memory that the sender writes into. It stays referenced until the sender has sent everything or aborted.
         cancel: Function that sends the cancel for a slot; called on exit if the sender has not finished or aborted yet.
+        pacer: Posts the receives of the chunks.
     """
 
     def __init__(
@@ -119,6 +131,7 @@ class DirectWriteReceiver:
         targets: Sequence[memoryview],
         tail: memoryview,
         cancel: Callable[[int], None],
+        pacer: streams.Pacer,
     ) -> None:
         self._tail = tail
         self._count = memoryview(bytearray(_COUNT_NBYTES))
@@ -126,7 +139,13 @@ class DirectWriteReceiver:
         self._uncounted_nbytes = 0
         self._cancel = cancel
         self._stream = streams.InboundStream(
-            slots, source, [*targets, self._count], streams.WINDOW_COUNT, more=self._targets_of_rest, kept=tail
+            slots,
+            source,
+            [*targets, self._count],
+            streams.WINDOW_COUNT,
+            more=self._targets_of_rest,
+            kept=tail,
+            pacer=pacer,
         )
 
     def _targets_of_rest(self) -> list[memoryview]:

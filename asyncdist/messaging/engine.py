@@ -519,6 +519,11 @@ class Engine(Poller):
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
+    @property
+    def waiter_count(self) -> int:
+        """Number of tasks that wait for a request, a message or a condition."""
+        return len(self._waiters)
+
     def outstanding(self, spoiled_tags: Collection[int] = ()) -> tuple[str, ...]:
         """Describe the outstanding requests, and the unreceived messages of cancelled receives."""
         has_losses = bool(self.transport.lost_ranks())

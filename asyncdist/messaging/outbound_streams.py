@@ -15,13 +15,21 @@ class OutboundStream(StreamEnd):
     _kind = WaitKind.STREAM_SEND
 
     def __init__(
-        self, slots: Slots, chunks: Sequence[memoryview], dest: int, slot: int, *, is_open: bool = False
+        self,
+        slots: Slots,
+        chunks: Sequence[memoryview],
+        dest: int,
+        slot: int,
+        *,
+        is_open: bool = False,
+        window: int = WINDOW_COUNT,
     ) -> None:
         super().__init__(slots, dest, slot)
         self.dest = dest
         self.slot = slot
         self._chunks = chunks
         self._is_open = is_open
+        self._window = window
         self._count: memoryview | None = None
         self._next = 0
         self._posting = False
@@ -100,7 +108,7 @@ class OutboundStream(StreamEnd):
             return
         self._posting = True
         try:
-            while self._next < len(self._chunks) and self.under_way_count < WINDOW_COUNT and not self.is_stopping:
+            while self._next < len(self._chunks) and self.under_way_count < self._window and not self.is_stopping:
                 chunk = self._chunks[self._next]
                 self._next += 1
                 self._post(chunk)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import functools
 import heapq
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
@@ -23,6 +23,7 @@ from typing import ClassVar, Final
 from asyncdist import tags
 from asyncdist.errors import AsyncdistError, BusyError, RankLostError, RemoteProtocolError
 from asyncdist.messaging.engine import Engine
+from asyncdist.messaging.polling import Pollable
 from asyncdist.transports.base import Request
 from asyncdist.waits import WaitId, WaitKind
 
@@ -31,6 +32,8 @@ CHUNK_NBYTES: Final = 4 << 20
 USER_CHUNK_NBYTES: Final = 16 << 20
 #: Maximum number of outstanding chunks at each end of a stream.
 WINDOW_COUNT: Final = 4
+#: Number of chunks that a :class:`Pacer` receives in one pass if no task waits for anything else.
+BURST_COUNT: Final = 8
 _CHUNK_COUNT_MAX: Final = 2**20
 
 
@@ -128,6 +131,7 @@ class InboundStream(StreamEnd):
             streams to share the targets in turn.
         more: Function that returns targets for further chunks; called once, when the last target's chunk has arrived.
         kept: Memory that the sender may write to. It stays referenced forever if the slot is retired.
+        pacer: Posts the receives one at a time after :meth:`flow`; None to keep ``window`` receives posted.
 
     Attributes:
         received_nbytes: Number of bytes that the caller has received.
@@ -145,6 +149,7 @@ class InboundStream(StreamEnd):
         *,
         more: Callable[[], Sequence[memoryview]] | None = None,
         kept: memoryview | None = None,
+        pacer: Pacer | None = None,
     ) -> None:
         self.source = source
         self.slot = slots.take(source)
@@ -152,6 +157,7 @@ class InboundStream(StreamEnd):
         self._targets = targets
         self._more = more
         self._kept = kept
+        self._pacer = pacer
         self._window = window
         self._state = _State.STEPPED
         self._posted: dict[int, Request] = {}
@@ -163,7 +169,7 @@ class InboundStream(StreamEnd):
         self._sink: memoryview | None = None
         self.received_nbytes = 0
         if window:
-            self.post_up_to(window)
+            self.post_up_to(1 if pacer is not None else window)
 
     @property
     def _answered(self) -> bool:
@@ -199,7 +205,19 @@ class InboundStream(StreamEnd):
     def flow(self) -> None:
         """Make each arriving chunk post the next receive from now on. All targets must be different buffers."""
         self._state = _State.CONTINUOUS
-        self.post_up_to(self._arrived_count + self._window)  # for the chunks that have already arrived
+        self._post_next()  # for the chunks that have already arrived
+
+    def _post_next(self) -> None:
+        if self._pacer is None:
+            self.post_up_to(self._arrived_count + self._window)
+        else:
+            self._pacer.add(self)
+
+    def post_one(self) -> int:
+        """Post the receive of the next chunk; return the number of chunks that have arrived at once."""
+        arrived_count = self._arrived_count
+        self.post_up_to(arrived_count + 1)
+        return self._arrived_count - arrived_count
 
     async def whole(self, *, deadline: float | None = None) -> None:
         """Wait until all chunks have arrived in the targets, which must be different buffers.
@@ -266,7 +284,7 @@ class InboundStream(StreamEnd):
         if self._state is _State.DISCARDING:
             self._discard_more()
         elif self._state is _State.CONTINUOUS and self._error is None and not self._answered:
-            self.post_up_to(self._arrived_count + self._window)
+            self._post_next()
 
     def finish(self, cancel: Callable[[InboundStream], None]) -> None:
         """End the stream. If the sender has not finished or aborted, send a cancel and discard the remaining chunks."""
@@ -322,6 +340,35 @@ class InboundStream(StreamEnd):
             for request in list(self._posted.values()):
                 request.cancel()
             self._engine.wake()
+
+
+class Pacer(Pollable):
+    """Posts the receives of streams in turn, so that other tasks run between the chunks.
+
+    If the sender is on the same host, MPI copies a whole chunk when its receive is posted. One pass with several posted
+    receives would copy several chunks, during which no message is delivered.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._streams: deque[InboundStream] = deque()
+        engine.add_pollable(self)
+
+    def add(self, stream: InboundStream) -> None:
+        """Post the next receive of ``stream`` in the next pass."""
+        self._streams.append(stream)
+        self._engine.ring()
+
+    def poll(self) -> int:
+        """Receive one chunk, or several if no task waits for anything else; return their number."""
+        arrived_count = 0
+        for _ in range(1 if self._engine.waiter_count > 1 else BURST_COUNT):
+            if not self._streams:
+                break
+            arrived_count += self._streams.popleft().post_one()
+        if self._streams:
+            self._engine.ring()
+        return arrived_count
 
 
 class Slots:

@@ -20,7 +20,7 @@ import torch
 from asyncdist import tags
 from asyncdist.errors import ClosedError, LocalProtocolError, RankLostError, RemoteProtocolError
 from asyncdist.host_memory.cross_memory_attach import AttachToken, DirectWrite, PeerProcess
-from asyncdist.messaging import streams
+from asyncdist.messaging import direct_write_streams, streams
 from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.messaging.direct_write_streams import DirectWriteReceiver, DirectWriteSender, Writer
 from asyncdist.messaging.outbound_streams import OutboundStream
@@ -95,6 +95,7 @@ class UserStreams:
         self._finders: set[int] = set()  # ranks that can write to this rank's memory
         self._processes: dict[int, PeerProcess] = {}  # ranks to whose memory this rank can write
         self._writer: Writer | None = None
+        self._pacer: streams.Pacer | None = None
         # Offers that arrive while open_channel runs are stored, because the replies need the channel.
         early_offers: dict[int, AttachOffer] = {}
         self._early_offers: dict[int, AttachOffer] | None = early_offers
@@ -214,8 +215,8 @@ class UserStreams:
         view = byte_view(tensor)
         services = self._services
         services.check_peer(source)
-        chunk_nbytes = streams.USER_CHUNK_NBYTES
         written_nbytes = self._written_nbytes(len(view), source)
+        chunk_nbytes = direct_write_streams.CHUNK_NBYTES if written_nbytes else streams.USER_CHUNK_NBYTES
         sent_nbytes = len(view) - written_nbytes
         targets = split(view[:sent_nbytes], chunk_nbytes)
         address = tensor.data_ptr() + sent_nbytes if written_nbytes else 0
@@ -225,7 +226,7 @@ class UserStreams:
                 self._channel.send_nowait(streams.Cancel(slot), source)
 
         with (
-            DirectWriteReceiver(services.slots, source, targets, view[sent_nbytes:], cancel)
+            DirectWriteReceiver(services.slots, source, targets, view[sent_nbytes:], cancel, self._shared_pacer())
             if written_nbytes
             else services.slots.inbound(source, targets, cancel)
         ) as stream:
@@ -233,6 +234,10 @@ class UserStreams:
             self._channel.send_nowait(grant, source)
             await stream.whole()
         return tensor
+
+    def _shared_pacer(self) -> streams.Pacer:
+        self._pacer = self._pacer or streams.Pacer(self._engine)
+        return self._pacer
 
     # -- direct writes ----------------------------------------------------------------------------------------------
 

@@ -32,7 +32,8 @@ SIZES = (0, 1, MIN - 1, MIN, PIECE, PIECE + 1, 7 * PIECE + 13)
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_memory_attach, "PIECE_NBYTES", PIECE)
+    for name in ("PIECE_NBYTES", "SHARED_PIECE_NBYTES", "CHUNK_NBYTES"):
+        monkeypatch.setattr(direct_write_streams, name, PIECE)
     monkeypatch.setattr(streams, "USER_CHUNK_NBYTES", PIECE)
     monkeypatch.setattr(direct_write_streams, "ATTENTION_S", math.inf)
     monkeypatch.setattr(user_streams, "WRITTEN_NBYTES_MIN", MIN)
@@ -103,6 +104,29 @@ async def test_every_size_arrives_and_is_counted(share: float, writes: list[int]
             expected = 0 if nbytes < MIN else nbytes if share == 1 else nbytes // 2 // 16 * 16
             assert sum(writes) == expected
             assert max(writes, default=0) <= PIECE
+
+
+@pytest.mark.parametrize("others", [False, True])
+async def test_a_pass_takes_less_while_another_task_waits(
+    monkeypatch: pytest.MonkeyPatch, writes: list[int], others: bool
+) -> None:
+    monkeypatch.setattr(direct_write_streams, "SHARED_PIECE_NBYTES", PIECE // 4)
+    received: list[int] = []
+    poll = streams.Pacer.poll
+    monkeypatch.setattr(streams.Pacer, "poll", lambda self: (received.append(poll(self)), received[-1])[1])
+    async with neighbours(0.5) as (sender, receiver):
+        await acquaint(sender, receiver)
+        waiting = [
+            asyncio.ensure_future(world.services.engine.until(lambda: False)) for world in (sender, receiver) if others
+        ]
+        await yields(1)
+        tensor = numbers(100 * PIECE)
+        assert torch.equal(await stream(sender, receiver, tensor), tensor)
+        for task in waiting:
+            task.cancel()
+    assert sum(received) > 40
+    assert max(received) == (1 if others else streams.BURST_COUNT)
+    assert max(writes) == (PIECE // 4 if others else PIECE)
 
 
 async def test_receiver_may_begin_before_the_sender_opens_its_streams(writes: list[int]) -> None:

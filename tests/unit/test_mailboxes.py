@@ -68,7 +68,16 @@ class Transport:
     def outbox(self, scope: int = 2) -> mailboxes.Outbox:
         routes = [wire.pack_route(kind, nonce=1, epoch=0, scope=scope) for kind in range(2)]
         return mailboxes.Outbox(
-            CODEC, routes, self.start_send, self.prepare_send, tag=TAG, size=4, name="x", sequence=0, contacts=set()
+            CODEC,
+            routes,
+            self.start_send,
+            self.prepare_send,
+            tag=TAG,
+            size=4,
+            name="x",
+            sequence=0,
+            contacts=set(),
+            held={},
         )
 
     def read(self) -> list[tuple[str, int, int, Any]]:
