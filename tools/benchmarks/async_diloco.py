@@ -16,24 +16,17 @@ the best of the tried outer learning rates.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import functools
-import json
-import logging
-import multiprocessing
-import os
 import statistics
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
+import simulations
 import torch
 from harness import Results, Row
-from rich.progress import track
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -276,23 +269,14 @@ def measure(settings: Settings) -> Results:
         for seed in range(settings.seeds)
     ]
     results: Results = {name: {str(lr): [] for lr in _tried(method, settings)} for name, method in METHODS.items()}
-    spawning = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawning, initializer=_begin_worker) as pool:
-        for run, figures in zip(runs, track(pool.map(simulate, runs), "simulating", len(runs)), strict=True):
-            results[run.method][str(run.lr)].append(figures)
+    for run, figures in simulations.simulated(simulate, runs):
+        results[run.method][str(run.lr)].append(figures)
     return results
 
 
 def _tried(method: Method, settings: Settings) -> tuple[float, ...]:
     middle = len(method.lrs) // 2
     return method.lrs if settings.tries_all else method.lrs[middle : middle + 1]
-
-
-def _begin_worker() -> None:
-    """Use one core, and keep back the warnings of ranks: that some end before others is a part of each run."""
-    torch.set_num_threads(1)
-    for name in ("asyncdist", "protocols"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def rows(results: Results) -> list[Row]:
@@ -324,14 +308,5 @@ def _most(runs: list[Results]) -> int:
     return int(max(run["staleness_max"] for run in runs))
 
 
-def main() -> None:
-    """Measure, and write the results to the file named on the command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    given = parser.parse_args()
-    given.out.write_text(json.dumps(measure(QUICK if given.quick else FULL)))
-
-
 if __name__ == "__main__":
-    main()
+    simulations.main(measure, full=FULL, quick=QUICK)

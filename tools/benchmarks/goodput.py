@@ -25,12 +25,9 @@ that it then needs to load a donor's state or its own checkpoint is added. No fa
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import functools
 import itertools
-import json
-import logging
 import math
 import random
 import tempfile
@@ -40,7 +37,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import goodput_diloco
-import torch
+import simulations
 from harness import Results, Row, optimizer_of
 from torch import nn
 
@@ -471,17 +468,5 @@ def draw(results: Results, path: Path) -> None:
     plt.close(figure)
 
 
-def main() -> None:
-    """Measure, and write the results to the file named on the command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    for name in ("asyncdist", "protocols"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # losses and unfinished checkpoints are expected here
-    given.out.write_text(json.dumps(measure(QUICK if given.quick else FULL)))
-
-
 if __name__ == "__main__":
-    main()
+    simulations.main(measure, full=FULL, quick=QUICK)

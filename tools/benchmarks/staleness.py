@@ -20,25 +20,19 @@ the other seeds. The synchronous rules have the same budget.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import logging
 import math
-import multiprocessing
-import os
 import statistics
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import simulations
 import torch
 from async_diloco import Gaussians
 from harness import Results, Row
-from rich.progress import track
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -331,29 +325,20 @@ def measure(settings: Settings) -> Results:
     tuned_cells = [cell for cell in cells if len(ALL[cell[0]].lrs) > 1 and settings.tries_all]
     tuning = [run(cell, lr, TUNING_SEED) for cell in tuned_cells for lr in ALL[cell[0]].lrs]
     results: Results = {shards: {str(ratio): {} for ratio in settings.ratios} for shards in settings.shards}
-    spawning = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawning, initializer=_begin_worker) as pool:
-        tuned: dict[tuple[str, int, str], dict[float, float]] = {cell: {} for cell in cells}
-        for each, figures in zip(tuning, track(pool.map(simulate, tuning), "tuning", len(tuning)), strict=True):
-            tuned[each.rule, each.ratio, each.shards][each.lr] = figures["loss"]
-        chosen = {
-            cell: min(of_lr, key=of_lr.__getitem__, default=ALL[cell[0]].lrs[len(ALL[cell[0]].lrs) // 2])
-            for cell, of_lr in tuned.items()
-        }
-        runs = [run(cell, chosen[cell], seed) for cell in cells for seed in range(1, 1 + settings.seeds)]
-        for each, figures in zip(runs, track(pool.map(simulate, runs), "measuring", len(runs)), strict=True):
-            found = results[each.shards][str(each.ratio)].setdefault(each.rule, {"lr": each.lr, "runs": []})
-            found["runs"].append(figures)
+    tuned: dict[tuple[str, int, str], dict[float, float]] = {cell: {} for cell in cells}
+    for each, figures in simulations.simulated(simulate, tuning, "tuning"):
+        tuned[each.rule, each.ratio, each.shards][each.lr] = figures["loss"]
+    chosen = {
+        cell: min(of_lr, key=of_lr.__getitem__, default=ALL[cell[0]].lrs[len(ALL[cell[0]].lrs) // 2])
+        for cell, of_lr in tuned.items()
+    }
+    runs = [run(cell, chosen[cell], seed) for cell in cells for seed in range(1, 1 + settings.seeds)]
+    for each, figures in simulations.simulated(simulate, runs):
+        found = results[each.shards][str(each.ratio)].setdefault(each.rule, {"lr": each.lr, "runs": []})
+        found["runs"].append(figures)
     for (rule, ratio, shards), of_lr in tuned.items():
         results[shards][str(ratio)][rule]["tuning"] = {str(lr): loss for lr, loss in of_lr.items()}
     return results
-
-
-def _begin_worker() -> None:
-    """Use one core, and keep back the warnings of ranks: that some end before others is a part of each run."""
-    torch.set_num_threads(1)
-    for name in ("asyncdist", "protocols"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def median_loss(found: Results) -> float:
@@ -438,14 +423,5 @@ def _draw_cell(axes: Any, row: int, column: int, of_rule: Results, name: str) ->
         axes.add_patch(Rectangle((column - 0.46, row - 0.46), 0.92, 0.92, fill=False, linewidth=1.6))
 
 
-def main() -> None:
-    """Measure, and write the results to the file named on the command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    given = parser.parse_args()
-    given.out.write_text(json.dumps(measure(QUICK if given.quick else FULL)))
-
-
 if __name__ == "__main__":
-    main()
+    simulations.main(measure, full=FULL, quick=QUICK)

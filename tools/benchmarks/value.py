@@ -12,17 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import multiprocessing
-import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Final
 
-import torch
+import simulations
 from harness import Results, Row
-from rich.progress import track
 from worth import charts, tables
 from worth.plan import FULL, QUICK, Part
 from worth.runs import Run, simulate
@@ -58,26 +53,17 @@ def _best(runs: list[Run], known: dict[str, Results]) -> float:
 def _simulate(wanted: Sequence[Run], known: dict[str, Results], runs_path: Path | None, what: str) -> None:
     """Simulate the runs that are not known yet."""
     runs = [run for run in dict.fromkeys(wanted) if str(run) not in known]
-    spawning = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawning, initializer=_begin_worker) as pool:
-        for run, figures in zip(runs, track(pool.map(simulate, runs), what, len(runs)), strict=True):
-            known[str(run)] = figures
-            if runs_path is not None:
-                with runs_path.open("a") as file:
-                    file.write(json.dumps([str(run), figures]) + "\n")
+    for run, figures in simulations.simulated(simulate, runs, what):
+        known[str(run)] = figures
+        if runs_path is not None:
+            with runs_path.open("a") as file:
+                file.write(json.dumps([str(run), figures]) + "\n")
 
 
 def _known(runs_path: Path | None) -> dict[str, Results]:
     if runs_path is None or not runs_path.exists():
         return {}
     return dict(json.loads(line) for line in runs_path.read_text().splitlines())
-
-
-def _begin_worker() -> None:
-    """Use one core, and keep back the warnings of ranks: that some end before others is a part of each run."""
-    torch.set_num_threads(1)
-    for name in ("asyncdist", "protocols"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def rows(results: Results) -> list[Row]:
