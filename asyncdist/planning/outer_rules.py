@@ -1,8 +1,9 @@
 """Recommends the outer rule of DiLoCo for ranks of different speeds, from the figures of ``./tools/bench staleness``.
 
-The recommendation is the rule with the smallest measured loss, if it is smaller than the loss of the best synchronous
-rule on each seed; or SGD without momentum and weight, the simplest rule, if its loss is within 3 % of this rule's.
-Otherwise it is synchronous DiLoCo. Between two measured speed ratios, both measurements are printed.
+If the best of the map's tuned asynchronous rules is better than the best synchronous rule on each seed, the
+recommendation is asynchronous: the default rule, if all ranks have the same kind of data and the untuned default rule
+is better on each seed, too; or SGD without momentum and weight, if its loss is within 3 % of the best rule's. Otherwise
+the recommendation is synchronous DiLoCo. Between two measured speed ratios, both measurements are printed.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ class Measured:
     """The measurement of one cell of the map: four ranks, losses relative to the best synchronous rule.
 
     Attributes:
-        rule: Name of the asynchronous rule with the smallest loss, or SGD.
-        lr: Its outer learning rate, the best of three.
+        rule: Name of the recommended asynchronous rule.
+        lr: Its outer learning rate, the best of three; None for the default rule, which is not tuned.
         relative_loss: Its median loss over three seeds, divided by the median loss of the best synchronous rule.
-        wins: Whether the smallest asynchronous loss is smaller than that of the best synchronous rule on each seed.
-        best: The rule with the smallest loss and its relative loss, if ``rule`` is SGD, within 3 % of it; else None.
+        wins: Whether this loss is smaller than that of the best synchronous rule on each seed.
+        best: The tuned rule with the smallest loss and its relative loss, if it is another rule; else None.
     """
 
     rule: str
-    lr: float
+    lr: float | None
     relative_loss: float
     wins: bool
     best: tuple[str, float] | None = None
@@ -46,15 +47,16 @@ class Shards:
     cells: Mapping[int, Measured]
 
 
+DEFAULT: Final = "the default rule"
 #: The divisions of the data, by their names on the command line.
 SHARDS: Final = {
     "iid": Shards(
         "all ranks have the same kind of data",
         "iid",
         {
-            1: Measured("SGD, staleness weight", 0.6, 1.09, False),
-            4: Measured("SGD, staleness weight", 2.0, 0.77, True),
-            16: Measured("SGD, staleness weight", 2.0, 0.50, True),
+            1: Measured(DEFAULT, None, 1.14, False, best=("SGD, staleness weight, lr=0.6", 1.09)),
+            4: Measured(DEFAULT, None, 0.84, True, best=("SGD, staleness weight, lr=2", 0.77)),
+            16: Measured(DEFAULT, None, 0.58, True, best=("SGD, staleness weight, lr=2", 0.50)),
         },
     ),
     "mixed": Shards(
@@ -101,12 +103,11 @@ def lines(slowest: float, shards: str, every: int) -> Iterator[str]:
     yield "For your ranks, start from this:" if len(programs) == 1 else "For your ranks, compare these:"
     for number, program in enumerate(programs):
         yield from ["or"] * (number > 0) + program
-    if any(cell.lr >= 1.0 for cell in winning.values()):
+    if any(cell.lr is not None and cell.lr >= 1.0 for cell in winning.values()):
         yield "If the loss rises, try lr=0.5."
     for ratio, cell in cells.items():
         at = "with equal speeds" if ratio == 1 else f"at {ratio} times"
-        what = f"{cell.rule}, the simplest rule," if cell.best else f"the best asynchronous rule, {cell.rule},"
-        yield f"Measured {at}: the loss of {what}"
+        yield f"Measured {at}: the loss of {_described(cell)}"
         yield f"is {cell.relative_loss:.2f} times that of the best synchronous rule."
         if cell.best:
             yield f"The loss of the best asynchronous rule, {cell.best[0]}, is {cell.best[1]:.2f} times."
@@ -120,12 +121,22 @@ def _beside(slowest: float, cells: Mapping[int, Measured]) -> dict[int, Measured
     return {} if below is None or above is None else {ratio: cells[ratio] for ratio in sorted({below, above})}
 
 
+def _described(cell: Measured) -> str:
+    if cell.rule == DEFAULT:
+        return f"{DEFAULT}, without tuning,"
+    return f"{cell.rule}, the simplest rule," if cell.best else f"the best asynchronous rule, {cell.rule},"
+
+
 def _python(cell: Measured, every: int) -> Iterator[str]:
-    correct = ", correct=StalenessWeight()" if cell.rule == "SGD, staleness weight" else ""
+    if cell.lr is None:
+        yield "    from protocols import AsyncDiLoCoPolicy"
+        yield ""
+        yield f"    async with AsyncDiLoCoPolicy(model, optimizer, average_every={every}) as policy:"
+        return
     yield "    from functools import partial"
-    yield f"    from protocols import AsyncDiLoCoPolicy{', StalenessWeight' if correct else ''}"
+    yield "    from protocols import AsyncDiLoCoPolicy"
     yield ""
     yield f"    outer = partial(torch.optim.SGD, lr={cell.lr:g})"
     yield "    async with AsyncDiLoCoPolicy("
-    yield f"        model, optimizer, average_every={every}, outer_optimizer=outer{correct}"
+    yield f"        model, optimizer, average_every={every}, outer_optimizer=outer"
     yield "    ) as policy:"

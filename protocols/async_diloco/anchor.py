@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts
-from asyncdist.protocols.async_diloco.corrections import correct_tensors
+from asyncdist.protocols.async_diloco.corrections import StalenessWeight, correct_tensors
 from asyncdist.protocols.async_diloco.islands.merging import rebase
 from asyncdist.protocols.async_diloco.options import AsyncDiLoCoOptions
 from asyncdist.protocols.diloco.outer_step import OuterStep
@@ -70,11 +70,13 @@ class Anchor:
     def __init__(self, layouts: Layouts, options: AsyncDiLoCoOptions, block: Block, version: int) -> None:
         self._layouts = layouts
         self._correct = options.correct
-        # Error feedback, topk and corrections change the differences that are sent or applied, so norms are unknown.
+        # Error feedback, topk and most corrections change the differences that are sent or applied: norms are unknown.
         is_difference = options.error_feedback is None and layouts.wire.codec.name != "topk"
-        self._knows_norms = is_difference and options.correct is None and options.merge == "mean"
+        is_scaled = options.correct is None or isinstance(options.correct, StalenessWeight)
+        self._knows_norms = is_difference and is_scaled and options.merge == "mean"
         self.version = version
         self._values = [value.clone() for value in block[1]]
+        assert options.outer_optimizer is not None, "the options have filled in the default"
         self._outer = OuterStep(options.outer_optimizer, layouts.stepped(self._values))
 
     async def step(self, contributions: Sequence[Contribution], member_count: int) -> Outcome:
@@ -86,11 +88,17 @@ class Anchor:
         mean = await self._mean(usable)
         differences = self._layouts.stepped(mean)
         norm = math.hypot(*(norm_of(flat) for flat in differences))
-        donors, weights, norms, *_ = zip(*((each.rank, each.weight, each.norm) for each in usable), strict=True)
+        donors, weights, norms = zip(*((each.rank, each.weight, self._norm(each)) for each in usable), strict=True)
         cosine = mean_cosine(Verdict(1, donors, weights, norms), norm) if self._knows_norms else None
         self._outer.step(differences)
         self._move_buffers(mean, min(1.0, len(usable) / max(1, member_count)))
         return Outcome(donors, weights, norm, math.nan if cosine is None else cosine)
+
+    def _norm(self, given: Contribution) -> float:
+        """Return the norm of a contribution's corrected difference, if the correction only scales it."""
+        if isinstance(self._correct, StalenessWeight):
+            return given.norm * self._correct.weight(given.staleness)
+        return given.norm
 
     @torch.no_grad()
     async def _mean(self, usable: Sequence[Contribution]) -> list[Tensor]:

@@ -11,7 +11,7 @@ import torch
 
 from asyncdist import validation
 from asyncdist.protocols.async_diloco.arrivals import ArrivalWeighting
-from asyncdist.protocols.async_diloco.corrections import Correction
+from asyncdist.protocols.async_diloco.corrections import Correction, StalenessWeight
 from asyncdist.protocols.async_diloco.delayed_nesterov import DelayedNesterov
 from asyncdist.protocols.declared import Options, function, like, number, one_of, option, or_none, truth, whole
 from asyncdist.protocols.diloco.elsewhere import ELSEWHERE as OF_DILOCO
@@ -22,10 +22,10 @@ from asyncdist.protocols.selective.islands.layout import IslandOptions
 from asyncdist.protocols.step_info import PolicyEvent
 from asyncdist.tensors.codecs import Codec
 
-#: Default outer learning rate: a tenth of synchronous DiLoCo's, since each contribution makes one outer step.
-ASYNC_LR: Final = 0.07
-#: Default outer optimizer: Nesterov momentum that each contribution updates.
-NESTEROV: Final = functools.partial(torch.optim.SGD, lr=ASYNC_LR, momentum=0.9, nesterov=True)
+#: Default rule: the anchor moves by each difference divided by 1 + its staleness. If k ranks have the same speed, their
+#: k contributions of a round then move the anchor by about the mean difference, for any k.
+DEFAULT_OUTER: Final = functools.partial(torch.optim.SGD, lr=1.0)
+DEFAULT_CORRECTION: Final = StalenessWeight(power=1.0)
 _ANCHOR_IS_WHOLE: Final = "DiLoCoPolicy has this option; here the anchor and each contribution are whole"
 #: Names of options of other policies and libraries, each with a hint for the error that is raised if it is passed.
 ELSEWHERE: Final = {
@@ -68,7 +68,7 @@ _SMALLEST: Final = validation.SMALLEST
 class AsyncDiLoCoOptionNames(MemberOptions, total=False):
     """The options of :class:`protocols.AsyncDiLoCoPolicy`, except ``average_every``."""
 
-    outer_optimizer: OuterFactory
+    outer_optimizer: OuterFactory | None
     correct: Correction | None
     dynamic_steps: bool
     quorum: int
@@ -101,16 +101,18 @@ def _factory(name: str, value: Any) -> Any:
 class AsyncDiLoCoOptions(Options):
     """Options of asynchronous DiLoCo."""
 
-    outer_optimizer: OuterFactory = option(
-        "Function that makes the outer optimizer of a list of flat parameters. Use a smaller learning rate than in "
-        "synchronous DiLoCo, since the optimizer makes a step for each contribution: with 0.7, the loss can rise.",
-        _factory,
-        default=NESTEROV,
-        shown="functools.partial(torch.optim.SGD, lr=0.07, momentum=0.9, nesterov=True)",
+    outer_optimizer: OuterFactory | None = option(
+        "Function that makes the outer optimizer of a list of flat parameters. It makes a step for each version of the "
+        "anchor, so use smaller learning rates than in synchronous DiLoCo. By default, each difference is divided by 1 "
+        "+ its staleness and subtracted from the anchor: `functools.partial(torch.optim.SGD, lr=1.0)`, with "
+        "`correct=protocols.StalenessWeight(power=1.0)`.",
+        or_none(_factory),
+        default=None,
     )
     correct: Correction | None = option(
         "Function of a tensor's difference, the outer momentum (None before the first step) and the staleness in "
-        "versions, which returns the difference to apply; it may change the difference in place.",
+        "versions, which returns the difference to apply; it may change the difference in place. Only with an "
+        "`outer_optimizer`.",
         function("None or a callable of a difference, the momentum and the staleness"),
         default=None,
     )
@@ -212,8 +214,13 @@ class AsyncDiLoCoOptions(Options):
     )
 
     def __post_init__(self) -> None:
-        """Check each value, and fill in the defaults of islands."""
+        """Check each value, and fill in the defaults of the outer step and of islands."""
         Options.__post_init__(self)
+        if self.outer_optimizer is None:
+            if self.correct is not None:
+                validation.refuse("correct", self.correct, "None unless outer_optimizer is set")
+            object.__setattr__(self, "outer_optimizer", DEFAULT_OUTER)
+            object.__setattr__(self, "correct", DEFAULT_CORRECTION)
         defaults = (("global_optimizer", GLOBAL_NESTEROV), ("global_every", 32), ("merge_weight", 0.25))
         for name, default in defaults:
             value = getattr(self, name)
@@ -271,7 +278,7 @@ class AsyncDiLoCoOptions(Options):
             **Options.agreed(self),
             "optimizer_state": self.optimizer_state,
             "wire": repr(self.wire),
-            "outer_optimizer": described(self.outer_optimizer),
+            "outer_optimizer": "None" if self.outer_optimizer is None else described(self.outer_optimizer),
             "global_optimizer": "None" if self.global_optimizer is None else described(self.global_optimizer),
             "correct": correct if "0x" not in correct else getattr(self.correct, "__qualname__", "a function"),
         }

@@ -9,7 +9,7 @@ import torch
 from support.facts import naming
 
 import asyncdist as ad
-from protocols import AsyncDiLoCoPolicy
+from protocols import AsyncDiLoCoPolicy, StalenessWeight
 
 
 def policy(**options: Any) -> AsyncDiLoCoPolicy:
@@ -42,7 +42,13 @@ def test_an_option_out_of_range_is_named_with_its_range(option: str, value: Any,
 
 def test_the_outer_optimizer_must_be_a_factory() -> None:
     with pytest.raises(TypeError, match="outer_optimizer"):
-        policy(outer_optimizer=None)
+        policy(outer_optimizer=0.7)
+
+
+def test_a_correction_needs_an_outer_optimizer() -> None:
+    """The default rule has a weight of its own, which a correction would silently replace."""
+    with pytest.raises(ValueError, match=naming("correct", "StalenessWeight", "outer_optimizer")):
+        policy(correct=StalenessWeight())
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ from simulation.training_runs import (
 
 #: Learning rate, momentum and Nesterov of each outer optimizer. Products with the dyadic ones are exact.
 OUTERS: Final[dict[str, tuple[float, float, bool]]] = {
-    "default": (0.07, 0.9, True),
+    "nesterov": (0.07, 0.9, True),
     "dyadic": (0.5, 0.5, True),
     "plain": (0.25, 0.0, False),
 }

@@ -434,7 +434,7 @@ def draw_plan(seed: int) -> IslandPlan:
         drawn,
         ranks=ranks,
         steps=tuple(steps if rng.random() < 0.8 else rng.randint(1, steps) for _ in range(ranks)),
-        outer=rng.choice(("dyadic", "plain", "default")),
+        outer=rng.choice(("dyadic", "plain", "nesterov")),
         quorum=rng.randint(1, size),
         late="skip",
         uses_tokens=False,

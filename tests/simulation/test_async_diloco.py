@@ -35,7 +35,7 @@ def test_weights_equal_the_oracles_bit_for_bit(name: str) -> None:
 
 
 def test_weights_by_tokens_are_those_of_the_oracle() -> None:
-    plan = Plan(steps=(30,) * 4, quorum=3, grace_s=0.004, uses_tokens=True, outer="default")
+    plan = Plan(steps=(30,) * 4, quorum=3, grace_s=0.004, uses_tokens=True, outer="nesterov")
     _, record = run(plan)
     check(plan, record, 1e-12)
     assert len({len(donors) for donors in record.lineage}) > 1, "the grace period has added donors"
@@ -53,7 +53,7 @@ def test_each_contribution_is_applied_exactly_once() -> None:
         assert np.array_equal(moved, oracle.anchors[-1][place])
 
 
-@pytest.mark.parametrize("outer", ["dyadic", "default", "plain"])
+@pytest.mark.parametrize("outer", ["dyadic", "nesterov", "plain"])
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.long)])
 def test_a_quorum_of_all_equals_diloco_bit_for_bit(
     outer: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -69,9 +69,16 @@ class Nesterov:
         return anchor - F(0.5) * change
 
 
-def expected(delay: int, weight: Callable[[int], float]) -> list[Version]:
+class Plain:
+    """Subtracts each difference."""
+
+    def moved(self, anchor: Array, difference: Array) -> Array:
+        return anchor - difference
+
+
+def expected(outer: Nesterov | Plain, weight: Callable[[int], float]) -> list[Version]:
     """Return the versions of an event loop without transfer times."""
-    outer, found = Nesterov(delay), list[Version]()
+    found = list[Version]()
     anchor = np.zeros(SIZE, F)
     bases = [(0, anchor) for _ in STEPS_S]
     arrivals = [(STEP_COUNT * step_s, rank) for rank, step_s in enumerate(STEPS_S)]
@@ -116,10 +123,29 @@ def test_versions_are_those_of_an_event_loop(delay: int, *, is_weighted: bool) -
     options: dict[str, Any] = {"outer_optimizer": outer, "correct": correct, "dynamic_steps": False}
     report = simulate(contributions, options, ranks=len(STEPS_S))
     found = sorted(version for rank in report.results for version in rank if version.number <= VERSIONS)
-    wanted = expected(delay, correct.weight if correct else lambda _: 1.0)
+    wanted = expected(Nesterov(delay), correct.weight if correct else lambda _: 1.0)
     assert [each[:3] for each in found] == [each[:3] for each in wanted]
     assert found == wanted
     assert max(each.staleness for each in wanted) > 8, "the slowest rank is stale"
+
+
+def test_by_default_a_difference_is_divided_by_its_age() -> None:
+    report = simulate(contributions, {}, ranks=len(STEPS_S))
+    found = sorted(version for rank in report.results for version in rank if version.number <= VERSIONS)
+    assert found == expected(Plain(), lambda staleness: 1 / (1 + staleness))
+
+
+def test_by_default_the_agreement_of_contributions_is_known() -> None:
+    async def train(world: ad.World) -> list[float | None]:
+        model = torch.nn.Linear(2, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        torch.nn.init.zeros_(model.weight)
+        async with AsyncDiLoCoPolicy(model, optimizer, average_every=1, quorum=2, late="wait") as policy:
+            model.weight.grad = torch.tensor([[3.0, 4.0 if world.rank else -4.0]])
+            optimizer.step()
+            return [(await policy.step()).cosine]
+
+    assert list(simulate(train, ranks=2).results) == [[pytest.approx(-7 / 25)]] * 2
 
 
 @pytest.mark.parametrize("late", ["wait", "skip"])

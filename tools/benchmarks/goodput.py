@@ -25,44 +25,25 @@ that it then needs to load a donor's state or its own checkpoint is added. No fa
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import itertools
 import math
-import random
-import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import goodput_diloco
 import simulations
-from harness import Results, Row, optimizer_of
-from torch import nn
-
-import asyncdist as ad
-from asyncdist.simulation import Compute, Fault, Kill, Network, Restart
-from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, AverageApplied, PolicyEvent, SnapshotTaken
+from failing import diloco
+from failing.counting import Train, count_attempts, count_lives
+from failing.training import train_alone, train_selectively
+from failing.work import STEP_S
+from harness import Results, Row
 
 #: No ranks to launch: this benchmark simulates them.
 RANKS: Final = ()
 TARGET: Final = 0.9
 TARGET_AT: Final = ("1000", "64")
 
-STEP_S: Final = 1.0
-#: Seconds from a rank's death until the other ranks, or the launcher, detect it.
-DETECTION_S: Final = 2.0
-#: Seconds from the detection until a new process runs: scheduler, interpreter, imports, device.
-RELAUNCH_S: Final = 20.0
-#: Seconds from the new process's start until it trains: model and optimizer from a donor or from a file.
-RELOAD_S: Final = 8.0
-RECOVERY_S: Final = DETECTION_S + RELAUNCH_S + RELOAD_S
-#: The simulator charges as much for ``world.compute`` as for a step.
-SAVE_S: Final = STEP_S
-AVERAGE_EVERY: Final = 10
-#: Training begins at this virtual time, after the collective start and a load.
-START_S: Final = 3.0
 KINDS: Final = ("selective", "average-all", "alone")
 #: Published goodput in percent of Decoupled DiLoCo with 8 learners, and of elastic data parallelism if it is known, by
 #: the number of chips, and the mean steps between failures of a rank that stand for it here.
@@ -74,6 +55,10 @@ PUBLISHED: Final = (
     ("2,400,000", 100, 80, 40),
 )
 LEARNER_COUNT: Final = 8
+#: In the third table, a step of every second rank takes this many times as long.
+SLOWDOWN: Final = 2.0
+#: Mean steps of a fast rank between its failures in the third table.
+MIXED_MTBF: Final = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +73,8 @@ class Settings:
         steps_min: Least number of steps of each rank in a population.
         learner_steps: Number of steps of all ranks together for each cell of the second table.
         learner_mtbfs: Mean steps between failures of a rank in the second table.
+        mixed: Number of simulations, their virtual seconds, and whether the models learn, by the number of ranks in the
+            third table.
     """
 
     rank_counts: tuple[int, ...]
@@ -96,6 +83,7 @@ class Settings:
     steps_min: int
     learner_steps: int
     learner_mtbfs: tuple[int, ...]
+    mixed: Mapping[int, tuple[int, float, bool]]
 
 
 FULL: Final = Settings(
@@ -105,261 +93,65 @@ FULL: Final = Settings(
     steps_min=150,
     learner_steps=3200,
     learner_mtbfs=tuple(mtbf_steps for _, mtbf_steps, *_ in PUBLISHED),
+    mixed={8: (3, 300.0, True), 64: (1, 300.0, True), 512: (1, 120.0, False)},
 )
 QUICK: Final = Settings(
-    (8,), {1000: 800, 100: 800}, restart_count=2, steps_min=100, learner_steps=800, learner_mtbfs=(100,)
+    (8,),
+    {1000: 800, 100: 800},
+    restart_count=2,
+    steps_min=100,
+    learner_steps=800,
+    learner_mtbfs=(100,),
+    mixed={8: (1, 100.0, True)},
 )
 
 
-@dataclass(slots=True)
-class Tally:
-    """Counts steps of all ranks together.
+# -- one cell of a table ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One entry of a table.
 
     Attributes:
-        useful: Steps whose effect survives.
-        possible: Steps that would have been made without failures.
-        died: Steps that were made and then lost with a rank or a job.
-        empty: Steps not made because a rank or the job was dead or recovering.
-        failures: Number of ranks killed.
+        table: "sizes" for the first table, "learners" for the second one, "mixed" for ranks of two speeds.
+        kind: Way to train.
+        mtbf_steps: Mean steps between failures of a rank; infinite without failures.
     """
 
-    useful: float = 0.0
-    possible: float = 0.0
-    died: float = 0.0
-    empty: float = 0.0
-    failures: int = 0
+    table: str
+    kind: str
+    rank_count: int
+    mtbf_steps: float
 
-    def results(self) -> Results:
-        """Return the goodput and the shares of lost steps by cause; the rest is time for waiting and saving."""
-        shares = {name: getattr(self, name) / self.possible for name in ("useful", "died", "empty")}
-        return {
-            "goodput": shares.pop("useful"),
-            **shares,
-            "waited": (self.possible - self.useful - self.died - self.empty) / self.possible,
-            "failures": self.failures,
-            "steps": self.possible,
-        }
+    def cells_of(self, results: Results) -> Results:
+        """Return the part of the results to which this cell belongs."""
+        table = results if self.table == "sizes" else results.setdefault(self.table, {})
+        found: Results = table.setdefault(self.kind, {})
+        return found if self.table == "learners" else found.setdefault(str(self.rank_count), {})
 
 
-@dataclass(slots=True)
-class Work:
-    """The steps that one process has made.
-
-    Attributes:
-        made: Number of steps.
-        kept: Number of steps whose effect would survive if the process died now.
-        given: Round of the process's newest snapshot, and the step at which it was taken.
-    """
-
-    made: int = 0
-    kept: int = 0
-    given: tuple[int, int] = (0, 0)
-
-
-def _best_interval(mtbf_s: float) -> int:
-    """Steps between two saves (Young, "A first order approximation to the optimum checkpoint interval", 1974)."""
-    return max(1, round(math.sqrt(2 * SAVE_S * mtbf_s) / STEP_S))
+def simulate(cell: Cell, settings: Settings) -> Results:
+    """Simulate a cell, and return its figures."""
+    ranks, mtbf_steps = cell.rank_count, cell.mtbf_steps
+    if cell.table == "mixed":
+        count, horizon_s, learns = settings.mixed[ranks]
+        factors = dict.fromkeys(range(1, ranks, 2), SLOWDOWN)
+        train = _train_of(cell.kind)
+        return count_lives(train, ranks, mtbf_steps, horizon_s, count, factors=factors, learns=learns).results()
+    step_count = settings.learner_steps if cell.table == "learners" else settings.step_counts[int(mtbf_steps)]
+    if cell.kind == "average-all":
+        expected = max(2, int(step_count // mtbf_steps)) if cell.table == "sizes" else settings.restart_count
+        return count_attempts(ranks, int(mtbf_steps), min(settings.restart_count, expected)).results()
+    horizon_s = STEP_S * max(settings.steps_min, min(mtbf_steps, math.ceil(step_count / ranks)))
+    count = math.ceil(step_count / (ranks * horizon_s))
+    return count_lives(_train_of(cell.kind), ranks, int(mtbf_steps), horizon_s, count).results()
 
 
-async def _until_start(world: ad.World) -> None:
-    """Wait until training begins, on all ranks at once."""
-    assert world.time() < START_S, f"the start took {world.time():g} s of virtual time"
-    await asyncio.sleep(START_S - world.time())
-
-
-# -- ranks that fail one by one ---------------------------------------------------------------------------------------
-
-#: The works of each rank's processes, the newest last.
-Lives = list[list[Work]]
-
-
-async def _train_selectively(world: ad.World, lives: Lives, ends_at_s: float, _: Path, __: int) -> None:
-    work = Work()
-    lives[world.rank].append(work)
-    first = 0
-
-    def note(event: PolicyEvent) -> None:
-        if isinstance(event, SnapshotTaken):
-            work.given = (event.round, event.iteration + 1 - first)
-        elif isinstance(event, AverageApplied):
-            work.kept = event.iteration + 1 - first
-            for other in itertools.chain.from_iterable(lives[donor] for donor in event.donors):
-                if other.given[0] == event.round:
-                    other.kept = max(other.kept, other.given[1])
-
-    model = nn.Linear(4, 4)
-    policy = AsyncSelectiveAveragingPolicy(
-        model, optimizer_of(model), average_every=AVERAGE_EVERY, replacement_ratio=0.25, on_event=note
-    )
-    try:
-        async with policy:
-            first = policy.iteration  # a new process continues its donor's count
-            if not world.incarnation:
-                await _until_start(world)
-            while world.time() < ends_at_s - STEP_S / 2:
-                await policy.step(random.random())  # any rank may be the best or the worst one
-                work.made += 1
-            await asyncio.sleep(max(0.0, ends_at_s - world.time()))
-    except (ad.ClosedError, ad.RankLostError, ad.StartTimeoutError):
-        if world.time() < ends_at_s:
-            raise  # after that the others have left before this one was admitted
-
-
-async def _train_alone(world: ad.World, lives: Lives, ends_at_s: float, place: Path, save_every: int) -> None:
-    work = Work()
-    lives[world.rank].append(work)
-    place = place / str(world.rank)
-    model = nn.Linear(4, 4)
-    optimizer = optimizer_of(model)
-    alone = await ad.new_group([world.rank])
-    if not world.incarnation:
-        await _until_start(world)
-    elif any(earlier.kept for earlier in lives[world.rank]):
-        await ad.load_population(place, model, optimizer, group=alone)
-    while world.time() < ends_at_s - STEP_S / 2:
-        await world.safe_point()
-        work.made += 1
-        if work.made % save_every == 0:
-            made = work.made
-            await ad.save_population(place, model, optimizer, keep=2, group=alone)
-            work.kept = made
-    await asyncio.sleep(max(0.0, ends_at_s - world.time()))
-
-
-_Train = Callable[[ad.World, Lives, float, Path, int], Coroutine[Any, Any, None]]
-
-
-def _failures(rng: random.Random, rank: int, mtbf_s: float, horizon_s: float) -> tuple[list[Fault], float]:
-    """Draw a rank's deaths and new processes; return them, and for how long its place is empty."""
-    faults: list[Fault] = []
-    empty_s = 0.0
-    dies_at_s = rng.expovariate(1 / mtbf_s)
-    while dies_at_s < horizon_s:
-        faults.append(Kill(rank, START_S + dies_at_s))
-        begins_at_s = dies_at_s + RECOVERY_S
-        if begins_at_s < horizon_s - AVERAGE_EVERY * STEP_S:
-            faults.append(Restart(rank, START_S + begins_at_s))
-        else:
-            begins_at_s = horizon_s  # so late a newcomer would find that the others are about to leave
-        empty_s += begins_at_s - dies_at_s
-        dies_at_s = begins_at_s + rng.expovariate(1 / mtbf_s)
-    return faults, empty_s
-
-
-def _count_lives(train: _Train, rank_count: int, mtbf_steps: int, step_count: int, steps_min: int) -> Tally:
-    """Simulate populations whose ranks die and are replaced individually."""
-    tally = Tally()
-    horizon_s = STEP_S * max(steps_min, min(mtbf_steps, math.ceil(step_count / rank_count)))
-    seeds = itertools.count()
-    while tally.possible < step_count:
-        seed = next(seeds)
-        rng = random.Random(f"failures of {rank_count} ranks, {mtbf_steps} steps, {seed}")
-        drawn = [_failures(rng, rank, mtbf_steps * STEP_S, horizon_s) for rank in range(rank_count)]
-        lives: Lives = [[] for _ in range(rank_count)]
-        with tempfile.TemporaryDirectory() as place:
-            report = ad.simulate(
-                train,
-                lives,
-                START_S + horizon_s,
-                Path(place),
-                _best_interval(mtbf_steps * STEP_S),
-                ranks=rank_count,
-                seed=seed,
-                network=Network(loss_detection_s=DETECTION_S),
-                compute=Compute(step_s=STEP_S),
-                faults=[fault for faults, _ in drawn for fault in faults],
-            )
-        report.value()  # raises if a rank failed that was not killed
-        report.check_faults()
-        for works, (faults, empty_s) in zip(lives, drawn, strict=True):
-            death_count = sum(isinstance(fault, Kill) for fault in faults)
-            lost = works[:death_count]  # the newest process lives, unless it has died as well
-            tally.failures += death_count
-            tally.died += sum(work.made - work.kept for work in lost)
-            tally.useful += sum(work.kept for work in lost) + sum(work.made for work in works[death_count:])
-            tally.empty += empty_s / STEP_S
-        tally.possible += rank_count * horizon_s / STEP_S
-    return tally
-
-
-# -- a job that ends with any of its ranks ----------------------------------------------------------------------------
-
-
-async def _train_together(world: ad.World, works: list[Work], place: Path, save_every: int) -> None:
-    work = works[world.rank]
-    model = nn.Linear(4, 4)
-    optimizer = optimizer_of(model)
-    policy = AverageAllPolicy(model, optimizer, average_every=AVERAGE_EVERY)
-    if work.kept:
-        loaded = await ad.load_population(place, model, optimizer, policy=policy)
-        work.made = work.kept = loaded.extra
-    async with policy:
-        await _until_start(world)
-        while True:
-            await policy.step()
-            work.made += 1
-            if work.made % save_every == 0:
-                made = work.made
-                await ad.save_population(place, model, optimizer, policy=policy, extra=made, keep=2)
-                work.kept = made
-
-
-def _count_attempts(rank_count: int, mtbf_steps: int, failure_count: int) -> Tally:
-    """Simulate one job, which is started again after each failure, up to the end of the last recovery."""
-    mtbf_s = mtbf_steps * STEP_S / rank_count
-    rng = random.Random(f"failures of a job of {rank_count} ranks, {mtbf_steps} steps")
-    passed_s, died, kept = 0.0, 0, 0
-    with tempfile.TemporaryDirectory() as place:
-        for seed in range(failure_count):
-            works = [Work(kept, kept) for _ in range(rank_count)]
-            report = ad.simulate(
-                _train_together,
-                works,
-                Path(place),
-                _best_interval(mtbf_s),
-                ranks=rank_count,
-                seed=seed,
-                network=Network(loss_detection_s=DETECTION_S),
-                compute=Compute(step_s=STEP_S),
-                faults=[Kill(rng.randrange(rank_count), START_S + rng.expovariate(1 / mtbf_s))],
-            )
-            report.check_faults()
-            kept = max(work.kept for work in works)  # a checkpoint is whole as soon as the first rank knows that it is
-            died += sum(work.made - kept for work in works)
-            passed_s += report.virtual_time_s - START_S + RELAUNCH_S + RELOAD_S
-    return Tally(
-        useful=float(rank_count * kept),
-        possible=rank_count * passed_s / STEP_S,
-        died=float(died),
-        empty=failure_count * rank_count * (RELAUNCH_S + RELOAD_S) / STEP_S,  # until a loss is known, others step on
-        failures=failure_count,
-    )
-
-
-# -- DiLoCo and its variants ------------------------------------------------------------------------------------------
-
-
-async def _train_diloco(world: ad.World, lives: Lives, ends_at_s: float, _: Path, __: int, *, kind: str) -> None:
-    await goodput_diloco.train(world, lives, ends_at_s, START_S, Work(), kind)
-
-
-def _count_learners(settings: Settings) -> Results:
-    """Return the figures of the second table, by way to train and steps between failures."""
-    results: Results = {}
-    for mtbf_steps in settings.learner_mtbfs:
-        count = functools.partial(
-            _count_lives,
-            rank_count=LEARNER_COUNT,
-            mtbf_steps=mtbf_steps,
-            step_count=settings.learner_steps,
-            steps_min=settings.steps_min,
-        )
-        tallies = {kind: count(functools.partial(_train_diloco, kind=kind)) for kind in goodput_diloco.MAKERS}
-        tallies["selective"] = count(_train_selectively)
-        tallies["average-all"] = _count_attempts(LEARNER_COUNT, mtbf_steps, settings.restart_count)
-        for kind, tally in tallies.items():
-            results.setdefault(kind, {})[str(mtbf_steps)] = tally.results()
-    return results
+def _train_of(kind: str) -> Train:
+    if kind in diloco.MAKERS:
+        return functools.partial(diloco.train, kind=kind)
+    return train_selectively if kind == "selective" else train_alone
 
 
 # -- all of them ------------------------------------------------------------------------------------------------------
@@ -367,26 +159,30 @@ def _count_learners(settings: Settings) -> Results:
 
 def measure(settings: Settings) -> Results:
     """Return figures by way to train, number of ranks and steps between failures."""
-    results: Results = {kind: {} for kind in KINDS}
-    for rank_count in settings.rank_counts:
-        for figures in results.values():
-            figures[str(rank_count)] = {}
-        for mtbf_steps, step_count in settings.step_counts.items():
-            restart_count = min(settings.restart_count, max(2, step_count // mtbf_steps))
-            count = functools.partial(
-                _count_lives,
-                rank_count=rank_count,
-                mtbf_steps=mtbf_steps,
-                step_count=step_count,
-                steps_min=settings.steps_min,
-            )
-            for kind, tally in (
-                ("selective", count(_train_selectively)),
-                ("average-all", _count_attempts(rank_count, mtbf_steps, restart_count)),
-                ("alone", count(_train_alone)),
-            ):
-                results[kind][str(rank_count)][str(mtbf_steps)] = tally.results()
-    return {**results, "learners": _count_learners(settings)}
+    cells = [
+        Cell("sizes", kind, rank_count, mtbf_steps)
+        for kind in KINDS
+        for rank_count in settings.rank_counts
+        for mtbf_steps in settings.step_counts
+        if rank_count <= mtbf_steps and (kind, rank_count, mtbf_steps) != ("average-all", 512, 1000)  # too slow
+    ]
+    of_diloco = (*diloco.MAKERS, "selective")
+    cells += [
+        Cell("learners", kind, LEARNER_COUNT, mtbf_steps)
+        for kind in (*of_diloco, "average-all")
+        for mtbf_steps in settings.learner_mtbfs
+    ]
+    cells += [
+        Cell("mixed", kind, rank_count, mtbf_steps)
+        for kind in of_diloco
+        for rank_count in settings.mixed
+        for mtbf_steps in (math.inf, MIXED_MTBF)
+    ]
+    results: Results = {}
+    for cell, figures in simulations.simulated(functools.partial(simulate, settings=settings), cells):
+        name = f"{cell.mtbf_steps:g}" if math.isfinite(cell.mtbf_steps) else "none"
+        cell.cells_of(results)[name] = figures
+    return results
 
 
 def rows(results: Results) -> list[Row]:

@@ -128,8 +128,13 @@ SYNCHRONOUS: Final = {
     "DiLoCo": Rule(DiLoCoPolicy, NESTEROV, (0.2, 0.6, 1.8), {}),
     "DiLoCo without momentum": Rule(DiLoCoPolicy, torch.optim.SGD, (0.3, 1.0, 3.0), {}),
 }
-#: Further rules to compare with: all gradients averaged in each step, without any time for messages; rank 0 alone.
-OTHERS: Final = {"DDP": Rule(None, None, (1.0,), {}), "fastest rank alone": Rule(None, None, (1.0,), {})}
+#: Further rules to compare with: all gradients averaged in each step, without any time for messages; rank 0 alone; and
+#: the default rule of ``AsyncDiLoCoPolicy``, with its own learning rate.
+OTHERS: Final = {
+    "DDP": Rule(None, None, (1.0,), {}),
+    "fastest rank alone": Rule(None, None, (1.0,), {}),
+    "default, not tuned": _async(torch.optim.SGD, (1.0,), correct=StalenessWeight(power=1.0)),
+}
 ALL: Final = {**RULES, **SYNCHRONOUS, **OTHERS}
 
 #: Concentration of the Dirichlet distribution of each division of the data.
@@ -159,12 +164,17 @@ def class_shares(shards: str, seed: int) -> Tensor:
 
 
 class Shard:
-    """Draws a rank's examples, without end."""
+    """Draws a rank's examples, without end.
 
-    def __init__(self, task: Gaussians, shares: Tensor, seed: int, rank: int) -> None:
+    Args:
+        shares: Shares of the classes: float64 of shape (classes,).
+        seed: Seed of the drawn examples.
+    """
+
+    def __init__(self, task: Gaussians, shares: Tensor, seed: int) -> None:
         self._task = task
-        self._shares = shares[rank]
-        self._generator = torch.Generator().manual_seed(1000 * (seed + 1) + rank)
+        self._shares = shares
+        self._generator = torch.Generator().manual_seed(seed)
         self._drawn: list[tuple[Tensor, Tensor]] = []
 
     def draw(self) -> tuple[Tensor, Tensor]:
@@ -219,7 +229,11 @@ class Learner:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Names one training."""
+    """Names one training.
+
+    Attributes:
+        every: Number of steps between contributions.
+    """
 
     rule: str
     ratio: int
@@ -228,10 +242,16 @@ class Run:
     seed: int
     train_s: float
     width: int
+    rank_count: int = RANK_COUNT
+    every: int = AVERAGE_EVERY
 
     def step_s(self, rank: int) -> float:
         """Return the seconds of a rank's step."""
-        return float(self.ratio ** (rank / (RANK_COUNT - 1)))
+        return float(self.ratio ** (rank / (self.rank_count - 1)))
+
+
+def _shard(task: Gaussians, run: Run, rank: int) -> Shard:
+    return Shard(task, class_shares(run.shards, run.seed)[rank % RANK_COUNT], 1000 * (run.seed + 1) + rank)
 
 
 @dataclass(slots=True)
@@ -260,11 +280,11 @@ async def _train(world: ad.World, run: Run, board: Board) -> None:
     rule = ALL[run.rule]
     assert rule.policy is not None and rule.outer is not None
     learner = Learner(run.seed, run.width)
-    shard = Shard(learner.task, class_shares(run.shards, run.seed), run.seed, world.rank)
+    shard = _shard(learner.task, run, world.rank)
     made = rule.policy(
         learner.model,
         learner.optimizer,
-        average_every=AVERAGE_EVERY,
+        average_every=run.every,
         outer_optimizer=functools.partial(rule.outer, lr=run.lr),
         **rule.options,
     )
@@ -289,9 +309,8 @@ async def _train(world: ad.World, run: Run, board: Board) -> None:
 def _train_without_policy(run: Run) -> float:
     """Train with the mean gradients of all ranks in each step, or rank 0 alone."""
     learner = Learner(run.seed, run.width)
-    shares = class_shares(run.shards, run.seed)
     rank_count, step_s = (RANK_COUNT, run.step_s(RANK_COUNT - 1)) if run.rule == "DDP" else (1, run.step_s(0))
-    shards = [Shard(learner.task, shares, run.seed, rank) for rank in range(rank_count)]
+    shards = [_shard(learner.task, run, rank) for rank in range(rank_count)]
     losses, count = list[float](), int(run.train_s / step_s)
     for number in range(count):
         examples, classes = zip(*(shard.draw() for shard in shards), strict=True)
@@ -305,10 +324,10 @@ def simulate(run: Run) -> Results:
     """Simulate a run; return its loss and the largest staleness of a contribution in versions."""
     if ALL[run.rule].policy is None:
         return {"loss": _train_without_policy(run), "staleness": 0}
-    factors = {rank: run.step_s(rank) for rank in range(RANK_COUNT)}
+    factors = {rank: run.step_s(rank) for rank in range(run.rank_count)}
     compute = Compute(step_s=1.0, factors=factors, overrun_probability=0.0)
     board = Board()
-    ad.simulate(_train, run, board, ranks=RANK_COUNT, seed=run.seed, compute=compute).value()
+    ad.simulate(_train, run, board, ranks=run.rank_count, seed=run.seed, compute=compute).value()
     return {"loss": board.loss(), "staleness": max(board.staleness, default=0)}
 
 

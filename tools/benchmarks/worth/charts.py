@@ -38,7 +38,7 @@ def draw(results: Results, path: Path) -> None:
 
 def colour_of(method: str) -> str:
     """Return the colour of a method: whether its ranks wait, do not wait, or train alone."""
-    if METHODS[method].is_single or method == "none":
+    if METHODS[method].ranks == 1 or method == "none":
         return BLACK
     if METHODS[method].waits:
         return ORANGE
@@ -60,7 +60,7 @@ def _draw_times(results: Results, plt: Any) -> Any:
     marks = iter("os^Dv<>phX*P" * 3)
     for method, by_slowdown in found.items():
         points = [(slowdown, each) for slowdown, each in sorted(by_slowdown.items()) if math.isfinite(each)]
-        style = {"color": colour_of(method), "linestyle": ":" if METHODS[method].is_single else "-"}
+        style = {"color": colour_of(method), "linestyle": ":" if METHODS[method].ranks == 1 else "-"}
         if METHODS[method].waits:
             style["linestyle"] = "--"
         axes.plot(*zip(*points, strict=True), marker=next(marks), markersize=5, **style) if points else None

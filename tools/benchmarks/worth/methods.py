@@ -40,6 +40,8 @@ RATES: Final = (0.5, 1.0, 2.0)
 GAMMAS: Final = (0.35, 0.7, 1.4)
 #: The outer learning rates of methods whose single contributions move the anchor are smaller.
 ASYNC_GAMMAS: Final = (0.175, 0.35, 0.7)
+#: A third of the usual number of steps between contributions.
+GRACE_STEPS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Method:
         values: Values that are tried.
         make: Function that makes the policy from the learner, the number of steps between averages, and the value.
         averages_gradients: Whether the gradients of all ranks are averaged in each step.
-        is_single: Whether one rank trains alone.
+        ranks: Number of ranks; with fewer than all, the odd rank is left out.
         survives: Whether the training continues if a rank is lost; otherwise it stands still until the rank is back.
         waits: Whether a rank may wait for a slow one.
         rejoins: Whether a restarted rank joins the running policy; otherwise it stays away.
@@ -63,7 +65,7 @@ class Method:
     values: tuple[float, ...]
     make: Callable[[Learner, int, float], Policy]
     averages_gradients: bool = False
-    is_single: bool = False
+    ranks: int = RANK_COUNT
     survives: bool = True
     waits: bool = False
     rejoins: bool = True
@@ -104,13 +106,15 @@ def _delayed_nesterov(learner: Learner, every: int, value: float) -> Policy:
     )
 
 
-def _async_sgd(learner: Learner, every: int, value: float) -> Policy:
+def _async_diloco(learner: Learner, every: int, value: float, **options: Any) -> Policy:
+    """Make the default rule, if the value is 1."""
     return AsyncDiLoCoPolicy(
         learner.model,
         learner.optimizer,
         average_every=every,
         outer_optimizer=functools.partial(torch.optim.SGD, lr=value),
-        correct=StalenessWeight(),
+        correct=StalenessWeight(power=1.0),
+        **options,
     )
 
 
@@ -200,24 +204,29 @@ _STREAMING: Final[dict[str, Any]] = {"fragments": 2, "overlap_steps": 2, "wire":
 
 METHODS: Final[dict[str, Method]] = {
     "none": Method("best", "lr factor", RATES, _alone),
-    "one rank alone": Method("best", "lr factor", RATES, _alone, is_single=True),
+    "one rank alone": Method("best", "lr factor", RATES, _alone, ranks=1),
     "gradients, every step": Method(
         "best", "lr factor", RATES, _alone, averages_gradients=True, survives=False, waits=True
     ),
     "LocalSGD": Method("anchor", "average_every factor", (0.25, 0.5, 1.0), _local_sgd, waits=True),
+    "LocalSGD, three ranks": Method("anchor", "average_every factor", (0.25, 0.5, 1.0), _local_sgd, ranks=3),
     "DiLoCo": Method("anchor", *_GAMMA, _diloco, waits=True),
     "Streaming DiLoCo": Method("anchor", *_GAMMA, functools.partial(_diloco, **_STREAMING), waits=True),
     "DiLoCo, quorum 3": Method("anchor", *_ASYNC_GAMMA, functools.partial(_diloco, quorum=3, late="skip")),
+    "async DiLoCo": Method("anchor", "outer lr", (0.5, 1.0, 2.0), _async_diloco),
+    "async DiLoCo, grace": Method(
+        "anchor", "outer lr", (0.5, 1.0, 2.0), functools.partial(_async_diloco, grace_steps=GRACE_STEPS)
+    ),
     "async DiLoCo, Nesterov": Method("anchor", *_ASYNC_GAMMA, _delayed_nesterov),
-    "async DiLoCo, SGD": Method("anchor", "outer lr", (0.25, 0.5, 1.0), _async_sgd),
     "Decoupled": Method("anchor", "outer lr", (0.0175, 0.035, 0.07), _decoupled),
     "Decoupled, grace": Method(
-        "anchor", "outer lr", (0.14, 0.28, 0.56), functools.partial(_decoupled, grace_steps=5.0)
+        "anchor", "outer lr", (0.14, 0.28, 0.56), functools.partial(_decoupled, grace_steps=GRACE_STEPS)
     ),
     "selective DiLoCo": Method("anchor", *_GAMMA, _selective_diloco, waits=True),
     "SPARTA": Method("mean", "fraction", (0.005, 0.02, 0.08), _sparta, waits=True),
     "WASH": Method("mean", "fraction", (0.001, 0.005, 0.02), _wash, waits=True),
     "PAPA": Method("mean", "pull", (0.01, 0.1, 0.5), _papa, waits=True),
+    "PAPA-2": Method("mean", "pull", (0.1, 0.5, 1.0), functools.partial(_papa, mean_of="pairs"), waits=True),
     "EASGD": Method("anchor", "pull", (0.05, 0.1, 0.225), functools.partial(_papa, center=True), waits=True),
     "gossip": Method("mean", "average_every factor", (0.25, 0.5, 1.0), _gossip, waits=True),
     "NoLoCo": Method("mean", *_GAMMA, _noloco, waits=True),

@@ -22,7 +22,7 @@ from asyncdist.simulation import Fault, Restart
 from protocols import AsyncDiLoCoPolicy
 from worth.learning import Judge, Learner, weights_of
 from worth.methods import METHODS
-from worth.settings import RANK_COUNT, SETTINGS, START_S, STEP_S
+from worth.settings import SETTINGS, START_S, STEP_S
 from worth.tasks import TASKS
 
 
@@ -71,8 +71,6 @@ class Kept:
 async def _train(world: ad.World, run: Run, kept: list[Kept]) -> None:
     """Train one rank until the virtual time is over."""
     method, setting, own = METHODS[run.method], SETTINGS[run.setting], kept[world.rank]
-    if method.is_single and world.rank:
-        return
     task = TASKS[run.task]
     learner = task.make(run.seed, world.rank, setting.shards, setting.rates.get(world.rank, 1.0))
     every = task.average_every
@@ -125,7 +123,7 @@ async def _deployable(run: Run, learner: Learner, policy: Any, latest: Tensor, *
         async with policy.anchor_weights():
             return weights_of(learner.model)
     if is_new:
-        async with nullcontext() if run.method == "LocalSGD" else policy.anchor_weights():
+        async with nullcontext() if run.method.startswith("LocalSGD") else policy.anchor_weights():
             return weights_of(learner.model)
     return latest
 
@@ -133,16 +131,17 @@ async def _deployable(run: Run, learner: Learner, policy: Any, latest: Tensor, *
 def simulate(run: Run) -> Results:
     """Simulate a run; return the model's quality at each mark, its held-out loss at the end, and its costs."""
     setting = SETTINGS[run.setting]
-    kept = [Kept({}) for _ in range(RANK_COUNT)]
+    rank_count = METHODS[run.method].ranks
+    kept = [Kept({}) for _ in range(rank_count)]
     model_nbytes = _size(run.task)
     report = ad.simulate(
         _train,
         run,
         kept,
-        ranks=RANK_COUNT,
+        ranks=rank_count,
         seed=run.seed,
         network=setting.network(model_nbytes),
-        compute=setting.compute(),
+        compute=setting.compute(rank_count),
         faults=_faults(run),
     )
     judge = TASKS[run.task].judge(run.seed)
@@ -156,7 +155,7 @@ def simulate(run: Run) -> Results:
         "worst": max(judge.test(each.weights[run.marks - 1]) for each in kept if run.marks - 1 in each.weights),
         "held_out": held_out,
         "steps": [each.steps for each in kept],
-        "models_sent": report.byte_count / RANK_COUNT / model_nbytes,
+        "models_sent": report.byte_count / rank_count / model_nbytes,
         "waited": max(each.waited_s for each in kept) / run.seconds,
     }
 

@@ -54,9 +54,10 @@ class Setting:
         """Whether ranks are killed."""
         return self.loses_odd_rank or self.mtbf_share is not None
 
-    def compute(self) -> Compute:
-        """Return the time of a step."""
-        return Compute(step_s=LogNormal(STEP_S, STEP_SPREAD), factors=dict(self.speeds), overrun_probability=0.0)
+    def compute(self, rank_count: int) -> Compute:
+        """Return the time of a step of the first ranks."""
+        factors = {rank: factor for rank, factor in self.speeds.items() if rank < rank_count}
+        return Compute(step_s=LogNormal(STEP_S, STEP_SPREAD), factors=factors, overrun_probability=0.0)
 
     def network(self, model_nbytes: int) -> Network:
         """Return the links: between ranks on one host, or between hosts whose bandwidth is scaled to the model."""
@@ -96,7 +97,7 @@ def _random_faults(rng: random.Random, train_s: float, mtbf_s: float) -> Sequenc
     return faults
 
 
-#: Slowdowns of one rank in the chart of times.
+#: Slowdowns of the odd rank in the chart of times.
 SLOWDOWNS: Final = (1, 2, 5, 10, 30, 100)
 
 
@@ -115,8 +116,9 @@ SETTINGS: Final[dict[str, Setting]] = {
     "links": Setting("50 Mbit/s, 30 million parameters", has_slow_links=True),
     "lost": Setting("one rank lost, then back", loses_odd_rank=True),
     "diverges": Setting("one rank's learning rate x 10", rates={ODD_RANK: 10.0}),
-    "rate 100": Setting("one rank's learning rate x 100", rates={ODD_RANK: 100.0}),
-    "dirichlet 0.5": Setting("data: Dirichlet 0.5", shards="dirichlet 0.5"),
+    "slow and diverging": Setting(
+        "one rank 10 times slower, one with learning rate x 10", speeds={ODD_RANK: 10.0}, rates={ODD_RANK - 1: 10.0}
+    ),
     "dirichlet 0.1": Setting("data: Dirichlet 0.1", shards="dirichlet 0.1"),
     "one class": Setting("data: one class a rank", shards="one class"),
     "failures": Setting("random failures", mtbf_share=1.0),

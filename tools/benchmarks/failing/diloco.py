@@ -19,30 +19,28 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
-import torch
-from harness import optimizer_of
-from torch import nn
+from torch import nn, optim
 
 import asyncdist as ad
+from failing.training import until_start
+from failing.work import AVERAGE_EVERY, Job
 from protocols import AsyncDiLoCoPolicy, AverageApplied, Contributed, DiLoCoPolicy, PolicyEvent
-
-AVERAGE_EVERY: Final = 10
 
 Make = Callable[..., AbstractAsyncContextManager[Any]]
 
 
-def _diloco(model: nn.Module, optimizer: torch.optim.Optimizer, rank_count: int, **options: Any) -> Any:
+def _diloco(model: nn.Module, optimizer: optim.Optimizer, rank_count: int, **options: Any) -> Any:
     del rank_count
     return DiLoCoPolicy(model, optimizer, average_every=AVERAGE_EVERY, **options)
 
 
-def _quorum(model: nn.Module, optimizer: torch.optim.Optimizer, rank_count: int, **options: Any) -> Any:
+def _quorum(model: nn.Module, optimizer: optim.Optimizer, rank_count: int, **options: Any) -> Any:
     quorum = (rank_count + 1) // 2
     return DiLoCoPolicy(model, optimizer, average_every=AVERAGE_EVERY, quorum=quorum, late="skip", **options)
 
 
 def _async(
-    model: nn.Module, optimizer: torch.optim.Optimizer, rank_count: int, *, grace_steps: float = 0.0, **options: Any
+    model: nn.Module, optimizer: optim.Optimizer, rank_count: int, *, grace_steps: float = 0.0, **options: Any
 ) -> Any:
     del rank_count
     return AsyncDiLoCoPolicy(model, optimizer, average_every=AVERAGE_EVERY, grace_steps=grace_steps, **options)
@@ -57,41 +55,37 @@ MAKERS: Final[dict[str, Make]] = {
 }
 
 
-async def train(
-    world: ad.World, lives: list[list[Any]], ends_at_s: float, begins_at_s: float, work: Any, kind: str
-) -> None:
+async def train(world: ad.World, job: Job, kind: str) -> None:
     """Be one process of a rank until the virtual time is over, or until the process is killed.
 
     Args:
-        lives: Works of each rank's processes, the newest last.
-        ends_at_s: Virtual time at which the training ends.
-        begins_at_s: Virtual time at which the first processes begin to train.
-        work: Counts of this process, in which its steps are counted.
         kind: Name of the policy.
     """
-    lives[world.rank].append(work)
-    first = 0
+    work, student = job.begin(world)
+    first = version = 0
 
     def note(event: PolicyEvent) -> None:
         if isinstance(event, Contributed):
             work.given = (event.round, event.iteration + 1 - first)
         elif isinstance(event, AverageApplied):
-            for other in itertools.chain.from_iterable(lives[donor] for donor in event.donors):
+            for other in itertools.chain.from_iterable(job.lives[donor] for donor in event.donors):
                 if other is work or other.given[0] == event.round:
                     other.kept = max(other.kept, other.given[1])
 
-    torch.manual_seed(0)  # equal first weights on all ranks
-    model = nn.Linear(4, 4)
-    policy = MAKERS[kind](model, optimizer_of(model), world.size, on_event=note)
+    policy = MAKERS[kind](student.model, student.optimizer, world.size, on_event=note)
     try:
         async with policy as policy:
             first = policy.iteration  # a new process continues its donor's count
             if not world.incarnation:
-                await asyncio.sleep(begins_at_s - world.time())
-            while world.time() < ends_at_s - 0.5:
-                await policy.step()
+                await until_start(world)
+            while world.time() < job.ends_at_s - 0.5:
+                student.step()
+                info = await policy.step()
+                version = info.round if info else version
                 work.made += 1
-            await asyncio.sleep(max(0.0, ends_at_s - world.time()))
+            async with policy.anchor_weights():
+                work.offered = version, student.loss()
+            await asyncio.sleep(max(0.0, job.ends_at_s - world.time()))
     except (ad.ClosedError, ad.RankLostError, ad.StartTimeoutError):
-        if world.time() < ends_at_s - AVERAGE_EVERY:
+        if world.time() < job.ends_at_s - AVERAGE_EVERY:
             raise  # later than that, other ranks have left before the last round
