@@ -25,6 +25,7 @@ MODULES: Final = (
     "messaging.polling",
     "messaging.mailboxes",
     "recording.writer",
+    "transports.doorbell",
     "transports.mpi_requests",
     "transports.persistent_send",
     "simulation.scheduler",

@@ -23,13 +23,13 @@ class IdleLoop(asyncio.SelectorEventLoop):
         self._ready: Any  # defined by the base class in all versions of Python
         self._scheduled: list[Any]  # timers, defined by the base class
 
-    def has_work(self, spared: asyncio.Handle | None) -> bool:
-        """Return whether an iteration would run a callback other than ``spared``, or check descriptors."""
+    def has_work(self, spared: asyncio.Handle | None, spared_descriptor_count: int) -> bool:
+        """Return whether an iteration would run a callback other than ``spared``, or check more descriptors."""
         now, ready, timers = monotonic(), self._ready, self._scheduled
         if (
             len(ready) > 1
             or (ready and ready[0] is not spared)
-            or len(self._watched) > self._own_count
+            or len(self._watched) > self._own_count + spared_descriptor_count
             or now - self._looked_at > TURN_PERIOD_S
         ):
             self._looked_at = now

@@ -78,6 +78,7 @@ class Facts:
         versions: Versions of Python and of packages; None for a package that is not installed.
         compiled: ``"yes"`` if the modules that process messages are compiled; otherwise the reason why they are not.
         unwritable: Reason why ranks on this host cannot write to each other's memory; None if they can.
+        unringable: Reason why ranks on this host cannot wake each other on MPI; None if they can.
         is_unallowed_root: Whether the user is root, but the variables that make Open MPI's mpirun accept root are
             unset.
         starter: MPI program that has started this job, if it does not belong to ``installation``; otherwise None.
@@ -96,6 +97,7 @@ class Facts:
     versions: Mapping[str, str | None]
     compiled: str = "yes"
     unwritable: str | None = None
+    unringable: str | None = None
     detection_error: str | None = None
     override: str | None = None
     is_unallowed_root: bool = False
@@ -248,6 +250,7 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
         ("torch backends", ", ".join(facts.backends) or "none"),
         ("streams", _describe_streams(facts)),
         ("GPUs", f"{len(facts.gpus)}: {', '.join(facts.gpus)}" if facts.gpus else "no GPU that torch can use"),
+        ("waiting ranks", _describe_waiting(facts)),
     ]
 
 
@@ -279,6 +282,13 @@ def _describe_streams(facts: Facts) -> str:
         return "written into the receiver's memory, between ranks of this host"
     why = f"ranks of this host may not write to each other's memory ({facts.unwritable})"
     return f"sent as messages: {why}, unless their MPI allows it"
+
+
+def _describe_waiting(facts: Facts) -> str:
+    if facts.unringable is None:
+        return "sleep, on MPI, until a rank of this host sends a message and wakes them"
+    why = f"ranks of this host cannot wake each other ({facts.unringable})"
+    return f"test for messages every millisecond, on MPI: {why}"
 
 
 def _describe_library(facts: Facts) -> str:
@@ -369,6 +379,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         },
         compiled=compiled.describe(),
         unwritable=cross_memory_attach.obstacle(),
+        unringable=None if torch_version is None else _find_obstacle_to_ringing(),
         installation=installation,
         is_unallowed_root=os.geteuid() == 0 and any(environ.get(name) != "1" for name in mpirun.ROOT_VARIABLES),
         path_mpirun=find_mpirun(environ),
@@ -389,6 +400,12 @@ def gather(environ: Mapping[str, str]) -> Facts:
         notes=[hint for hint in hints if hint is not None],
         starter=_find_starter(installation) if started.transport == "mpi" else None,
     )
+
+
+def _find_obstacle_to_ringing() -> str | None:
+    from asyncdist.transports import doorbell  # imports torch
+
+    return doorbell.obstacle()
 
 
 def find_mpirun(environ: Mapping[str, str]) -> tuple[str, environment.Flavour | None] | None:

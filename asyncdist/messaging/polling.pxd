@@ -1,5 +1,8 @@
 cimport cython
 
+from asyncdist.transports.doorbell cimport Doorbell
+from asyncdist.transports.persistent_send cimport PersistentSend
+
 
 cdef object _STOPPED
 cdef object _PASSING
@@ -49,6 +52,11 @@ cdef class Poller:
     cdef bint _wakes
     cdef readonly bint _misses_wakes
     cdef bint _has_threads
+    cdef Doorbell _bell
+    cdef bint _has_spun
+    cdef double _slept_at
+    cdef Py_ssize_t _unspun_count
+    cdef Py_ssize_t _unspun_count_max
     cdef object __weakref__
 
     @cython.locals(pollable=Pollable, completed=Py_ssize_t)
@@ -67,6 +75,11 @@ cdef class Poller:
     cdef Py_ssize_t _poll_for_waiters(self) except -1
     @cython.locals(quiet=Py_ssize_t, operation=PendingRequest)
     cdef object _next_tick(self, bint alone)
+    @cython.locals(bell=Doorbell)
+    cdef object _sleep(self)
+    @cython.locals(operation=PendingRequest)
+    cdef bint _is_transferring(self) except -1
+    cdef bint _is_rung_by_all(self) except -1
 
 
 cpdef object resolve_waiter(object waiter, object error)

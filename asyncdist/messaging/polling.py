@@ -12,12 +12,18 @@ HOT       next loop iteration           WARM after 100 passes in which nothing c
 WARM      next loop iteration, after    IDLE after 20 passes, or when something else runs on the loop
           20 us of sleep
 IDLE      after 1 ms                    HOT on a completion, a new wait, or a ring
-ASLEEP    after 50 ms if the transport  HOT on a new wait, or a ring
+ASLEEP    after 50 ms if the transport  HOT on a completion, a new wait, or a ring
           may fail to ring, else none
 ========  ============================  =======================================================================
 
-A transport *rings* if it calls a function of this module when a message arrives. In the warm state the driver calls
-``time.sleep``, because an asyncio timer below 1 ms takes 1.07 ms, and uvloop turns it into a busy loop.
+A transport *rings* if it calls a function of this module when a message arrives. If a transport cannot ring, but has a
+doorbell (:mod:`asyncdist.transports.doorbell`), other ranks of the host ring in the states IDLE and ASLEEP. The driver
+is then ASLEEP instead of IDLE if no request is outstanding and all ranks of the world can ring. It skips WARM, and
+sometimes HOT: if it spins in vain and is rung soon after it has gone to sleep, it probably kept the sender from
+running, because there are more busy processes than cores. It then sleeps immediately in the next waits.
+
+In the warm state the driver calls ``time.sleep``, because an asyncio timer below 1 ms takes 1.07 ms, and uvloop turns
+it into a busy loop.
 
 The coroutines that wait are in :mod:`asyncdist.messaging.engine`. This module is compiled if a C compiler is available
 (:mod:`asyncdist.compiled`), because it runs for every message and safe point.
@@ -36,6 +42,8 @@ from typing import Final, TypeAlias
 
 from asyncdist.errors import AsyncdistError, TruncationError
 from asyncdist.transports.base import Buffer, Request, Transport
+from asyncdist.transports.doorbell import Doorbell
+from asyncdist.transports.persistent_send import PersistentSend
 from asyncdist.waits import WaitId
 
 HOT_PASS_COUNT: Final = 100
@@ -50,6 +58,11 @@ TRANSFER_GIVES_S: Final = 0.01
 IDLE_PERIOD_S: Final = 0.001
 #: Seconds between passes if the transport may fail to ring for a message (ucxx#30).
 SAFETY_PERIOD_S: Final = 0.05
+#: If a rank spins in vain and is rung within this number of seconds, it probably kept the sender from running.
+SOON_S: Final = 0.0005
+#: Minimum and maximum number of waits in which such a rank sleeps without spinning. The number doubles each time.
+UNSPUN_COUNT_MIN: Final = 8
+UNSPUN_COUNT_MAX: Final = 512
 #: Resolution of uvloop's clock and timers, in seconds.
 CLOCK_TICK_S: Final = 0.001
 #: Maximum seconds between two calls of the driver on an otherwise idle loop.
@@ -164,6 +177,11 @@ class Poller:
         self._misses_wakes = transport.capabilities.misses_wakes
         self._has_threads = transport.capabilities.rings_from_threads
         transport.set_doorbell(self._ring_from_a_thread if self._has_threads else self.ring)
+        self._bell: Doorbell | None = None if self._wakes else transport.doorbell
+        self._has_spun = False  # whether the driver had spun in vain before it went to sleep
+        self._slept_at = 0.0
+        self._unspun_count = 0  # number of the next waits without spinning
+        self._unspun_count_max = UNSPUN_COUNT_MIN
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
@@ -286,6 +304,7 @@ class Poller:
 
     def abandon(self, error: BaseException) -> None:
         """Stop all passes and make every wait raise ``error``, because this process is a fork of the rank's process."""
+        self._bell = None  # the parent's event loop still watches the descriptor
         self.stop()
         self.failure = error
         self._in_pass = True  # prevents any further pass
@@ -297,6 +316,8 @@ class Poller:
         self._context = contextvars.copy_context()
         if self._state is _STOPPED:
             self._state = _ASLEEP
+        if self._bell is not None:
+            self._watch_bell(self._bell)
         self.wake()
 
     def stop(self) -> None:
@@ -305,6 +326,28 @@ class Poller:
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
+        if self._bell is not None:
+            self.loop.remove_reader(self._bell.fileno())
+            self._bell.close()
+            self._bell = None
+
+    def _watch_bell(self, bell: Doorbell) -> None:
+        """Make a pass, in the context of the caller of this method, when another rank rings."""
+        try:
+            self.loop.add_reader(bell.fileno(), self._on_bell)
+        except NotImplementedError:  # not a loop of asyncio or uvloop
+            bell.close()
+            self._bell = None
+
+    def _on_bell(self) -> None:
+        if self._bell is None:
+            return
+        self._bell.clear()
+        if self._has_spun and time.perf_counter() - self._slept_at < SOON_S:
+            self._unspun_count = self._unspun_count_max
+            self._unspun_count_max = min(2 * self._unspun_count_max, UNSPUN_COUNT_MAX)
+        self._has_spun = False
+        self._pass_on_ring()
 
     def ring(self) -> None:
         """Request a pass, because a message has arrived or may have arrived."""
@@ -316,9 +359,9 @@ class Poller:
 
     def _ring_from_a_thread(self) -> None:
         with contextlib.suppress(RuntimeError):  # raised if the loop is closed, when no task waits
-            self.loop.call_soon_threadsafe(self._on_ring_of_thread, context=self._context)
+            self.loop.call_soon_threadsafe(self._pass_on_ring, context=self._context)
 
-    def _on_ring_of_thread(self) -> None:
+    def _pass_on_ring(self) -> None:
         """Make a pass immediately, which saves the loop iteration (a system call) that :meth:`ring` would take."""
         if self._state is not _ASLEEP and self._state is not _IDLE:
             self.ring()
@@ -335,6 +378,8 @@ class Poller:
         if self._state is _ASLEEP or self._state is _IDLE:
             if self._handle is not None:
                 self._handle.cancel()
+            if self._bell is not None:
+                self._bell.disarm()
             self._state = _HOT
             self._handle = self.loop.call_soon(self._take_tick, context=self._context)
 
@@ -344,6 +389,10 @@ class Poller:
         began_at = 0.0 if self._wakes else time.perf_counter()
         alone = not self._wakes and began_at - self._tick_ended_at < ALONE_GAP_S
         if not self._passed_since_tick and self._poll_for_waiters():
+            if self._bell is not None:
+                self._bell.disarm()
+                if self._quiet_tick_count and self._unspun_count_max > UNSPUN_COUNT_MIN:
+                    self._unspun_count_max -= 1  # spinning was useful
             self._quiet_tick_count = 0
         else:
             self._quiet_tick_count += 1
@@ -376,19 +425,55 @@ class Poller:
                     return self.loop.call_later(IDLE_PERIOD_S, self._take_tick)
             return self.loop.call_later(SAFETY_PERIOD_S, self._take_tick) if self._misses_wakes else None
         self._state = _HOT
+        if self._unspun_count and quiet and not self._is_transferring():
+            self._unspun_count -= 1
+            return self._sleep()
         if quiet <= HOT_PASS_COUNT:
             return self.loop.call_soon(self._take_tick)
-        if self._operations and time.perf_counter() - self._quiet_since < TRANSFER_HOT_S:
+        if self._is_transferring() and time.perf_counter() - self._quiet_since < TRANSFER_HOT_S:
             self._quiet_tick_count = HOT_PASS_COUNT  # so that counting warm passes starts after the transfer
             if alone:
                 os.sched_yield()
             return self.loop.call_soon(self._take_tick)
-        if quiet <= HOT_PASS_COUNT + WARM_PASS_COUNT and alone:
+        if quiet <= HOT_PASS_COUNT + WARM_PASS_COUNT and alone and not self._is_rung_by_all():
             self._state = _WARM
             time.sleep(WARM_SLEEP_S)
             return self.loop.call_soon(self._take_tick)
+        return self._sleep()
+
+    def _sleep(self) -> asyncio.Handle | None:
+        """Enter the state IDLE or ASLEEP, unless a last pass after arming the doorbell completes something."""
+        bell = self._bell
+        if bell is not None and bell.arm():
+            self._has_spun = self._quiet_tick_count > HOT_PASS_COUNT
+            self._slept_at = time.perf_counter()
+            if self._poll_for_waiters():
+                self._quiet_tick_count = 0
+                bell.disarm()
+                return self.loop.call_soon(self._take_tick)
+        if self._state is _STOPPED:
+            return None
+        if not self._operations and self._is_rung_by_all():
+            self._state = _ASLEEP
+            return self.loop.call_later(SAFETY_PERIOD_S, self._take_tick)
         self._state = _IDLE
         return self.loop.call_later(IDLE_PERIOD_S, self._take_tick)
+
+    def _is_transferring(self) -> bool:
+        """Return whether any request is outstanding that may need many passes of this rank.
+
+        A prepared send needs none if this rank has a doorbell: its receiver rings when it has received the message.
+        """
+        if self._bell is None:
+            return bool(self._operations)
+        for operation in self._operations:  # noqa: SIM110 generators in C functions are not compiled
+            if not isinstance(operation.request, PersistentSend):
+                return True
+        return False
+
+    def _is_rung_by_all(self) -> bool:
+        """Return whether every other rank rings this rank, so that no message arrives without a ring."""
+        return self._bell is not None and self._bell.is_rung_by_all()
 
 
 def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from asyncdist import environment
+from asyncdist.transports.doorbell import Doorbell
 from asyncdist.transports.persistent_send import PersistentSend
 
 ANY_SOURCE: Final = -1
@@ -151,6 +152,8 @@ class Transport(abc.ABC):
         launch_nonce: Number from the launcher that identifies the job even if a rank is lost during the handshake; or
             None.
         trusts_network: Whether ranks trust any process that reaches them, since the job has no secret.
+        doorbell: Bell that ranks of this host ring if this rank sleeps (:mod:`asyncdist.transports.doorbell`); None if
+            they cannot, or if the transport itself calls a function when a message arrives (``capabilities.wakes``).
     """
 
     name: str
@@ -164,6 +167,7 @@ class Transport(abc.ABC):
     hosts: Sequence[int] | None = None
     launch_nonce: int | None = None
     trusts_network: bool = False
+    doorbell: Doorbell | None = None
 
     @abc.abstractmethod
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:

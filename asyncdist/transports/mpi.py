@@ -18,6 +18,7 @@ these rules:
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import socket
 import sys
@@ -37,6 +38,7 @@ from asyncdist.transports.base import (
     Request,
     Transport,
 )
+from asyncdist.transports.doorbell import ADDRESS_NBYTES, HOST_NBYTES, PeerBell, meet
 from asyncdist.transports.mpi_groups import MpiGroup
 from asyncdist.transports.mpi_requests import ReceiveRequest, SendRequest
 from asyncdist.transports.persistent_send import PersistentSend
@@ -174,18 +176,18 @@ class MpiMessages(Transport):
     def __init__(self, check_library: Callable[[str], None] | None, *, finalizes: bool) -> None:
         try:
             self._mpi = mpi = _load_mpi(check_library, finalizes=finalizes)
+            self.rank, self.size = int(mpi.COMM_WORLD.rank), int(mpi.COMM_WORLD.size)
             self._check_world()
             with _meeting(mpi, "to open their worlds"), _warns_of_absent_ranks(mpi.COMM_WORLD):
                 self._comm = mpi.COMM_WORLD.Dup()
                 self._end_comm = self._comm.Dup()
+                self._bells = self._meet_bells()
             _unlink_shared_memory()  # all ranks have mapped the memory during Dup
         except KeyboardInterrupt:
             _abort_alone()
             raise
         self._comm.Set_errhandler(mpi.ERRORS_RETURN)
         self._end_comm.Set_errhandler(mpi.ERRORS_RETURN)
-        self.rank = int(self._comm.rank)
-        self.size = int(self._comm.size)
         self._tag_max = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) or 32767)
         self._isend = self._comm.Isend
         self._repeated: dict[tuple[int, int, int], PersistentSend] = {}
@@ -195,8 +197,25 @@ class MpiMessages(Transport):
     def _check_world(self) -> None:
         """Raise TransportError if this process can no longer open a world."""
 
+    def _meet_bells(self) -> list[PeerBell | None]:
+        """Make this rank's doorbell, and return the bells of all ranks."""
+        host = hashlib.sha256(socket.gethostname().encode(errors="surrogateescape")).digest()[:HOST_NBYTES]
+
+        def all_gather(own: bytes) -> list[bytes]:
+            found = bytearray(self.size * ADDRESS_NBYTES)
+            self._comm.Allgather(own, found)
+            return [bytes(found[i : i + ADDRESS_NBYTES]) for i in range(0, len(found), ADDRESS_NBYTES)]
+
+        self.doorbell, bells, why = meet(host, self.rank, self.size, all_gather)
+        if why is not None:
+            logger.info("rank %d tests for messages every millisecond, because it has no doorbell: %s", self.rank, why)
+        return bells
+
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
-        return SendRequest(self._isend(buffer, dest, tag), buffer, self._fail, dest)
+        return self._sent(buffer, dest, tag)
+
+    def _sent(self, buffer: Buffer, dest: int, tag: int) -> Request:
+        return SendRequest(self._isend(buffer, dest, tag), buffer, self._fail, dest, self._bells[dest])
 
     def prepare_send(self, nbytes: int, dest: int, tag: int) -> PersistentSend | None:
         key = nbytes, dest, tag
@@ -204,18 +223,20 @@ class MpiMessages(Transport):
         if send is None and len(self._repeated) < REPEATED_SEND_COUNT_MAX:
             buffer = bytearray(-(-nbytes // 8) * 8)
             request = self._comm.Send_init(memoryview(buffer)[:nbytes], dest, tag)
-            send = self._repeated[key] = PersistentSend(request, buffer, self._fail, dest)
+            send = self._repeated[key] = PersistentSend(request, buffer, self._fail, dest, self._bells[dest])
         return send
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
         mpi = self._mpi
         peer = mpi.ANY_SOURCE if source == ANY_SOURCE else source
-        return ReceiveRequest(self._comm.Irecv(buffer, peer, tag), buffer, mpi.Status(), self._fail, source)
+        return ReceiveRequest(
+            self._comm.Irecv(buffer, peer, tag), buffer, mpi.Status(), self._fail, source, self._bells
+        )
 
     def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
         mpi = self._mpi
         request = self._comm.Recv_init(buffer, mpi.ANY_SOURCE, tag)
-        return ReceiveRequest(request, buffer, mpi.Status(), self._fail, ANY_SOURCE)
+        return ReceiveRequest(request, buffer, mpi.Status(), self._fail, ANY_SOURCE, self._bells)
 
     def abort(self, exit_code: int) -> None:
         self._comm.Abort(exit_code)
@@ -235,6 +256,8 @@ class MpiMessages(Transport):
 
     def close(self) -> None:
         self._leave = None
+        if self.doorbell is not None:
+            self.doorbell.end()
         if self._leave_key is not None:
             key = self._leave_key
             self._mpi.COMM_SELF.Delete_attr(key)

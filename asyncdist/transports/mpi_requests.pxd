@@ -1,4 +1,10 @@
+cimport cython
+
+from asyncdist.transports.doorbell cimport PeerBell
+
+
 cdef class SendRequest:
+    cdef PeerBell _bell
     cdef object _request
     cdef object _buffer
     cdef object _fail
@@ -6,6 +12,7 @@ cdef class SendRequest:
 
 
 cdef class ReceiveRequest:
+    cdef list _bells
     cdef object _request
     cdef object _test
     cdef object _start
@@ -13,6 +20,9 @@ cdef class ReceiveRequest:
     cdef object _status
     cdef object _fail
     cdef object _peer
+
+    @cython.locals(bell=PeerBell)
+    cdef object _ring_sender(self, Py_ssize_t source)
 
 
 cdef class WildcardReceive(ReceiveRequest):

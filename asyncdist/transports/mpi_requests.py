@@ -9,31 +9,44 @@ from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 from asyncdist.transports.base import ANY_SOURCE
+from asyncdist.transports.doorbell import PeerBell
 
 #: Source in a status that MPI has not filled in yet.
 NOBODY: Final = -77
 
 
 class SendRequest:
-    """Wraps the MPI request of a send or a one-sided read, whose status contains no information."""
+    """Wraps the MPI request of a send, whose status contains no information.
 
-    __slots__ = ("_buffer", "_fail", "_peer", "_request")
+    The receiver is rung after each test, because a large message needs several steps of both ranks.
+    """
+
+    __slots__ = ("_bell", "_buffer", "_fail", "_peer", "_request")
 
     cancelled: Final = False
     source: Final = ANY_SOURCE
     nbytes: Final = 0
 
     def __init__(
-        self, request: Any, buffer: Any, fail: Callable[[BaseException, Any, Any, int], NoReturn], peer: int
+        self,
+        request: Any,
+        buffer: Any,
+        fail: Callable[[BaseException, Any, Any, int], NoReturn],
+        peer: int,
+        bell: PeerBell | None = None,
     ) -> None:
         self._request = request
+        self._bell = bell
         self._buffer = buffer  # MPI reads the buffer until the request has completed
         self._fail = fail
         self._peer = peer
 
     def test(self) -> bool:
         try:
-            return bool(self._request.Test())
+            has_left = bool(self._request.Test())
+            if self._bell is not None:
+                self._bell.ring_sleeper()
+            return has_left
         except Exception as error:
             self._fail(error, None, self._buffer, self._peer)
 
@@ -42,9 +55,12 @@ class SendRequest:
 
 
 class ReceiveRequest:
-    """Wraps the MPI request of a receive, which may be persistent."""
+    """Wraps the MPI request of a receive, which may be persistent.
 
-    __slots__ = ("_buffer", "_fail", "_peer", "_request", "_start", "_status", "_test")
+    The sender is rung after each message, because its send may complete only now.
+    """
+
+    __slots__ = ("_bells", "_buffer", "_fail", "_peer", "_request", "_start", "_status", "_test")
 
     def __init__(
         self,
@@ -53,8 +69,10 @@ class ReceiveRequest:
         status: Any,
         fail: Callable[[BaseException, Any, Any, int], NoReturn],
         peer: int,
+        bells: list[PeerBell | None],
     ) -> None:
         self._request = request
+        self._bells = bells
         self._test = request.Test
         self._start = getattr(request, "Start", None)
         self._buffer = buffer
@@ -64,16 +82,29 @@ class ReceiveRequest:
 
     def test(self) -> bool:
         try:
-            return bool(self._test(self._status))
+            has_ended = bool(self._test(self._status))
         except Exception as error:
             self._fail(error, self._status, self._buffer, self._peer)
+        if has_ended:
+            self._ring_sender(self._status.source)
+        return has_ended
 
     def take(self) -> tuple[int, int] | None:
         status = self._status
         try:
-            return (status.source, status.count) if self._test(status) else None
+            if not self._test(status):
+                return None
+            source = status.source
+            self._ring_sender(source)
+            return source, status.count
         except Exception as error:
             self._fail(error, status, self._buffer, self._peer)
+
+    def _ring_sender(self, source: int) -> None:
+        if 0 <= source < len(self._bells):  # a cancelled receive has no sender
+            bell = self._bells[source]
+            if bell is not None:
+                bell.ring_sleeper()
 
     def start(self) -> None:
         self._start()  # type: ignore[misc]
@@ -114,10 +145,11 @@ class WildcardReceive(ReceiveRequest):
         buffer: Any,
         status: Any,
         fail: Callable[[BaseException, Any, Any, int], NoReturn],
+        bells: list[PeerBell | None],
         acknowledge: Callable[[BaseException], bool],
         lost: set[int],
     ) -> None:
-        super().__init__(request, buffer, status, fail, ANY_SOURCE)
+        super().__init__(request, buffer, status, fail, ANY_SOURCE, bells)
         self._acknowledge = acknowledge
         self._lost = lost
 
@@ -140,5 +172,6 @@ class WildcardReceive(ReceiveRequest):
                 if status.source == NOBODY:
                     return None
             if status.source not in self._lost:
+                self._ring_sender(status.source)
                 return status.source, status.count
             self.start()

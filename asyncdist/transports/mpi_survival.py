@@ -33,7 +33,7 @@ from asyncdist.transports.base import (
     Request,
 )
 from asyncdist.transports.mpi import WRITTEN_SHARE, MpiMessages
-from asyncdist.transports.mpi_requests import SendRequest, WildcardReceive
+from asyncdist.transports.mpi_requests import WildcardReceive
 from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("asyncdist.transports.mpi_survival")
@@ -81,7 +81,7 @@ class SurvivingMpiTransport(MpiMessages):
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         if dest in self._lost:  # MPI completes small sends to a dead rank
             return _FailedRequest(self._loss_of(dest))
-        return SendRequest(self._isend(buffer, dest, tag), buffer, self._fail, dest)
+        return self._sent(buffer, dest, tag)
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
         if source != ANY_SOURCE:
@@ -93,7 +93,7 @@ class SurvivingMpiTransport(MpiMessages):
     def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
         mpi = self._mpi
         request = self._comm.Recv_init(buffer, mpi.ANY_SOURCE, tag)
-        return WildcardReceive(request, buffer, mpi.Status(), self._fail, self._acknowledge, self._lost)
+        return WildcardReceive(request, buffer, mpi.Status(), self._fail, self._bells, self._acknowledge, self._lost)
 
     def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
         del ranks, tag

@@ -1,8 +1,11 @@
 cimport cython
 
+from asyncdist.transports.doorbell cimport PeerBell
+
 
 cdef class PersistentSend:
     cdef object _request
+    cdef PeerBell _bell
     cdef object _start
     cdef object _test
     cdef object _fail

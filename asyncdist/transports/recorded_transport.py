@@ -33,6 +33,7 @@ class RecordedTransport(Transport):
         self.job_nonce, self.launch_nonce = inner.job_nonce, inner.launch_nonce
         self.trusts_network = inner.trusts_network
         self.hosts = inner.hosts
+        self.doorbell = inner.doorbell
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         self._tell("sent", dest, tag, as_bytes(buffer).nbytes)

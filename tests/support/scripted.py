@@ -43,6 +43,7 @@ class ScriptedTransport:
     def __init__(self, *, wakes: bool = False) -> None:
         self.rank, self.size, self.name = 0, 4, "scripted"
         self.capabilities = Capabilities(native_collectives=False, survives_rank_loss=True, wakes=wakes, tag_max=32767)
+        self.doorbell = None
         self.posted: list[tuple[Any, ScriptedRequest]] = []
         self.ring: Callable[[], None] = lambda: None
 

@@ -165,6 +165,9 @@ def test_the_report_says_what_was_detected_and_why() -> None:
     assert rows["streams"] == "written into the receiver's memory, between ranks of this host"
     facts = replace(WELL, unwritable="kernel.yama.ptrace_scope is 1")
     assert "(kernel.yama.ptrace_scope is 1)" in dict(doctor.describe(facts))["streams"]
+    assert rows["waiting ranks"].startswith("sleep")
+    facts = replace(WELL, unringable="no /proc")
+    assert "(no /proc)" in dict(doctor.describe(facts))["waiting ranks"]
     assert rows["GPUs"] == "2: H100, H100"
     assert (
         dict(doctor.describe(replace(WELL, override="local")))["transport"] == "local, from ASYNCDIST_TRANSPORT=local"

@@ -10,10 +10,13 @@ Timed on rank 1, in alternation with the rival. Rank 0 sleeps in ``time.sleep`` 
 Ours is ``await channel.receive()``. On MPI the rival is a raw ``Irecv``, tested every millisecond with ``time.sleep``
 in between: what a script would do that neither blocks nor spins. (A blocking ``Recv`` spins: its wake is a microsecond
 and its CPU share that of a busy core.) On torch it is the blocking ``recv``, which sleeps.
+
+If pyzmq is installed, a message over ``ipc://`` that ``zmq.asyncio`` awaits is timed in the same way.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import time
@@ -22,14 +25,17 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+import zmq_messages
 from harness import Results, Row, collect, compute, main
 from rivals import Rival, rival_of
 
 import asyncdist as ad
 
 RANKS: Final = (2,)
-TARGET_CPU_PERCENT: Final = {"mpi": 6.0, "torch": 1.0}
+TARGET_CPU_PERCENT: Final = {"mpi": 0.5, "torch": 1.0}
 TARGET_WAKE_US: Final = 1200.0
+#: Largest ratio of the median time to wake to pyzmq's.
+TARGET_ZMQ_RATIO: Final = 1.2
 _RIVALS: Final = {"mpi": "a test every ms", "torch": "a blocking recv"}
 
 
@@ -70,6 +76,9 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
     pauses_s += [random_pauses.uniform(0.02, 0.03) for _ in range(settings.wake_count)]
     ours: list[Wait] = []
     raw: list[Wait] = []
+    zmq: list[Wait] = []
+    name = int(await ad.broadcast(torch.tensor(os.getpid())))
+    zmq_end = zmq_messages.connect(f"ipc://@asyncdist-bench-{name}", listens=world.rank == 1)
     for pause_s in pauses_s:
         await ad.barrier()
         if world.rank == 1:
@@ -83,7 +92,22 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
         else:
             compute(pause_s)
             rival.send(torch.tensor([time.monotonic()], dtype=torch.float64))
-    found = await collect({**_figures("", ours, settings), **_figures("raw_", raw, settings)} if ours else None)
+        if zmq_end is None:
+            continue
+        await ad.barrier()
+        if world.rank == 1:
+            zmq.append(await _zmq_wait(zmq_end))
+        else:
+            compute(pause_s)
+            await zmq_end.send(time.monotonic())
+    if zmq_end is not None:
+        zmq_end.close()
+    figures = {
+        prefix: _figures(prefix, waits, settings)
+        for prefix, waits in zip(("", "raw_", "zmq_"), (ours, raw, zmq), strict=True)
+        if waits
+    }
+    found = await collect({name: value for each in figures.values() for name, value in each.items()})
     return None if found is None else {"transport": world.transport_name, **found[1]}
 
 
@@ -98,6 +122,11 @@ def _raw_wait(rival: Rival) -> Wait:
     began_at, cpu_began_at = time.monotonic(), time.process_time()
     rival.await_message(sent_at)
     return _wait(began_at, cpu_began_at, float(sent_at))
+
+
+async def _zmq_wait(end: zmq_messages.End) -> Wait:
+    began_at, cpu_began_at = time.monotonic(), time.process_time()
+    return _wait(began_at, cpu_began_at, await end.receive())
 
 
 def _wait(began_at: float, cpu_began_at: float, sent_at: float) -> Wait:
@@ -131,6 +160,22 @@ def rows(results: Results) -> list[Row]:
             f"<= {TARGET_WAKE_US:g} us",
             results["wake_us_median"] <= TARGET_WAKE_US,
         ),
+        *_zmq_rows(results),
+    ]
+
+
+def _zmq_rows(results: Results) -> list[Row]:
+    if "zmq_cpu_percent" not in results:
+        return [Row("the same against pyzmq", "skipped: pyzmq is not installed (pip install pyzmq)")]
+    ratio = results["wake_us_median"] / results["zmq_wake_us_median"]
+    return [
+        Row(
+            "the same against pyzmq with asyncio",
+            f"{results['cpu_percent']:.1f} %; {results['wake_us_median']:.0f} us, x{ratio:.2f}",
+            f"{results['zmq_cpu_percent']:.1f} %; {results['zmq_wake_us_median']:.0f} us (pyzmq)",
+            f"<= x{TARGET_ZMQ_RATIO:g}" if results["transport"] == "mpi" else "",
+            ratio <= TARGET_ZMQ_RATIO if results["transport"] == "mpi" else None,
+        )
     ]
 
 

@@ -6,25 +6,33 @@ Both play ping-pong in alternating blocks in the same two processes. The latency
 - Raw: the library under the transport sends and receives a buffer of the frame's length; see ``rivals.py``.
 
 The message and the buffer are made before the clock starts.
+
+Four ranks then play ping-pong in two pairs on two cores, against asyncio's streams over a Unix socket, in alternating
+blocks. Each round trip is timed. A rank that spins while it waits would keep the other ranks from running.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 import statistics
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
-from harness import Results, Row, elapsed_us, main
+from harness import Results, Row, elapsed_us, main, percentile
 from rivals import Rival, rival_of
 
 import asyncdist as ad
 from asyncdist.bench.latency import our_trips
 from asyncdist.messaging import wire
 
-RANKS: Final = (2,)
+RANKS: Final = (2, 4)
 TARGET_RATIO: Final = {"mpi": 3.0, "torch": 2.5}
+#: Largest ratio to the streams' median with twice as many ranks as cores.
+TARGET_CROWDED_RATIO: Final = {"mpi": 2.0, "torch": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,8 @@ QUICK: Final = Settings(block_count=2, trip_count=50)
 
 async def measure(world: ad.World, settings: Settings) -> Results | None:
     """Alternate blocks of both."""
+    if world.size > 2:
+        return await _measure_crowded(world, settings)
     rival = rival_of(world)
     channel = world.channel(Ping, tag=100)
     frame_nbytes = wire.HEADER_NBYTES + len(wire.Codec(Ping).encode(Ping(1000, 0.5))[1])
@@ -74,9 +84,78 @@ def _raw_trips(rival: Rival, count: int, nbytes: int) -> float:
     return elapsed_us(began_at) / (2 * count)
 
 
+async def _measure_crowded(world: ad.World, settings: Settings) -> Results:
+    """Alternate blocks of messages and of streams, on two cores."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: world.size // 2])
+    channel, peer = world.channel(Ping, tag=100), world.rank ^ 1
+    name = await ad.broadcast(torch.tensor(os.getpid()))
+    reader, writer = await _connect(f"\0asyncdist-bench-{int(name)}-{world.rank // 2}", listens=world.rank < peer)
+    frame = bytes(wire.HEADER_NBYTES + len(wire.Codec(Ping).encode(Ping(1000, 0.5))[1]))
+
+    async def send() -> None:
+        await channel.send(Ping(1000, 0.5), peer)
+
+    async def write() -> None:
+        writer.write(frame)
+
+    ours_us: list[float] = []
+    streams_us: list[float] = []
+    for block in range(1 + max(1, settings.block_count // 10)):
+        await ad.barrier()
+        ours = await _timed_trips(send, channel.receive, settings.trip_count, is_first=world.rank < peer)
+        await ad.barrier()
+        streams = await _timed_trips(
+            write, lambda: reader.readexactly(len(frame)), settings.trip_count, is_first=world.rank < peer
+        )
+        if block:
+            ours_us += ours
+            streams_us += streams
+    writer.close()
+    ours_median, streams_median = statistics.median(ours_us), statistics.median(streams_us)
+    return {
+        "transport": world.transport_name,
+        "crowded_us": ours_median,
+        "crowded_us_95": percentile(ours_us, 95),
+        "crowded_streams_us": streams_median,
+        "crowded_streams_us_95": percentile(streams_us, 95),
+        "crowded_ratio": ours_median / streams_median,
+    }
+
+
+async def _connect(path: str, *, listens: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect two ranks over a Unix socket."""
+    if not listens:
+        await ad.barrier()
+        return await asyncio.open_unix_connection(path)
+    connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Future()
+    server = await asyncio.start_unix_server(lambda *ends: connected.set_result(ends), path)
+    await ad.barrier()
+    ends = await connected
+    server.close()
+    return ends
+
+
+async def _timed_trips(
+    send: Callable[[], Awaitable[Any]], receive: Callable[[], Awaitable[Any]], count: int, *, is_first: bool
+) -> list[float]:
+    """Make round trips, and return the microseconds one way of each."""
+    found = []
+    for _ in range(count):
+        began_at = time.perf_counter_ns()
+        if is_first:
+            await send()
+            await receive()
+        else:
+            await receive()
+            await send()
+        found.append(elapsed_us(began_at) / 2)
+    return found
+
+
 def rows(results: Results) -> list[Row]:
     """Return the rows of the table."""
-    target = TARGET_RATIO[results["transport"]]
+    target, crowded_target = TARGET_RATIO[results["transport"]], TARGET_CROWDED_RATIO[results["transport"]]
     return [
         Row(
             f"small message, one way ({results['frame_nbytes']} bytes)",
@@ -84,7 +163,14 @@ def rows(results: Results) -> list[Row]:
             f"{results['raw_us']:.2f} us",
             f"<= x{target:g}",
             results["ratio"] <= target,
-        )
+        ),
+        Row(
+            "the same with 4 ranks on 2 cores",
+            f"{results['crowded_us']:.1f} us, x{results['crowded_ratio']:.2f}; p95 {results['crowded_us_95']:.0f} us",
+            f"{results['crowded_streams_us']:.1f} us; p95 {results['crowded_streams_us_95']:.0f} us (Unix streams)",
+            "" if crowded_target is None else f"<= x{crowded_target:g}",
+            None if crowded_target is None else results["crowded_ratio"] <= crowded_target,
+        ),
     ]
 
 

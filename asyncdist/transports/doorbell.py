@@ -1,0 +1,256 @@
+"""Wakes sleeping ranks of a host, for a transport whose messages arrive without waking the receiver, such as MPI.
+
+The ranks of a host map a common *board* (:mod:`asyncdist.host_memory.shared_memory`) with one cache line per rank,
+which says whether the rank is asleep. Each rank also has a pipe, which its event loop watches. After each message, the
+sender reads the receiver's line. It writes a byte into the receiver's pipe only if the receiver is asleep, so that a
+message to a rank that is awake costs one read of memory.
+
+- **No message is missed.** The receiver first writes to its line, then tests for messages once more, and then sleeps.
+  The sender first sends, then reads the line. Both complete the first access before the second, so at least one of
+  them notices the other. (The receiver orders its accesses explicitly. The sender's call of mpi4py does so when it
+  acquires the GIL again.) A receiver also rings the sender of each message, whose send may complete only now.
+- **Lost, repeated and late rings are harmless.** A ring only requests a pass. A rank that sleeps also makes a pass
+  every 50 ms, in case a sender has died between its two steps.
+- **Permissions.** A pipe has no name. It is opened through ``/proc/PID/fd``, which the kernel allows only to processes
+  of the same user. Processes of other users can neither ring nor read the board.
+
+A Unix datagram socket took as long to ring (15 to 25 us after a pause; the receiver's loop runs 40 to 60 us later), but
+any process that knows its name may send to it.
+
+The module is compiled if possible (see :mod:`asyncdist.compiled`), since it runs for each small message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, cast
+
+from asyncdist.host_memory import shared_memory
+from asyncdist.host_memory.shared_memory import SharedMemory
+
+#: Bytes of a cache line, so that ranks that sleep and wake do not slow down others.
+LINE_NBYTES: Final = 64
+#: Bytes of the digest of a host's name.
+HOST_NBYTES: Final = 8
+#: States of a rank in the first byte of its line.
+_ABSENT: Final = 0
+_AWAKE: Final = 1
+_ASLEEP: Final = 2
+_ENDED: Final = 3
+#: Number of bytes that are read from the pipe at once; each ring is one byte.
+_RINGS_NBYTES: Final = 4096
+#: Packed address: the host's digest, whether there is a board, the board's address, the pipe, and its inode.
+_ADDRESS: Final = struct.Struct(f"<{HOST_NBYTES}s?{shared_memory.Address.PACKED_NBYTES}sqq")
+ADDRESS_NBYTES: Final = _ADDRESS.size
+
+
+class BellAddress(NamedTuple):
+    """Information by which the other ranks of a host find a rank's board and its pipe.
+
+    Attributes:
+        host: Digest of the host's name, of ``HOST_NBYTES`` bytes.
+        board: Address of the board that this rank offers; None if the rank has no doorbell.
+        pipe: File descriptor of the pipe's end for writing, in the rank's process.
+        inode: Number of the pipe, by which another process checks that it has opened this pipe.
+    """
+
+    host: bytes
+    board: shared_memory.Address | None
+    pipe: int
+    inode: int
+
+    def pack(self) -> bytes:
+        """Pack the address into bytes, to be sent to the other ranks."""
+        board = b"" if self.board is None else self.board.pack()
+        return _ADDRESS.pack(self.host, self.board is not None, board, self.pipe, self.inode)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> BellAddress:
+        """Return the address that ``pack`` has packed into ``data``."""
+        host, has_board, board, pipe, inode = _ADDRESS.unpack(data)
+        found = shared_memory.Address.unpack(board) if has_board else None
+        return cls(host, found, pipe, inode)
+
+
+class PeerBell:
+    """Rings a rank of this host if the rank is asleep.
+
+    Args:
+        board: Board of the host.
+        place: Index of the rank's state on the board.
+        pipe: File descriptor, in this process, of the end for writing of the rank's pipe.
+    """
+
+    def __init__(self, board: memoryview, place: int, pipe: int) -> None:
+        self._board = board
+        self._place = place
+        self._pipe = pipe
+
+    def ring_sleeper(self) -> None:
+        """Ring the rank if it is asleep. Call this after each step of a message to the rank."""
+        if self._board[self._place] == _ASLEEP:
+            self._ring()
+
+    def _ring(self) -> None:
+        self._board[self._place] = _AWAKE  # one ring is enough
+        with contextlib.suppress(OSError):  # the pipe is full of rings, or the rank has ended
+            os.write(self._pipe, b"\0")
+
+
+class Doorbell:
+    """Bell of this rank, which the other ranks of its host ring while it sleeps.
+
+    Args:
+        host: Digest of the host's name, of ``HOST_NBYTES`` bytes.
+        size: Number of ranks of the world.
+
+    Raises:
+        OSError: This system has no shared memory that other processes can open, or no descriptors are left.
+    """
+
+    def __init__(self, host: bytes, size: int) -> None:
+        self._offered: SharedMemory | None = SharedMemory(size * LINE_NBYTES)
+        self._board = memoryview(bytearray(LINE_NBYTES))
+        self._place = 0
+        self._places: list[int] = []  # of the other ranks of this host
+        self._is_everybody_here = False
+        self._descriptors: list[int] = list(os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC))
+        self._finalizer = weakref.finalize(self, _close, self._descriptors)
+        self._size = size
+        inode = os.fstat(self._descriptors[1]).st_ino
+        self.address = BellAddress(host, self._offered.address, self._descriptors[1], inode)
+
+    def join(self, rank: int, addresses: Sequence[BellAddress]) -> list[PeerBell | None]:
+        """Map the board of this host, and open the pipes of its ranks.
+
+        Args:
+            addresses: Addresses of all ranks, in rank order.
+
+        Returns:
+            The bell of each rank, in rank order; None for ranks of other hosts.
+
+        Raises:
+            OSError: The board or a pipe cannot be opened; then no rank of the world sleeps.
+        """
+        ranks = [other for other, address in enumerate(addresses) if address.host == self.address.host]
+        board = addresses[ranks[0]].board
+        if board is None:
+            raise OSError(f"rank {ranks[0]}, the first rank of this host, has no board")
+        if ranks[0] != rank:  # the first rank keeps its board open, since the others may map it later
+            self._offered = None
+        self._memory = shared_memory.find(board)
+        self._board = memoryview(cast(Any, self._memory.numpy()))
+        bells: list[PeerBell | None] = [None] * self._size
+        for line, other in enumerate(ranks):
+            place = line * LINE_NBYTES
+            if other == rank:
+                self._place = place
+                bells[other] = PeerBell(self._board, place, self._descriptors[1])
+            else:
+                self._places.append(place)
+                bells[other] = PeerBell(self._board, place, self._opened(addresses[other]))
+        self._board[self._place] = _AWAKE
+        return bells
+
+    def _opened(self, address: BellAddress) -> int:
+        """Open the pipe of another rank for writing."""
+        if address.board is None:
+            raise OSError("a rank of this host has no pipe")
+        path = f"/proc/{address.board.pid}/fd/{address.pipe}"
+        if os.readlink(path) != f"pipe:[{address.inode}]":  # another kind of file might react to being opened
+            raise FileNotFoundError(f"{path} is not the pipe of a rank")
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._descriptors.append(descriptor)
+        if os.fstat(descriptor).st_ino != address.inode:
+            raise FileNotFoundError(f"{path} changed while it was opened")
+        return descriptor
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when another rank rings."""
+        return self._descriptors[0]
+
+    def arm(self) -> bool:
+        """Ask to be rung. Return whether this is new, so that the rank must test for messages before it sleeps."""
+        if self._board[self._place] == _ASLEEP:
+            return False
+        self._board[self._place] = _ASLEEP
+        shared_memory.order_memory()
+        return True
+
+    def disarm(self) -> None:
+        """Tell the other ranks that this rank is awake and need not be rung."""
+        if self._board[self._place] == _ASLEEP:
+            self._board[self._place] = _AWAKE
+
+    def clear(self) -> None:
+        """Remove the rings that have arrived."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._descriptors[0], _RINGS_NBYTES)
+
+    def is_rung_by_all(self) -> bool:
+        """Return whether every other rank of the world rings this rank."""
+        if not self._is_everybody_here:
+            there = [place for place in self._places if self._board[place] != _ABSENT]
+            self._is_everybody_here = len(there) == self._size - 1
+        return self._is_everybody_here
+
+    def end(self) -> None:
+        """Stop being rung, because this rank sends and receives no more messages."""
+        self._board[self._place] = _ENDED
+
+    def close(self) -> None:
+        """Close all pipes. The event loop must no longer watch :meth:`fileno`."""
+        self._finalizer()
+
+
+def obstacle() -> str | None:
+    """Return why ranks of this host cannot ring each other; None if no reason is known."""
+    try:
+        bell = Doorbell(bytes(HOST_NBYTES), 2)
+    except OSError as error:
+        return str(error.strerror or error)
+    try:
+        board = bell.address.board
+        assert board is not None
+        shared_memory.find(board)
+        bell._opened(bell.address)
+    except OSError as error:
+        return str(error.strerror or error)
+    finally:
+        bell.close()
+    return None
+
+
+def meet(
+    host: bytes, rank: int, size: int, all_gather: Callable[[bytes], Sequence[bytes]]
+) -> tuple[Doorbell | None, list[Any], str | None]:
+    """Make the doorbell of this rank, and find the bells of the other ranks. Collective among all ranks.
+
+    Args:
+        all_gather: Function that returns the bytes that each rank has passed to it, in rank order.
+
+    Returns:
+        The doorbell of this rank, or None; the bells of all ranks, None for ranks that cannot be rung; and the reason
+        why this rank has no doorbell, or None.
+    """
+    nothing: list[Any] = [None] * size
+    try:
+        bell = Doorbell(host, size)
+    except OSError as error:
+        all_gather(BellAddress(host, None, -1, 0).pack())
+        return None, nothing, str(error.strerror or error)
+    addresses = [BellAddress.unpack(each) for each in all_gather(bell.address.pack())]
+    try:
+        return bell, bell.join(rank, addresses), None
+    except OSError as error:
+        bell.close()
+        return None, nothing, str(error.strerror or error)
+
+
+def _close(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
