@@ -17,7 +17,7 @@ from asyncdist.protocols.one_sided.selection import OneSidedRules
 from asyncdist.protocols.one_sided.statistics import Durations, OneSidedStatistics, PullStatistics
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.population_training.bayesian import BayesianExplore
-from asyncdist.protocols.population_training.hyperparameters import Range
+from asyncdist.protocols.population_training.hyperparameters import Choice, Range
 from asyncdist.protocols.population_training.lineage import LineageEntry
 from asyncdist.protocols.population_training.policy import PopulationTrainingPolicy
 from asyncdist.protocols.replay_buffer.client import ReplayBuffer
@@ -63,6 +63,7 @@ __all__ = [
     "AverageAllStatistics",
     "AverageApplied",
     "BayesianExplore",
+    "Choice",
     "Contributed",
     "CoordinatorChanged",
     "CoordinatorStatistics",

@@ -53,6 +53,10 @@ Take: TypeAlias = Callable[[int], None]
 #: Maximum number of other members to which an owner sends each version's record. In larger groups, readers request it.
 TOLD_COUNT_MAX: Final = 32
 
+#: Versions of a restarted rank are numbered from a multiple of the first number. A number has at most 32 bits.
+_VERSION_COUNT: Final = 1_000_000
+_INCARNATION_COUNT: Final = 4000
+
 _SUBJECT: Final = "new window"
 
 
@@ -76,10 +80,12 @@ class VersionedWindow(abc.ABC):
     """Exposes versions of this rank's state, and reads other ranks' versions. Made by :func:`open_versioned_window`.
 
     Attributes:
-        version: Number of the newest version that this rank has published; 0 if it has not published any.
+        version: Number of the newest version that this rank has published; :attr:`first` if it has not published any.
+        first: Number before this process's first version; 0 unless the rank was restarted.
     """
 
     version: int = 0
+    first: int = 0
 
     @abc.abstractmethod
     def begin(self) -> torch.Tensor | None:
@@ -129,6 +135,14 @@ class VersionedWindow(abc.ABC):
         """
 
 
+def maps_windows(services: Services) -> bool:
+    """Return whether ranks of one host map each other's windows. Then all ranks open a window together, and only once.
+
+    A transport with such ranks restarts none of them.
+    """
+    return services.engine.transport.capabilities.one_sided_reads
+
+
 async def open_versioned_window(
     services: Services,
     agreements: Agreements,
@@ -148,7 +162,7 @@ async def open_versioned_window(
     Raises:
         StartTimeoutError: A member took longer. The other members may have opened the window.
     """
-    if group.size > 1 and services.engine.transport.capabilities.one_sided_reads:
+    if group.size > 1 and maps_windows(services):
 
         async def make(start: Start[list[torch.Tensor] | None]) -> list[torch.Tensor] | None:
             await start.agree({}, timeout_s=timeout_s)
@@ -162,7 +176,7 @@ async def open_versioned_window(
             agreements.forget(group.ranks, subject)
         if memories is not None:
             return _SharedWindow(services, group, memories, nbytes)
-    return _StreamedWindow(services, group, nbytes, scope=scope, chunk_nbytes=chunk_nbytes)
+    return _StreamedWindow(services, group.ranks, nbytes, scope=scope, chunk_nbytes=chunk_nbytes)
 
 
 async def _drop(memories: list[torch.Tensor] | None) -> None:
@@ -320,12 +334,14 @@ class _Answer:
 class _StreamedWindow(VersionedWindow):
     """Versioned window whose owner answers each read with a stream of messages. When closed, it answers with aborts."""
 
-    def __init__(self, services: Services, group: Group, nbytes: int, *, scope: int, chunk_nbytes: int) -> None:
+    def __init__(self, services: Services, ranks: Sequence[int], nbytes: int, *, scope: int, chunk_nbytes: int) -> None:
         self._services = services
-        self._others = tuple(rank for rank in group.ranks if rank != services.rank)
+        self._others = tuple(rank for rank in ranks if rank != services.rank)
         self._nbytes = nbytes
         self._chunk_nbytes = chunk_nbytes
         self._slots = [torch.zeros(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2)]
+        # A record of the process before a restart must not describe a version of this process.
+        self.version = self.first = services.incarnation % _INCARNATION_COUNT * _VERSION_COUNT
         self._begun = False
         self._closed = False
         self._answers: list[_Answer] = []
@@ -335,15 +351,19 @@ class _StreamedWindow(VersionedWindow):
         if self._desk is not None:
             self._desk.open(scope, lambda: self._record)
         self._newest: dict[int, VersionRecord] = {}
-        self._retired: set[int] = set()  # includes lost ranks, since a restarted process has no window
-        self._retired.update(services.gone)
-        services.on_gone(self._retired.add, among=self._others)
+        #: Ranks that expose no version now. A lost rank is one of them until its new process is admitted.
+        self._retired: set[int] = set(services.gone)
+        services.on_gone(self._retire, among=self._others)
         self._reports: Channel[VersionRecord | Retired] = services.open_channel(
             VersionRecord | Retired, tag=tags.METRIC, scope=scope, name="published versions", handler=self._on_report
         )
         self._reads: Channel[Grant | Cancel] = services.open_channel(
             Grant | Cancel, tag=tags.PARAM, scope=scope, name="reads of exposed state", handler=self._on_read
         )
+
+    def _retire(self, rank: int) -> None:
+        self._retired.add(rank)
+        self._newest.pop(rank, None)
 
     def begin(self) -> torch.Tensor | None:
         version = self.version + 1
@@ -357,12 +377,12 @@ class _StreamedWindow(VersionedWindow):
         self.version += 1
         self._begun = False
         self._record = record = VersionRecord(self.version, iteration, metric)
-        self._tell(record)
+        self._tell(record, self._others)
         return record
 
-    def _tell(self, message: VersionRecord | Retired) -> None:
-        """Send a message to all other members. In a large group, send nothing."""
-        for rank in self._others if self._desk is None else ():
+    def _tell(self, message: VersionRecord | Retired, ranks: Sequence[int]) -> None:
+        """Send a message to other members. In a large group, send nothing."""
+        for rank in ranks if self._desk is None else ():
             if rank not in self._retired:
                 try:
                     self._reports.send_nowait(message, rank)
@@ -375,7 +395,7 @@ class _StreamedWindow(VersionedWindow):
         if isinstance(envelope.message, VersionRecord):
             self._newest[envelope.source] = envelope.message
         else:
-            self._retired.add(envelope.source)
+            self._retire(envelope.source)
 
     async def published_by_each(self, ranks: Sequence[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:
         known = [rank for rank in ranks if rank not in self._retired]
@@ -403,6 +423,9 @@ class _StreamedWindow(VersionedWindow):
                 version=version,
             ) from error
 
+    def _announce_end(self) -> None:
+        self._tell(Retired(), self._others)
+
     # -- the owner's end --------------------------------------------------------------------------------------------
 
     def _on_read(self, envelope: Envelope[Grant | Cancel]) -> None:
@@ -422,7 +445,7 @@ class _StreamedWindow(VersionedWindow):
     def _has(self, version: int) -> bool:
         """Return whether a slot still contains the version."""
         is_previous = version == self.version - 1 and not self._begun
-        return not self._closed and version >= 1 and (version == self.version or is_previous)
+        return not self._closed and version > self.first and (version == self.version or is_previous)
 
     def _chunks(self, grant: Grant, version: int) -> list[memoryview]:
         """Return the chunks that ``grant`` requests; empty if the version does not exist or the sizes are invalid."""
@@ -445,10 +468,10 @@ class _StreamedWindow(VersionedWindow):
         if self._closed:
             return
         self._closed = True
-        self._tell(Retired())
+        self._announce_end()
         if self._desk is not None:
             self._desk.close(self._scope)
-        self._services.off_gone(self._retired.add)
+        self._services.off_gone(self._retire)
         self._reports.close()
         try:
             if deadline is not None:
@@ -460,3 +483,44 @@ class _StreamedWindow(VersionedWindow):
                 answer.stream.stop()
             self._slots.clear()
             self._reads.close(afterwards=self._on_read)
+
+
+class FollowedWindow(_StreamedWindow):
+    """Window of messages whose caller tracks the members, so that a restarted rank can open it again.
+
+    Args:
+        ranks: All ranks that may open the window.
+        nbytes: Size of one version in bytes.
+        scope: Number that separates the window's messages from all others; equal on all ranks.
+        is_newcomer: Whether this rank opens the window later than the others. It then knows none of them yet.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        ranks: Sequence[int],
+        nbytes: int,
+        *,
+        scope: int,
+        chunk_nbytes: int,
+        is_newcomer: bool,
+    ) -> None:
+        super().__init__(services, ranks, nbytes, scope=scope, chunk_nbytes=chunk_nbytes)
+        if is_newcomer:
+            self._retired.update(self._others)
+
+    def retire(self, rank: int) -> None:
+        """Read no further version of a rank that is lost, or has left."""
+        self._retire(rank)
+
+    def admit(self, rank: int) -> None:
+        """Read the versions of a rank that has opened the window, and let it read this rank's."""
+        self._reports.admit(rank)
+        self._reads.admit(rank)
+        if rank in self._retired:
+            self._retired.remove(rank)
+            if self._record is not None:
+                self._tell(self._record, (rank,))
+
+    def _announce_end(self) -> None:
+        """Do nothing: the caller's members are notified."""

@@ -80,6 +80,7 @@ class VersionDesk:
             tag=tags.METRIC,
             scope=wire.scope_of((), "newest versions of windows", 0),
             name="newest versions",
+            admits_restarted=True,  # an answer refers to its question alone
             handler=self._on_message,
         )
 

@@ -22,17 +22,22 @@ import torch
 from torch import nn
 
 from asyncdist import AsyncdistError, RankLostError
-from asyncdist.collectives.one_sided import VersionedWindow, open_versioned_window
+from asyncdist.collectives.agreement.messages import Agreed
+from asyncdist.collectives.one_sided import FollowedWindow, VersionedWindow, maps_windows, open_versioned_window
 from asyncdist.messaging import wire
 from asyncdist.messaging.streams import CHUNK_NBYTES
 from asyncdist.protocols.applier import Applier, NewWeights
+from asyncdist.protocols.joining.admission import Admission
+from asyncdist.protocols.joining.membership import Membership
+from asyncdist.protocols.joining.policy import JoinablePolicy
+from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.metrics import MetricSource
+from asyncdist.protocols.one_sided.following import WindowFollower
 from asyncdist.protocols.one_sided.reader import DonorReader, Replacement, UnreadableError
 from asyncdist.protocols.one_sided.selection import Choice
 from asyncdist.protocols.one_sided.statistics import Durations
 from asyncdist.protocols.options import AveragingOptions, MeasuredOptions, Timing
 from asyncdist.protocols.own_state import OwnState
-from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.step_info import NOTHING, SnapshotTaken, StepInfo, UserEvents
 from asyncdist.tensors.byte_layout import Packing
 from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
@@ -44,7 +49,7 @@ logger = logging.getLogger("protocols.one_sided.policy")
 _ATTEMPT_COUNT: Final = 3
 
 
-class OneSidedPolicy(SpawnPolicy):
+class OneSidedPolicy(JoinablePolicy):
     """Base class of policies whose ranks publish snapshots, and read other ranks' snapshots in the background.
 
     Args:
@@ -52,6 +57,8 @@ class OneSidedPolicy(SpawnPolicy):
         read_timeout_s: Seconds for reading all donors of a replacement.
         options: Options of :class:`SpawnPolicy`.
     """
+
+    takes_metric = True
 
     def __init__(
         self,
@@ -79,6 +86,8 @@ class OneSidedPolicy(SpawnPolicy):
         self._chunk_nbytes = CHUNK_NBYTES
         self._reader: DonorReader
         self._exposure: VersionedWindow | None = None
+        self._membership: Membership | None = None
+        self._admission: Admission | None = None
         self._is_publishing = False
         self._own_metric: float | None = None
         self._replacement: Replacement | None = None
@@ -122,24 +131,63 @@ class OneSidedPolicy(SpawnPolicy):
 
     # -- starting and leaving ---------------------------------------------------------------------------------------
 
-    async def _start(self) -> None:
-        """Agree with the other members, and open the window in which they publish their snapshots."""
-        world, members = self._world, self._group.ranks
+    def _prepare(self) -> None:
+        super()._prepare()
         self._own.begin()
-        agreed = await self._agree()
-        scope = wire.scope_of(members, f"{type(self).__name__} {self.name or '(none)'}", agreed.time)
-        self._random = world.generator(f"policy {scope}")
+        self.admits_restarted = not maps_windows(self._services)
+
+    async def _agree(self) -> Agreed:
+        agreed = await super()._agree()
+        self._draw_for(self._scope(agreed))
+        return agreed
+
+    def _scope(self, agreed: Agreed) -> int:
+        return wire.scope_of(self._group.ranks, f"{type(self).__name__} {self.name or '(none)'}", agreed.time)
+
+    def _draw_for(self, scope: int) -> None:
+        """Make the generator of this rank's random choices, which continues if it was saved."""
+        incarnation = self._world.incarnation
+        self._random = self._world.generator(f"policy {scope}" + (f" restart {incarnation}" if incarnation else ""))
         if self._draws is not None:
             self._random.setstate(self._draws)
-        self._exposure = await open_versioned_window(
+
+    async def _start(self) -> None:
+        """Agree with the other members, and open the window in which they publish their snapshots."""
+        if self.admits_restarted:
+            await super()._start()
+            return
+        agreed, world = await self._agree(), self._world
+        window = await open_versioned_window(
             world.services,
             world.agreements,
             self._group,
             self._packing.nbytes,
-            scope=scope,
+            scope=self._scope(agreed),
             chunk_nbytes=self._chunk_nbytes,
             timeout_s=self._joint_start.left_s(self._start_timeout_s),
         )
+        self._open_window(window)
+
+    def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
+        window = FollowedWindow(
+            self._services,
+            self._group.ranks,
+            self._packing.nbytes,
+            scope=scopes.policy,
+            chunk_nbytes=self._chunk_nbytes,
+            is_newcomer=membership.is_joining,
+        )
+        self._open_window(window)
+        if membership.is_joining:
+            self._draw_for(scopes.policy)
+        self._membership = membership
+        membership.open(WindowFollower(membership, window))
+        self._admission = self._new_admission(membership, scopes)
+
+    def _open_window(self, window: VersionedWindow) -> None:
+        """Take a window, and prepare to read from it."""
+        world = self._world
+        self._exposure = window
         self._reader = DonorReader(
             world.rank,
             self._group,
@@ -150,6 +198,21 @@ class OneSidedPolicy(SpawnPolicy):
             chunk_nbytes=self._chunk_nbytes,
         )
         self._services.leftover_probes.append(self._leftovers)
+
+    def _opened_admission(self) -> Admission:
+        assert self._admission is not None, "the policy has not opened"
+        return self._admission
+
+    def _whole_state(self) -> dict[str, Any]:
+        state = super()._whole_state()
+        return {**state, "policy": {**state["policy"], "draws": None}}  # a newcomer draws its own numbers
+
+    def _take_whole(self) -> None:
+        self._own_metric = None
+
+    def _begin_joined(self) -> None:
+        assert self._membership is not None, "a newcomer has a membership"
+        self._membership.complete_joining()
 
     async def _stop(self, error: BaseException | None) -> None:
         """Leave the policy. Without ``error``, first wait until no rank reads this rank's snapshots."""
@@ -174,6 +237,9 @@ class OneSidedPolicy(SpawnPolicy):
             self._states.clear()
             if not self._leftovers():  # the probe would otherwise keep the model and its buffers alive
                 self._services.leftover_probes.remove(self._leftovers)
+            if self._membership is not None and self._admission is not None:
+                self._membership.leave()
+                self._admission.close()
             if not self._is_publishing:  # otherwise _expose closes the window after the copy from the device
                 await self._exposure.close(deadline)
 
@@ -199,6 +265,11 @@ class OneSidedPolicy(SpawnPolicy):
         if self._draws is not None:
             random.Random().setstate(self._draws)
 
+    @property
+    def _published_count(self) -> int:
+        """Number of snapshots that this process has published."""
+        return self._exposure.version - self._exposure.first if self._exposure is not None else 0
+
     # -- one step ---------------------------------------------------------------------------------------------------
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
@@ -209,6 +280,8 @@ class OneSidedPolicy(SpawnPolicy):
         info = self._act() if self._needs_step else NOTHING
         if self._is_turn():  # an idle step takes no further coroutine
             await self._train_on(local_metric, info)
+        if self._admission is not None and self._admission.is_asked:
+            self._admission.admit(self._whole_state)
         return info
 
     def _act(self) -> StepInfo:

@@ -107,7 +107,7 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
             num_replacements=self._counts["replacements"],
             averaging_ranks=self._counts["donors"],
             age=self._step_count - self._born_at,
-            version=self._exposure.version if self._exposure is not None else 0,
+            version=self._published_count,
             unpublished=dict(self._unpublished),
             nonfinite_metric_count=self._counts["nonfinite"],
             torn_read_count=self._counts["torn"],
@@ -138,6 +138,10 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
         has_life = self._rules.replacement_mode != "age" or self._dies_at != _NEVER
         if self._draws is None or not has_life:
             self._begin_life()
+
+    def _take_whole(self) -> None:
+        super()._take_whole()
+        self._begin_life()
 
     def _own_state(self) -> dict[str, Any]:
         counts = {"step_count": self._step_count, "born_at": self._born_at, "dies_at": self._dies_at}

@@ -124,7 +124,7 @@ class AsyncPopulationAveragingPolicy(OneSidedPolicy):
             iteration=self.iteration,
             pull_count=self._counts["replacements"],
             donor_count=self._counts["donors"],
-            snapshot_count=self._exposure.version if self._exposure is not None else 0,
+            snapshot_count=self._published_count,
             unpublished=dict(self._unpublished),
             abandoned=dict(self._abandoned),
             torn_read_count=self._counts["torn"],

@@ -227,6 +227,16 @@ def _integer_times(value: int, factor: float) -> int:
     return found
 
 
+def _check_not_range(values: Sequence[Value]) -> None:
+    """Raise ValueError for two numbers, which may be meant as a range."""
+    if len(values) == 2 and all(isinstance(each, int | float) and not isinstance(each, bool) for each in values):
+        low, high = sorted(values)  # type: ignore[type-var]
+        raise ValueError(
+            f"a list of two numbers may be meant as a range, got {list(values)!r}; write ({low!r}, {high!r}) for the "
+            f"range, or protocols.Choice({list(values)!r}) for these two values alone"
+        )
+
+
 Space: TypeAlias = Range | Choice | Sampler
 #: Ways in which the user can write a hyperparameter's values.
 Given: TypeAlias = Range | Choice | tuple[float, float] | list[Any] | Callable[[random.Random], float]
@@ -244,14 +254,16 @@ def space_of(name: str, given: Any) -> Space:
         if isinstance(given, tuple) and len(given) == 2 and all(isinstance(each, Real) for each in given):
             return Range(*given)
         if isinstance(given, list):
-            return Choice(given)
+            found = Choice(given)
+            _check_not_range(found.values)
+            return found
     except (TypeError, ValueError) as error:
         raise type(error)(f"the values of hyperparameter {name!r} are wrong: {error}") from None
     if callable(given):
         return Sampler(given)
     raise TypeError(
-        f"the values of hyperparameter {name!r} must be a range (low, high), a list of choices, Range(...), or a "
-        f"callable that takes a random.Random and returns a number, got {given!r:.80}"
+        f"the values of hyperparameter {name!r} must be a range (low, high), a list of choices, Range(...), "
+        f"Choice(...), or a callable that takes a random.Random and returns a number, got {given!r:.80}"
     )
 
 

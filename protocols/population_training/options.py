@@ -103,8 +103,8 @@ class ExploringOptions(Options):
 
     hyperparameters: Mapping[str, Space] = option(
         "Hyperparameters of the optimizer, by name, each with its values: `(low, high)`, a list of choices, "
-        '`protocols.Range`, or a callable that gets a `random.Random`. Names: `"lr"`, `"weight_decay"`, `"betas[0]"`, '
-        "and all other numbers in the optimizer's parameter groups.",
+        '`protocols.Range`, `protocols.Choice`, or a callable that gets a `random.Random`. Names: `"lr"`, '
+        '`"weight_decay"`, `"betas[0]"`, and all other numbers in the optimizer\'s parameter groups.',
         _spaces,
         default=None,
     )
@@ -121,9 +121,9 @@ class ExploringOptions(Options):
         group="exploration",
     )
     quantile: float = option(
-        "Share of the n participants that are replaced, above 0 and at most 0.5; as many are copied. The number is n "
-        "* quantile, rounded half up, from 1 to n / 2.",
-        number("above 0 and at most 0.5", validation.SMALLEST, 0.5),
+        "Share of the n participants that are replaced, 0 to 0.5; as many are copied. The number is n * quantile, "
+        "rounded half up, from 1 to n / 2. With 0, no rank is replaced: all train with their first hyperparameters.",
+        number("a number from 0 to 0.5", 0.0, 0.5),
         default=0.25,
         is_agreed=True,
     )

@@ -46,12 +46,13 @@ _ELSEWHERE: Final = {
     ),
     **dict.fromkeys(
         ("graph", "graph_type", "peer_selection_mode", "communication_type", "neighbor_weights", "self_weight"),
-        "here topology is a name ('ring', 'exponential', 'hypercube', 'random', 'hosts') or a matrix of shares",
+        "here topology is a name ('ring', 'exponential', 'hypercube', 'rotating', 'random', 'hosts') or a matrix of "
+        "shares",
     ),
     **dict.fromkeys(
         ("src_weights", "dst_weights", "mixing"), "here topology is a matrix: row i has the shares that rank i takes"
     ),
-    **dict.fromkeys(("random_seed", "gossip_seed"), "here seed draws the pairs of topology='random'"),
+    **dict.fromkeys(("random_seed", "gossip_seed"), "here seed draws the partners of topology='random' and 'rotating'"),
     **dict.fromkeys(
         ("num_nodes", "num_modules", "local_process_group", "nprocs_per_node", "group_size", "target_group_size"),
         "here the world defines the ranks and hosts, and topology chooses the partners",
@@ -70,7 +71,10 @@ _ELSEWHERE: Final = {
 logger = logging.getLogger("protocols.simple")
 
 #: Largest outer momentum with which mixing alone is stable on up to 32 ranks, by topologies whose partners change.
-_MOMENTUM_MAX: Final = {"exponential": 0.5, "hypercube": 0.5, "hosts": 0.5, "random": 0.7}
+_MOMENTUM_MAX: Final = {
+    **dict.fromkeys(("exponential", "hypercube", "rotating", "hosts"), 0.5),
+    "random": 0.7,
+}
 
 
 class GossipOptions(ExchangeOptionNames, total=False):
@@ -90,8 +94,9 @@ class Gossip(Rule):
     """Lets each rank average with its partners in a graph; the policy has the graph, since it depends on the ranks."""
 
     topology: Topology = option(
-        'Graph of the partners: `"exponential"`, `"ring"`, `"hypercube"`, `"random"` (pairs), `"hosts"` (mostly '
-        "partners on the same host), or a matrix whose row i has the shares that rank i takes of all ranks' weights.",
+        'Graph of the partners: `"exponential"`, `"ring"`, `"hypercube"`, `"random"` (pairs), `"rotating"` (as '
+        '`"exponential"`, with other partners in each cycle), `"hosts"` (mostly partners on the same host), or a '
+        "matrix whose row i has the shares that rank i takes of all ranks' weights.",
         checked_topology,
         default="exponential",
         is_agreed=True,
@@ -123,7 +128,7 @@ class Gossip(Rule):
         is_agreed=True,
     )
     seed: int = option(
-        'Seed of the pairs with `topology="random"`, from 0; equal on all members.',
+        'Seed of the partners with `topology="random"` and `"rotating"`, from 0; equal on all members.',
         whole(0),
         default=0,
         is_agreed=True,

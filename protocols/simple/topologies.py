@@ -17,10 +17,10 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import torch
 
 from asyncdist import validation
-from asyncdist.protocols.simple.rule import random_pairs
+from asyncdist.protocols.simple.rule import drawn, random_pairs
 
 #: Named graphs.
-TopologyName: TypeAlias = Literal["ring", "exponential", "hypercube", "random", "hosts"]
+TopologyName: TypeAlias = Literal["ring", "exponential", "hypercube", "rotating", "random", "hosts"]
 #: Share of each partner, by rank, in one rank's new values.
 Shares: TypeAlias = Mapping[int, float]
 NAMES: Final[tuple[str, ...]] = get_args(TopologyName)
@@ -32,6 +32,7 @@ _ELSEWHERE: Final = {
     "RingGraph": "ring",
     "dissemination": "exponential",
     "cube": "hypercube",
+    "rotation": "rotating",
     "shift_one": "random",
     "pairs": "random",
 }
@@ -157,6 +158,9 @@ class Graph:
                 return _exponential(members, phase)
             case "hypercube":
                 return _paired(_cube(members, phase), members)
+            case "rotating":
+                cycle, place = divmod(phase, max(1, _period(len(members))))
+                return _exponential(self._rotated(members, cycle), place)
             case "random":
                 return _paired(random_pairs(self._seed, round, members), members)
             case _:
@@ -179,6 +183,11 @@ class Graph:
             rank: {other: share for other, share in zip(members, row, strict=True) if share > 0.0}
             for rank, row in zip(members, left.tolist(), strict=True)
         }
+
+    def _rotated(self, members: tuple[int, ...], cycle: int) -> list[int]:
+        """Return the members in an order that is drawn for a cycle of rounds (GossipGraD: 1803.05880)."""
+        keys = drawn(self._seed, -1 - cycle, len(members)).tolist()
+        return [member for _, member in sorted(zip(keys, members, strict=True))]
 
     def _of_hosts(self, members: tuple[int, ...], phase: int) -> Mapping[int, Shares]:
         """Return rounds inside hosts and, after as many as mix a host, one round between hosts.

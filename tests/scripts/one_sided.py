@@ -56,7 +56,9 @@ class Ledger:
             now = flat_state(model)
             assert state.keys() == now.keys() and all(same_bits(state[name], now[name]) for name in now)
             if isinstance(event, SnapshotTaken):
-                last = max((version for donor, version in self.snapshots if donor == rank), default=0)
+                first = event.round - event.round % 1_000_000  # of a restarted rank
+                versions = (version for donor, version in self.snapshots if donor == rank and version > first)
+                last = max(versions, default=first)
                 assert event.round == last + 1, f"rank {rank} published version {event.round} after {last}"
                 self.snapshots[rank, event.round] = state
                 self.iterations[rank, event.round] = event.iteration

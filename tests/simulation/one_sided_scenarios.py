@@ -195,30 +195,31 @@ def fresh() -> Mixed:
 async def _main(world: ad.World, watch: Watch) -> int:
     plan = watch.plan
     rng = random.Random(f"training of rank {world.rank}")
-    if world.incarnation:
-        await _try_to_come_back(world, watch)
-    if world.rank not in plan.members or world.incarnation:
+    is_of_all = len(plan.members) == plan.ranks
+    if world.rank not in plan.members or (world.incarnation and not is_of_all):
         for _ in range(5):
             await world.safe_point()
         return 0
     model = Mixed(float(world.rank))
-    optimizer, objects = sgd(model), identity(model)
+    optimizer, objects, applied = sgd(model), identity(model), len(watch.by(world.rank))
     async with AsyncExitStack() as stack:
         try:
             policy = OneSidedSelectiveAveragingPolicy(
                 model,
                 optimizer,
                 **plan.options,
-                group=await world.new_group(plan.members),
+                group=None if is_of_all else await world.new_group(plan.members),
                 model_builder=fresh,
                 on_event=watch.listener(world.rank, model),
             )
             await stack.enter_async_context(policy)
-        except (ad.ClosedError, ad.RankLostError, ad.StartTimeoutError):
+        except (ad.ClosedError, ad.RankLostError, ad.StartTimeoutError, ad.LateError):
             assert any(isinstance(fault, (Kill, Corrupt)) for fault in plan.faults)
             watch.seen["starts that a loss ended"] += 1
             return 0
-        for step in range(plan.steps[world.rank]):
+        watch.seen["came back"] += bool(world.incarnation)
+        first = policy.iteration
+        for step in range(first, plan.steps[world.rank]):
             await _step(world, watch, policy, model, step, rng)
         state = flat_state(model)
         await stack.aclose()
@@ -227,9 +228,10 @@ async def _main(world: ad.World, watch: Watch) -> int:
         )
     assert identity(model) == objects
     statistics = policy.statistics()
-    assert statistics.total_iterations == plan.steps[world.rank]
-    assert statistics.num_replacements == len(watch.by(world.rank)) <= statistics.agents_killed
-    assert statistics.averaging_ranks == sum(len(event.donors) for event in watch.by(world.rank))
+    assert statistics.total_iterations == max(first, plan.steps[world.rank])
+    events = watch.by(world.rank)[applied:]
+    assert statistics.num_replacements == len(events) <= statistics.agents_killed
+    assert statistics.averaging_ranks == sum(len(event.donors) for event in events)
     watch.seen["torn"] += statistics.torn_read_count
     watch.seen["lost"] += statistics.lost_read_count
     for reason, count in statistics.unpublished.items():
@@ -237,17 +239,6 @@ async def _main(world: ad.World, watch: Watch) -> int:
     if world.rank in plan.exits:
         sys.exit(0)
     return statistics.num_replacements
-
-
-async def _try_to_come_back(world: ad.World, watch: Watch) -> None:
-    """Enter the policy on a restarted rank: a policy without a coordinator does not admit it, and says so."""
-    model = Mixed(0.0)
-    try:
-        async with OneSidedSelectiveAveragingPolicy(model, sgd(model), **watch.plan.options, model_builder=fresh):
-            raise AssertionError(f"rank {world.rank} was admitted")
-    except ad.LocalProtocolError as error:
-        assert "does not admit a restarted rank" in str(error), error
-        watch.seen["came back"] += 1
 
 
 async def _step(

@@ -20,8 +20,15 @@ from support.seeds import seeds
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.simulation import Network, SlowRank, simulate
-from protocols import AsyncPopulationAveragingPolicy, AverageApplied, PolicyEvent, SnapshotTaken, StepInfo
+from asyncdist.simulation import Kill, Network, Restart, SlowRank, simulate
+from protocols import (
+    AsyncPopulationAveragingPolicy,
+    AverageApplied,
+    OneSidedSelectiveAveragingPolicy,
+    PolicyEvent,
+    SnapshotTaken,
+    StepInfo,
+)
 from simulation.simple_scenarios import Array, mean_of
 from simulation.training_runs import (
     Layers,
@@ -77,7 +84,9 @@ async def train(world: ad.World, plan: Plan, record: Record) -> None:
         if start != "started":
             record.without.add(rank)
             return
-        for step in range(plan.steps[rank]):
+        # The process before a restart may have been killed in a step that has applied an average.
+        record.applied[rank] = [each for each in record.applied[rank] if each[0] < len(record.infos[rank])]
+        for step in range(policy.iteration, plan.steps[rank]):
             await advance(plan, model, rank, step)
             before = flat(model)
             info = await policy.step()
@@ -146,13 +155,18 @@ def test_a_pull_of_all_donors_is_papa_with_older_snapshots() -> None:
 def draw_plan(seed: int) -> Plan:
     rng = random.Random(f"async papa {seed}")
     ranks = rng.randint(2, 5)
+    options, steps = rng.choice(OPTIONS), draw_steps(rng, ranks, rng.randint(6, 20))
+    network, compute, faults = draw_network(rng), draw_compute(rng, ranks), draw_faults(rng, ranks)
+    kills = [fault for fault in faults if isinstance(fault, Kill) and rng.random() < 0.5]
+    times_s = [(fault.at_s or 0.1) + rng.choice((1e-3, 0.02, 0.1)) for fault in kills]
+    restarts = (Restart(fault.rank, at_s=at_s) for fault, at_s in zip(kills, times_s, strict=True))
     return Plan(
         ranks=ranks,
-        options=rng.choice(OPTIONS),
-        steps=draw_steps(rng, ranks, rng.randint(6, 20)),
-        network=draw_network(rng),
-        compute=draw_compute(rng, ranks),
-        faults=tuple(draw_faults(rng, ranks)),
+        options=options,
+        steps=steps,
+        network=network,
+        compute=compute,
+        faults=(*faults, *restarts),
     )
 
 
@@ -260,3 +274,45 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
     model = nn.Linear(2, 1)
     with pytest.raises((TypeError, ValueError), match=message):
         AsyncPopulationAveragingPolicy(model, sgd(model), **options)
+
+
+@pytest.mark.parametrize("kind", [AsyncPopulationAveragingPolicy, OneSidedSelectiveAveragingPolicy])
+@pytest.mark.parametrize("ranks", [3, pytest.param(34, marks=[pytest.mark.slow, pytest.mark.long])])
+def test_restarted_ranks_join_without_a_wait(kind: Any, ranks: int) -> None:
+    """The first rank, which admits the others, is killed too. Others read the new process's snapshots."""
+    versions: dict[int, set[int]] = defaultdict(set)
+    begun_at: dict[int, tuple[int, list[Any]]] = {}
+    waited_s: list[float] = []
+
+    async def main(world: ad.World) -> int:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        loop: Any = asyncio.get_running_loop()
+        is_pulled = kind is AsyncPopulationAveragingPolicy
+        options = {} if is_pulled else {"age_range": (5, 10), "donor_count": ranks - 1}
+
+        def see(event: PolicyEvent) -> None:
+            if isinstance(event, AverageApplied):
+                for donor, version in zip(event.donors, event.versions, strict=True):
+                    versions[donor].add(version // 1_000_000)
+
+        policy = kind(model, torch.optim.Adam(model.parameters(), lr=0.01), average_every=5, on_event=see, **options)
+        async with policy:
+            if world.incarnation:
+                moments = [state["step"].item() for state in policy.optimizer.state.values()]
+                begun_at[world.rank] = policy.iteration, moments
+            while policy.iteration < 100:
+                model(torch.ones(3)).sum().backward()
+                policy.optimizer.step()
+                await asyncio.sleep(0.01)
+                began_s = world.time() - loop.busy_s
+                await policy.step(**({} if is_pulled else {"score": float((policy.iteration + 2 * world.rank) % 7)}))
+                waited_s.append(world.time() - loop.busy_s - began_s)
+        return policy.iteration
+
+    faults = [Kill(1, 0.3), Restart(1, 0.35), Kill(0, 0.5), Restart(0, 0.55)]
+    assert simulate(main, ranks=ranks, seed=2, faults=faults, until_s=10.0).results == (100,) * ranks
+    assert max(waited_s) < 1e-4
+    assert {rank: 30 < begun < 60 for rank, (begun, _) in begun_at.items()} == {0: True, 1: True}
+    assert all(moments == [begun] * 2 for begun, moments in begun_at.values()), "the optimizer's state came along"
+    assert versions[0] == versions[1] == {0, 1}, "snapshots of both processes were averaged"

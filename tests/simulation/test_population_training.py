@@ -172,6 +172,25 @@ def test_the_toy_reaches_what_no_fixed_setting_can(seed: int) -> None:
     assert max(simulate(toy, False, ranks=4, seed=seed).results) < 0.4
 
 
+def test_a_quantile_of_zero_leaves_the_ranks_independent() -> None:
+    async def main(world: ad.World) -> tuple[Any, Any]:
+        model = nn.Linear(1, 1)
+        policy = PopulationTrainingPolicy(
+            model,
+            torch.optim.SGD(model.parameters()),
+            average_every=2,
+            hyperparameters={"lr": (1e-3, 1e-1)},
+            quantile=0,
+        )
+        async with policy:
+            first = dict(policy.hyperparameters)
+            assert not any([await policy.step(score=float(world.rank)) for _ in range(20)])
+        return first, dict(policy.hyperparameters)
+
+    found = simulate(main, ranks=3, seed=1, strict=True).results
+    assert all(first == last for first, last in found) and len({str(each) for each in found}) == 3
+
+
 async def trained(world: ad.World, folder: Path, first: int, last: int) -> Any:
     """Train from iteration ``first`` to ``last``; load and save the population in between."""
     torch.manual_seed(0)

@@ -304,6 +304,14 @@ def test_moments_are_loaded_without_settings() -> None:
 # -- refused options --------------------------------------------------------------------------------------------------
 
 
+def test_a_list_of_two_numbers_is_refused_as_a_choice() -> None:
+    assert space_of("lr", Choice([32, 16])) == Choice([32, 16])
+    assert space_of("kind", [True, False]) == Choice([True, False])
+    assert space_of("kind", ["a", 1]) == Choice(["a", 1])
+    with pytest.raises(ValueError, match="may be meant as a range"):
+        space_of("size", [32, 16])
+
+
 LR = {"hyperparameters": {"lr": (1e-4, 1e-1)}}
 
 
@@ -332,7 +340,8 @@ LR = {"hyperparameters": {"lr": (1e-4, 1e-1)}}
         ({**LR, "perturb": (0.0, 1.2)}, ["perturb", "0.0", "above 0"]),
         ({**LR, "perturb": 1.2}, ["perturb", "1.2"]),
         ({**LR, "perturb": ()}, ["perturb", "()"]),
-        ({**LR, "quantile": 0.0}, ["quantile", "0.0", "0.5"]),
+        ({**LR, "quantile": -0.1}, ["quantile", "-0.1", "0.5"]),
+        ({"hyperparameters": {"lr": [1e-4, 1e-1]}}, ["lr", "(0.0001, 0.1)", "protocols.Choice([0.0001, 0.1])"]),
         ({**LR, "quantile": 0.6}, ["quantile", "0.6", "0.5"]),
         ({**LR, "resample_probability": 1.5}, ["resample_probability", "1.5", "0", "1"]),
         ({**LR, "explore": 3}, ["explore", "3"]),
@@ -380,6 +389,6 @@ def test_a_scheduled_learning_rate_needs_its_scheduler() -> None:
     assert names(wrong.value, "lr_scheduler", "base_lrs")
 
 
-@pytest.mark.parametrize("given", [Range(1, 4), [1, 2], (1, 2), lambda generator: 1.0])
+@pytest.mark.parametrize("given", [Range(1, 4), [1, 2, 4], (1, 2), lambda generator: 1.0])
 def test_values_can_be_written_in_four_ways(given: Any) -> None:
     assert space_of("lr", given).draw(random.Random(1)) is not None

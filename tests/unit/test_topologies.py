@@ -13,7 +13,7 @@ from unit.test_simple_rules import GOLDEN, MASK, split_mix
 from asyncdist.protocols.simple import topologies
 from asyncdist.protocols.simple.topologies import Graph, Matrix, check_sums
 
-NAMES = ["ring", "exponential", "hypercube", "random", "hosts"]
+NAMES = ["ring", "exponential", "hypercube", "rotating", "random", "hosts"]
 
 
 def matrix_of(topology: Any, number: int, count: int, seed: int) -> np.ndarray[Any, Any]:
@@ -32,6 +32,13 @@ def matrix_of(topology: Any, number: int, count: int, seed: int) -> np.ndarray[A
         elif topology == "hypercube":
             found[i, i] += 0.5
             found[i, i ^ 2 ** ((number - 1) % bits)] += 0.5
+    if topology == "rotating":
+        state = split_mix((seed * GOLDEN - 1 - (number - 1) // bits) & MASK)
+        keys = [split_mix((state + GOLDEN * (place + 1)) & MASK) & (MASK >> 1) for place in range(count)]
+        order = sorted(range(count), key=keys.__getitem__)
+        for place, i in enumerate(order):
+            found[i, i] += 0.5
+            found[i, order[(place - 2 ** ((number - 1) % bits)) % count]] += 0.5
     if topology == "random":
         state = split_mix((seed * GOLDEN + number) & MASK)
         keys = [split_mix((state + GOLDEN * (place + 1)) & MASK) & (MASK >> 1) for place in range(count)]
@@ -83,6 +90,19 @@ def test_rounds_connect_all_ranks_that_are_left(topology: Any) -> None:
         assert product.min() > 0.5 / len(members)
 
 
+def test_rotating_partners_meet_all_ranks_and_mix_in_each_cycle() -> None:
+    """After log2 k rounds all ranks have the mean, and each cycle has other pairs."""
+    graph, met = Graph("rotating", 3, range(8)), [set[int]() for _ in range(8)]
+    for cycle in range(20):
+        product = np.eye(8)
+        for number in range(3 * cycle + 1, 3 * cycle + 4):
+            product = dense(graph, number, range(8)) @ product
+            for rank in range(8):
+                met[rank].update(graph.partners(number, rank, range(8)))
+        np.testing.assert_array_equal(product, np.full((8, 8), 0.125))
+    assert met == [set(range(8))] * 8
+
+
 def test_an_odd_rank_rests_in_a_round_of_pairs() -> None:
     graph = Graph("random", 0, range(5))
     for number in range(1, 50):
@@ -127,7 +147,9 @@ def test_a_matrix_may_be_a_list_an_array_or_a_tensor() -> None:
     assert str(found.pop()).startswith("2 x 2 matrix ")
 
 
-NAMED = r"topology must be one of 'ring', 'exponential', 'hypercube', 'random', 'hosts', or a square matrix .*"
+NAMED = (
+    r"topology must be one of 'ring', 'exponential', 'hypercube', 'rotating', 'random', 'hosts', or a square matrix .*"
+)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +163,8 @@ NAMED = r"topology must be one of 'ring', 'exponential', 'hypercube', 'random', 
         ([[0.5, 0.5]], ValueError, f"{NAMED}, got an array of shape 1 x 2"),
         ([0.5, 0.5], ValueError, f"{NAMED}, got an array of shape 2"),
         ([[0.5, 0.5], [1.0]], (TypeError, ValueError), NAMED),
-        ([[1.5, -0.5], [-0.5, 1.5]], ValueError, r".* shares >= 0, got -0.5 in row 0, column 1"),
-        ([[float("nan"), 0.5], [0.5, 0.5]], ValueError, r".* finite shares >= 0, got nan in row 0, column 0"),
+        ([[1.5, -0.5], [-0.5, 1.5]], ValueError, r".* shares >= 0, got -0.5 at row 0, column 1"),
+        ([[float("nan"), 0.5], [0.5, 0.5]], ValueError, r".* finite shares >= 0, got nan at row 0, column 0"),
         ([[1.0, 0.0], [0.0, 1.0]], ValueError, ".* a connected graph, got one in which no path leads from rank 1"),
         ([[0.0, 1.0], [1.0, 0.0]], ValueError, ".* powers have no zeros, got one in which values move in a cycle .*"),
     ],

@@ -32,6 +32,7 @@ OPTIONS: Final[list[dict[str, Any]]] = [
     {"topology": "ring"},
     {"topology": "random", "seed": 3},
     {"topology": "hosts"},
+    {"topology": "rotating", "seed": 1},
 ]
 #: Each column adds up to 1, but the rows do not.
 DIRECTED: Final = [[0.5, 0.0, 0.25, 0.5], [0.5, 0.5, 0.25, 0.0], [0.0, 0.25, 0.5, 0.0], [0.0, 0.25, 0.0, 0.5]]

@@ -1,0 +1,1 @@
+from protocols.one_sided.following import *
