@@ -68,10 +68,10 @@ def option(
     return field(default=default, metadata={_KEY: Option(doc, check, group, is_agreed, shown)})
 
 
-def like(kind: type[Options], name: str) -> Any:
-    """Declare a field that repeats the option ``name`` of another options class."""
+def like(kind: type[Options], name: str, default: Any = MISSING) -> Any:
+    """Declare a field that repeats the option ``name`` of another options class, possibly with another default."""
     found = kind.__dataclass_fields__[name]
-    return field(default=found.default, metadata=found.metadata)
+    return field(default=found.default if default is MISSING else default, metadata=found.metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

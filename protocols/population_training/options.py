@@ -32,6 +32,7 @@ ELSEWHERE: Final = {
     "synch": "here no rank waits for another; use AverageAllPolicy or DiLoCoPolicy for rounds in step",
     "require_attrs": "here step() raises an error if a metric is missing",
     "log_config": "here recordings have all hyperparameters: asyncdist query",
+    **dict.fromkeys(("frequencies", "num_populations"), "here periods are the numbers of rounds of sub-populations"),
     "burn_in_period": "here open the policy after the burn-in",
     "replacement_ratio": "here quantile is the share of ranks that are replaced",
     "averaging_strategy": "here each replaced rank copies one of the best ranks",
@@ -43,7 +44,7 @@ ELSEWHERE: Final = {
     "cooldown": "here average_every is the time between rounds",
     **dict.fromkeys(
         ("islands", "island_size", "migrate_every", "migration"),
-        "here the ranks are one population; pass group= to train several populations",
+        "here periods=(1, 10) divides the ranks into sub-populations; pass group= to train several populations",
     ),
 }
 
@@ -58,6 +59,7 @@ class PopulationTrainingOptions(MemberOptions, total=False):
     perturb: tuple[float, ...]
     resample_probability: float
     explore: ExploreFunction | None
+    periods: tuple[int, ...]
     seed: int
     lr_scheduler: Any
     metric_mode: MetricMode
@@ -85,6 +87,16 @@ def _factors(name: str, value: Any) -> tuple[float, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         validation.refuse(name, value, allowed, TypeError)
     return tuple(validation.real(name, each, allowed, low=validation.SMALLEST) for each in value)
+
+
+def _periods(name: str, value: Any) -> tuple[int, ...]:
+    allowed = "numbers of rounds >= 1, such as (1, 10, 25, 50), or ()"
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        validation.refuse(name, value, allowed, TypeError)
+    for each in value:
+        if isinstance(each, bool) or not isinstance(each, int) or each < 1:
+            validation.refuse(name, value, allowed)
+    return tuple(value)
 
 
 def _initial(name: str, value: Any) -> Any:
@@ -126,6 +138,15 @@ class ExploringOptions(Options):
         number("a number from 0 to 0.5", 0.0, 0.5),
         default=0.25,
         is_agreed=True,
+    )
+    periods: tuple[int, ...] = option(
+        "Time scales (MF-PBT): the ranks are divided into as many sub-populations of consecutive ranks, and each of "
+        "them copies and explores only after its number of rounds, such as `(1, 10, 25, 50)`. Empty: one population "
+        "that evolves in each round.",
+        _periods,
+        default=(),
+        is_agreed=True,
+        group="exploration",
     )
     perturb: tuple[float, ...] = option(
         "Factors by one of which a copied hyperparameter is multiplied; the product is clipped to the range. In a list "

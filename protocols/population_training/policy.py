@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Final, Self, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -42,6 +42,8 @@ from asyncdist.tensors.optimizers.loading import arranged, parameter_names
 logger = logging.getLogger("protocols.population_training")
 
 _Told = TypeVar("_Told", Assign, Frozen)
+#: Smallest number of ranks of a sub-population: best ranks, worst ranks, and ranks that migrants may replace.
+_SIZE_MIN: Final = 4
 
 
 @with_options(
@@ -118,6 +120,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         self._observations = Observations(self._window)
         self._sign = 1.0 if self._metric_mode == "max" else -1.0
         self._has_warned_of_loss = False
+        self._parent = (0, -1)  # round, and donor that this rank copies in it
 
     @property
     def hyperparameters(self) -> Mapping[str, Any]:
@@ -167,10 +170,32 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
 
     def _prepare(self) -> None:
         super()._prepare()
+        self._divide()
         if not self.has_loaded:
             self._values.update(self._explorer.first(self._world.rank, self._own_options.initial))
             self._lineage = Lineage().add(LineageEntry(self.iteration, self._world.rank, 0, -1, dict(self._values)))
         self._settings.write(self._values)
+
+    def _divide(self) -> None:
+        """Divide the ranks into sub-populations, one for each period."""
+        periods, ranks = self._own_options.periods, self._group.ranks
+        if not periods or self.is_alone:
+            return
+        size = len(ranks) // len(periods)
+        if size * len(periods) != len(ranks) or size < _SIZE_MIN:
+            validation.refuse(
+                "periods",
+                periods,
+                f"numbers of rounds for sub-populations of equal size, of at least {_SIZE_MIN} of "
+                f"the {len(ranks)} ranks",
+            )
+        divided = tuple(tuple(ranks[first : first + size]) for first in range(0, len(ranks), size))
+        self._rules = replace(self._rules, periods=periods, sub_populations=divided)
+
+    def _place_of(self, rank: int) -> int:
+        """Return the place of a rank's sub-population; 0 if there is one population."""
+        found = (place for place, ranks in enumerate(self._rules.sub_populations) if rank in ranks)
+        return next(found, 0)
 
     async def __aenter__(self) -> Self:
         """Start the policy together with the other ranks, or join the running policy if this rank was restarted."""
@@ -223,14 +248,24 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
     def _narrowed(self, told: _Told, round: int) -> _Told:
         if not told.donors:
             return told
-        donor = donor_for(told.donors, self._world.rank, round, self._own_options.seed)
+        donor = self._donor(told, round)
         if isinstance(told, Assign):
             is_copier = told.role == REPLACER and not told.admits
+            self._parent = (round, told.parent)
             return replace(told, donors=(donor,), best=donor) if is_copier else told
         if self._member.admitting == round:
             return told
         iteration = told.iterations[told.donors.index(donor)]
         return replace(told, donors=(donor,), weights=(1.0,), iterations=(iteration,), best=donor)
+
+    def _donor(self, told: Assign | Frozen, round: int) -> int:
+        """Return the donor that this rank copies; another one of its sub-population if that donor has dropped out."""
+        parent = told.parent if isinstance(told, Assign) else self._parent[1] if self._parent[0] == round else -1
+        if parent in told.donors:
+            return parent
+        rank, place = self._world.rank, self._place_of(self._world.rank)
+        own = tuple(donor for donor in told.donors if self._place_of(donor) == place)
+        return donor_for(own or told.donors, rank, round, self._own_options.seed)
 
     def _read_metric(self, given: MetricSource) -> float:
         value = super()._read_metric(given)
@@ -246,14 +281,19 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         known = Observations.unpacked(state["observations"], self._window)
         observations = self._observations.inherited(known, self.iteration - state["iteration"])
         metric = None if state["metric"] is None else self._sign * state["metric"]
-        values = self._explorer.explored(
-            inherited,
-            self._world.rank,
-            round,
-            known=observations.entries,
-            iteration=self.iteration,
-            metric=metric,
-        )
+        own, theirs_at = self._place_of(self._world.rank), self._place_of(donor)
+        if own == theirs_at:
+            values = self._explorer.explored(
+                inherited,
+                self._world.rank,
+                round,
+                known=observations.entries,
+                iteration=self.iteration,
+                metric=metric,
+            )
+        else:  # hyperparameters move only to sub-populations that evolve more often
+            periods = self._own_options.periods
+            values = dict(inherited if periods[theirs_at] > periods[own] else self._values)
         entry = LineageEntry(self.iteration, self._world.rank, round, donor, values)
         lineage = Lineage.unpacked(state["lineage"]).add(entry)
 

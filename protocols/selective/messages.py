@@ -71,6 +71,7 @@ class Assign:
         sources: Rank from which each part's mean is requested, if replacers on the receiver's host share parts: the
             reducer if it is on this host, otherwise the replacer that fetches the part for the host. Empty if each part
             is requested from its reducer.
+        parent: Donor that the receiver copies; -1 if all donors are for all replacers.
     """
 
     role: str
@@ -83,6 +84,7 @@ class Assign:
     reducers: tuple[int, ...] = ()
     part: int = -1
     sources: tuple[int, ...] = ()
+    parent: int = -1
 
     def __post_init__(self) -> None:
         """Raise ValueError if a field has a value that no coordinator sends."""
@@ -124,9 +126,10 @@ class PackedAssign:
         place = place_of(rank, plan.named)
         if place < 0:
             return None
-        role = DONOR if place_of(rank, plan.replacers) < 0 else REPLACER
+        at = place_of(rank, plan.replacers)
+        role, parent = DONOR if at < 0 else REPLACER, plan.parents[at] if plan.parents and at >= 0 else -1
         named = plan.donors, plan.replacers, plan.judged[place], plan.best, plan.admits, plan.restarted
-        return Assign(role, *named, plan.reducers, place_of(rank, plan.reducers), self.sources)
+        return Assign(role, *named, plan.reducers, place_of(rank, plan.reducers), self.sources, parent)
 
 
 @dataclass(frozen=True, slots=True)

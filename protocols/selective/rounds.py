@@ -361,7 +361,7 @@ class RoundCoordinator:
         self.trend.add(report.value for report in judged.values())
         self.blanks.add(report.value for report in judged.values())
         guests = self.migrants.usable(judged, now - self._rules.max_report_age_s)
-        decision = decide(values_of(judged), self._rules, values_of(guests))
+        decision = decide(values_of(judged), self._rules, values_of(guests), number=self._decision_count)
         if decision is None or self._is_cooling_down():
             self._tell("{:.6f} decision {} over {}: no action", now, self._decision_count, sorted(usable))
             return

@@ -19,6 +19,7 @@ from asyncdist.protocols.ranking import (
     order_worst_first,
     replacer_count,
 )
+from asyncdist.protocols.selective.sub_populations import parents_of
 
 #: Route on which the donors' snapshots reach the replacers; `reducers_of` explains the routes.
 Route: TypeAlias = Literal["auto", "direct", "sharded"]
@@ -94,6 +95,9 @@ class SelectiveRules(JudgingRules):
     #: Whether each replacer copies one of as many donors as there are replacers, instead of taking a common average.
     #: Then `averaging_strategy` is "best_only", and at most half of the participants are replaced.
     copies_one: bool = False
+    #: Number of decisions after which each sub-population evolves, and the ranks of each; empty if there are none.
+    periods: tuple[int, ...] = ()
+    sub_populations: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,7 @@ class Decision:
         weights: Unnormalised positive weight of each donor.
         best: Donor with the best metric, whose integer and bool entries are copied; -1 without donors.
         guests: Donors from other islands.
+        parents: Donor that each replacer copies, in the order of the replacers; empty if the donors are for all.
     """
 
     donors: tuple[int, ...]
@@ -113,6 +118,7 @@ class Decision:
     weights: tuple[float, ...]
     best: int
     guests: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
 
     @property
     def waited_for(self) -> tuple[int, ...]:
@@ -151,7 +157,11 @@ def averaging_weights(
 
 
 def decide(
-    metrics: Mapping[int, float], rules: SelectiveRules, guests: Mapping[int, float] = _NO_GUESTS
+    metrics: Mapping[int, float],
+    rules: SelectiveRules,
+    guests: Mapping[int, float] = _NO_GUESTS,
+    *,
+    number: int = 0,
 ) -> Decision | None:
     """Return the donors and replacers for one set of metrics; None if no rank is to be replaced.
 
@@ -162,7 +172,10 @@ def decide(
         rules: Options of the policy. The cooldown is ignored, since the caller applies it.
         guests: Metric of each available rank of another island. These ranks are never replaced. A guest that is better
             than all replaced ranks becomes an additional donor.
+        number: Number of this decision, from 1, if there are sub-populations.
     """
+    if rules.periods:
+        return _decide_apart(metrics, rules, number)
     count = replacer_count(len(metrics), rules.replacement_ratio)
     if rules.copies_one:
         count = min(count, len(metrics) // 2)
@@ -192,6 +205,24 @@ def decide(
     assert best in chosen, f"the best donor {best} got no weight: {metrics}, {rules}"
     from_elsewhere = tuple(rank for rank in chosen if rank in guests)
     return Decision(tuple(chosen), replacers, tuple(chosen.values()), best, from_elsewhere)
+
+
+def _decide_apart(metrics: Mapping[int, float], rules: SelectiveRules, number: int) -> Decision | None:
+    """Return the donors and replacers of the sub-populations that evolve in a decision; None if there are none."""
+    parents = parents_of(
+        metrics,
+        rules.sub_populations,
+        rules.periods,
+        number,
+        quantile=rules.replacement_ratio,
+        metric_mode=rules.metric_mode,
+    )
+    if not parents:
+        return None
+    donors, replacers = tuple(sorted(set(parents.values()))), tuple(sorted(parents))
+    best = order_worst_first({rank: metrics[rank] for rank in donors}, rules.metric_mode)[-1]
+    copied = tuple(parents[rank] for rank in replacers)
+    return Decision(donors, replacers, (1.0,) * len(donors), best, parents=copied)
 
 
 def _with_guests(

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncdist import LocalProtocolError, validation
-from asyncdist.protocols.declared import number, one_of, option, truth, whole, with_options
+from asyncdist.protocols.declared import like, number, one_of, option, truth, whole, with_options
 from asyncdist.protocols.diloco.anchored import AnchoredPolicy
 from asyncdist.protocols.exchange.fragment import Fragment
 from asyncdist.protocols.exchange.options import ExchangeOptionNames
@@ -74,12 +74,7 @@ class PopulationAveragingOptions(ExchangeOptionNames, total=False):
 class PullToMean(Rule):
     """Moves each rank a share of the way to the mean."""
 
-    average_every: int = option(
-        "Number of steps between averages: step i, counted from 0, averages if (i + 1) % average_every == 0.",
-        whole(1),
-        default=10,
-        is_agreed=True,
-    )
+    average_every: int = like(Rule, "average_every", 10)
     pull: float = option(
         "Fraction of the distance to the mean that each rank moves, above 0 and at most 1: new weights = (1 - pull) * "
         "own + pull * mean. With `center`, at most 1 / number of ranks.",

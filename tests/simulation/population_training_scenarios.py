@@ -11,7 +11,7 @@ import hashlib
 import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -140,6 +140,8 @@ class Observer:
         self._rank = world.rank
         self._model, self._optimizer, self._record = model, optimizer, record
         self.policy: Any = None
+        self.before: Snapshot | None = None  # before the current step
+        self.places: tuple[int, tuple[int, ...]] = (world.size, (1,))  # size of the sub-populations, and periods
 
     def now(self) -> Snapshot:
         weights = bits_of(self._model.state_dict())
@@ -156,13 +158,25 @@ class Observer:
         assert donor != self._rank
         self._record.copies.append(Copy(self._rank, event.round, donor, now, dict(info.inherited)))
         assert info.hyperparameters == now.hyperparameters
-        self._check_explored(info.inherited, info.hyperparameters)
+        if not self._is_migrant(donor, info.inherited, info.hyperparameters):
+            self._check_explored(info.inherited, info.hyperparameters)
         self.check_written()
         assert event.iteration == self.policy.iteration
         last = self.policy.lineage()[-1]
         assert (last.rank, last.round, last.donor, last.iteration) == (self._rank, event.round, donor, event.iteration)
         assert last.hyperparameters == now.hyperparameters
         self._record.seen["copies"] += 1
+
+    def _is_migrant(self, donor: int, inherited: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+        """Return whether the donor is of another sub-population, and check the hyperparameters in this case."""
+        size, periods = self.places
+        own, other = periods[self._rank // size], periods[donor // size]
+        if self._rank // size == donor // size:
+            return False
+        assert self.before is not None
+        assert new == (inherited if other > own else self.before.hyperparameters)
+        self._record.seen["migrants with hyperparameters" if other > own else "migrants without"] += 1
+        return True
 
     def _check_explored(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         for name, (low, high) in {**RANGES, "coefficient": CUSTOM["coefficient"]}.items():
@@ -209,6 +223,8 @@ async def _train(world: ad.World, plan: Plan, record: Record) -> None:
             record.without.add(world.rank)
             return
         observer.check_written()
+        if periods := plan.options.get("periods"):
+            observer.places = world.size // len(periods), periods
         if policy.iteration:
             record.seen["admitted"] += 1
             record.admitted.append(observer.now())
@@ -220,7 +236,7 @@ async def _train(world: ad.World, plan: Plan, record: Record) -> None:
                 parameter.grad = torch.full_like(parameter, noise.randint(-8, 8) / 8)
             optimizer.step()
             await advance(plan, nn.Module(), world.rank, step)
-            before = observer.now()
+            before = observer.before = observer.now()
             score = float("nan") if noise.random() < 0.03 else noise.randint(0, 9)
             info = await policy.step(score=score)
             record.infos[world.rank].append(info)
@@ -281,6 +297,25 @@ def draw_plan(seed: int) -> Plan:
         network=network,
         compute=draw_compute(rng, ranks),
         faults=tuple(faults),
+    )
+
+
+def draw_apart(seed: int) -> Plan:
+    """Return a run of sub-populations with drawn periods."""
+    plan, rng = draw_plan(seed), random.Random(f"sub-populations {seed}")
+    periods = rng.choice(((1, 3), (2, 1), (1, 2, 4), (1, 1)))
+    ranks = 4 * len(periods)
+    faults = draw_faults(rng, ranks) if rng.random() < 0.6 else []
+    for fault in [each for each in faults if isinstance(each, Kill) and each.at_s is not None]:
+        if rng.random() < 0.6:
+            faults.append(Restart(fault.rank, at_s=(fault.at_s or 0.0) + rng.uniform(0.01, 0.3)))
+    return replace(
+        plan,
+        ranks=ranks,
+        steps=draw_steps(rng, ranks, rng.randint(10, 40)),
+        compute=draw_compute(rng, ranks),
+        faults=tuple(faults),
+        options={**plan.options, "quantile": 0.25, "periods": periods},
     )
 
 

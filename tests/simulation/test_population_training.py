@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.facts import naming
 from support.seeds import seeds
 from torch import nn
 from torch.optim import lr_scheduler
@@ -23,7 +24,7 @@ from asyncdist.report.summary import summarise
 from asyncdist.report.tables import query
 from asyncdist.simulation import Kill, Restart, simulate
 from protocols import BayesianExplore, PopulationTrainingPolicy
-from simulation.population_training_scenarios import Plan, draw_plan, run, scenario
+from simulation.population_training_scenarios import Plan, draw_apart, draw_plan, run, scenario
 
 
 @pytest.mark.parametrize("seed", seeds(60))
@@ -89,6 +90,35 @@ def test_other_parameters_of_the_optimizer_are_refused() -> None:
                 pass
 
     simulate(main, ranks=2, strict=True)
+
+
+@pytest.mark.parametrize("seed", seeds(8))
+def test_sub_populations_keep_the_ledger_with_faults(seed: int) -> None:
+    run(draw_apart(seed), seed)
+
+
+def test_sub_populations_exchange_migrants() -> None:
+    """Hyperparameters move with a migrant only to the sub-population that evolves more often."""
+    _, record = run(Plan(ranks=8, steps=(80,) * 8, options={"average_every": 2, "periods": (1, 3)}), 1)
+    assert record.seen["copies"] > 20 and record.seen["perturbed"] > 5
+    assert record.seen["migrants with hyperparameters"] > 3 and record.seen["migrants without"] > 1
+
+
+@pytest.mark.parametrize(("ranks", "periods"), [(6, (1, 2)), (7, (1, 2)), (8, (1, 2, 3))])
+def test_sub_populations_of_other_sizes_are_refused(ranks: int, periods: tuple[int, ...]) -> None:
+    async def main(world: ad.World) -> None:
+        model = nn.Linear(1, 1)
+        policy = PopulationTrainingPolicy(
+            model,
+            torch.optim.SGD(model.parameters()),
+            average_every=2,
+            hyperparameters={"lr": (1e-3, 1e-1)},
+            periods=periods,
+        )
+        with pytest.raises(ValueError, match=naming("periods", periods, 4, ranks)):
+            await policy.__aenter__()
+
+    simulate(main, ranks=ranks, strict=True)
 
 
 def test_histories_follow_the_weights() -> None:

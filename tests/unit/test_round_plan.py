@@ -100,7 +100,7 @@ def test_what_is_frozen_comes_back_with_the_timeout() -> None:
 
 def test_plans_that_do_not_fit_together_are_refused() -> None:
     good = Plan((1, 2, 5), (2,), (10, 20, 50), 5)
-    parts = split(good.packed(), 7)
+    parts = split(good.packed(), 8)
     assert PackedAssign(join(*parts)) == PackedAssign(good.packed())
     for place, bad in (
         (0, b""),  # no head
@@ -110,6 +110,8 @@ def test_plans_that_do_not_fit_together_are_refused() -> None:
         (3, pack_numbers((1, 2))),
         (4, pack_ranks((1,))),  # the number of restarts is missing
         (6, b"x"),
+        (7, pack_numbers((2,))),  # rank 2 is replaced, so that it gives nothing
+        (7, pack_numbers((1, 5))),  # two parents of one rank
     ):
         with pytest.raises(ValueError):
             PackedAssign(join(*parts[:place], bad, *parts[place + 1 :]))

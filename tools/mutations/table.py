@@ -239,8 +239,8 @@ MUTANTS: Final = (
         14,
         "a reader gets what lies in the slot, whatever version it asked for",
         "asyncdist/collectives/one_sided.py",
-        "        return not self._closed and version >= 1 and (version == self.version or is_previous)",
-        "        return not self._closed and 1 <= version <= self.version",
+        "        return not self._closed and version > self.first and (version == self.version or is_previous)",
+        "        return not self._closed and self.first < version <= self.version",
         ONE_SIDED,
     ),
     Mutant(

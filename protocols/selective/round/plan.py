@@ -36,6 +36,7 @@ class Plan(NamedTuple):
         best: Donor with the best metric; -1 if there are no donors.
         admits: Whether the replacers are restarted ranks that receive a whole state.
         reducers: Ranks that each add up one part of the snapshots; empty on the direct route.
+        parents: Donor that each replacer copies, in the order of the replacers; empty if the donors are for all.
     """
 
     named: tuple[int, ...]
@@ -45,6 +46,7 @@ class Plan(NamedTuple):
     admits: bool = False
     restarted: tuple[tuple[int, int], ...] = ()
     reducers: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
 
     @property
     def donors(self) -> tuple[int, ...]:
@@ -62,6 +64,7 @@ class Plan(NamedTuple):
             pack_ranks([rank for rank, _ in self.restarted]),
             pack_numbers([incarnation for _, incarnation in self.restarted]),
             pack_ranks(self.reducers),
+            pack_numbers(self.parents),
         )
 
 
@@ -90,7 +93,7 @@ class Freeze(NamedTuple):
 @functools.lru_cache(_KEPT_COUNT)
 def unpack_plan(packed: bytes) -> Plan:
     """Return the plan that :meth:`Plan.packed` has packed; raise ValueError for other bytes."""
-    head, named_, places, judged, restarted, incarnations, reducers_ = split(packed, 7)
+    head, named_, places, judged, restarted, incarnations, reducers_, copied = split(packed, 8)
     best, admits = _unpack(_HEAD, head)
     named, reducers, again = map(unpack_ranks, (named_, reducers_, restarted))
     chosen = unpack_ranks(places)
@@ -101,14 +104,19 @@ def unpack_plan(packed: bytes) -> Plan:
         )
     if reducers and len(chosen) == len(named):
         raise ValueError(f"a round with reducers must have donors, got the reducers {reducers!r:.80} and no donors")
+    parents = unpack_numbers(copied, len(chosen) if copied else 0)
+    replacers = tuple(named[place] for place in chosen)
+    if not set(parents) <= set(named) - set(replacers):
+        raise ValueError(f"each rank that is copied must be a donor, got {parents!r:.80}")
     return Plan(
         named,
-        tuple(named[place] for place in chosen),
+        replacers,
         unpack_numbers(judged, len(named)),
         best,
         bool(admits),
         tuple(zip(again, unpack_numbers(incarnations, len(again)), strict=True)),
         reducers,
+        parents,
     )
 
 

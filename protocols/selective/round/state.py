@@ -143,7 +143,7 @@ class Round:
         iterations = tuple([judged[rank].iteration for rank in named])
         restarted = tuple([(rank, n) for rank in named if (n := members[rank].incarnation)])
         who = tuple(named), self.decision.replacers, iterations, self.decision.best
-        plan = Plan(*who, self.admits, restarted, self.reducers).packed()
+        plan = Plan(*who, self.admits, restarted, self.reducers, self.decision.parents).packed()
         if not self.sources:
             return sends_of(named, self.number, PackedAssign(plan))
         of = {each: PackedAssign(plan, each) for each in {(), *self.sources.values()}}

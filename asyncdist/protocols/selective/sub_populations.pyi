@@ -1,0 +1,1 @@
+from protocols.selective.sub_populations import *

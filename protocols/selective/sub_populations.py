@@ -1,0 +1,56 @@
+"""Chooses who copies whom in a population whose sub-populations change at different intervals (MF-PBT).
+
+The rules are those of Doulazmi et al. (2506.03225). In a decision in which a sub-population evolves:
+
+- Its worst quantile copies its best quantile, each in the order of the metric.
+- Its quantile above the worst is compared with all ranks of the other sub-populations. In turn, each rank copies the
+  best rank that is left, a *migrant*, if the migrant is better.
+
+A rank has at most one role in a round. Unlike in the paper, a rank that is replaced is therefore not copied, and a rank
+that is copied is not replaced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from asyncdist.protocols.ranking import is_worse, order_worst_first, replacer_count
+
+
+def parents_of(
+    metrics: Mapping[int, float],
+    sub_populations: Sequence[Sequence[int]],
+    periods: Sequence[int],
+    number: int,
+    *,
+    quantile: float,
+    metric_mode: str,
+) -> dict[int, int]:
+    """Return the rank that each replaced rank copies, by replaced rank.
+
+    Args:
+        metrics: Metric of each participant.
+        sub_populations: Ranks of each sub-population.
+        periods: Number of decisions after which each sub-population evolves.
+        number: Number of this decision, from 1.
+        quantile: Share of a sub-population's participants that is replaced by its best ranks, and share that may copy
+            migrants; at most 0.5.
+    """
+    best_first = list(reversed(order_worst_first(metrics, metric_mode)))
+    evolving = [place for place, period in enumerate(periods) if number % period == 0]
+    ranked = {place: [rank for rank in best_first if rank in set(sub_populations[place])] for place in evolving}
+    shares = {place: min(replacer_count(len(ranks), quantile), len(ranks) // 2) for place, ranks in ranked.items()}
+    parents: dict[int, int] = {}
+    for place, ranks in ranked.items():
+        share = shares[place]
+        pairs = zip(ranks[len(ranks) - share :], ranks[:share], strict=True)
+        parents |= {rank: donor for rank, donor in pairs if math.isfinite(metrics[donor])}
+    for place, ranks in ranked.items():
+        share, own = shares[place], set(sub_populations[place])
+        migrants = [rank for rank in best_first if rank not in own and rank not in parents]
+        migrants = [rank for rank in migrants if math.isfinite(metrics[rank])]
+        for rank in ranks[max(share, len(ranks) - 2 * share) : len(ranks) - share]:
+            if migrants and rank not in parents.values() and is_worse(metrics[rank], metrics[migrants[0]], metric_mode):
+                parents[rank] = migrants.pop(0)
+    return parents
