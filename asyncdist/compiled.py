@@ -36,6 +36,7 @@ MODULES: Final = (
     "simulation.fabric",
     "simulation.message_faults",
     "simulation.transport",
+    "simulation.processes.memory",
 )
 PURE_VARIABLE: Final = "ASYNCDIST_PURE"
 #: File in the folder of compiled modules that records a failed attempt to compile them.

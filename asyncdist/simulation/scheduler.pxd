@@ -16,13 +16,14 @@ cdef class Scheduler:
     cdef list _heap
     cdef list _now
     cdef Py_ssize_t _pushed_count
+    cdef Py_ssize_t _collect_every
     cdef Py_ssize_t _collect_at
     cdef Py_ssize_t _cancelled_count
     cdef Py_ssize_t _count_at_now
     cdef double _until_s
     cdef object _after_event
     cdef object _running_loop
-    cdef object _on_many
+    cdef bint _freezes
 
     @cython.locals(now=double)
     cpdef object at(self, double when, object action, tuple args=*)

@@ -22,10 +22,8 @@ EVENT_COUNT_MAX: Final = 1_000_000
 _COLLECT_EVERY: Final = 10_000
 #: Number of collections of the youngest generation for each collection of the middle generation.
 _MIDDLE_EVERY: Final = 16
-#: With many ranks, only one in this number of collections is run, because most young objects are still alive.
-_MANY_RANKS_EVERY: Final = 8
-#: Minimum number of collections in a simulation that is considered long.
-_MANY_COLLECTIONS: Final = 4
+#: With many ranks, the number of events between two collections is multiplied by the number of ranks over this number.
+_RANK_COUNT_OF_COLLECTIONS: Final = 32
 #: Minimum number of cancelled timers in the heap before they are removed, as in asyncio.
 _CANCELLED_COUNT_MIN: Final = 100
 
@@ -44,7 +42,8 @@ class Scheduler:
 
     Args:
         rng: Random generator for the order of simultaneous events.
-        on_many: Function called in a long simulation each time the number of events has doubled; None for few ranks.
+        many_rank_count: Number of ranks, or 0 if there are few. With many ranks, collections are rarer, and their
+            survivors are frozen each time the number of collections has doubled.
 
     Attributes:
         now: Virtual seconds since the start.
@@ -55,7 +54,7 @@ class Scheduler:
         stopped: Whether :meth:`run` must return.
     """
 
-    def __init__(self, rng: random.Random, on_many: Callable[[], object] | None = None) -> None:
+    def __init__(self, rng: random.Random, many_rank_count: int = 0) -> None:
         self.now = 0.0
         self.ahead_s = 0.0
         self.event_count = 0
@@ -67,13 +66,14 @@ class Scheduler:
         self._heap: list[tuple[float, float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._now: list[Callable[[], object]] = []
         self._pushed_count = 0
-        self._collect_at = _COLLECT_EVERY
+        self._collect_every = _COLLECT_EVERY * max(1, many_rank_count // _RANK_COUNT_OF_COLLECTIONS)
+        self._collect_at = self._collect_every
         self._cancelled_count = 0  # number of cancelled timers in the heap
         self._count_at_now = 0
         self._until_s = math.inf
         self._after_event: Callable[[], object] | None = None
         self._running_loop: object = None
-        self._on_many = on_many
+        self._freezes = many_rank_count > 0
 
     def at(self, when: float, action: Callable[..., object], args: tuple[Any, ...] = ()) -> None:
         """Schedule ``action(*args)`` at the virtual time ``when``, in seconds, or now if that time has passed."""
@@ -161,17 +161,18 @@ class Scheduler:
 
     def _collect(self) -> None:
         """Collect garbage outside all ranks' turns, because finalisers may run code."""
-        number = self._collect_at // _COLLECT_EVERY
+        number = self._collect_at // self._collect_every
         while self._collect_at <= self.event_count:
-            self._collect_at += _COLLECT_EVERY
+            self._collect_at += self._collect_every
         self.switch_loop(None)
         is_power_of_two = number & (number - 1) == 0
-        if self._on_many is not None and is_power_of_two and number >= _MANY_COLLECTIONS:
-            self._on_many()
-        if self._on_many is not None and number % _MANY_RANKS_EVERY:
-            return
         is_power_of_four = number >= 64 and is_power_of_two and number.bit_length() % 2 == 1
-        gc.collect(2 if is_power_of_four or number % 1024 == 0 else int(number % _MIDDLE_EVERY == 0))
+        is_full = is_power_of_four or number % 1024 == 0
+        if is_full and self._freezes:
+            gc.unfreeze()
+        gc.collect(2 if is_full else int(number % _MIDDLE_EVERY == 0))
+        if self._freezes and (is_full or is_power_of_two):
+            gc.freeze()
 
     def _is_enough(self) -> bool:
         """Call the ``after_event`` function of :meth:`run` outside all loops; return whether to stop."""

@@ -46,7 +46,7 @@ from asyncdist.simulation.faults import Fault, Interrupt, Join, Kill, Restart, S
 from asyncdist.simulation.links import Network
 from asyncdist.simulation.processes.clearing import clear_away, end_recording, forget_earlier
 from asyncdist.simulation.processes.event_loop import RankLoop
-from asyncdist.simulation.processes.memory import MANY_RANKS, collecting_at_fixed_points, use_huge_pages
+from asyncdist.simulation.processes.memory import MANY_RANKS, collecting_at_fixed_points
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.scheduler import EndlessLoopError, Scheduler
 from asyncdist.simulation.trace import Trace
@@ -217,7 +217,7 @@ class _Simulation:
         self._slowdowns = [1.0] * size
         self._overruns = random.Random(f"{seed} overruns")
         self._overrun_probability = compute.draw_overrun_probability(self._overruns)
-        self._scheduler = Scheduler(random.Random(f"{seed} ties"), use_huge_pages if size >= MANY_RANKS else None)
+        self._scheduler = Scheduler(random.Random(f"{seed} ties"), size if size >= MANY_RANKS else 0)
         self._trace = Trace()
         self._fabric = Fabric(
             size,

@@ -1,1 +1,5 @@
-"""Models the processes of simulated ranks: event loops, deaths and restarts, and the clean-up of killed processes."""
+"""Models the processes of simulated ranks: event loops, deaths and restarts, memory, and the clean-up after a death."""
+
+from asyncdist import compiled
+
+__path__[:0] = compiled.search_path("simulation/processes")
