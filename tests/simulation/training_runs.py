@@ -7,6 +7,8 @@ described by a subclass of :class:`TrainingPlan`.
 from __future__ import annotations
 
 import asyncio
+import functools
+import math
 import os
 import random
 import signal
@@ -63,9 +65,14 @@ def layer_of(place: int) -> int:
 
 
 def drift(rank: int, step: int, place: int, shape: Sequence[int]) -> np.ndarray[Any, Any]:
-    """Return one training step of a parameter, a multiple of 1/64."""
-    count = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    return ((count * 5 + rank * 7 + step * 3 + place) % 13 - 6 + rank) / 64.0
+    """Return one training step of a parameter, a multiple of 1/64. The caller must not change the array."""
+    return _drift(rank, (rank * 7 + step * 3 + place) % 13, tuple(shape))
+
+
+@functools.cache
+def _drift(rank: int, offset: int, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    count = np.arange(math.prod(shape)).reshape(shape)
+    return ((count * 5 + offset) % 13 - 6 + rank) / 64.0
 
 
 def weights_of(model: nn.Module) -> Arrays:

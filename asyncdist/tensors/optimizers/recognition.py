@@ -237,15 +237,15 @@ def _leaves(value: Any, depth: int) -> Iterator[Tensor]:
             yield from _leaves(each, depth - 1)
 
 
-@torch.no_grad()
 def sample_of(tensors: Sequence[Tensor]) -> Tensor:
     """Return evenly spaced values of evenly spaced tensors, as float32 on the host, with one transfer per device."""
     chosen = tensors[:: max(1, len(tensors) // _SAMPLE_TENSORS)]
     count = max(1, _SAMPLE_COUNT // max(1, len(chosen)))
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in chosen:
-        values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-        values = values.reshape(-1)
-        few = values[:: max(1, values.numel() // count)][:count].to(torch.float32)
-        by_device.setdefault(tensor.device, []).append(few)
-    return torch.cat([torch.zeros(0, device="cpu"), *(torch.cat(few).cpu() for few in by_device.values())])
+        values = tensor.detach()
+        values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+        step = max(1, values.numel() // count)
+        by_device.setdefault(tensor.device, []).append(values.reshape(-1)[: step * count : step].to(torch.float32))
+    samples = [torch.cat(few).cpu() for few in by_device.values()]
+    return samples[0] if len(samples) == 1 else torch.cat([torch.zeros(0, device="cpu"), *samples])
