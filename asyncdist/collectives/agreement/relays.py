@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -220,8 +221,7 @@ class Relays:
             coming.timer.cancel()
 
     def _place(self, key: AgreementKey, leader: int) -> _Place:
-        order = _order(key.ranks, leader)
-        if self._rank not in order or not 0 <= leader < self._engine.transport.size:
+        if self._rank not in _order(key.ranks, leader) or not 0 <= leader < self._engine.transport.size:
             raise RemoteProtocolError(f"rank {self._rank} is not a member of the agreement {str(key)!r:.200}")
         return _place(key.ranks, leader, self._rank)
 
@@ -232,15 +232,22 @@ def _late(key: AgreementKey) -> WaitId:
     return WaitId(WaitKind.GATHERED_MEMBERS, name=key.text)
 
 
-def _order(runs: Runs, leader: int) -> dict[int, None]:
-    """Return the ranks in tree order, as keys: the leader, then the other members in the group's order."""
-    return dict.fromkeys((leader, *(rank for first, last in runs for rank in range(first, last + 1))))
+@functools.lru_cache(64)  # in a simulation, all ranks of a group share the result
+def _order(runs: Runs, leader: int) -> Mapping[int, int]:
+    """Return the position of each rank in the tree: first the leader, then the other members in the group's order."""
+    ranks = (leader, *itertools.chain.from_iterable(range(first, last + 1) for first, last in runs))
+    return {rank: position for position, rank in enumerate(dict.fromkeys(ranks))}
+
+
+@functools.lru_cache(64)
+def _in_order(runs: Runs, leader: int) -> tuple[int, ...]:
+    return tuple(_order(runs, leader))
 
 
 @functools.lru_cache(4096)
 def _place(runs: Runs, leader: int, rank: int) -> _Place:
-    order = tuple(_order(runs, leader))
-    position = order.index(rank)
+    order = _in_order(runs, leader)
+    position = _order(runs, leader)[rank]
     above, last = path_to(len(order), position)
     parts = tuple((order[first], _bits(order[first : end + 1])) for first, end in halves(position, last))
     return _Place(
