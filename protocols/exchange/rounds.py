@@ -194,6 +194,16 @@ class RoundTransfers:
         self._shared: dict[int, SharedMemory] = {}  # by address: blocks that other ranks on this host can map
         self._kept: dict[int, list[Tensor]] = {}  # by fragment: the mean of a retired round, which is not applied yet
         self._scratch: list[Tensor] = []  # pieces of donors' slices, read from their memory
+        self._allocate_first()
+
+    def _allocate_first(self) -> None:
+        """Allocate the shared memory of the first round's contribution and mean now, so that the round takes no faults.
+
+        In the first round of a model of 64 MiB, these page faults took 80 to 100 ms of CPU time, more than the round.
+        """
+        for nbytes in self._block_nbytes if self._services.shares_memory else ():
+            if nbytes >= neighbours.READ_NBYTES_MIN:
+                self._free[nbytes].append(self._new_block(nbytes, is_kept=True).zero_())
 
     def new_encoded(self, fragment: int, *, of_mean: bool = False) -> list[Tensor]:
         """Return memory for the encoded vectors of a contribution or a mean, with undefined contents."""

@@ -8,6 +8,9 @@ run in turn, each after a barrier. Each contestant has run once before, to warm 
 - Per parameter: ``asyncdist.all_reduce`` of each parameter in turn and a division, as a user would write it. The model
   has small layers, so the number of messages dominates. A harder rival does the same with raw Iallreduce.
 
+Before that, each rank averages a model for the first time since its process began. This figure is compared with the
+median of the next calls for the same model.
+
 asyncdist does more than its rivals: it finds the tensors, compares the models of all ranks, copies to flat memory and
 back, and divides.
 """
@@ -28,6 +31,7 @@ import asyncdist as ad
 
 RANKS: Final = (2,)
 RAW_RATIO_MAX: Final = 1.2
+FIRST_RATIO_MAX: Final = 1.5
 PER_PARAMETER_RATIO_MIN: Final = 3.0
 _LAYER_COUNT: Final = 200
 
@@ -49,12 +53,14 @@ Contestant = Callable[[], Awaitable[object]]
 
 async def measure(world: ad.World, settings: Settings) -> Results | None:
     """Measure a large model against one raw all-reduce, and a small model against one all-reduce per parameter."""
+    first = await _first_calls(settings)
     large = await _race(_contestants(settings.large_nbytes, per_parameter=False), settings.repetition_count)
     small = await _race(_contestants(settings.small_nbytes, per_parameter=True), settings.repetition_count)
-    if large is None or small is None:
+    if first is None or large is None or small is None:
         return None
     raw_s = min(large["raw"], large["raw in place"])
     return {
+        "first": {"s": first[0], "later s": statistics.median(first[1:])},
         "large": {
             "nbytes": settings.large_nbytes,
             **{f"{name} s": value for name, value in large.items()},
@@ -69,6 +75,21 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
             "models speedup over raw": small["raw per parameter"] / small["average_models"],
         },
     }
+
+
+async def _first_calls(settings: Settings) -> list[float] | None:
+    """Return the seconds of the first calls of ``average_models`` in this process on rank 0, else None."""
+    from mpi4py import MPI
+
+    model = model_of(settings.large_nbytes // 4, _LAYER_COUNT)
+    seconds: list[float] = []
+    for _ in range(settings.repetition_count + 1):
+        await align(MPI.COMM_WORLD)
+        began_at = time.perf_counter()
+        await ad.average_models(model)
+        seconds.append(time.perf_counter() - began_at)
+    found: list[Any] | None = await collect(seconds)
+    return None if found is None else list(map(max, zip(*found, strict=True)))
 
 
 def _contestants(nbytes: int, *, per_parameter: bool) -> dict[str, Contestant]:
@@ -131,7 +152,16 @@ def rows(results: Results) -> list[Row]:
     """Return the rows of the table."""
     large, small = results["large"], results["small"]
     size, in_place = f"{large['nbytes'] / MIB:g} MiB", large["raw in place s"]
-    table = []
+    first, later = results["first"]["s"], results["first"]["later s"]
+    table = [
+        Row(
+            f"first average_models of a process, {size}",
+            f"{first * 1e3:.1f} ms, x{first / later:.2f}",
+            f"{later * 1e3:.1f} ms: later calls",
+            f"<= x{FIRST_RATIO_MAX:g}",
+            first <= FIRST_RATIO_MAX * later,
+        )
+    ]
     for what in ("models", "gradients"):
         ratio = large[f"{what} ratio"]
         table.append(
