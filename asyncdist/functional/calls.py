@@ -173,7 +173,9 @@ class Calls(Generic[AskT, AnswerT]):
     async def _reply(self, channel: Channel[Any], envelope: Envelope[Any]) -> None:
         try:
             if self._answer is None:
-                raise LocalProtocolError("this rank cannot answer, because answer= was not passed to it")
+                raise LocalProtocolError(
+                    "this rank cannot answer, because its Calls object was created without answer="
+                )
             answer: Any = self._answer(envelope.message, envelope.source)
             if inspect.isawaitable(answer):
                 answer = await answer

@@ -206,7 +206,8 @@ class GossipPolicy(SimplePolicy):
         if self._gossip.outer_momentum > most:
             logger.warning(
                 "outer_momentum=%s is above %s with topology=%r: if partners change in each round, the differences "
-                "between the ranks may grow without limit. Lower it, or use a graph that never changes, such as 'ring'",
+                "between the ranks may grow without limit. Lower outer_momentum, or use a topology that never "
+                "changes, such as 'ring'",
                 self._gossip.outer_momentum,
                 most,
                 self._gossip.topology,

@@ -127,7 +127,7 @@ def test_a_state_counts_tied_weights_once() -> None:
     [
         ({"wrong32": 1e-6}, r"float32: 1 of 4 entries .* the first is 3: applied .*2\.00000\d+.*, recomputed .*2\.0"),
         ({"wrong64": 1e-15}, r"float64: 1 of 1 entries .* the first is 0: applied"),
-        ({"wrong32": 1.0, "lie": True}, r"the state that the policy reported as applied is not what the model holds"),
+        ({"wrong32": 1.0, "lie": True}, r"the state that the policy reported as applied differs from the model"),
         ({"lose": 2}, r"its donor 2 never took a snapshot"),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_donor_that_gives_what_its_model_never_held_is_caught(tmp_path: Path) 
     play_round(tmp_path, 1)
     model = Model(1.0)
     verify.EventWriter(tmp_path, 1, model)(SnapshotTaken(round=1, iteration=9, state=told(Model(4.0))))
-    with pytest.raises(verify.VerificationError, match="snapshot of its donor 1 is not what that rank's model held"):
+    with pytest.raises(verify.VerificationError, match="snapshot of its donor 1 differs from that rank's model held"):
         verify.Verifier(tmp_path).poll()
 
 

@@ -107,7 +107,7 @@ def check_rounds(stories: Sequence[Story | None]) -> None:
 
 
 def check_goes_on(stories: Sequence[Story | None], since_s: float) -> None:
-    """Check that a round completes within three cadences after the last fault."""
+    """Check that a round completes within three report intervals after the last fault."""
     check_rounds(stories)
     later = [at_s for story in living(stories) for at_s, _ in story.rounds if at_s > since_s]
     assert later and min(later) <= since_s + 3 * CADENCE_S, f"the next average came at {min(later, default=None)}"

@@ -58,7 +58,7 @@ async def until(world: ad.World, is_over: Callable[[], object]) -> None:
 
 
 def opened(world: ad.World, members: Sequence[int], attempt: int = 0) -> tuple[Membership, Concerned]:
-    """Open a membership; with an attempt, as a newcomer whose leader is rank 0."""
+    """Open a membership; if ``attempt`` is given, as a newcomer that joins rank 0."""
     concerned = Concerned()
     leader = 0 if attempt else None
     membership = Membership(

@@ -146,7 +146,7 @@ class Gaussians:
         return self._near(clusters, generator), clusters // (self.CLUSTERS // self.CLASSES)
 
     def draw_of(self, classes: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return an example of each of the given classes, and the classes."""
+        """Return one example of each of the given classes, and the classes."""
         per_class = self.CLUSTERS // self.CLASSES
         within = torch.randint(per_class, (len(classes),), generator=generator)
         return self._near(classes * per_class + within, generator), classes
@@ -177,7 +177,7 @@ class Learner:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Keep the present weights as those that are judged."""
+        """Keep the present weights for the next evaluation."""
         for own, parameter in zip(self.taken, self.model.parameters(), strict=True):
             own.copy_(parameter)
 
@@ -205,7 +205,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Tells what a rank found.
+    """The results of a rank.
 
     Attributes:
         losses: Losses when all ranks have made as many steps as under DiLoCo, and at the end of the time.

@@ -3,11 +3,11 @@
 Ping-pong of 8 bytes between two ranks, in alternating blocks in the same two processes. The latency is half a round
 trip, timed on rank 0. Rank 1 answers raw on MPI, and with blocking calls on torch, so only the awaiting side differs.
 
-- On MPI, the rival is what a script would write: ``while not request.Test(): await asyncio.sleep(0)``.
+- On MPI, the rival is the loop that a script would contain: ``while not request.Test(): await asyncio.sleep(0)``.
 - On torch, the rival is the blocking ``Work.wait``: a work of gloo's ``irecv`` cannot be polled, so a thread waits.
 
-Then long waits: the CPU share of rank 0 while it awaits a message for ``wait_s``, against the rival's. There is no
-world, whose own polling would disturb the rival.
+Long waits follow: the CPU share of rank 0 while it awaits a message for ``wait_s``, compared with the rival's. There is
+no world, because its polling would disturb the rival.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
             ours_s.append(await our_trip(world, outgoing, incoming))
             await rival.align()
             raw_s.append(_raw_trip(rival, outgoing, incoming))
-        assert bool((incoming == 1 - world.rank).all()), f"{size_mib} MiB did not arrive as they were sent"
+        assert bool((incoming == 1 - world.rank).all()), f"{size_mib} MiB did not arrive unchanged"
         results["sizes"][f"{size_mib} MiB"] = {
             "ours_gb_s": _rate_gb_s(size_mib, ours_s[1:]),
             "raw_gb_s": _rate_gb_s(size_mib, raw_s[1:]),

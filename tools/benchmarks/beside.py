@@ -57,7 +57,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
         await ad.barrier()
         stream = world.send_stream(tensor, 1) if world.rank == 0 else world.receive_stream(tensor, 0)
         streaming = world.spawn(stream)
-        await asyncio.sleep(0)  # it has begun
+        await asyncio.sleep(0)  # so that the stream has begun
         beside = await (_knock_beside(channel, streaming) if world.rank == 0 else _answer(channel))
         await streaming
         await ad.barrier()

@@ -39,7 +39,7 @@ class Peer:
     """A library and how its script is started.
 
     Attributes:
-        title: Name of the library, and the part of it that is used.
+        title: Name of the library, and of its part that is used.
         script: Name of the script in ``peers``.
         launcher: Command that starts the script.
         package: Name of the distribution to install.
@@ -119,7 +119,7 @@ def _medians(runs: Sequence[dict[str, float | None]]) -> dict[str, float]:
 
 
 def _run(peer: Peer) -> tuple[dict[str, float | None] | None, str]:
-    """Run a library's script; return its figures, or None and the reason why there are none."""
+    """Run a library's script; return its figures, or None and the reason why it gave none."""
     if importlib.util.find_spec(peer.module) is None:
         return None, f"not installed: pip install {peer.package}"
     with tempfile.TemporaryDirectory() as folder:

@@ -76,10 +76,10 @@ class _Engine:
         self.sent.append((dest, frame))
 
     def prepare_send(self, nbytes: int, dest: int, tag: int) -> None:
-        """Prepare none, as the local transport and the simulator."""
+        """Return None, like the local transport and the simulator: sends are not prepared."""
 
     def persistent_receive(self, buffer: Any, tag: int) -> _Arrivals:
-        """Return the one receive of a tag."""
+        """Return the only receive of a tag."""
         self.arrivals = _Arrivals(buffer)
         return self.arrivals
 
@@ -87,7 +87,7 @@ class _Engine:
         """Poll nothing: the benchmark does."""
 
     def ring(self) -> None:
-        """Ask for nothing."""
+        """Do nothing."""
 
     recheck = ring
 
@@ -124,7 +124,7 @@ class _Services:
     off_gone = on_gone
 
     def open_channel(self, message_types: Any, *, tag: int, scope: int, **options: Any) -> Channel[Any]:
-        """Open a real channel on a tag of its own."""
+        """Open a real channel on its own tag."""
         demultiplexer = TagDemultiplexer(self.engine, tag, _NONCE, tell=None, sent_to=set(), heard_from=set())
         self.receivers[tag] = demultiplexer.receiver, self.engine.arrivals
         given = {"overflow": "error", "capacity": 4096, **options}
@@ -149,7 +149,7 @@ class _Services:
 
 
 class _Members:
-    """Makes the frames of all members, as they would arrive."""
+    """Makes the frames of all members as they would arrive."""
 
     def __init__(self) -> None:
         self._codecs: dict[int, wire.Codec] = {

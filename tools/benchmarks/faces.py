@@ -1,19 +1,19 @@
 """Measures the overhead of a step in the blocking interface and in each integration, compared with the coroutine.
 
-Timed, on both ranks at once: every single step in which nothing happens, with ``time.perf_counter_ns`` on both sides,
-in a training loop whose forward, backward and ``optimizer.step()`` take milliseconds, and leave no code in the caches.
-All are measured in the same processes, in alternating blocks, on one model:
+Timed on both ranks at once: every step in which nothing happens, by ``time.perf_counter_ns`` before and after it. The
+training loop's forward pass, backward pass and ``optimizer.step()`` take milliseconds, and evict the policy's code from
+the caches. All interfaces are measured in the same processes, in alternating blocks, on one model:
 
 - coroutine: ``await policy.step(-loss)`` under ``ad.run``.
 - blocking: ``policy.step(-loss)`` of ``ad.blocking.policy``.
-- plain: ``averaging.step(loss)`` of ``asyncdist.integrations.pytorch``, which is Accelerate's too.
+- plain: ``averaging.step(loss)`` of ``asyncdist.integrations.pytorch``, which Accelerate's integration uses as well.
 - torchgfn: the call ``policy(iteration=..., model=..., optimizer=..., local_metric=...)``.
-- lightning, transformers: the callback that the ``Trainer`` calls, and the hook that sees the losses. What a trainer
-  does to call any callback is its own.
+- lightning, transformers: the callback that the ``Trainer`` calls, and the hook that receives the losses. The trainer's
+  own time for calling a callback is not included.
 
 Each median is shown with the median time inside the coroutine, which also suffers from the trainer's colder caches.
 
-Each block has a world of its own, whose opening is not timed. The loss is a tensor in all of them.
+Each block has its own world, whose opening is not timed. The loss is always a tensor.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _WARM_UP_COUNT: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``block_count`` blocks of ``step_count`` timed steps for each way, in alternation."""
+    """``block_count`` blocks of ``step_count`` timed steps for each interface, in alternation."""
 
     block_count: int
     step_count: int
@@ -59,7 +59,7 @@ QUICK: Final = Settings(block_count=1, step_count=3, width=8)
 
 
 class Net(nn.Module):
-    """Returns its loss."""
+    """A model that returns its loss."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Net(nn.Module):
 
 
 class Rows(Dataset[Any]):
-    """Is as many samples as a trainer asks for."""
+    """A data set with as many samples as a trainer requests."""
 
     def __init__(self, width: int, count: int) -> None:
         self._row = {"inputs": torch.ones(width), "labels": torch.zeros(width)}
@@ -88,7 +88,7 @@ BATCH: Final = 32
 
 
 class Training:
-    """A model that is trained by hand, for the ways that have no trainer."""
+    """A model with a plain training loop, for the interfaces without a trainer."""
 
     def __init__(self, settings: Settings) -> None:
         self.count = _WARM_UP_COUNT + settings.step_count
@@ -105,7 +105,7 @@ class Training:
 
 
 class Stopwatch:
-    """Collects how long calls take."""
+    """Collects the durations of calls."""
 
     def __init__(self) -> None:
         self.times_us: list[float] = []
@@ -117,7 +117,7 @@ class Stopwatch:
         self._before_us = 0.0
 
     def before(self, fn: Callable[..., Any], *args: Any) -> None:
-        """Time what belongs to the next step."""
+        """Time a call whose duration belongs to the next step."""
         self._before_us += _took_us(fn, *args)
 
 
@@ -128,7 +128,7 @@ def _took_us(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
 
 
 def inside_us() -> list[float]:
-    """Return a list to which each step of a policy adds how long its coroutine took, from now on."""
+    """Return a list to which each step of a policy adds the time inside its coroutine, from now on."""
     times_us: list[float] = []
     step = SpawnPolicy._guarded_step
 

@@ -1,14 +1,14 @@
-"""Goodput under failures, simulated: useful steps over possible steps, where every rank dies now and then.
+"""Measures goodput under failures in the simulator: useful steps divided by possible steps, if ranks die now and then.
 
 Policies, checkpoints and kills are real; time is virtual. A step computes for 1 s. Each rank fails at random, with a
-given mean number of steps between failures, and its process is killed at an arbitrary point. Three ways to train:
+given mean number of steps between failures, and its process is killed at an arbitrary point. Ranks train in three ways:
 
 - selective: ``AsyncSelectiveAveragingPolicy``. The other ranks continue, whichever rank is lost, and a new process
   joins in its place. Only the dead rank's steps are lost, since its last snapshot that another rank applied or the last
   average that it applied itself.
 - average-all: ``AverageAllPolicy`` with ``save_population``. A loss ends the job: all ranks start again, from the last
   population checkpoint by ``load_population``. Lost are the steps of all since then. A save takes as long as a step.
-- alone: no averaging. Each rank saves its own state, and a new process resumes from it.
+- alone: without averaging. Each rank saves its own state, and a new process resumes from it.
 
 A second table has 8 ranks, which stand for the 8 learners of Decoupled DiLoCo (2604.21428), with DiLoCo and its
 variants (:mod:`goodput_diloco`). The times between failures fall by the same factors as in the paper, in which a
@@ -45,8 +45,9 @@ TARGET: Final = 0.9
 TARGET_AT: Final = ("1000", "64")
 
 KINDS: Final = ("selective", "average-all", "alone")
-#: Published goodput in percent of Decoupled DiLoCo with 8 learners, and of elastic data parallelism if it is known, by
-#: the number of chips, and the mean steps between failures of a rank that stand for it here.
+#: Published goodput in percent by the number of chips: that of Decoupled DiLoCo with 8 learners, and of elastic data
+#: parallelism if it is known. The last number is the corresponding mean number of steps between failures of a rank
+#: here.
 PUBLISHED: Final = (
     ("150,000", 1600, 98, 88),
     ("300,000", 800, 96, None),
@@ -208,7 +209,7 @@ def rows(results: Results) -> list[Row]:
 
 
 def _learner_rows(by_kind: Results) -> list[Row]:
-    """Return a row of the second table for each number of chips, beside the published figures."""
+    """Return a row of the second table for each number of chips, with the published figures."""
     found = []
     for chips, mtbf_steps, decoupled, elastic in PUBLISHED:
         if str(mtbf_steps) in by_kind["async"]:

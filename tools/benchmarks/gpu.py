@@ -69,7 +69,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
 
 
 class Training:
-    """A model that learns to copy its input."""
+    """A training task in which a model learns to copy its input."""
 
     def __init__(self, model: nn.Module, batch_size: int) -> None:
         self.model = model

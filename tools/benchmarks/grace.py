@@ -1,15 +1,16 @@
 """Compares how long selective averaging should wait for late reports (the window), in the simulator.
 
-Ranks train under the policy in virtual time, 50 ms a step, and report every 5 steps; in each population something is in
-the way: one rank in eight has steps 2, 10 or 100 times as long; each rank stands still for a second on average, every
-200 steps; or steps are drawn from a distribution with a heavy tail. The coordinator waits for those that are late
-by one of these windows, counted from the quorum:
+Ranks train under the policy in virtual time, 50 ms per step, and report every 5 steps. Each population has a
+disturbance: one rank in eight has steps 2, 10 or 100 times as long; each rank stops for a second on average, every 200
+steps; or step times have a distribution with a heavy tail. The coordinator waits for late reports by one of these
+windows, counted from the quorum:
 
-- ``fixed, all``: one second, and slow ranks get roles as all do. So it was before the windows that adapt.
+- ``fixed, all``: one second, and slow ranks get roles like all others. The policy behaved in this way before the
+  adaptive windows.
 - ``fixed``: one second.
-- ``median + 3 MAD``: of the past offsets of reports from the first one of their decision.
+- ``median + 3 MAD``: computed from the past offsets of reports from the first report of their decision.
 - ``free``: ``gamma * max(0, cadence - quorum_time - round_time)`` with gamma 1, or 0.5: Decoupled DiLoCo, eq. 3.
-- ``expected``: as ``free``, for ranks only that can be expected by then. The policy's default.
+- ``expected``: like ``free``, but only for ranks whose report is expected by then. This is the policy's default.
 
 For each: rounds completed in the time of a report; the part of the ranks that a decision may give a role; how many
 steps old the reports that it judges are; how many steps a round takes; and how many steps a replacer has made between
@@ -83,7 +84,7 @@ class Seen:
 
 
 def _watched(seen: Seen, size: int, kind: type[Patience]) -> type[Patience]:
-    """Return that patience, which writes down what it decides."""
+    """Return this window, which also records its decisions."""
 
     class Watched(kind):  # type: ignore[misc, valid-type]
         def slow_ranks(
@@ -104,7 +105,7 @@ def _watched(seen: Seen, size: int, kind: type[Patience]) -> type[Patience]:
 
 
 class _ForAll(Patience):
-    """Waits for all others, whether they can be expected or not."""
+    """Waits for all other ranks, whether their reports are expected or not."""
 
     def on_quorum(self, others: Mapping[int, Pace], cadence_s: float, quorum_s: float, now: float) -> None:
         super().on_quorum(others, cadence_s, quorum_s, now)
@@ -136,7 +137,7 @@ def _median_mad(stack: ExitStack, seen: Seen) -> type[Patience]:
 def _with_offsets(seen: Seen) -> type[RoundCoordinator]:
     """Return a coordinator class that records each report's delay after the first report of its decision.
 
-    A report that a decision did not wait for counts from the first one of that decision.
+    A report that a decision did not wait for counts from the first report of that decision.
     """
 
     class WithOffsets(RoundCoordinator):

@@ -60,7 +60,7 @@ def main(
 
 
 def arguments() -> tuple[Path, bool]:
-    """Return the file for the results, and whether the settings are the quick ones, from the command line."""
+    """Parse the command line: return the file for the results, and whether the quick settings are used."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--quick", action="store_true")

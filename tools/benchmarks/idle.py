@@ -68,7 +68,7 @@ class Wait:
 
 
 async def measure(world: ad.World, settings: Settings) -> Results | None:
-    """Alternate long waits of both, then short ones."""
+    """Alternate long waits of both sides, and then short ones."""
     rival = rival_of(world)
     channel = world.channel(Knock, tag=100)
     random_pauses = random.Random(7)

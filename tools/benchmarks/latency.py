@@ -1,6 +1,7 @@
 """Measures the one-way latency of a small typed message on a channel, against a raw message of the same size.
 
-Both play ping-pong in alternating blocks in the same two processes. The latency is half a round trip, timed on rank 0.
+Both sides play ping-pong in alternating blocks in the same two processes. The latency is half a round trip, timed on
+rank 0.
 
 - asyncdist: ``await channel.send`` of a frozen dataclass, and ``await channel.receive``, which decodes a new instance.
 - Raw: the library under the transport sends and receives a buffer of the frame's length; see ``rivals.py``.

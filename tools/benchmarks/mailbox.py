@@ -28,7 +28,7 @@ import asyncdist as ad
 RANKS: Final = (2,)
 #: Aim for the CPU time per message, as a multiple of the rival's.
 TARGET_RATIO: Final = 2.0
-#: Aim for the CPU time of a waiting sender: that of a rank that awaits a message.
+#: Target for the CPU time of a waiting sender: the time of a rank that awaits a message.
 TARGET_PERCENT: Final = 2.5
 _CAPACITY: Final = 64
 _BURST: Final = 32

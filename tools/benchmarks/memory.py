@@ -1,13 +1,13 @@
 """Tensors that the runtime holds above the model, on a donor and on a replacer, counted, with 2 and with 6 peers.
 
-Counted, not estimated: a torch dispatch mode sees every operator of the rank's thread while the policy is made, starts
-and steps through several rounds, and follows each new storage until it is freed. So short-lived temporaries count too,
-in ``peak_nbytes``; ``held_nbytes`` is what is left after the last step, the pools. Roles are fixed by the metric: with
-p peers one donor serves p replacers, then p donors serve one replacer. (A rank that is a donor in one round and a
-replacer in another keeps both pools.)
+Memory is counted, not estimated. A torch dispatch mode sees every operator of the rank's thread while the policy is
+created, starts and makes several rounds, and follows each new storage until it is freed. So ``peak_nbytes`` includes
+short-lived temporaries; ``held_nbytes`` is the memory that is left after the last step, in the pools. The metric
+determines the roles: with p peers, one donor serves p replacers, and then p donors serve one replacer. (A rank that is
+a donor in one round and a replacer in another keeps both pools.)
 
-Promised: a donor holds one flat state; a replacer one accumulator and a window of chunks; neither grows with the
-number of peers. There is no rival: the least for this protocol is what is promised.
+The promise is that a donor needs one flat state, and a replacer one accumulator and a window of chunks, for any number
+of peers. There is no rival: the promise is the minimum for this protocol.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class TensorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 async def measure(world: ad.World, settings: Settings) -> Results | None:
-    """One donor for all others, then all others for one replacer."""
+    """Measure one donor for all others, and then all others for one replacer."""
     model = model_of(settings.model_mib * MIB // 4)
     stops = world.channel(Stop, tag=100)
     peer_count = world.size - 1
@@ -94,7 +94,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
         counted = await _count(world, stops, model, replacer_count, settings.round_count)
         found = await collect(counted)
         if found is not None:
-            # Ranks 0.. are replaced, the last ones donate: the lone rank of the role in question.
+            # The first ranks are replaced, and the last ones donate: the measured role has a single rank.
             results[role] = found[-1 if role == "donor" else 0]
     if world.rank != 0:
         return None
@@ -126,7 +126,7 @@ async def _count(
             replacement_ratio=replacer_count / world.size,
             grace_s=3600.0,  # waits for every report, so that the metric alone decides the roles
             route="direct",  # a rank that reduces holds one more state
-            start_timeout_s=600.0,  # a dispatch mode imports sympy first, long where many ranks share a core
+            start_timeout_s=600.0,  # a dispatch mode imports sympy first, which takes long if many ranks share a core
         )
         async with policy:
             stopped = world.spawn(all_stopped())

@@ -1,4 +1,4 @@
-"""What a step of the one-sided policy costs in which it neither publishes nor replaces.
+"""Measures the cost of a step of the one-sided policy in which it neither publishes nor replaces.
 
 As ``step.py`` times the other policy's step, with its models, its other task and its rival: every single ``await
 policy.step()`` of a tight loop, on both ranks at once. The exposure is open and each rank has published once, so there
@@ -33,7 +33,7 @@ def policy_of(model: nn.Module) -> OneSidedSelectiveAveragingPolicy:
 
 
 async def measure(world: ad.World, settings: step.Settings) -> Results | None:
-    """Alternate the models; each block has a policy of its own."""
+    """Alternate the models; each block has its own policy."""
     return await step.measure(world, settings, policy_of=policy_of)
 
 

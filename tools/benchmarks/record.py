@@ -28,7 +28,7 @@ RANKS: Final = (2,)
 STEP_S: Final = 1e-3
 TARGET_PERCENT: Final = 1.0
 TARGET_NBYTES: Final = 200.0
-#: Steps of each world that are not counted: its first ones.
+#: Number of first steps in each world that are not counted.
 _WARM_UP_COUNT: Final = 50
 
 

@@ -7,7 +7,7 @@ adds of each under way; the rate is all items over the time of the slowest clien
 - Raw: 64 ``Isend`` of as many bytes as the frame has, then 64 answers of four bytes; the server is a loop of ``Recv``
   and ``Send``. Nothing is packed, checked or stored.
 
-That every item is accounted for is found out in one more run, untimed: its scoring hook notes who sent which item.
+A further, untimed run checks that no item is lost: its scoring hook records which rank sent which item.
 """
 
 from __future__ import annotations

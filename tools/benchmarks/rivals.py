@@ -1,8 +1,8 @@
 """The benchmarks' rivals: raw messages as a script without asyncdist would send them, between the same ranks.
 
 On MPI, the rival makes nonblocking calls of mpi4py and tests them until they are done. On torch, it calls the blocking
-``send`` and ``recv`` on a gloo group of its own. Neither packs, checks or decodes anything. Neither yields to the event
-loop, so asyncdist does not poll during these calls.
+``send`` and ``recv`` on a separate gloo group. These calls do not pack, check or decode anything. They do not yield to
+the event loop, so asyncdist does not poll during these calls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Rival(Protocol):
         """Make ``count`` round trips in a loop that only makes the calls that move bytes."""
 
     def await_message(self, incoming: torch.Tensor) -> None:
-        """Wait for it, for seconds maybe, without spinning."""
+        """Wait for a message, possibly for seconds, without spinning."""
 
 
 def rival_of(world: ad.World) -> Rival:
@@ -46,7 +46,7 @@ def rival_of(world: ad.World) -> Rival:
 async def align(comm: Any) -> None:
     """Return on all ranks of MPI at nearly the same time, with nothing of asyncdist under way.
 
-    A barrier of asyncdist alone leaves up to a millisecond between its ends: so often does an idle rank look.
+    With a barrier of asyncdist alone, ranks continue up to a millisecond apart, because an idle rank polls that often.
     """
     await ad.barrier()
     spin(comm.Ibarrier())

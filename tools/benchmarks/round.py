@@ -1,19 +1,20 @@
 """A round of selective averaging, from the decision to the applied weights, against the least it could cost.
 
-**Time** (2 ranks, 64 MiB of float32, one donor, one replacer). Both ranks call ``policy.step()`` in a tight loop;
-blocks in which rank 1 is replaced alternate with blocks in which rank 0 is, and each has a policy of its own, whose
-first round warms its buffers up and is left out.
+**Time** (2 ranks, 64 MiB of float32, one donor, one replacer). Both ranks call ``policy.step()`` in a tight loop.
+Blocks in which rank 1 is replaced alternate with blocks in which rank 0 is replaced. Each block has its own policy,
+whose first round fills the buffers and is not counted.
 
 - Ours: ``StepInfo.seconds`` of each round, from the assignment's arrival at the replacer to the new weights. The
   coordinator sends it in the moment of the decision, so the true figure is longer by one small message (microseconds).
   As a check from outside, ``period_s`` is the time from one application to the next on the wall clock: it holds
   everything, the reports, the decision and the end of the round included.
-- Ideal, before each block, in the same processes: a raw message of the same bytes (half a ping-pong of the rival), a
-  snapshot (one copy of the parameters into a flat tensor), one add of a flat tensor, one copy back into the parameters;
-  the sum of these. One rank at a time, the other one polls a barrier. No checks, no decision, no message.
+- The ideal time is measured before each block, in the same processes. It is the sum of four times: a raw message of the
+  same size (half a ping-pong of the rival), a snapshot (one copy of the parameters into a flat tensor), one addition of
+  a flat tensor, and one copy back into the parameters. The ranks are measured in turn, while the other rank polls a
+  barrier. It contains no checks, decisions or messages.
 
-**Bytes** (4 ranks): policies that make exactly one round; what all ranks together sent in streams must be donors times
-replacers times the model.
+**Bytes** (4 ranks): policies make exactly one round; the streams of all ranks together must have donors times replacers
+times the model's size.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _LAYER_COUNT: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Blocks (half of them for each direction) of so many timed rounds; the model of the byte count."""
+    """Number of blocks (half of them for each direction) and of timed rounds in each; the model of the byte count."""
 
     model_mib: int
     block_count: int
@@ -93,7 +94,7 @@ async def _measure_time(world: ad.World, settings: Settings) -> Results | None:
 async def _rounds(
     world: ad.World, channel: ad.Channel[Stop], policy: AsyncSelectiveAveragingPolicy, replacer: int, count: int
 ) -> tuple[list[StepInfo], list[float]]:
-    """Step until the replacer has applied ``count`` rounds; on it, what each was and when."""
+    """Step until the replacer has applied ``count`` rounds; on the replacer, return the results and times."""
     infos: list[StepInfo] = []
     applied_at: list[float] = []
     if world.rank == replacer:
@@ -140,7 +141,7 @@ class Ideal:
 
     def __init__(self, model: torch.nn.Module, rival: Rival) -> None:
         self._rival = rival
-        self._is_first = ad.current_world().rank == 0  # the one that sees a whole round trip
+        self._is_first = ad.current_world().rank == 0  # the rank that sees a whole round trip
         self.parts_s: dict[str, list[float]] = {"transfer": [], "snapshot": [], "add": [], "apply": []}
         self._parameters = list(model.parameters())
         count = sum(parameter.numel() for parameter in self._parameters)

@@ -1,14 +1,15 @@
 """Measures a round of selective averaging on the sharded route against the direct route, on real ranks.
 
-A quarter of the ranks, the last ones, take the average of the others again and again, in blocks on either route by
-turns, each with a policy of its own, whose first round warms its buffers up and is left out. All ranks train meanwhile,
-in steps of 2 ms in which they leave the processor to others. A round's time is ``StepInfo.seconds`` of each replacer,
-from the assignment's arrival to the new weights.
+The last quarter of the ranks take the average of the others again and again, in blocks on both routes in turn. Each
+block has its own policy, whose first round fills the buffers and is not counted. Meanwhile all ranks train, in steps of
+2 ms in which they leave the processor to others. A round's time is ``StepInfo.seconds`` of each replacer, from the
+arrival of its assignment to its new weights.
 
 - **On this host**: 8 ranks, which is more than there are cores: no slower.
 - **Between two hosts** of two ranks each, made of namespaces (``./tools/hosts``), whose network cards carry 200 Mbit/s.
-  Directly each of three donors sends a model to one replacer, two of them through one card; sharded one passes each
-  way. It needs Linux, root and iproute2, and is left out elsewhere.
+  On the direct route, each of three donors sends a model to one replacer, and two of these models pass one card. On the
+  sharded route, one model passes in each direction. This part needs Linux, root and iproute2, and is otherwise left
+  out.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _STEP_S: Final = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Blocks on each route of so many timed rounds; the model on one host, and between hosts."""
+    """Number of blocks on each route and of timed rounds in each; the models on one host, and between hosts."""
 
     here_mib: int
     hosts_mib: int

@@ -7,16 +7,16 @@ busiest rank is the rank that sends or receives the most bytes in streams. Bytes
 With D donors and R replacers, a round on the direct route moves D x R models, and each replacer receives D models. The
 sharded route may move at most D + R models and 2 % for messages, and each rank at most 2.1 models.
 
-The time of a round is measured from the assignment to the last replacer's new weights. Each rank is on a host of its
-own, whose interface carries a model in the time that 10 Gbit/s take for 64 MiB (MODEL_S), in each direction. Ranks
-continue to train in steps of 10 ms.
+The time of a round is measured from the assignment to the last replacer's new weights. Each rank is on its own host,
+whose interface carries a model in the time that 10 Gbit/s take for 64 MiB (MODEL_S), in each direction. Ranks continue
+to train in steps of 10 ms.
 
 The coordinator's CPU time for a round of a thousand members is measured without the simulator (:mod:`coordinating`).
 
-Last, a large population trains a small model with the default options, all ranks in one process: its CPU time and peak
-memory, for five rounds or more.
-Islands of 32 ranks, some hundreds of them, are counted apart: all messages of a run, with start and end, against ranks
-and rounds, and the seconds of CPU time that it takes to simulate. The best of each island gives to the next one.
+At the end, a large population trains a small model with the default options, all ranks in one process: its CPU time and
+peak memory, for five rounds or more. Some hundreds of islands of 32 ranks are counted separately: all messages of a
+run, including start and end, per rank and round, and the CPU time of the simulation. The best rank of each island
+donates to the next island.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ TARGET_RANK: Final = 2.1
 #: Seconds that a model needs through a host's interface, and seconds of a training step.
 MODEL_S: Final = 64 * 2**20 * 8 / 10e9
 STEP_S: Final = 0.01
-#: Beyond this many ranks the messages of the coordinator wait behind models for so long that others take over.
+#: Above this number of ranks, the coordinator's messages wait behind models for so long that other ranks take over.
 DIRECT_SIZE_MAX: Final = 16
 #: The time is promised up to this many ranks.
 TIMED_SIZE_MAX: Final = 64
-#: The time of a round on the sharded route: against that of 8 ranks, and against one model, with four steps beside it.
+#: Limits for the time of a round on the sharded route: relative to 8 ranks, and relative to one model plus four steps.
 TARGET_GROWTH: Final = 1.3
 TARGET_MODELS: Final = 2.5
 #: CPU time and memory of the large population.
@@ -67,22 +67,22 @@ TARGET_COORDINATOR_US: Final = 15.0
 _COORDINATOR_ROUNDS: Final = 20
 _AVERAGE_EVERY: Final = 2
 _POPULATION_ROUNDS: Final = 5
-#: Messages of a rank for each round, in islands of so many ranks.
+#: Limit of messages per rank and round, in islands of this size.
 ISLAND_SIZE: Final = 32
 TARGET_MESSAGES: Final = 64
 ISLAND_ROUNDS: Final = 5
-#: CPU time of an empty main on 10,000 ranks, and messages per second of many ranks against those of eight.
+#: Limits for the CPU time of an empty main on 10,000 ranks, and for the messages per second of many ranks relative to
+#: eight.
 TARGET_EMPTY_CPU_S: Final = 60.0
 TARGET_RATE: Final = 0.5
-#: Steps in which so many rounds have their place, and when, in virtual seconds, all ranks leave: a policy's start takes
-#: some of it.
+#: Number of steps in which this number of rounds fits, and the virtual time in seconds at which all ranks leave.
 _ISLAND_STEPS: Final = 60
 _ISLANDS_END_AT: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Populations of these sizes, the model, and the steps in which one round has its place."""
+    """Sizes of the populations, the model, and the steps in which one round fits."""
 
     sizes: tuple[int, ...]
     parameter_count: int
@@ -143,7 +143,7 @@ async def _train(
 
 
 def _measure(size: int, route: str, settings: Settings) -> dict[str, float | None]:
-    """One round's bytes, in models, and its seconds, where it is timed."""
+    """Return the bytes of one round, in models, and its seconds if it is timed."""
     idle, report = (
         ad.simulate(_train, route, ratio, settings, settings.steps, ranks=size, seed=size, strict=True)
         for ratio in (0.0, RATIO)
@@ -259,9 +259,9 @@ def _empty_main(size: int) -> dict[str, float]:
 
 
 def _passed_per_s(ranks: int, count: int) -> float:
-    """Messages per second of CPU time that ``ranks`` ranks pass on, some ``count`` of them, once they have started.
+    """Return the messages per second of CPU time that ``ranks`` ranks relay, about ``count`` of them.
 
-    What their start and end take, a run without these messages tells; with many ranks that is most of a short run.
+    A run without these messages shows the cost of start and end, which with many ranks is most of a short run.
     """
     took_s = message_count = 0.0
     for sign, each in ((-1, 0), (1, count // ranks)):

@@ -4,13 +4,13 @@
   decoded, on a drawn network. Beside it, in alternation, the same traffic on a bare virtual-time loop: asyncio's own,
   whose waiting moves a clock, with one coroutine and one ``asyncio.Queue`` per rank; nothing is packed or checked. Both
   draw their latencies from the same distribution.
-- Ranks: ten thousand of them report a metric each, and the coordinator decides; the time from the call until then, and
-  the peak memory of that process.
+- Ranks: ten thousand of them report a metric each, and the coordinator decides. Measured are the time from the call
+  until the decision, and the peak memory of the process.
 - Seeds: eight ranks train under selective averaging until 20 rounds have been decided; whole simulations per second, by
-  the CPU time of this process, since one core runs one seed. Twice, because a round costs what its exchange does: with
-  ``best_only`` the best rank gives to the two worst, two streams a round, and reports come every 5 steps, about as
-  long as such a round takes. With ``mean`` six donors give to two replacers, twelve streams a round, and all ranks
-  report in every step.
+  the CPU time of this process, since one core runs one seed. This is measured twice, because a round costs as much as
+  its exchange. With ``best_only`` the best rank donates to the two worst ranks, two streams per round, and ranks report
+  every 5 steps, about the length of such a round. With ``mean`` six donors donate to two replacers, twelve streams per
+  round, and all ranks report in every step.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def _seeds(settings: Settings, options: dict[str, Any]) -> Results:
 
 
 def _apart(function: Callable[..., Results], *args: Any) -> Results:
-    """The function's value from a process of its own: peak memory is a process's."""
+    """Return the function's value from a separate process, because peak memory is counted per process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
 

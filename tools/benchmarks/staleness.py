@@ -14,7 +14,7 @@ other examples with equal shares of the classes, of the newest anchor that a ran
 moments in the last tenth of the time, because with different shards each contribution moves the anchor towards one
 rank's classes.
 
-Each rule is tried with three outer learning rates in each cell, on a seed of its own. The best one is then measured on
+Each rule is tried with three outer learning rates in each cell, on a separate seed. The best one is then measured on
 the other seeds. The synchronous rules have the same budget.
 """
 
@@ -123,7 +123,7 @@ RULES: Final = {
     "Adam, CGAD": _async(ADAM, (0.002, 0.006, 0.02), correct=CGAD(decay=0.1, cutoff=32)),
     "Decoupled, grace": _async(NESTEROV, (0.01, 0.03, 0.1), grace_steps=2, weights="rate", merge="radial"),
 }
-#: The rules under which all ranks wait for the slowest one. Each cell is compared with the best of them.
+#: Rules under which all ranks wait for the slowest rank. Each cell is compared with the best of them.
 SYNCHRONOUS: Final = {
     "DiLoCo": Rule(DiLoCoPolicy, NESTEROV, (0.2, 0.6, 1.8), {}),
     "DiLoCo without momentum": Rule(DiLoCoPolicy, torch.optim.SGD, (0.3, 1.0, 3.0), {}),
@@ -256,7 +256,7 @@ def _shard(task: Gaussians, run: Run, rank: int) -> Shard:
 
 @dataclass(slots=True)
 class Board:
-    """Collects what the ranks of a run find.
+    """Collects the results of the ranks of a run.
 
     Attributes:
         anchors: Share of the training time that had passed, version and loss of each anchor that a rank received.

@@ -1,14 +1,14 @@
 """Measures an idle step: a call of ``policy.step()`` in which no report is due and no average arrives.
 
-Timed: every single ``await policy.step()`` of a tight loop, with ``time.perf_counter_ns`` on both sides, on both ranks
-at once. The policy runs in earnest: its receives are posted, on rank 0 its coordinator is there too; only no report is
-due. Another task of the rank gets its turn in every step, which is checked for each one, and that turn is part of the
-time. Beside it, timed in the same loop: a bare ``asyncio.sleep(0)``, which gives that task its turn and does no more.
+Timed on both ranks at once: every single ``await policy.step()`` of a tight loop, by ``time.perf_counter_ns`` before
+and after it. The policy is fully active: its receives are posted, and rank 0 has its coordinator; but no report is due.
+In every step, another task of the rank runs once, which is checked, and its time is included. In the same loop, a bare
+``asyncio.sleep(0)``, in which that task also runs once, is timed for comparison.
 
-Then *cold* steps, as a training loop has them: torch trains a small model for 1, 5 or 20 ms before each timed step and
-before each bare yield, in alternation, so that neither finds its code in the caches. No other task is ready there. The
-rival is a bare yield in a loop of the same kind without a world, in a thread of the same process, in alternation by
-blocks; the yields in the rank's own loop are longer, because the loop's timers fire in them.
+Then *cold* steps are measured, as in a training loop: torch trains a small model for 1, 5 or 20 ms before each timed
+step and before each bare yield, in alternation, so that the code of both is not in the caches. No other task is ready
+then. The rival is a bare yield in a similar loop without a world, in a thread of the same process, in alternating
+blocks. Yields in the rank's own loop take longer, because the loop's timers fire in them.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def selective_policy_of(model: nn.Module) -> SpawnPolicy:
 async def measure(
     world: ad.World, settings: Settings, *, policy_of: Callable[[nn.Module], SpawnPolicy] = selective_policy_of
 ) -> Results | None:
-    """Alternate the models; each block has a policy of its own."""
+    """Alternate the models; each block has its own policy."""
     models = {name: model_of(parameter_count) for name, parameter_count in settings.models}
     steps_us: dict[str, list[float]] = {name: [] for name in models}
     yields_us: list[float] = []

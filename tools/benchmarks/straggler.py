@@ -1,11 +1,11 @@
-"""Measures what one slow rank costs the others: four ranks train by sleeping, and one sleeps five times as long.
+"""Measures how one slow rank affects the others: four ranks train by sleeping, and one sleeps five times as long.
 
-Timed: each rank's steps per second, on its own clock, in blocks of three kinds in alternation: no policy and no
-asyncdist call at all, ``AverageAllPolicy`` (the rival, which waits), ``AsyncSelectiveAveragingPolicy``. Model and
-cadence are the same. A block lasts as long on every rank, so the straggler is there all the time; with
-``AverageAllPolicy`` all ranks make as many steps as the slow one can, since each average needs them all. The fast
-ranks' rate is the median over fast ranks and blocks, and ``retained`` is that rate over the one without a policy.
-Starting and leaving the policy are outside the timed part.
+Timed: each rank's steps per second, on its own clock, in alternating blocks of three kinds: without a policy and any
+call of asyncdist, with ``AverageAllPolicy`` (the rival, which waits), and with ``AsyncSelectiveAveragingPolicy``. Model
+and cadence are the same. A block has the same duration on every rank, so the straggler is always present; with
+``AverageAllPolicy`` all ranks make as many steps as the slow rank, because each average needs all ranks. The fast
+ranks' rate is the median over fast ranks and blocks, and ``retained`` is this rate divided by the rate without a
+policy. Starting and leaving the policy are not timed.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ async def _with_average_all(step_s: float, settings: Settings) -> float:
 
 
 async def _with_selective(step_s: float, settings: Settings, counts: Counter[str]) -> float:
-    """The slow rank has the worst metric, so it is the one to be replaced."""
+    """Train with the slow rank as the worst rank, so that it is replaced."""
     metric = -float(ad.current_world().rank)
     model = model_of(settings.parameter_count)
     policy = AsyncSelectiveAveragingPolicy(

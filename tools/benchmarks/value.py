@@ -3,7 +3,7 @@
 Four ranks train small tasks (:mod:`worth.tasks`), simulated. The training is real torch; the virtual time of a step
 follows from a stated model (:mod:`worth.settings`). The figures therefore do not depend on the machine's speed, and
 equal seeds give equal figures. Each method (:mod:`worth.methods`) has one tuned option with three values. The value
-with the best held-out loss on a seed of its own is chosen, and other seeds are reported (:mod:`worth.plan`).
+with the best held-out loss on a separate seed is chosen, and other seeds are reported (:mod:`worth.plan`).
 
 ``--runs PATH`` of this script keeps each run's results in a file, and takes them from there in the next call.
 """
@@ -72,7 +72,7 @@ def rows(results: Results) -> list[Row]:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Write the charts: the chart of times to the path, the others beside it."""
+    """Write the charts: the chart of times to the path, and the others into the same folder."""
     charts.draw(results, path)
 
 

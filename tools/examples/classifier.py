@@ -1,4 +1,4 @@
-"""Selective averaging of a plain classifier: rank 3 learns too fast to learn anything, and is replaced.
+"""Selective averaging of a plain classifier: rank 3 has a learning rate that is too large, and is replaced.
 
 asyncdist run -n 4 tools/examples/classifier.py
 """

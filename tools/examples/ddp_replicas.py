@@ -20,7 +20,7 @@ torch.manual_seed(0)  # all begin with equal weights
 model = DistributedDataParallel(nn.Linear(8, 1), process_group=new_replica_group(SIZE))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01 if replica == 0 else 1e-5)  # replica 1 learns too slowly
 averaging = SelectiveAveraging(model, optimizer, average_every=20, replica_size=SIZE, replacement_ratio=0.5)
-# From here on each rank draws data of its own.
+# From now on, each rank draws different data.
 for step in range(500):
     inputs = torch.randn(64, 8)
     loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()

@@ -1,4 +1,4 @@
-"""A population that is saved every epoch, and goes on from there when it is started again.
+"""Saves a population in every epoch, and resumes from the last checkpoint when it is started again.
 
 asyncdist run -n 2 tools/examples/population_checkpoints.py checkpoints
 """

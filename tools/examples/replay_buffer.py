@@ -1,4 +1,4 @@
-"""Two ranks play, a third one keeps what they have seen, and gives some of it back to learn from.
+"""Two ranks play; a third rank stores their experience, and returns samples to learn from.
 
 asyncdist run -n 3 tools/examples/replay_buffer.py
 """

@@ -66,7 +66,7 @@ class Replay:
         await self._buffer.__aexit__(kind, error, trace)
 
     async def exchange(self, trajectories: Trajectories) -> Replayed | None:
-        """Add these trajectories' final states to the buffer; in every few calls, return a sample to learn from."""
+        """Add the final states of these trajectories to the buffer; every few calls, return a sample to learn from."""
         states, log_rewards = trajectories.terminating_states.tensor, trajectories.log_rewards
         rewards = log_rewards.exp()
         started = time.perf_counter()

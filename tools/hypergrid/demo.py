@@ -1,7 +1,7 @@
 """Trains a GFlowNet on several ranks and shows it live; ends with a table, a chart and, if asked, a JSON file.
 
 It starts `train.py` with `asyncdist run`, on any transport, and reads the diaries that the ranks write (`diary.py`,
-`history.py`). It takes no part in the training. The ranks never outlive it, however it ends.
+`history.py`). It does not take part in the training. The ranks never outlive it, however it ends.
 """
 
 import argparse
@@ -107,10 +107,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--ranks", type=whole_number(1, RANKS_MAX), default=4, metavar="N", help="that train (4)")
     parser.add_argument(
         "--buffer-ranks", type=whole_number(0, RANKS_MAX), default=0, metavar="K",
-        help="further ranks that keep what the others find, and give it back to learn from (0)",
+        help="number of further ranks that store the others' states, and return samples to learn from (0)",
     )  # fmt: skip
-    parser.add_argument("--transport", choices=("mpi", "torch"), default="mpi", help="what the ranks talk over (mpi)")
-    parser.add_argument("--hosts", metavar="HOST:RANKS,...", help="where they run, by ssh (this host)")
+    parser.add_argument(
+        "--transport", choices=("mpi", "torch"), default="mpi", help="transport between the ranks (mpi)"
+    )
+    parser.add_argument("--hosts", metavar="HOST:RANKS,...", help="hosts on which the ranks run, by ssh (this host)")
     parser.add_argument(
         "--iterations", type=whole_number(1, 10**9), metavar="N",
         help="training steps; the first rank to make them ends the training "
@@ -128,7 +130,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument(
         "--kill", type=kill, action="append", default=[], metavar="R@SECONDS",
-        help="kill -9 rank R that many seconds after training began; repeatable. The others continue",
+        help="kill rank R with kill -9 this many seconds after training began; repeatable. The others continue",
     )  # fmt: skip
     parser.add_argument(
         "--quick", action="store_true", help=f"{QUICK_ITERATIONS} iterations, in {QUICK_SECONDS:g} s at most"
@@ -208,7 +210,7 @@ def training_command(options: argparse.Namespace, directory: Path) -> list[str]:
 class Job:
     """Runs the launcher and its ranks. A context manager; no process is left when its block ends.
 
-    The job has a session of its own, so that Ctrl-C reaches this process alone, which then stops the job once.
+    The job has its own session, so that Ctrl-C reaches only this process, which then stops the job once.
 
     Args:
         command: Command line of the launcher.
@@ -325,7 +327,7 @@ def watch(
 
     Args:
         job: The launcher.
-        histories: Of every rank.
+        histories: Histories of all ranks.
         display: Shows them.
         verifier: Checks the averages.
         killer: Kills ranks.

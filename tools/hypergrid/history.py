@@ -72,7 +72,7 @@ class RankHistory:
 
 
 def first_time(histories: Sequence[RankHistory]) -> float | None:
-    """Return the time at which the first rank began to train, or None if none has."""
+    """Return the time at which the first rank began to train; None if no rank has begun."""
     return min((float(history.start["time"]) for history in histories if history.start), default=None)
 
 

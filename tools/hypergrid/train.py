@@ -47,7 +47,7 @@ LOSSES_IN_METRIC = 20
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Notice that the sender has stopped training. The first notice stops all ranks, so none waits for a slow rank."""
+    """Message: the sender has stopped training. The first notice stops all ranks, so no rank waits for a slow one."""
 
 
 def build_env() -> HyperGrid:
@@ -224,7 +224,7 @@ async def train(world: ad.World, context: ad.DistributedContext, args: argparse.
 
 
 async def hear_all(finished: ad.Channel[Finished], trainers: ad.Group) -> None:
-    """Receive the other ranks' notices of their end, so that no message is left over; lost ranks send none."""
+    """Receive the other ranks' notices of their end, so that no message is left over. Lost ranks send none."""
     async with await ad.surviving_group(trainers):  # which all enter, having said it
         await ad.current_world().progress()
         while finished.receive_nowait() is not None:
@@ -246,10 +246,10 @@ def parse_arguments() -> argparse.Namespace:
         "--slow-factor", type=float, default=1.0, help="factor by which the slow rank's training step is longer"
     )
     parser.add_argument(
-        "--buffer-ranks", type=int, default=0, help="number of ranks, the last ones, that are replay buffers"
+        "--buffer-ranks", type=int, default=0, help="number of ranks, counted from the last, that are replay buffers"
     )
     parser.add_argument("--log-dir", type=Path, help="write rankN.jsonl there instead of printing")
-    parser.add_argument("--verify", action="store_true", help="also write there what each average was made from")
+    parser.add_argument("--verify", action="store_true", help="also write the donors' snapshots of each average there")
     args = parser.parse_args()
     if args.verify and args.log_dir is None:
         parser.error("--verify needs --log-dir")

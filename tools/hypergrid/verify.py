@@ -52,7 +52,7 @@ def read_model(model: torch.nn.Module) -> State:
 
 
 class EventWriter:
-    """An `on_event` callback that stores snapshots given and averages applied.
+    """An `on_event` callback that stores donated snapshots and applied averages.
 
     Args:
         directory: Folder of the files: `round000012-donor3.npz`, `round000012-replacer0.npz`.
@@ -206,7 +206,7 @@ class Verifier:
     def _check(self, path: Path, number: int) -> None:
         header, applied = load(path)
         if not header["truthful"]:
-            raise VerificationError("the state that the policy reported as applied is not what the model holds")
+            raise VerificationError("the state that the policy reported as applied differs from the model")
         donors: dict[int, State] = {}
         for rank in header["donors"]:
             snapshot = self._directory / f"round{number:06d}-donor{rank}.npz"
@@ -214,6 +214,6 @@ class Verifier:
                 raise VerificationError(f"its donor {rank} never took a snapshot in that round")
             told, donors[rank] = load(snapshot)
             if not told["truthful"]:
-                raise VerificationError(f"the snapshot of its donor {rank} is not what that rank's model held")
+                raise VerificationError(f"the snapshot of its donor {rank} differs from that rank's model")
         weights = dict(zip(header["donors"], header["weights"], strict=True))
         check_average(applied, donors, weights, header["best"])

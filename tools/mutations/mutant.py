@@ -15,7 +15,7 @@ class Mutant:
     Attributes:
         name: Name on the command line.
         defect: Number of the defect in docs/architecture.md, section 11, or a few words for a defect not listed there.
-        what: One line that says what goes wrong.
+        what: One line that describes the defect.
         file: Path from the top of the repository.
         old: Text to replace; occurs exactly once in the file.
         new: Replacement.

@@ -92,7 +92,7 @@ def hunt(mutant: Mutant, original: Path, seeds: range | None, *, budget_s: float
 
 
 def _run(top: Path, scenario: str, limits: Sequence[str], *, timeout_s: float) -> dict[str, Any] | str:
-    """Run ``hunt.py`` on the copy at ``top``; return its result, or a string that says why there is none."""
+    """Run ``hunt.py`` on the copy at ``top``; return its result, or a string with the reason why there is none."""
     command = [sys.executable, str(top / "tools" / "mutations" / "hunt.py"), str(top), scenario, *limits]
     environment = {**os.environ, "PYTHONPATH": python_path(top), "PYTHONDONTWRITEBYTECODE": "1"}
     try:

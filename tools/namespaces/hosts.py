@@ -38,7 +38,7 @@ UNAVAILABLE: Final = 77
 COUNT_MAX: Final = 64
 NETWORK: Final = "10.213.77"
 _LOGIN_NUMBER: Final = 254
-#: Directory on which this program briefly mounts a file system of its own; it exists on every Linux.
+#: Directory on which this program briefly mounts its own file system; it exists on every Linux.
 _SCRATCH: Final = Path("/mnt")
 #: Directory of the job's temporary files, on the login node and all hosts. It differs by job, since Open MPI names its
 #: files by host name and process number, which are the same on the login nodes of two jobs.

@@ -14,7 +14,7 @@ from worth.methods import METHODS
 from worth.tables import best_shares, median, times
 from worth.tasks import TASKS
 
-#: Colours that also people with a colour vision deficiency tell apart (Okabe and Ito).
+#: Colours that people with a colour vision deficiency can distinguish (Okabe and Ito).
 BLUE: Final = "#0072B2"
 ORANGE: Final = "#D55E00"
 SKY: Final = "#56B4E9"
@@ -24,7 +24,7 @@ GREY: Final = "#767676"
 
 
 def draw(results: Results, path: Path) -> None:
-    """Write the chart of times to the path, and the others beside it, in the format that the path's ending names."""
+    """Write the chart of times to the path, and the others into the same folder, in the path's format."""
     import matplotlib  # an extra, and only for this
 
     matplotlib.use("Agg")
@@ -96,7 +96,7 @@ def _draw_times(results: Results, plt: Any) -> Any:
 
 
 def _label(axes: Any, ends: Mapping[str, float], at: float) -> None:
-    """Write each line's name beside its end, moved so that names do not overlap."""
+    """Write each line's name next to its end, moved so that names do not overlap."""
     low, high = (math.log(limit) for limit in axes.get_ylim())
     gap = (high - low) / 25
     placed: list[float] = []
@@ -151,7 +151,7 @@ def _draw_bytes(results: Results, plt: Any) -> Any:
     return figure
 
 
-#: Places of a name beside its point: distance in points, and the side of the name that is there.
+#: Positions of a name next to its point: distance in points, and the side on which the name is.
 _PLACES: Final = (
     ((6, 0), "left"),
     ((-6, 0), "right"),

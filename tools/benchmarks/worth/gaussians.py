@@ -37,7 +37,7 @@ class Gaussians:
         self._test = self.draw(1024, torch.Generator().manual_seed(200_000 + seed))
 
     def draw(self, count: int, generator: torch.Generator, shares: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return examples and their classes; ``shares`` are the classes' shares, by default equal ones."""
+        """Return examples and their classes; ``shares`` are the classes' shares, equal by default."""
         if shares is None:
             clusters = torch.randint(self.CLUSTERS, (count,), generator=generator)
         else:

@@ -2,7 +2,7 @@
 
 A learner is one rank's model, optimizer and data. All ranks of a run begin with equal weights and draw their own data.
 The judge of a run rates weights on held-out data, with which a user would choose a model, and on other test data, which
-the tables report. Nothing here knows a policy.
+the tables report. This module does not know policies.
 """
 
 from __future__ import annotations

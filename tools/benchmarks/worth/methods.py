@@ -35,7 +35,7 @@ Policy = AbstractAsyncContextManager[Any]
 #: The model that a user takes: the anchor, the ranks' mean, or the rank that is best by held-out data.
 Deployed = Literal["anchor", "mean", "best"]
 NESTEROV: Final = functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True)
-#: Factors of the learning rate of methods that have no option of their own.
+#: Factors of the learning rate for methods without an option to tune.
 RATES: Final = (0.5, 1.0, 2.0)
 GAMMAS: Final = (0.35, 0.7, 1.4)
 #: The outer learning rates of methods whose single contributions move the anchor are smaller.

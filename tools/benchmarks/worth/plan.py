@@ -10,7 +10,7 @@ from worth.methods import METHODS
 from worth.runs import Run
 from worth.settings import ODD_RANK, SLOWDOWNS, slowdown
 
-#: Seed with which options are chosen; it is not among the reported ones.
+#: Seed with which options are chosen; it is not among the reported seeds.
 TUNING_SEED: Final = 1000
 #: Number of marks in the chart of times.
 MARKS: Final = 32

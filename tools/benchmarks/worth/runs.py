@@ -116,7 +116,7 @@ async def _steps(world: ad.World, run: Run, learner: Learner, policy: Any, marks
 
 
 async def _deployable(run: Run, learner: Learner, policy: Any, latest: Tensor, *, is_new: bool = False) -> Tensor:
-    """Return the weights that this rank offers to a user: its own ones, or the anchor."""
+    """Return the weights that this rank offers to a user: its own weights, or the anchor."""
     if METHODS[run.method].deploys != "anchor":
         return weights_of(learner.model)
     if isinstance(policy, AsyncDiLoCoPolicy):
@@ -161,7 +161,7 @@ def simulate(run: Run) -> Results:
 
 
 def _faults(run: Run) -> list[Fault]:
-    """Return the faults of a run; none for a method that stands still meanwhile."""
+    """Return the faults of a run; none for a method that stops during a failure."""
     method = METHODS[run.method]
     faults = SETTINGS[run.setting].faults(run.seconds, run.seed) if method.survives else ()
     return [fault for fault in faults if method.rejoins or not isinstance(fault, Restart)]

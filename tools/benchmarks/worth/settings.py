@@ -1,4 +1,4 @@
-"""Defines the settings of the benchmark ``value``: what is unequal among four ranks, or fails.
+"""Defines the settings of the benchmark ``value``: how the four ranks differ, or which rank fails.
 
 A step computes for ``STEP_S`` virtual seconds, log-normal with a deviation of 10 %, times the rank's factor. Messages
 between two ranks take microseconds, except in the setting with slow links. The evaluation of a metric takes no virtual
@@ -29,7 +29,7 @@ SLOW_LINK_NBYTES_PER_S: Final = 50e6 / 8
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Describes what is unequal among the ranks, or fails.
+    """Describes how the ranks differ, or which rank fails.
 
     Attributes:
         title: The heading of its charts and tables.
