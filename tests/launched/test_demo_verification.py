@@ -149,7 +149,7 @@ def test_a_donor_that_gives_what_its_model_never_held_is_caught(tmp_path: Path) 
     play_round(tmp_path, 1)
     model = Model(1.0)
     verify.EventWriter(tmp_path, 1, model)(SnapshotTaken(round=1, iteration=9, state=told(Model(4.0))))
-    with pytest.raises(verify.VerificationError, match="snapshot of its donor 1 differs from that rank's model held"):
+    with pytest.raises(verify.VerificationError, match="snapshot of its donor 1 differs from that rank's model"):
         verify.Verifier(tmp_path).poll()
 
 
