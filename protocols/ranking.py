@@ -24,7 +24,7 @@ class JudgingRules(Options):
     """Options of both selective policies for judging ranks by their metrics."""
 
     replacement_ratio: float = option(
-        "Share of the n participants to replace, 0 to 1. The number of replaced ranks is n * ratio, rounded half up, "
+        "Share of the n participants to replace, 0 to 1. The number of replaced ranks is ratio * n, rounded half up, "
         "from 1 to n - 1; 0 if the ratio is 0.",
         validation.fraction,
         default=0.2,

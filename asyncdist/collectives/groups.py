@@ -133,7 +133,7 @@ def check_open(group: Group) -> None:
     """Raise ClosedError if the group was freed on this rank."""
     if group.lease.is_freed:
         raise ClosedError(
-            f"the group {short(group.ranks)} was freed on this rank; make a new one with await new_group(ranks)",
+            f"the group {short(group.ranks)} was freed on this rank; make a new group with await new_group(ranks)",
             ranks=group.ranks[:16],
         )
 
@@ -163,7 +163,7 @@ def check_ranks(ranks: Sequence[int], *, rank: int, size: int) -> tuple[int, ...
     if wrong:
         raise LocalProtocolError(f"ranks must be from 0 to {size - 1}, got {wrong[0]!r}")
     if not members:
-        raise LocalProtocolError(f"ranks must include this rank, {rank}, got none")
+        raise LocalProtocolError(f"ranks must include this rank, {rank}, got no rank")
     if len(set(members)) != len(members):
         raise LocalProtocolError(f"ranks must be distinct, got {list(members)}")
     if rank not in members:

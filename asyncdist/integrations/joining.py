@@ -405,7 +405,7 @@ class Training(Generic[PolicyT]):
     def open_policy(self) -> Policy[PolicyT]:
         """Return the policy; raise ClosedError if the training has not begun or has ended."""
         if self.policy is None:
-            raise ClosedError("this averaging has ended, with close() or with its block; make another one")
+            raise ClosedError("this averaging has ended, with close() or with its block; create a new one")
         return self.policy
 
     def end(self, error: BaseException | None = None) -> None:

@@ -140,7 +140,7 @@ class _InItsModes(Coroutine[Any, Any, Any]):
     def __await__(self) -> Generator[Any, Any, Any]:
         raise NotImplementedError("this coroutine must be run by a task; it cannot be awaited")
 
-    def __getattr__(self, name: str) -> Any:  # frame and name, for code that inspects tasks
+    def __getattr__(self, name: str) -> Any:  # code that inspects tasks reads the frame and name
         return getattr(self._coroutine, name)
 
 

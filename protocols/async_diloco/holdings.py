@@ -97,7 +97,7 @@ class HeldAnchor:
     """Describes an anchor that a member can give to a new leader.
 
     Attributes:
-        merged: See :class:`messages.Applied`.
+        merged: Number of the island's last contribution whose answer the anchor includes; 0 without islands.
     """
 
     version: int

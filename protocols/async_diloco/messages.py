@@ -134,7 +134,7 @@ class Given:
     Attributes:
         applied: The contributions that the anchor contains.
         outer_nbytes: Size in bytes of the outer optimizer's state; 0 without one.
-        merged: See :class:`Applied`.
+        merged: Number of the island's last contribution whose answer the anchor includes; 0 without islands.
     """
 
     applied: Applications

@@ -537,4 +537,4 @@ class Exchange:
         try:
             self._channel.send_nowait(message, dest, round=number)
         except RankLostError as error:  # the loss is handled when the world reports it
-            logger.debug("a %s was not sent: %s", type(message).__name__, error)
+            logger.debug("the message %s was not sent: %s", type(message).__name__, error)

@@ -114,7 +114,7 @@ class Membership:
         self._settled = Settled(0)  # the leader's last answer
         self._settlings: dict[int, Settling] = {}  # on the leader: last call of settle by rank
         self._is_closed = False
-        self._early: list[Envelope[MembershipMessage]] | None = []  # messages that arrived before; None when it is open
+        self._early: list[Envelope[MembershipMessage]] | None = []  # messages before open(); None after it
         self._channel: Channel[MembershipMessage]
         self._concerned: Concerned
         self.leader = self._order[0] if leader is None else leader
@@ -439,4 +439,4 @@ class Membership:
         try:
             self._channel.send_nowait(message, dest, round=number)
         except RankLostError as error:  # the loss is handled when the world reports it
-            logger.debug("a %s was not sent: %s", type(message).__name__, error)
+            logger.debug("the message %s was not sent: %s", type(message).__name__, error)

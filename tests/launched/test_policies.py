@@ -115,7 +115,7 @@ def test_large_snapshots_of_one_host_are_read_in_donor_memory(told: Told) -> Non
 
 
 def test_64_mib_arrive_whole_with_the_expected_bytes_on_the_wire(told: Told) -> None:
-    """The expected number is D * R * averaged + R * exact, for 2 donors and 2 replacers."""
+    """Two donors send the averaged bytes to each of two replacers, and the exact bytes once per replacer."""
     reports = told(4, "large")
     averaged, exact = 4096 * 4096 * 4, 5 * 8
     assert [report["replacements"] for report in reports] == [1, 1, 0, 0]

@@ -160,7 +160,7 @@ def test_what_a_blocking_call_is_refused_for() -> None:
         thread.start()
         thread.join()
         assert "in thread 'Thread" in str(errors[0])
-        with pytest.raises(ad.LocalProtocolError, match=r"await asyncdist\.barrier|inside another one"):
+        with pytest.raises(ad.LocalProtocolError, match=r"await asyncdist\.barrier|inside another blocking call"):
             world.call(inside)
         for opens in (ad.blocking.open_world().__enter__, lambda: ad.run(inside), lambda: ad.simulate(inside, ranks=2)):
             with pytest.raises((ad.LocalProtocolError, TypeError)):

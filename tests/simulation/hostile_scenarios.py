@@ -187,7 +187,7 @@ def run_hostile(seed: int, programs: Sequence[Callable[..., Any]] = ()) -> Seen:
         error = result if isinstance(result, BaseException) else None
         while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
             error = error.exceptions[0]
-        # A verdict that says that this rank has asked for its release is believed.
+        # For example, a rank believes a forged verdict that says that this rank asked for its release.
         if error is not None and not isinstance(error, (AsyncdistError, TimeoutError, asyncio.CancelledError)):
             raise AssertionError(f"{where}: rank {rank} ended by {result!r}") from result
         seen.ends["well" if error is None else type(error).__name__] += 1

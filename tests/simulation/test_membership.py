@@ -115,7 +115,7 @@ def test_the_next_member_leads_after_a_loss_and_a_leave() -> None:
 
 
 def test_newcomers_are_admitted_in_turn_and_know_each_other() -> None:
-    """Regression: a newcomer did not know the incarnation of one that was admitted before, so it never reached it."""
+    """Regression: a newcomer could not reach an earlier newcomer, whose incarnation it did not know."""
 
     async def main(world: ad.World) -> list[bool]:
         if world.incarnation:

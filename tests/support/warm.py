@@ -130,7 +130,7 @@ def _server(asked: frozenset[tuple[str, str]], libraries: tuple[str, ...] = ()) 
 
 
 def be_warm() -> None:
-    """Become a child of the server if this process is a rank or a simulation with a server's variables."""
+    """Continue as a child of the warm server if this process's environment has the address of one."""
     asked = _asked(os.environ)
     paths = [path for path, variables in json.loads(os.environ[VARIABLE]) if variables == asked]
     program, *arguments = sys.orig_argv[1:] or [""]

@@ -54,7 +54,7 @@ class Taken(Sight):
 
 @dataclass(slots=True)
 class TakenByTask(Taken):
-    """A message that a task received without a polling pass; in the replay, task ``late_for`` waits for it."""
+    """A message that a task received outside a polling pass. In the replay, task ``late_for`` waits for the message."""
 
     late_for: asyncio.Task[Any] | None = None
     counts: ClassVar[bool] = False
