@@ -60,6 +60,8 @@ T = TypeVar("T")
 #: Exceptions that stop a simulation early. Each contains the report so far.
 STOPPED: Final = (DeadlockError, TimeLimitError, EndlessLoopError)
 
+#: Number of ranks above which garbage is not collected more rarely, because it would take too much memory.
+_COLLECTING_RANKS_MAX: Final = 1024
 #: If set, called when a simulation begins, with the fault plan, the trace and the list of results; used by explore.
 observer: ContextVar[Callable[[tuple[Fault, ...], Trace, Mapping[int, RankResult]], None] | None] = ContextVar(
     "observer", default=None
@@ -131,7 +133,7 @@ def simulate(
     _check_inherited(inherited_random)
     run = functools.partial(_Simulation.run, options=options, until_s=until_s, after_event=after_event)
     # These contexts must exit only after the simulation's objects are freed.
-    with one_at_a_time(), collecting_at_fixed_points(arguments.size):
+    with one_at_a_time(), collecting_at_fixed_points(min(arguments.size, _COLLECTING_RANKS_MAX)):
         report = _run_alone(arguments, inherited_random, lambda simulation: run(simulation, main, args))
     if not return_exceptions:
         report.check_ranks()
@@ -217,7 +219,8 @@ class _Simulation:
         self._slowdowns = [1.0] * size
         self._overruns = random.Random(f"{seed} overruns")
         self._overrun_probability = compute.draw_overrun_probability(self._overruns)
-        self._scheduler = Scheduler(random.Random(f"{seed} ties"), size if size >= MANY_RANKS else 0)
+        many_rank_count = min(size, _COLLECTING_RANKS_MAX) if size >= MANY_RANKS else 0
+        self._scheduler = Scheduler(random.Random(f"{seed} ties"), many_rank_count)
         self._trace = Trace()
         self._fabric = Fabric(
             size,
