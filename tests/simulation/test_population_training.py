@@ -97,6 +97,7 @@ def test_sub_populations_keep_the_ledger_with_faults(seed: int) -> None:
     run(draw_apart(seed), seed)
 
 
+@pytest.mark.slow
 def test_sub_populations_exchange_migrants() -> None:
     """Hyperparameters move with a migrant only to the sub-population that evolves more often."""
     _, record = run(Plan(ranks=8, steps=(80,) * 8, options={"average_every": 2, "periods": (1, 3)}), 1)

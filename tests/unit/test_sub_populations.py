@@ -40,7 +40,7 @@ def oracle(scores: Any, size: int, periods: tuple[int, ...], number: int) -> dic
     periods=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     number=st.integers(1, 60),
 )
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 def test_parents_are_those_of_the_paper(seed: int, size: int, periods: list[int], number: int) -> None:
     scores = np.random.default_rng(seed).permutation(size * len(periods)).astype(float)
     ranks = [tuple(range(first, first + size)) for first in range(0, len(scores), size)]
@@ -55,7 +55,7 @@ METRICS = st.dictionaries(st.integers(0, 11), st.sampled_from([0.0, 1.0, 2.0, ma
 
 
 @given(metrics=METRICS, number=st.integers(1, 12), quantile=st.sampled_from([0.0, 0.1, 0.25, 0.4, 0.5]))
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 def test_decisions_are_sound_for_any_reports(metrics: dict[int, float], number: int, quantile: float) -> None:
     ranks = (tuple(range(4)), tuple(range(4, 8)), tuple(range(8, 12)))
     rules = SelectiveRules(
