@@ -155,9 +155,10 @@ class Outbox:
         last = self._last
         if last is None or last.kind != kind or last.dest != rank or last.payload_nbytes != len(payload):
             last = self._prepare(kind, rank, len(payload))
-        if last is not None and last.send.is_free:
+        if last is not None and last.send.settle():
             last.buffer.write(round, self.sequence, payload)
-            return last.send.start()
+            last.send.start()
+            return None
         return self.start_send(self._frame(kind, payload, round), dest, self._tag)
 
     def _frame(self, kind: int, payload: bytes, round: int) -> Any:

@@ -1,7 +1,6 @@
 cimport cython
 
 from asyncdist.transports.doorbell cimport Doorbell
-from asyncdist.transports.persistent_send cimport PersistentSend
 
 
 cdef object _STOPPED
@@ -70,15 +69,14 @@ cdef class Poller:
     cpdef object abandon(self, object error)
     cpdef object ring(self)
     cpdef object wake(self)
-    @cython.locals(began_at=double, alone=bint)
+    @cython.locals(began_at=double, alone=bint, pass_count=Py_ssize_t)
     cpdef object _tick(self)
-    cdef Py_ssize_t _poll_for_waiters(self) except -1
+    @cython.locals(completed=Py_ssize_t)
+    cdef Py_ssize_t _poll_for_waiters(self, Py_ssize_t pass_count=*) except -1
     @cython.locals(quiet=Py_ssize_t, operation=PendingRequest)
     cdef object _next_tick(self, bint alone)
     @cython.locals(bell=Doorbell)
     cdef object _sleep(self)
-    @cython.locals(operation=PendingRequest)
-    cdef bint _is_transferring(self) except -1
     cdef bint _is_rung_by_all(self) except -1
 
 

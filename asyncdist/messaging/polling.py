@@ -43,7 +43,6 @@ from typing import Final, TypeAlias
 from asyncdist.errors import AsyncdistError, TruncationError
 from asyncdist.transports.base import Buffer, Request, Transport
 from asyncdist.transports.doorbell import Doorbell
-from asyncdist.transports.persistent_send import PersistentSend
 from asyncdist.waits import WaitId
 
 HOT_PASS_COUNT: Final = 100
@@ -58,6 +57,8 @@ TRANSFER_GIVES_S: Final = 0.01
 IDLE_PERIOD_S: Final = 0.001
 #: Seconds between passes if the transport may fail to ring for a message (ucxx#30).
 SAFETY_PERIOD_S: Final = 0.05
+#: Number of passes after ``SAFETY_PERIOD_S``, since Open MPI looks for the deaths of other ranks in few of its calls.
+SAFETY_PASS_COUNT: Final = 8
 #: If a rank spins in vain and is rung within this number of seconds, it probably kept the sender from running.
 SOON_S: Final = 0.0005
 #: Minimum and maximum number of waits in which such a rank sleeps without spinning. The number doubles each time.
@@ -385,10 +386,11 @@ class Poller:
 
     def _tick(self) -> None:
         """Run the driver once: make a pass, unless a safe point has just made one, and set the next state."""
+        pass_count = SAFETY_PASS_COUNT if self._state is _ASLEEP and self._bell is not None else 1
         self._state = _PASSING
         began_at = 0.0 if self._wakes else time.perf_counter()
         alone = not self._wakes and began_at - self._tick_ended_at < ALONE_GAP_S
-        if not self._passed_since_tick and self._poll_for_waiters():
+        if not self._passed_since_tick and self._poll_for_waiters(pass_count):
             if self._bell is not None:
                 self._bell.disarm()
                 if self._quiet_tick_count and self._unspun_count_max > UNSPUN_COUNT_MIN:
@@ -404,10 +406,17 @@ class Poller:
         if not self._wakes:
             self._tick_ended_at = time.perf_counter()
 
-    def _poll_for_waiters(self) -> int:
-        """Make a pass. If it raises, raise its error in every wait, since no task awaits the driver."""
+    def _poll_for_waiters(self, pass_count: int = 1) -> int:
+        """Make passes until one completes something. If it raises, raise its error in every wait.
+
+        No task awaits the driver, which would raise the error otherwise.
+        """
         try:
-            return self.poll()
+            completed = 0
+            while pass_count and not completed:
+                completed = self.poll()
+                pass_count -= 1
+            return completed
         except Exception as error:
             self.fail(error)
             return 0
@@ -425,12 +434,12 @@ class Poller:
                     return self.loop.call_later(IDLE_PERIOD_S, self._take_tick)
             return self.loop.call_later(SAFETY_PERIOD_S, self._take_tick) if self._misses_wakes else None
         self._state = _HOT
-        if self._unspun_count and quiet and not self._is_transferring():
+        if self._unspun_count and quiet and not self._operations:
             self._unspun_count -= 1
             return self._sleep()
         if quiet <= HOT_PASS_COUNT:
             return self.loop.call_soon(self._take_tick)
-        if self._is_transferring() and time.perf_counter() - self._quiet_since < TRANSFER_HOT_S:
+        if self._operations and time.perf_counter() - self._quiet_since < TRANSFER_HOT_S:
             self._quiet_tick_count = HOT_PASS_COUNT  # so that counting warm passes starts after the transfer
             if alone:
                 os.sched_yield()
@@ -453,23 +462,11 @@ class Poller:
                 return self.loop.call_soon(self._take_tick)
         if self._state is _STOPPED:
             return None
-        if not self._operations and self._is_rung_by_all():
+        if not self._operations and self._is_rung_by_all() and not self.transport.is_sending():
             self._state = _ASLEEP
             return self.loop.call_later(SAFETY_PERIOD_S, self._take_tick)
         self._state = _IDLE
         return self.loop.call_later(IDLE_PERIOD_S, self._take_tick)
-
-    def _is_transferring(self) -> bool:
-        """Return whether any request is outstanding that may need many passes of this rank.
-
-        A prepared send needs none if this rank has a doorbell: its receiver rings when it has received the message.
-        """
-        if self._bell is None:
-            return bool(self._operations)
-        for operation in self._operations:  # noqa: SIM110 generators in C functions are not compiled
-            if not isinstance(operation.request, PersistentSend):
-                return True
-        return False
 
     def _is_rung_by_all(self) -> bool:
         """Return whether every other rank rings this rank, so that no message arrives without a ring."""

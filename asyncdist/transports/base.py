@@ -182,6 +182,10 @@ class Transport(abc.ABC):
         """Return a send of ``nbytes`` bytes that can be started repeatedly; None if the backend does not support it."""
         return None
 
+    def is_sending(self) -> bool:
+        """Return whether any message of a prepared send may need further passes of this rank to leave."""
+        return False
+
     @abc.abstractmethod
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
         """Start receiving a message from ``source``, or from ``ANY_SOURCE``, into ``buffer``."""

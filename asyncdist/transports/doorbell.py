@@ -8,7 +8,7 @@ message to a rank that is awake costs one read of memory.
 - **No message is missed.** The receiver first writes to its line, then tests for messages once more, and then sleeps.
   The sender first sends, then reads the line. Both complete the first access before the second, so at least one of
   them notices the other. (The receiver orders its accesses explicitly. The sender's call of mpi4py does so when it
-  acquires the GIL again.) A receiver also rings the sender of each message, whose send may complete only now.
+  acquires the GIL again.)
 - **Lost, repeated and late rings are harmless.** A ring only requests a pass. A rank that sleeps also makes a pass
   every 50 ms, in case a sender has died between its two steps.
 - **Permissions.** A pipe has no name. It is opened through ``/proc/PID/fd``, which the kernel allows only to processes

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, cast
 
 from asyncdist import environment
-from asyncdist.errors import TransportError, TruncationError
+from asyncdist.errors import AsyncdistError, TransportError, TruncationError
 from asyncdist.transports.base import (
     ANY_SOURCE,
     Buffer,
@@ -226,17 +226,22 @@ class MpiMessages(Transport):
             send = self._repeated[key] = PersistentSend(request, buffer, self._fail, dest, self._bells[dest])
         return send
 
+    def is_sending(self) -> bool:
+        found = False
+        for send in self._repeated.values():
+            with contextlib.suppress(AsyncdistError):  # the receiver is lost
+                found = not send.settle() or found
+        return found
+
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
         mpi = self._mpi
         peer = mpi.ANY_SOURCE if source == ANY_SOURCE else source
-        return ReceiveRequest(
-            self._comm.Irecv(buffer, peer, tag), buffer, mpi.Status(), self._fail, source, self._bells
-        )
+        return ReceiveRequest(self._comm.Irecv(buffer, peer, tag), buffer, mpi.Status(), self._fail, source)
 
     def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
         mpi = self._mpi
         request = self._comm.Recv_init(buffer, mpi.ANY_SOURCE, tag)
-        return ReceiveRequest(request, buffer, mpi.Status(), self._fail, ANY_SOURCE, self._bells)
+        return ReceiveRequest(request, buffer, mpi.Status(), self._fail, ANY_SOURCE)
 
     def abort(self, exit_code: int) -> None:
         self._comm.Abort(exit_code)
@@ -262,6 +267,7 @@ class MpiMessages(Transport):
             key = self._leave_key
             self._mpi.COMM_SELF.Delete_attr(key)
             self._mpi.Comm.Free_keyval(key)
+        self.is_sending()
         for send in self._repeated.values():
             send.free()
         self._end_comm.Free()

@@ -1,5 +1,3 @@
-cimport cython
-
 from asyncdist.transports.doorbell cimport PeerBell
 
 
@@ -12,7 +10,6 @@ cdef class SendRequest:
 
 
 cdef class ReceiveRequest:
-    cdef list _bells
     cdef object _request
     cdef object _test
     cdef object _start
@@ -20,9 +17,6 @@ cdef class ReceiveRequest:
     cdef object _status
     cdef object _fail
     cdef object _peer
-
-    @cython.locals(bell=PeerBell)
-    cdef object _ring_sender(self, Py_ssize_t source)
 
 
 cdef class WildcardReceive(ReceiveRequest):

@@ -55,12 +55,9 @@ class SendRequest:
 
 
 class ReceiveRequest:
-    """Wraps the MPI request of a receive, which may be persistent.
+    """Wraps the MPI request of a receive, which may be persistent."""
 
-    The sender is rung after each message, because its send may complete only now.
-    """
-
-    __slots__ = ("_bells", "_buffer", "_fail", "_peer", "_request", "_start", "_status", "_test")
+    __slots__ = ("_buffer", "_fail", "_peer", "_request", "_start", "_status", "_test")
 
     def __init__(
         self,
@@ -69,10 +66,8 @@ class ReceiveRequest:
         status: Any,
         fail: Callable[[BaseException, Any, Any, int], NoReturn],
         peer: int,
-        bells: list[PeerBell | None],
     ) -> None:
         self._request = request
-        self._bells = bells
         self._test = request.Test
         self._start = getattr(request, "Start", None)
         self._buffer = buffer
@@ -82,29 +77,16 @@ class ReceiveRequest:
 
     def test(self) -> bool:
         try:
-            has_ended = bool(self._test(self._status))
+            return bool(self._test(self._status))
         except Exception as error:
             self._fail(error, self._status, self._buffer, self._peer)
-        if has_ended:
-            self._ring_sender(self._status.source)
-        return has_ended
 
     def take(self) -> tuple[int, int] | None:
         status = self._status
         try:
-            if not self._test(status):
-                return None
-            source = status.source
-            self._ring_sender(source)
-            return source, status.count
+            return (status.source, status.count) if self._test(status) else None
         except Exception as error:
             self._fail(error, status, self._buffer, self._peer)
-
-    def _ring_sender(self, source: int) -> None:
-        if 0 <= source < len(self._bells):  # a cancelled receive has no sender
-            bell = self._bells[source]
-            if bell is not None:
-                bell.ring_sleeper()
 
     def start(self) -> None:
         self._start()  # type: ignore[misc]
@@ -145,11 +127,10 @@ class WildcardReceive(ReceiveRequest):
         buffer: Any,
         status: Any,
         fail: Callable[[BaseException, Any, Any, int], NoReturn],
-        bells: list[PeerBell | None],
         acknowledge: Callable[[BaseException], bool],
         lost: set[int],
     ) -> None:
-        super().__init__(request, buffer, status, fail, ANY_SOURCE, bells)
+        super().__init__(request, buffer, status, fail, ANY_SOURCE)
         self._acknowledge = acknowledge
         self._lost = lost
 
@@ -172,6 +153,5 @@ class WildcardReceive(ReceiveRequest):
                 if status.source == NOBODY:
                     return None
             if status.source not in self._lost:
-                self._ring_sender(status.source)
                 return status.source, status.count
             self.start()

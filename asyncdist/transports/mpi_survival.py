@@ -93,7 +93,7 @@ class SurvivingMpiTransport(MpiMessages):
     def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
         mpi = self._mpi
         request = self._comm.Recv_init(buffer, mpi.ANY_SOURCE, tag)
-        return WildcardReceive(request, buffer, mpi.Status(), self._fail, self._bells, self._acknowledge, self._lost)
+        return WildcardReceive(request, buffer, mpi.Status(), self._fail, self._acknowledge, self._lost)
 
     def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
         del ranks, tag

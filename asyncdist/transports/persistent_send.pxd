@@ -1,5 +1,3 @@
-cimport cython
-
 from asyncdist.transports.doorbell cimport PeerBell
 
 
@@ -13,5 +11,5 @@ cdef class PersistentSend:
     cdef readonly bytearray buffer
     cdef readonly bint is_free
 
-    @cython.locals(test_count=Py_ssize_t)
     cpdef object start(self)
+    cpdef bint settle(self) except -1

@@ -50,6 +50,9 @@ class RecordedTransport(Transport):
         del nbytes, dest, tag
         return None
 
+    def is_sending(self) -> bool:
+        return self._inner.is_sending()
+
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
         return _RecordedReceive(self._inner.irecv(buffer, source, tag), tag, self._tell)
 

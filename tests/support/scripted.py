@@ -54,6 +54,9 @@ class ScriptedTransport:
 
     isend = irecv
 
+    def is_sending(self) -> bool:
+        return False
+
     def set_doorbell(self, ring: Callable[[], None]) -> None:
         self.ring = ring
 

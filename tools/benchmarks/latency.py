@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import statistics
 import time
 from collections.abc import Awaitable, Callable
@@ -85,7 +86,7 @@ def _raw_trips(rival: Rival, count: int, nbytes: int) -> float:
     return elapsed_us(began_at) / (2 * count)
 
 
-async def _measure_crowded(world: ad.World, settings: Settings) -> Results:
+async def _measure_crowded(world: ad.World, settings: Settings) -> Results | None:
     """Alternate blocks of messages and of streams, on two cores."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: world.size // 2])
@@ -113,6 +114,8 @@ async def _measure_crowded(world: ad.World, settings: Settings) -> Results:
             ours_us += ours
             streams_us += streams
     writer.close()
+    if world.rank != 0:
+        return None
     ours_median, streams_median = statistics.median(ours_us), statistics.median(streams_us)
     return {
         "transport": world.transport_name,
@@ -126,11 +129,15 @@ async def _measure_crowded(world: ad.World, settings: Settings) -> Results:
 
 async def _connect(path: str, *, listens: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect two ranks over a Unix socket."""
+    end = socket.socket(socket.AF_UNIX)  # uvloop takes no paths of abstract sockets
+    end.setblocking(False)
     if not listens:
         await ad.barrier()
-        return await asyncio.open_unix_connection(path)
+        end.connect(path)
+        return await asyncio.open_unix_connection(sock=end)
+    end.bind(path)
     connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Future()
-    server = await asyncio.start_unix_server(lambda *ends: connected.set_result(ends), path)
+    server = await asyncio.start_unix_server(lambda *ends: connected.set_result(ends), sock=end)
     await ad.barrier()
     ends = await connected
     server.close()
