@@ -1,30 +1,28 @@
 """The ``asyncdist`` command: parses arguments and calls the subcommands.
 
-Invalid input prints one line on standard error and exits with code 2.
+Invalid input prints one line on standard error and exits with code 2. Functions import what only their command needs,
+so that ``asyncdist --help`` imports little more than argparse.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import itertools
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from importlib import resources
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
-from asyncdist import environment, local_host, rank_program, validation
+from asyncdist import local_host, rank_program
 from asyncdist._version import __version__
 from asyncdist.argument_types import count, folder, port, seconds, split_words, whole
-from asyncdist.launch import joining_ranks, local_ranks, mpirun, remote_hosts, remote_ranks
-from asyncdist.live.destinations import destinations, missing
 from asyncdist.planning import arguments as plan_arguments
 from asyncdist.report import commands as report
+
+if TYPE_CHECKING:
+    from asyncdist.launch import remote_hosts
 
 #: Options that take a value.
 _RUN_OPTIONS: Final = (
@@ -44,7 +42,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str) -> argparse.ArgumentParser:
+    """Return the parser of all commands, with the arguments of at least ``command``."""
     parser = _Parser(
         prog="asyncdist",
         description="Awaitable message passing for distributed PyTorch training.",
@@ -52,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"asyncdist {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
-    _add_run(commands)
+    _add_run(commands, has_arguments=command == "run")
     _add_sim(commands)
     _add_replay(commands)
     report.add_to(functools.partial(commands.add_parser, allow_abbrev=False))
@@ -112,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_run(commands: argparse._SubParsersAction[_Parser], *, has_arguments: bool) -> None:
     run = commands.add_parser(
         "run",
         help="start a script on several ranks, on this host or others",
@@ -128,6 +127,8 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         ),
         allow_abbrev=False,
     )
+    if not has_arguments:
+        return
     _add_places(run)
     _add_lives(run)
     _add_watching(run)
@@ -136,6 +137,9 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _add_places(run: _Parser) -> None:
+    from asyncdist import environment
+    from asyncdist.launch import remote_hosts
+
     run.add_argument("-n", "--ranks", type=count, metavar="RANKS", help="the number of processes")
     run.add_argument(
         "--hosts",
@@ -306,10 +310,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         own, rest = split_words(words[1:], _REPLAY_OPTIONS, ("--pdb",), names=2)
         words = ["replay", *own]
     _check_names(words)
-    options, unknown = _parser().parse_known_args(words)
+    options, unknown = _parser(words[0] if words else "").parse_known_args(words)
     if unknown:  # argparse's own error does not name the subcommand
         _Parser(prog=f"asyncdist {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command in ("sim", "replay") and arguments is None:  # this process may be restarted
+        from asyncdist import environment
+
         environment.fix_hash_seed()
     if options.command == "run" and options.live:
         from asyncdist.live import beside  # imported only here, since it loads msgspec
@@ -324,13 +330,17 @@ def _check_names(words: Sequence[str]) -> None:
     if not words or words[0].startswith("-"):
         return
     name = words[0]
-    commands = next(action.choices for action in _parser()._actions if isinstance(action.choices, Mapping))
+    commands = next(action.choices for action in _parser(name)._actions if isinstance(action.choices, Mapping))
     if name not in commands:
+        from asyncdist import validation
+
         _Parser(prog="asyncdist").error(f"there is no command {name!r}; {validation.meant(name, list(commands))}")
     known = commands[name]._option_string_actions
     for word in itertools.takewhile(lambda word: word != "--", words[1:]):
         option = word.partition("=")[0]
         if option.startswith("--") and option not in known:
+            from asyncdist import validation
+
             cure = validation.meant(option, list(known), f"asyncdist {name} --help lists the options")
             _Parser(prog=f"asyncdist {name}").error(f"there is no option {option}; {cure}")
 
@@ -380,6 +390,9 @@ def _top(options: argparse.Namespace) -> int:
 
 
 def _init(flavour: str, path: Path) -> int:
+    import re
+    from importlib import resources
+
     text = resources.files("asyncdist.starters").joinpath(f"{flavour}.py").read_text(encoding="utf-8")
     if path.stem in re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE):
         hidden = "the file must not be named like a module that the script imports; choose another name"
@@ -407,6 +420,9 @@ def _ranks_missing(command: str, script: str, arguments: Sequence[str]) -> str:
 
 
 def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from asyncdist import environment
+    from asyncdist.launch import joining_ranks, local_ranks, mpirun, remote_ranks
+
     script, ranks, threads = _script(options), options.ranks, options.threads_per_rank
     if ranks is None and options.hosts is None and options.join is None:
         raise local_host.LaunchError(_ranks_missing("run", script, arguments))
@@ -465,6 +481,10 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def _metrics(named: str) -> str:
     """Return the export destinations of counters, with absolute paths. Raise ValueError if one cannot be used."""
+    from dataclasses import replace
+
+    from asyncdist.live.destinations import destinations, missing
+
     texts = []
     for each in destinations(named, "--metrics"):
         lacking = missing(each)
@@ -480,6 +500,10 @@ def _script(options: argparse.Namespace) -> str:
         if options.script is None:
             raise local_host.LaunchError("the following arguments are required: script")
         return str(options.script)
+    import importlib.util
+
+    from asyncdist import environment
+
     if not environment.has_safe_path() and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -501,6 +525,8 @@ def _hosts(options: argparse.Namespace) -> tuple[list[remote_hosts.Host], list[s
         if options.ssh is not None:
             raise local_host.LaunchError("--ssh needs --hosts, the list of hosts to which it connects")
         return [], []
+    from asyncdist.launch import remote_hosts
+
     for name in _NEWCOMER_OPTIONS:
         if getattr(options, name) is not None:
             raise local_host.LaunchError(f"--{name} cannot be used with --hosts; it needs ranks on this host")

@@ -7,7 +7,6 @@ underlying library with ``raise ... from``.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -148,6 +147,8 @@ def has_cause_here(error: BaseException) -> bool:
         return any(map(has_cause_here, error.exceptions))
     if not isinstance(error, Exception):
         return False
+    import asyncio  # only here, because the command line imports this module, and asyncio imports 60 others
+
     chain: BaseException | None = error
     seen: set[int] = set()
     while chain is not None and id(chain) not in seen:  # re-raised errors may form a cycle

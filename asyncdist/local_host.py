@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -110,6 +109,8 @@ def check_loopback() -> None:
 
 def find_free_port() -> int:
     """Return a TCP port on which no process listens, below the kernel's ephemeral port range."""
+    import secrets  # imported only here and below, since it loads hashlib
+
     lowest = _lowest_ephemeral_port()
     for _ in range(_DRAW_COUNT if lowest >= _PORT_COUNT_MIN else 0):
         port = lowest - 1 - secrets.randbelow(lowest // 2)
@@ -285,4 +286,6 @@ def available_cores() -> int:
 
 def new_run_id() -> str:
     """Return a new job name for TORCHELASTIC_RUN_ID."""
+    import secrets
+
     return f"asyncdist-{secrets.token_hex(8)}"

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from asyncdist.recording.command_output import print_to, refuse
 from asyncdist.recording.file_errors import why_not_written
-from asyncdist.report.whole_files import whole_file
 from asyncdist.validation import printable
 from asyncdist.wording import plural
 
@@ -101,6 +100,8 @@ def run_report(folder: str, job: str | None, out: str | None) -> int:
         recording = read_recording(folder, job)
         path = Path(out or f"{recording.job}.html")
         page = render(recording)
+        from asyncdist.report.whole_files import whole_file  # imported only here, since it loads tempfile
+
         with _writing("the page", "a file in an existing folder"), whole_file(path) as file:
             file.write_text(page, encoding="utf-8")
     except (RecordingError, _WriteError, OSError) as error:

@@ -124,6 +124,14 @@ def check_latency(results: dict[str, Any], transport: str) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.long
+def test_startup(bench: Bench) -> None:
+    results = bench("startup")
+    assert list(results) == ["ours on MPI", "bare MPI", "ours on torch", "torchrun"]
+    assert all(figures["s"] > 0 and figures["cpu_s"] > 0 for figures in results.values())
+
+
+@pytest.mark.mpi
+@pytest.mark.long
 def test_awaiting(bench: Bench) -> None:
     results = bench("awaiting")
     for loop in ("asyncio", "uvloop"):

@@ -415,7 +415,7 @@ def test_no_ranks_are_started_for_local() -> None:
 
 def test_every_option_with_a_value_is_known_before_the_script() -> None:
     """The value of an unknown option would be taken for the script's name."""
-    commands = next(action for action in cli._parser()._actions if action.dest == "command")
+    commands = next(action for action in cli._parser("run")._actions if action.dest == "command")
     assert isinstance(commands.choices, dict)
     options = [action for action in commands.choices["run"]._actions if action.option_strings and action.nargs != 0]
     assert {name for action in options for name in action.option_strings} == {*cli._RUN_OPTIONS}

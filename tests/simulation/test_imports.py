@@ -31,6 +31,19 @@ def test_nothing_heavy_is_imported_before_it_is_used(module: str) -> None:
 
 
 @pytest.mark.workers
+def test_help_imports_only_what_it_prints() -> None:
+    """No torch, no asyncio, and none of the modules with which commands do their work."""
+    said = fresh(
+        "import atexit, sys; atexit.register(lambda: print(*sys.modules))\n"
+        "from asyncdist import cli; cli.main(['--help'])"
+    )
+    loaded = set(said.splitlines()[-1].split())
+    assert "show this help message" in said and "argparse" in loaded
+    assert not loaded & (HEAVY | {"asyncio", "concurrent.futures", "hashlib", "importlib.metadata", "multiprocessing"})
+    assert not {name for name in loaded if name.startswith(("asyncdist.launch", "asyncdist.environment"))}
+
+
+@pytest.mark.workers
 @pytest.mark.long
 def test_the_first_use_imports_what_it_needs() -> None:
     """This is the counterpart of the test above: it shows that the imports would be noticed."""

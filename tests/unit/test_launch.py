@@ -239,7 +239,7 @@ def test_a_port_at_which_a_process_listens_is_not_free(monkeypatch: pytest.Monke
     taken = local_host.find_free_port()
     with socket.create_server(("", taken)):
         draws = itertools.chain([lowest - 1 - taken], itertools.count(7))
-        monkeypatch.setattr("asyncdist.local_host.secrets.randbelow", lambda _: next(draws))
+        monkeypatch.setattr("secrets.randbelow", lambda _: next(draws))
         assert taken != local_host.find_free_port() <= lowest - 8
 
 

@@ -45,6 +45,7 @@ NAMES: Final = (
     "straggler",
     "idle",
     "awaiting",
+    "startup",
     "memory",
     "sim",
     "wire-codecs",
