@@ -65,6 +65,19 @@ def test_newcomer_gets_the_best_members_state_and_then_counts() -> None:
     assert coordinator.finished
 
 
+def test_newcomers_of_a_round_need_not_arrive_in_order() -> None:
+    """Regression: eight newcomers in descending order ended the coordinator with an IndexError, on 64 failing ranks."""
+    coordinator = running([1.0] * 5 + [5.0] + [1.0] * 4)
+    waiting = (9, 8, 7, 6, 4, 3, 2, 1)
+    for rank in (0, *waiting):
+        coordinator.on_lost(rank, 1.0)
+    number = admission(coordinator, 0, donor=5, now=2.0)
+    for rank in waiting:
+        coordinator.on_newcomer(rank, 1, 2.5)
+    sends = coordinator.on_applied(0, number, 9, 3.0)
+    assert {send.dest for send in sends if isinstance(send.message, Assign)} == {5, *waiting}
+
+
 def test_a_newcomer_is_neither_waited_for_nor_judged() -> None:
     coordinator = running([1.0, 5.0, 3.0])
     coordinator.on_lost(2, 1.0)

@@ -95,10 +95,10 @@ class Newcomers:
         }
         if not waiting or not reported:
             return None
-        ranks = tuple(waiting[:NEWCOMER_COUNT_MAX])
+        first, ranks = waiting[0], tuple(sorted(waiting[:NEWCOMER_COUNT_MAX]))
         values = {rank: report.value for rank, report in reported.items() if math.isfinite(report.value)}
         donors = order_worst_first(values, self._rules.metric_mode)[::-1] if values else sorted(reported)
-        donor = donors[self._failures[ranks[0]].failed_count % len(donors)]
+        donor = donors[self._failures[first].failed_count % len(donors)]
         self._admitted_after = decision_count
         judged = {donor: reported[donor]._replace(iteration=-1)}
         judged |= dict.fromkeys(ranks, ReportRecord(-1, math.nan, 0.0, now))
