@@ -85,26 +85,40 @@ class Anchor:
         self.version += 1
         if not usable:
             return Outcome((), (), math.nan, math.nan)
-        mean = await self._mean(usable)
+        ages = [self._age(each, member_count / len(usable)) for each in usable]
+        mean = await self._mean(usable, ages)
         differences = self._layouts.stepped(mean)
         norm = math.hypot(*(norm_of(flat) for flat in differences))
-        donors, weights, norms = zip(*((each.rank, each.weight, self._norm(each)) for each in usable), strict=True)
+        donors, weights = zip(*((each.rank, each.weight) for each in usable), strict=True)
+        norms = tuple(self._norm(each, age) for each, age in zip(usable, ages, strict=True))
         cosine = mean_cosine(Verdict(1, donors, weights, norms), norm) if self._knows_norms else None
         self._outer.step(differences)
         self._move_buffers(mean, min(1.0, len(usable) / max(1, member_count)))
         return Outcome(donors, weights, norm, math.nan if cosine is None else cosine)
 
-    def _norm(self, given: Contribution) -> float:
+    def _age(self, given: Contribution, round_versions: float) -> float:
+        """Return the staleness by which a contribution is weighted.
+
+        All ranks begin from the first anchor. Without correction, the first contribution of a round of k ranks would
+        count as new, and the round would move the anchor by the mean times 1 + 1/2 + ... + 1/k.
+
+        Args:
+            round_versions: Number of versions that a round of all members makes.
+        """
+        is_first = given.staleness == self.version - 1
+        if is_first and isinstance(self._correct, StalenessWeight) and self._correct.first_round:
+            return max(given.staleness, round_versions - 1.0)
+        return given.staleness
+
+    def _norm(self, given: Contribution, age: float) -> float:
         """Return the norm of a contribution's corrected difference, if the correction only scales it."""
-        if isinstance(self._correct, StalenessWeight):
-            return given.norm * self._correct.weight(given.staleness)
-        return given.norm
+        return given.norm * self._correct.weight(age) if isinstance(self._correct, StalenessWeight) else given.norm
 
     @torch.no_grad()
-    async def _mean(self, usable: Sequence[Contribution]) -> list[Tensor]:
+    async def _mean(self, usable: Sequence[Contribution], ages: Sequence[float]) -> list[Tensor]:
         exact, weights = self._layouts.exact, [each.weight for each in usable]
         momenta = None if self._correct is None else self._outer.momenta()
-        given = [self._decoded(each, momenta) for each in usable]
+        given = [self._decoded(each, momenta, age) for each, age in zip(usable, ages, strict=True)]
         _, mean = self._layouts.new_block()
         unread_nbytes = 0
         for each in exact.slices:
@@ -118,10 +132,13 @@ class Anchor:
                     await yield_to_loop()
         return mean
 
-    def _decoded(self, given: Contribution, momenta: Sequence[Tensor] | None) -> list[Tensor]:
+    def _decoded(self, given: Contribution, momenta: Sequence[Tensor] | None, age: float) -> list[Tensor]:
         """Return the values of a contribution, with corrected differences."""
         values = [vector.decoded(each) for vector, each in zip(self._layouts.wire.vectors, given.encoded, strict=True)]
-        if self._correct is not None:
+        if isinstance(self._correct, StalenessWeight):
+            for flat in self._layouts.stepped(values):
+                flat.mul_(self._correct.weight(age))
+        elif self._correct is not None:
             stepped = zip(self._layouts.exact.stepped, self._layouts.stepped(values), strict=True)
             for place, (vector, flat) in enumerate(stepped):
                 bounds = [(first, end) for _, first, end in vector.places]

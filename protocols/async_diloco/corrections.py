@@ -42,6 +42,9 @@ class StalenessWeight:
     Args:
         power: Exponent, at least 0; with 0, the staleness has no effect.
         scale: Weight of a difference that is not stale.
+        first_round: Whether a difference from the first anchor counts as at least k - 1 versions old, for k ranks. All
+            ranks begin from this anchor, so the first of them would otherwise count as much as a whole round. With n
+            contributions per version, it is k / n - 1 versions.
 
     Raises:
         ValueError: An option is out of range.
@@ -49,6 +52,7 @@ class StalenessWeight:
 
     power: float = 0.5
     scale: float = 1.0
+    first_round: bool = False
 
     def __post_init__(self) -> None:
         _check(self, power=_finite, scale=_positive)
@@ -58,7 +62,7 @@ class StalenessWeight:
         del momentum
         return difference.mul_(self.weight(staleness))
 
-    def weight(self, staleness: int) -> float:
+    def weight(self, staleness: float) -> float:
         """Return the factor of a difference that is ``staleness`` versions old."""
         return float(self.scale * (1.0 + staleness) ** -self.power)
 

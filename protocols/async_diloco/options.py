@@ -25,7 +25,7 @@ from asyncdist.tensors.codecs import Codec
 #: Default rule: the anchor moves by each difference divided by 1 + its staleness. If k ranks have the same speed, their
 #: k contributions of a round then move the anchor by about the mean difference, for any k.
 DEFAULT_OUTER: Final = functools.partial(torch.optim.SGD, lr=1.0)
-DEFAULT_CORRECTION: Final = StalenessWeight(power=1.0)
+DEFAULT_CORRECTION: Final = StalenessWeight(power=1.0, first_round=True)
 _ANCHOR_IS_WHOLE: Final = "DiLoCoPolicy has this option; here the anchor and each contribution are whole"
 #: Names of options of other policies and libraries, each with a hint for the error that is raised if it is passed.
 ELSEWHERE: Final = {
@@ -105,7 +105,7 @@ class AsyncDiLoCoOptions(Options):
         "Function that makes the outer optimizer of a list of flat parameters. It makes a step for each version of the "
         "anchor, so use smaller learning rates than in synchronous DiLoCo. By default, each difference is divided by 1 "
         "+ its staleness and subtracted from the anchor: `functools.partial(torch.optim.SGD, lr=1.0)`, with "
-        "`correct=protocols.StalenessWeight(power=1.0)`.",
+        "`correct=protocols.StalenessWeight(power=1.0, first_round=True)`.",
         or_none(_factory),
         default=None,
     )

@@ -76,8 +76,12 @@ class Plain:
         return anchor - difference
 
 
-def expected(outer: Nesterov | Plain, weight: Callable[[int], float]) -> list[Version]:
-    """Return the versions of an event loop without transfer times."""
+def expected(outer: Nesterov | Plain, weight: Callable[[int], float], youngest: int = 0) -> list[Version]:
+    """Return the versions of an event loop without transfer times.
+
+    Args:
+        youngest: Staleness that a difference from the first anchor has at least.
+    """
     found = list[Version]()
     anchor = np.zeros(SIZE, F)
     bases = [(0, anchor) for _ in STEPS_S]
@@ -87,7 +91,8 @@ def expected(outer: Nesterov | Plain, weight: Callable[[int], float]) -> list[Ve
         at, rank = heapq.heappop(arrivals)
         version, base = bases[rank]
         staleness = len(found) - version
-        anchor = outer.moved(anchor, (base - trained(base, rank)) * F(weight(staleness)))
+        age = staleness if version else max(staleness, youngest)
+        anchor = outer.moved(anchor, (base - trained(base, rank)) * F(weight(age)))
         found.append(Version(len(found) + 1, rank, staleness, anchor.tobytes()))
         bases[rank] = len(found), anchor
         heapq.heappush(arrivals, (at + STEP_COUNT * STEPS_S[rank], rank))
@@ -132,7 +137,7 @@ def test_versions_are_those_of_an_event_loop(delay: int, *, is_weighted: bool) -
 def test_by_default_a_difference_is_divided_by_its_age() -> None:
     report = simulate(contributions, {}, ranks=len(STEPS_S))
     found = sorted(version for rank in report.results for version in rank if version.number <= VERSIONS)
-    assert found == expected(Plain(), lambda staleness: 1 / (1 + staleness))
+    assert found == expected(Plain(), lambda staleness: 1 / (1 + staleness), youngest=len(STEPS_S) - 1)
 
 
 def test_by_default_the_agreement_of_contributions_is_known() -> None:

@@ -133,7 +133,7 @@ SYNCHRONOUS: Final = {
 OTHERS: Final = {
     "DDP": Rule(None, None, (1.0,), {}),
     "fastest rank alone": Rule(None, None, (1.0,), {}),
-    "default, not tuned": _async(torch.optim.SGD, (1.0,), correct=StalenessWeight(power=1.0)),
+    "default, not tuned": _async(torch.optim.SGD, (1.0,), correct=StalenessWeight(power=1.0, first_round=True)),
 }
 ALL: Final = {**RULES, **SYNCHRONOUS, **OTHERS}
 

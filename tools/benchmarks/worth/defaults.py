@@ -52,8 +52,10 @@ CANDIDATES: Final = {
     ),
     "SGD 1/k": Candidate(SGD, None, {}),
     "SGD 0.5, weight (1 + s)^-1/2": Candidate(SGD, 0.5, {"correct": StalenessWeight()}),
-    "SGD 1, weight 1/(1 + s) (default)": Candidate(SGD, 1.0, {"correct": StalenessWeight(power=1.0)}),
-    "the default, grace_steps=H/3": Candidate(SGD, 1.0, {"correct": StalenessWeight(power=1.0), "grace_steps": 5.0}),
+    "SGD 1, weight 1/(1 + s) (default)": Candidate(SGD, 1.0, {"correct": StalenessWeight(power=1.0, first_round=True)}),
+    "the default, grace_steps=H/3": Candidate(
+        SGD, 1.0, {"correct": StalenessWeight(power=1.0, first_round=True), "grace_steps": 5.0}
+    ),
 }
 #: Settings of the benchmark ``value``, and shards and speed ratios of the benchmark ``staleness``.
 SETTINGS: Final = (

@@ -113,7 +113,7 @@ def _async_diloco(learner: Learner, every: int, value: float, **options: Any) ->
         learner.optimizer,
         average_every=every,
         outer_optimizer=functools.partial(torch.optim.SGD, lr=value),
-        correct=StalenessWeight(power=1.0),
+        correct=StalenessWeight(power=1.0, first_round=True),
         **options,
     )
 
