@@ -11,8 +11,12 @@ given mean number of steps between failures, and its process is killed at an arb
 - alone: without averaging. Each rank saves its own state, and a new process resumes from it.
 
 A second table has 8 ranks, which stand for the 8 learners of Decoupled DiLoCo (2604.21428), with DiLoCo and its
-variants (:mod:`goodput_diloco`). The times between failures fall by the same factors as in the paper, in which a
+variants (:mod:`failing.diloco`). The times between failures fall by the same factors as in the paper, in which a
 learner has 1 to 16 times as many chips. The first time is chosen, because the paper's model of failures is not known.
+
+In a third table, a step of every second rank takes twice as long. With 8 and 64 ranks the models are trained
+(:mod:`failing.students`), so the table also has the loss after equal virtual time. Its share of useful time counts each
+rank's time equally, so that a rank that waits for a slow one loses time.
 
 Who saves does it in the interval that is best for its time between failures and the time of a save (Young, 1974: the
 square root of twice their product).
@@ -27,10 +31,11 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import simulations
 from failing import diloco
@@ -42,7 +47,8 @@ from harness import Results, Row
 #: No ranks to launch: this benchmark simulates them.
 RANKS: Final = ()
 TARGET: Final = 0.9
-TARGET_AT: Final = ("1000", "64")
+#: Numbers of ranks and of steps between failures, for which the target is set.
+TARGET_AT: Final = ("64", "1000")
 
 KINDS: Final = ("selective", "average-all", "alone")
 #: Published goodput in percent by the number of chips: that of Decoupled DiLoCo with 8 learners, and of elastic data
@@ -55,6 +61,8 @@ PUBLISHED: Final = (
     ("1,200,000", 200, 88, None),
     ("2,400,000", 100, 80, 40),
 )
+#: Published goodput, and points on text benchmarks, of Decoupled DiLoCo with 8 learners on mixed hardware.
+PUBLISHED_MIXED: Final = "Decoupled DiLoCo: quorum of all 84 %, 54.4; quorum 1 100 %, 51.4; with grace 100 %, 55.3"
 LEARNER_COUNT: Final = 8
 #: In the third table, a step of every second rank takes this many times as long.
 SLOWDOWN: Final = 2.0
@@ -192,7 +200,8 @@ def rows(results: Results) -> list[Row]:
     for rank_count, by_mtbf in results["selective"].items():
         for mtbf_steps, figures in by_mtbf.items():
             is_target = (rank_count, mtbf_steps) == TARGET_AT
-            rivals = (f"{results[kind][rank_count][mtbf_steps]['goodput']:.3f} ({kind})" for kind in KINDS[1:])
+            found = {kind: results[kind].get(rank_count, {}).get(mtbf_steps) for kind in KINDS[1:]}
+            rivals = (f"{each['goodput']:.3f} ({kind})" for kind, each in found.items() if each)
             table.append(
                 Row(
                     f"goodput, {rank_count} ranks, one failure in {int(mtbf_steps):,} steps of a rank",
@@ -205,7 +214,7 @@ def rows(results: Results) -> list[Row]:
             )
             if is_target and figures["failures"]:
                 table.append(Row("seconds of recovery up to which that holds", f"{_longest_recovery_s(figures):.0f} s"))
-    return table + _learner_rows(results["learners"])
+    return table + _learner_rows(results["learners"]) + _mixed_rows(results["mixed"])
 
 
 def _learner_rows(by_kind: Results) -> list[Row]:
@@ -219,6 +228,24 @@ def _learner_rows(by_kind: Results) -> list[Row]:
                 Row(f"8 ranks, one failure in {mtbf_steps} steps", ", ".join(shown), f"{chips} chips: {published}")
             )
     return found
+
+
+def _mixed_rows(by_kind: Results) -> list[Row]:
+    """Return a row of the third table for each number of ranks, without and with failures."""
+    return [
+        Row(
+            f"{rank_count} ranks, half at half speed, steps between failures: {mtbf_steps}",
+            ", ".join(_shown(kind, by_size[rank_count][mtbf_steps]) for kind, by_size in by_kind.items()),
+            PUBLISHED_MIXED,
+        )
+        for rank_count, of_mtbf in next(iter(by_kind.values())).items()
+        for mtbf_steps in of_mtbf
+    ]
+
+
+def _shown(kind: str, figures: Results) -> str:
+    loss = f" (loss {statistics.median(figures['losses']):.2f})" if "losses" in figures else ""
+    return f"{kind} {figures['goodput']:.3f}{loss}"
 
 
 def _longest_recovery_s(figures: Results) -> float:
@@ -235,20 +262,32 @@ def draw(results: Results, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    count = max(len(results["selective"]), len(_mixed_sizes(results)))
+    figure, panels = plt.subplots(2, count, figsize=(max(11.0, 3.4 * count + 1), 8.0), dpi=150, squeeze=False)
+    for axes in panels.flat:
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    _draw_sizes(results, panels[0])
+    _draw_mixed(results["mixed"], panels[1])
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="upper center", ncols=3, fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.96))
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _draw_sizes(results: Results, panels: Any) -> None:
+    """Draw the goodput of the first table, a panel for each number of ranks."""
     looks = {"selective": ("#0072B2", "o-"), "average-all": ("#D55E00", "s--"), "alone": ("#009E73", "^:")}
     labels = {
-        "selective": "selective averaging: the others go on",
+        "selective": "selective averaging: the others continue",
         "average-all": "averaging all: all restart from the last checkpoint",
         "alone": "no averaging: each rank has its own checkpoint",
     }
-    rank_counts = list(results["selective"])
-    figure, panels = plt.subplots(
-        1, len(rank_counts), figsize=(max(11.0, 3.4 * len(rank_counts) + 1), 4.2), dpi=150, sharey=True, squeeze=False
-    )
-    for axes, rank_count in zip(panels[0], rank_counts, strict=True):
+    for axes, rank_count in zip(panels, results["selective"], strict=False):
         for kind, (colour, style) in looks.items():
-            points = sorted((int(mtbf), figures["goodput"]) for mtbf, figures in results[kind][rank_count].items())
-            axes.plot(*zip(*points, strict=True), style, color=colour, label=labels[kind])
+            points = sorted((int(mtbf), each["goodput"]) for mtbf, each in results[kind].get(rank_count, {}).items())
+            if points:
+                axes.plot(*zip(*points, strict=True), style, color=colour, label=labels[kind])
         axes.set_xscale("log")
         axes.invert_xaxis()  # worse machines are on the right
         axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -256,13 +295,30 @@ def draw(results: Results, path: Path) -> None:
         axes.set_title(f"{rank_count} ranks", loc="left", fontsize=11)
         axes.set_xlabel("steps between failures of a rank")
         axes.grid(True, color="#dddddd", linewidth=0.5)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    panels[0][0].set_ylabel("useful steps / possible steps")
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=9, frameon=False)
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
-    figure.savefig(path)
-    plt.close(figure)
+    panels[0].set_ylabel("useful steps / possible steps")
+
+
+def _draw_mixed(mixed: Results, panels: Any) -> None:
+    """Draw the goodput of the third table, a panel for each number of ranks: light without failures, dark with them."""
+    sizes = list(next(iter(mixed.values())))
+    for axes in panels[len(sizes) :]:
+        axes.set_visible(False)
+    for axes, rank_count in zip(panels, sizes, strict=False):
+        for height, by_size in enumerate(reversed(mixed.values())):
+            for place, (name, figures) in enumerate(by_size[rank_count].items()):
+                bar, text, shift = (("#9ecae1", "black", 0.2), ("#0072B2", "white", -0.2))[place]
+                axes.barh(height + shift, figures["goodput"], height=0.38, color=bar)
+                loss = f", loss {statistics.median(figures['losses']):.2f}" if "losses" in figures else ""
+                said = f"{figures['goodput']:.2f}{loss}" + ("" if name == "none" else ", failures")
+                axes.text(0.02, height + shift, said, va="center", fontsize=7.5, color=text)
+        axes.set_yticks(range(len(mixed)), list(reversed(mixed)), fontsize=8.5)
+        axes.set_xlim(0, 1.03)
+        axes.set_title(f"{rank_count} ranks, half of them at half speed", loc="left", fontsize=11)
+        axes.set_xlabel("useful time / possible time")
+
+
+def _mixed_sizes(results: Results) -> list[str]:
+    return list(next(iter(results["mixed"].values())))
 
 
 if __name__ == "__main__":

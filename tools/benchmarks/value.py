@@ -20,13 +20,14 @@ import simulations
 from harness import Results, Row
 from worth import charts, tables
 from worth.plan import FULL, QUICK, Part
-from worth.runs import Run, simulate
+from worth.runs import Run, final, simulate, time_to
+from worth.tasks import TASKS
 
 RANKS: Final = ()
 
 
 def measure(parts: Sequence[Part], runs_path: Path | None = None) -> Results:
-    """Return, by part and method, the chosen value and the figures of each seed's run."""
+    """Return, by part and method, the chosen value and the figures of all seeds' runs."""
     known = _known(runs_path)
     tuning = [run for part in parts for runs in part.tuning().values() for run in runs if len(runs) > 1]
     _simulate(tuning, known, runs_path, "tuning")
@@ -34,11 +35,28 @@ def measure(parts: Sequence[Part], runs_path: Path | None = None) -> Results:
     _simulate([run for part in parts for run in _runs(part, chosen)], known, runs_path, "simulating")
     return {
         part.name: {
-            method: {"value": value, "runs": [known[str(run)] for run in part.runs(method, value)]}
+            method: {"value": value, **_figures(part, [known[str(run)] for run in part.runs(method, value)])}
             for method, value in chosen[part.name].items()
         }
         for part in parts
     }
+
+
+def _figures(part: Part, runs: list[Results]) -> Results:
+    """Return lists of figures, one item for each seed, with four digits."""
+    figures: Results = {
+        "loss": [_short(final(run)) for run in runs],
+        "worst": [_short(run["worst"]) for run in runs],
+        "steps": [sum(run["steps"]) for run in runs],
+        **{name: [_short(run[name]) for run in runs] for name in ("models_sent", "waited")},
+    }
+    if part.patience is not None:
+        figures["time"] = [time_to(run, TASKS[part.task].target) for run in runs]
+    return figures
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
 
 
 def _runs(part: Part, chosen: dict[str, dict[str, float]]) -> list[Run]:

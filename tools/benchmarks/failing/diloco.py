@@ -26,6 +26,10 @@ from failing.training import until_start
 from failing.work import AVERAGE_EVERY, Job
 from protocols import AsyncDiLoCoPolicy, AverageApplied, Contributed, DiLoCoPolicy, PolicyEvent
 
+#: A quarter of DiLoCo's usual learning rate: with the whole one, the models of ranks of two speeds diverge.
+QUORUM_OUTER: Final = functools.partial(optim.SGD, lr=0.175, momentum=0.9, nesterov=True)
+#: Seconds in which a new process must be admitted. If many ranks fail, rounds that wait for all ranks take minutes.
+START_TIMEOUT_S: Final = 600.0
 Make = Callable[..., AbstractAsyncContextManager[Any]]
 
 
@@ -35,8 +39,15 @@ def _diloco(model: nn.Module, optimizer: optim.Optimizer, rank_count: int, **opt
 
 
 def _quorum(model: nn.Module, optimizer: optim.Optimizer, rank_count: int, **options: Any) -> Any:
-    quorum = (rank_count + 1) // 2
-    return DiLoCoPolicy(model, optimizer, average_every=AVERAGE_EVERY, quorum=quorum, late="skip", **options)
+    return DiLoCoPolicy(
+        model,
+        optimizer,
+        average_every=AVERAGE_EVERY,
+        quorum=(rank_count + 1) // 2,
+        late="skip",
+        outer_optimizer=QUORUM_OUTER,
+        **options,
+    )
 
 
 def _async(
@@ -72,7 +83,8 @@ async def train(world: ad.World, job: Job, kind: str) -> None:
                 if other is work or other.given[0] == event.round:
                     other.kept = max(other.kept, other.given[1])
 
-    policy = MAKERS[kind](student.model, student.optimizer, world.size, on_event=note)
+    options = {"on_event": note, "start_timeout_s": START_TIMEOUT_S}
+    policy = MAKERS[kind](student.model, student.optimizer, world.size, **options)
     try:
         async with policy as policy:
             first = policy.iteration  # a new process continues its donor's count

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +10,7 @@ from typing import Any, Final
 from harness import Results
 
 from worth.methods import METHODS
+from worth.settings import RANK_COUNT
 from worth.tables import best_shares, median, times
 from worth.tasks import TASKS
 
@@ -21,6 +21,24 @@ SKY: Final = "#56B4E9"
 GREEN: Final = "#009E73"
 BLACK: Final = "#000000"
 GREY: Final = "#767676"
+YELLOW: Final = "#B8860B"
+PURPLE: Final = "#AA3377"
+INDIGO: Final = "#332288"
+#: Colour, marker and style of each line of the chart of times. Dashed lines are methods that wait for the slow rank.
+#: Dotted lines do not have this rank.
+LINES: Final = {
+    "one rank alone": (BLACK, "o", ":"),
+    "LocalSGD, three ranks": (GREY, "s", ":"),
+    "gradients, every step": (ORANGE, "^", "--"),
+    "LocalSGD": (YELLOW, "D", "--"),
+    "DiLoCo": (PURPLE, "v", "--"),
+    "DiLoCo, quorum 3": (SKY, "<", "-"),
+    "async DiLoCo": (BLUE, ">", "-"),
+    "async DiLoCo, grace": (INDIGO, "P", "-"),
+    "selective, mean": (GREEN, "X", "-"),
+}
+#: Labels of lines whose names do not say enough.
+LABELS: Final = {"LocalSGD, three ranks": "LocalSGD without the slow rank"}
 
 
 def draw(results: Results, path: Path) -> None:
@@ -38,13 +56,13 @@ def draw(results: Results, path: Path) -> None:
 
 def colour_of(method: str) -> str:
     """Return the colour of a method: whether its ranks wait, do not wait, or train alone."""
-    if METHODS[method].ranks == 1 or method == "none":
+    if METHODS[method].ranks < RANK_COUNT or method == "none":
         return BLACK
     if METHODS[method].waits:
         return ORANGE
     if METHODS[method].deploys != "anchor":
         return GREEN
-    return SKY if "quorum" in method else BLUE
+    return BLUE
 
 
 # -- the time to a fixed quality --------------------------------------------------------------------------------------
@@ -57,13 +75,11 @@ def _draw_times(results: Results, plt: Any) -> Any:
     slowdowns = sorted({slowdown for by_slowdown in found.values() for slowdown in by_slowdown})
     ends: dict[str, float] = {}
     lost: dict[str, tuple[float, float]] = {}  # the last point of methods that do not reach the quality later
-    marks = iter("os^Dv<>phX*P" * 3)
     for method, by_slowdown in found.items():
-        points = [(slowdown, each) for slowdown, each in sorted(by_slowdown.items()) if math.isfinite(each)]
-        style = {"color": colour_of(method), "linestyle": ":" if METHODS[method].ranks == 1 else "-"}
-        if METHODS[method].waits:
-            style["linestyle"] = "--"
-        axes.plot(*zip(*points, strict=True), marker=next(marks), markersize=5, **style) if points else None
+        points = [(slowdown, each) for slowdown, each in sorted(by_slowdown.items()) if each is not None]
+        colour, marker, style = LINES.get(method, (BLACK, ".", "-"))
+        if points:
+            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle=style, markersize=6)
         if points and len(points) == len(by_slowdown):
             ends[method] = points[-1][1]
         elif points:
@@ -80,7 +96,7 @@ def _draw_times(results: Results, plt: Any) -> Any:
     _label(axes, ends, 112.0)
     for line, (method, (slowdown, _)) in enumerate(lost.items()):
         said = f"{method} reaches it up to {slowdown:g}x only"
-        axes.text(0.02, 0.03 + 0.05 * line, said, transform=axes.transAxes, color=colour_of(method), fontsize=9)
+        axes.text(0.02, 0.03 + 0.05 * line, said, transform=axes.transAxes, color=LINES[method][0], fontsize=9)
     missing = [method for method in found if method not in ends and method not in lost]
     if missing:
         axes.text(
@@ -90,7 +106,8 @@ def _draw_times(results: Results, plt: Any) -> Any:
     target = TASKS["gaussians"].target
     axes.set_title(f"virtual seconds until the test loss is {target:g} (median of five seeds)", loc="left", fontsize=11)
     _tidy(axes, "both")
-    axes.text(1, ticks[-1], "dashed: ranks wait for the slow one", color=ORANGE, fontsize=9, va="top")
+    note = "dashed: ranks wait for the slow one; dotted: without the slow rank"
+    axes.text(0.02, 0.97, note, transform=axes.transAxes, color="#333333", fontsize=9, va="top")
     figure.tight_layout()
     return figure
 
@@ -103,7 +120,7 @@ def _label(axes: Any, ends: Mapping[str, float], at: float) -> None:
     for method, end in sorted(ends.items(), key=lambda item: item[1]):
         height = max(math.log(end), placed[-1] + gap if placed else -math.inf)
         placed.append(height)
-        axes.text(at, math.exp(height), method, color=colour_of(method), fontsize=9, va="center")
+        axes.text(at, math.exp(height), LABELS.get(method, method), color=LINES[method][0], fontsize=9, va="center")
 
 
 # -- the quality against the bytes ------------------------------------------------------------------------------------
@@ -117,8 +134,8 @@ def _draw_bytes(results: Results, plt: Any) -> Any:
     for axes, name in zip(all_axes[0], panels, strict=True):
         points: dict[str, tuple[float, float]] = {}
         for method, found in results[name].items():
-            values = [run["curve"][-1] for run in found["runs"]]
-            sent, quality = median(found, "models_sent"), statistics.median(values)
+            values = found["loss"]
+            sent, quality = median(found, "models_sent"), median(found, "loss")
             if sent < 0.01:
                 axes.axhline(quality, color=GREY, linewidth=0.8, linestyle=":")
                 axes.text(

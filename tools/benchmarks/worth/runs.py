@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import statistics
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -191,6 +190,9 @@ def final(run: Results) -> float:
     return float(run["curve"][-1])
 
 
-def spread(values: list[float]) -> tuple[float, float, float]:
-    """Return the median, the least and the largest value."""
-    return statistics.median(values), min(values), max(values)
+def time_to(run: Results, target: float) -> float | None:
+    """Return the time of the first mark at which the quality is reached; None if it is not reached."""
+    for number, quality in enumerate(run["curve"], start=1):
+        if quality <= target:
+            return float(run["seconds"]) * number / len(run["curve"])
+    return None

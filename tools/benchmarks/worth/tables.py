@@ -1,23 +1,37 @@
-"""Makes the tables of the benchmark ``value``: rows for the terminal, and the figures of the page and its charts.
+"""Makes the tables of the benchmark ``value``: rows for the terminal, and the tables of docs/value.md.
 
-    python tools/benchmarks/worth/tables.py results.json [chart.png]
+    python tools/benchmarks/worth/tables.py
 
-prints the page's tables from the results of ``./tools/bench value --json results.json``, and draws the charts again.
+writes the tables into docs/value.md, and draws the charts beside it, from ``RESULTS``: the file that ``./tools/bench
+value --json tools/benchmarks/worth/results.json`` has made.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import re
 import statistics
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this is the program
 
 from harness import Results, Row
 
-from worth.tasks import TASKS
+RESULTS: Final = Path(__file__).with_name("results.json")
+PAGE: Final = Path(__file__).resolve().parents[3] / "docs" / "value.md"
+#: Headings of the settings' columns, by the names of the results' parts.
+HEADINGS: Final = {
+    "equal": "equal",
+    "slow 10": "slow",
+    "speeds": "speeds",
+    "diverges": "diverges",
+    "slow and diverging": "both",
+    "lost": "lost",
+    "links": "slow links",
+}
 
 
 def rows(results: Results) -> list[Row]:
@@ -25,7 +39,7 @@ def rows(results: Results) -> list[Row]:
     return [
         Row(
             f"{part}; {method} ({found['value']:g})",
-            spread([run["curve"][-1] for run in found["runs"]]),
+            spread(found["loss"]),
             f"{median(found, 'models_sent'):.1f} models sent, waited {100 * median(found, 'waited'):.0f} %",
         )
         for part, by_method in results.items()
@@ -35,41 +49,32 @@ def rows(results: Results) -> list[Row]:
 
 def median(found: Results, figure: str) -> float:
     """Return the median of a figure over the seeds."""
-    return float(statistics.median(run[figure] for run in found["runs"]))
+    return float(statistics.median(found[figure]))
 
 
-def spread(values: list[float]) -> str:
+def spread(values: Sequence[float]) -> str:
     """Return the median and the range."""
-    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
 
 
-def times(results: Results) -> dict[str, dict[float, float]]:
-    """Return, by method and slowdown, the median time to the target quality; infinite if most seeds do not reach it."""
-    found: dict[str, dict[float, float]] = {}
+def times(results: Results) -> dict[str, dict[float, float | None]]:
+    """Return, by method and slowdown, the median time to the target quality; None if most seeds do not reach it."""
+    found: dict[str, dict[float, float | None]] = {}
     for part, by_method in results.items():
-        if not part.startswith("times, "):
-            continue
-        slowdown = float(part.removeprefix("times, "))
-        for method, each in by_method.items():
-            target = TASKS["gaussians"].target
-            found.setdefault(method, {})[slowdown] = statistics.median(_time(run, target) for run in each["runs"])
+        if part.startswith("times, "):
+            for method, each in by_method.items():
+                reached = sorted(each["time"], key=lambda time: (time is None, time or 0.0))
+                found.setdefault(method, {})[float(part.removeprefix("times, "))] = reached[len(reached) // 2]
     return found
 
 
-def _time(run: Results, target: float) -> float:
-    """Return the time of the first mark at which the quality is reached."""
-    marks = len(run["curve"])
-    reached = (run["seconds"] * (mark + 1) / marks for mark, quality in enumerate(run["curve"]) if quality <= target)
-    return next(reached, math.inf)
-
-
 def best_shares(results: Results) -> dict[str, tuple[float, float, int]]:
-    """Return, by method, the share of the seeds under failures that end within 5 % of the seed's best method.
+    """Return, by method, how often a run under failures is nearly the best.
 
-    Also return the median quality and the number of seeds.
+    The first number is the share of the seeds that end within 5 % of the seed's best method. The others are the median
+    quality and the number of seeds.
     """
-    part = results["gaussians, failures"]
-    finals = {method: [run["curve"][-1] for run in found["runs"]] for method, found in part.items()}
+    finals = {method: found["loss"] for method, found in results["gaussians, failures"].items()}
     best = [min(each) for each in zip(*finals.values(), strict=True)]
     return {
         method: (
@@ -81,53 +86,136 @@ def best_shares(results: Results) -> dict[str, tuple[float, float, int]]:
     }
 
 
-def page(results: Results) -> str:
-    """Return the page's tables in Markdown."""
-    lines = []
-    for task in TASKS:
-        parts = [part for part in results if part.startswith(f"{task}, ")]
-        if not parts:
-            continue
-        names = list(dict.fromkeys(method for part in parts for method in results[part]))
-        lines += [
-            f"### {task}",
-            "",
-            "| method | " + " | ".join(part.removeprefix(f"{task}, ") for part in parts) + " |",
-        ]
-        lines += ["|---" * (len(parts) + 1) + "|"]
-        for name in names:
-            cells = [_cell(results[part].get(name)) for part in parts]
-            lines += [f"| {name} | " + " | ".join(cells) + " |"]
-        lines += ["", "| method | option | steps | models sent | waited | worst rank |", "|---|---|---|---|---|---|"]
-        for name in names:
-            for part in parts:
-                found = results[part].get(name)
-                if found is not None:
-                    steps = statistics.median(sum(run["steps"]) for run in found["runs"])
-                    lines += [
-                        f"| {part}; {name} | {found['value']:g} | {steps:.0f} | {median(found, 'models_sent'):.2f} | "
-                        f"{100 * median(found, 'waited'):.0f} % | {median(found, 'worst'):.3f} |"
-                    ]
-        lines += [""]
-    for method, by_slowdown in times(results).items():
-        lines += [f"| {method} | " + " | ".join(f"{each:.0f}" for each in by_slowdown.values()) + " |"]
-    if "gaussians, failures" in results:
-        lines += [f"| {name} | {share:.2f} | {loss:.3f} |" for name, (share, loss, _) in best_shares(results).items()]
-    return "\n".join(lines)
+# -- the tables of the page -------------------------------------------------------------------------------------------
 
 
-def _cell(found: Results | None) -> str:
-    if found is None:
-        return ""
-    values = [run["curve"][-1] for run in found["runs"]]
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+def _table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    head, *body = ("| " + " | ".join(line) + " |" for line in (headings, *lines))
+    return "\n".join((head, "|---" * len(headings) + "|", *body))
+
+
+def _by_setting(results: Results, parts: Sequence[str], headings: Sequence[str]) -> str:
+    """Return the losses by method and part; the best median of each part is bold."""
+    methods = list(dict.fromkeys(method for part in parts for method in results[part]))
+    best = {part: min(f"{median(found, 'loss'):.2f}" for found in results[part].values()) for part in parts}
+
+    def cell(part: str, method: str) -> str:
+        if method not in results[part]:
+            return ""
+        middle, rest = spread(results[part][method]["loss"]).split(" ", 1)
+        return f"**{middle}** {rest}" if middle == best[part] else f"{middle} {rest}"
+
+    return _table(("method", *headings), [[name, *(cell(part, name) for part in parts)] for name in methods])
+
+
+def _settings(results: Results) -> str:
+    return _by_setting(results, [f"gaussians, {name}" for name in HEADINGS], list(HEADINGS.values()))
+
+
+def _shards(results: Results) -> str:
+    return _by_setting(
+        results, ["gaussians, one class", "gaussians, dirichlet 0.1"], ["one class a rank", "Dirichlet 0.1"]
+    )
+
+
+def _costly(task: str) -> Callable[[Results], str]:
+    return lambda results: _by_setting(results, [f"{task}, equal", f"{task}, slow 10"], ["equal", "slow"])
+
+
+def _costs(results: Results) -> str:
+    """Return the costs with equal ranks and with a slow one."""
+    equal, slow = results["gaussians, equal"], results["gaussians, slow 10"]
+    return _table(
+        ("method", "steps", "models sent by a rank", "wait"),
+        [
+            [
+                name,
+                f"{median(equal[name], 'steps'):.0f}; {median(slow[name], 'steps'):.0f}",
+                f"{median(equal[name], 'models_sent'):.1f}; {median(slow[name], 'models_sent'):.1f}",
+                f"{100 * median(equal[name], 'waited'):.0f} %; {100 * median(slow[name], 'waited'):.0f} %",
+            ]
+            for name in equal
+        ],
+    )
+
+
+def _times(results: Results) -> str:
+    found = times(results)
+    slowdowns = sorted({slowdown for by_slowdown in found.values() for slowdown in by_slowdown})
+    return _table(
+        ("method", *(f"{slowdown:g}" for slowdown in slowdowns)),
+        [
+            [name, *("" if (each := by_slowdown[at]) is None else f"{each:,.0f}" for at in slowdowns)]
+            for name, by_slowdown in found.items()
+        ],
+    )
+
+
+def _chosen(results: Results) -> str:
+    """Return each method's tuned option; a star marks a value at the edge of the tried ones."""
+    from worth.methods import METHODS
+
+    equal, links = results["gaussians, equal"], results["gaussians, links"]
+    factor_of = {"lr factor": ("learning rate", "× {:g}"), "average_every factor": ("steps between rounds", "{:g}")}
+
+    def shown(name: str, found: Results | None) -> str:
+        if found is None:
+            return ""
+        value, values = found["value"], METHODS[name].values
+        scale = 16 if METHODS[name].option == "average_every factor" else 1
+        text = factor_of.get(METHODS[name].option, ("", "{:g}"))[1].format(scale * value)
+        return text + (" *" if value in (values[0], values[-1]) else "")
+
+    return _table(
+        ("name", "tuned option", "equal ranks", "slow links"),
+        [
+            [
+                name,
+                factor_of.get(METHODS[name].option, (METHODS[name].option,))[0],
+                shown(name, equal[name]),
+                shown(name, links.get(name)),
+            ]
+            for name in equal
+        ],
+    )
+
+
+def _failures(results: Results) -> str:
+    equal = results["gaussians, equal"]
+    return _table(
+        ("method", "within 5 % of the best", "test loss", "without failures"),
+        [
+            [name, f"{share * count:.0f} of {count}", f"{loss:.2f}", f"{median(equal[name], 'loss'):.2f}"]
+            for name, (share, loss, count) in best_shares(results).items()
+        ],
+    )
+
+
+TABLES: Final[dict[str, Callable[[Results], str]]] = {
+    "times": _times,
+    "settings": _settings,
+    "costs": _costs,
+    "failures": _failures,
+    "shards": _shards,
+    "grid": _costly("grid"),
+    "language": _costly("language"),
+    "chosen": _chosen,
+}
+
+
+def page(results: Results, text: str) -> str:
+    """Return the page's text with the tables of these results between their comments."""
+    return re.sub(
+        r"(<!-- table: (\w+) -->\n).*?(\n<!-- end of table -->)",
+        lambda found: found[1] + TABLES[found[2]](results) + found[3],
+        text,
+        flags=re.DOTALL,
+    )
 
 
 if __name__ == "__main__":
-    given = json.loads(Path(sys.argv[1]).read_text())
-    given = given.get("results", given)
-    print(page(given))
-    if len(sys.argv) > 2:
-        from worth import charts
+    from worth import charts
 
-        charts.draw(given, Path(sys.argv[2]))
+    given = json.loads(RESULTS.read_text())["results"]
+    PAGE.write_text(page(given, PAGE.read_text()))
+    charts.draw(given, PAGE.with_suffix(".png"))
