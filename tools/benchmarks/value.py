@@ -50,7 +50,7 @@ def _figures(part: Part, runs: list[Results]) -> Results:
         "steps": [sum(run["steps"]) for run in runs],
         **{name: [_short(run[name]) for run in runs] for name in ("models_sent", "waited")},
     }
-    if part.patience is not None:
+    if part.name.startswith("times, "):
         figures["time"] = [time_to(run, TASKS[part.task].target) for run in runs]
     return figures
 
