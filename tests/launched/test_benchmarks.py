@@ -191,6 +191,13 @@ def test_gpu(bench: Bench) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.long
+def test_mailbox(bench: Bench) -> None:
+    results = bench("mailbox")
+    assert all(results[f"{whose}_{unit}"] > 0 for whose in ("ours", "rival") for unit in ("us", "percent"))
+
+
+@pytest.mark.mpi
+@pytest.mark.long
 def test_other_libraries_do_the_same_work(bench: Bench, tmp_path: Path) -> None:
     report = tmp_path / "report.md"
     results = bench("compare", "--report", str(report))
