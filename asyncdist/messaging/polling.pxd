@@ -2,6 +2,7 @@ cimport cython
 
 from asyncdist.transports.doorbell cimport Doorbell
 from asyncdist.transports.persistent_send cimport PersistentSend
+from asyncdist.messaging.loop_work cimport LoopWork
 
 
 cdef object _STOPPED
@@ -30,6 +31,7 @@ cdef class Poller:
     cdef readonly object transport
     cdef readonly object loop
     cdef readonly object failure
+    cdef public LoopWork loop_work
     cdef tuple _pollables
     cdef readonly list _operations
     cdef readonly list _in_test
@@ -64,6 +66,8 @@ cdef class Poller:
     @cython.locals(operations=list, pending=list, left=list, operation=PendingRequest, position=Py_ssize_t, completed=Py_ssize_t)
     cdef Py_ssize_t _test_operations(self) except -1
     cpdef object give_core(self)
+    @cython.locals(work=LoopWork)
+    cpdef bint is_loop_idle(self) except -1
     cpdef object watch(self, object request, object what, object on_done=*)
     cpdef object recheck(self)
     cpdef object fail(self, object error)

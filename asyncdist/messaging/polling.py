@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterable
 from typing import Final, TypeAlias
 
 from asyncdist.errors import AsyncdistError, TruncationError
+from asyncdist.messaging.loop_work import LoopWork, find_work
 from asyncdist.transports.base import Buffer, Request, Transport
 from asyncdist.transports.doorbell import Doorbell
 from asyncdist.transports.persistent_send import PersistentSend
@@ -146,12 +147,18 @@ class AbandonedReceive:
 
 
 class Poller:
-    """Tests the outstanding requests of one rank, and wakes the tasks that wait for them."""
+    """Tests the outstanding requests of one rank, and wakes the tasks that wait for them.
+
+    Attributes:
+        loop_work: Reports whether the loop has anything to run; None before the start, and if the loop is of an unknown
+            kind, such as a simulated rank's.
+    """
 
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
         self.transport = transport
         self.loop = loop
         self.failure: BaseException | None = None
+        self.loop_work: LoopWork | None = None
         self._pollables: tuple[Pollable, ...] = ()
         self._operations: list[PendingRequest] = []
         self._in_test: list[PendingRequest] = []  # requests of the current pass
@@ -269,10 +276,13 @@ class Poller:
         """Whether no request is outstanding. Messages may still wait in mailboxes."""
         return not self._operations
 
-    @property
-    def spared_tick(self) -> asyncio.Handle | None:
-        """The driver's scheduled callback, if a safe point has made a pass since the driver last ran; else None."""
-        return self._handle if self._passed_since_tick else None
+    def is_loop_idle(self) -> bool:
+        """Return whether the loop has nothing to run, so that the calling task need not yield.
+
+        The driver's callback does not count if a safe point has made a pass since the driver last ran.
+        """
+        work = self.loop_work
+        return work is not None and not work.has_work(self._handle if self._passed_since_tick else None)
 
     # -- pollables ---------------------------------------------------------------------------------------------------
 
@@ -314,6 +324,8 @@ class Poller:
     def start(self) -> None:
         """Start the driver. Message callbacks will run in a copy of the caller's context, which identifies the rank."""
         self._context = contextvars.copy_context()
+        if self.loop_work is None:
+            self.loop_work = find_work(self.loop)
         if self._state is _STOPPED:
             self._state = _ASLEEP
         if self._bell is not None:
