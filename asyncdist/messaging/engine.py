@@ -116,7 +116,7 @@ class Engine(Poller):
         if self.before_safe_point is not None:  # only in a simulation
             await self.before_safe_point()
         self._note_safe_point_begun()  # no effect unless the rank is recorded or replayed
-        completed = self.poll()
+        completed = self.first_pass()
         self.turn = 1
         if not self.is_loop_idle():
             await yield_to_loop()

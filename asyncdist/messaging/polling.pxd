@@ -39,6 +39,7 @@ cdef class Poller:
     cdef readonly dict _waiters
     cdef readonly dict _conditions
     cdef readonly bint _in_pass
+    cdef Py_ssize_t _unused_result
     cdef readonly Py_ssize_t _pass_count
     cdef readonly Py_ssize_t _completion_count
     cdef readonly Py_ssize_t _request_count
@@ -63,6 +64,10 @@ cdef class Poller:
 
     @cython.locals(pollable=Pollable, completed=Py_ssize_t)
     cpdef Py_ssize_t poll(self) except -1
+    @cython.locals(completed=Py_ssize_t)
+    cpdef bint pass_quietly(self) except -1
+    @cython.locals(completed=Py_ssize_t)
+    cpdef Py_ssize_t first_pass(self) except -1
     @cython.locals(operations=list, pending=list, left=list, operation=PendingRequest, position=Py_ssize_t, completed=Py_ssize_t)
     cdef Py_ssize_t _test_operations(self) except -1
     cpdef object give_core(self)

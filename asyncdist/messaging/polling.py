@@ -167,6 +167,7 @@ class Poller:
         self._waiters: dict[asyncio.Future[None], tuple[WaitId, float, Peers | None]] = {}
         self._conditions: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._in_pass = False
+        self._unused_result = -1  # result of a pass that the next safe point need not make again; -1 if there is none
         self._pass_count = 0
         self._completion_count = 0
         self._request_count = 0  # number of completions other than messages delivered to channels
@@ -211,6 +212,24 @@ class Poller:
         if completed and self._conditions:
             self.recheck()
         return completed
+
+    def pass_quietly(self) -> bool:
+        """Make the pass of a safe point. Return whether the safe point is over, so that no coroutine is needed.
+
+        If it is not over, the caller must continue with ``safe_point``, which uses the result of this pass.
+        """
+        if self.loop_work is None or self.failure is not None or (self._has_threads and self._operations):
+            return False
+        completed = self.poll()
+        if not completed and self.is_loop_idle() and self.failure is None:
+            return True
+        self._unused_result = completed
+        return False
+
+    def first_pass(self) -> int:
+        """Make the first pass of a safe point, unless :meth:`pass_quietly` has made it. Return its completions."""
+        completed, self._unused_result = self._unused_result, -1
+        return self.poll() if completed < 0 else completed
 
     def _test_operations(self) -> int:
         operations, self._operations = self._operations, []

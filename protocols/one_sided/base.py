@@ -272,6 +272,9 @@ class OneSidedPolicy(JoinablePolicy):
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
+    def _begin_step(self) -> bool:
+        return self.is_alone or not (self._needs_step or self._is_turn())
+
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         if self.is_alone:
             await self._world.safe_point()

@@ -416,6 +416,11 @@ class AsyncSelectiveAveragingPolicy(Ported):
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
+    def _begin_step(self) -> bool:
+        if self._is_due():
+            return False
+        return self.is_alone or not (self._member.wants_step or self._events.are_wanted or self._visits is not None)
+
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         if self.is_alone:
             if self._is_due():
