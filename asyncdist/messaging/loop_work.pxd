@@ -10,6 +10,7 @@ cdef class LoopWork:
     cdef object _timers
     cdef tuple _tables
     cdef Py_ssize_t _own_count
+    cdef set _spared
     cdef list _seen
     cdef list _deadlines
     cdef double _asked_at
@@ -18,6 +19,7 @@ cdef class LoopWork:
     cdef public double spin_s
     cdef public double turn_period_s
 
+    cpdef object spare(self, object descriptor)
     @cython.locals(now=double, away_s=double, is_spinning=bint)
     cpdef bint has_work(self, object spared) except -1
     @cython.locals(ready_count=Py_ssize_t, entry_count=Py_ssize_t)

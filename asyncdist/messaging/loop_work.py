@@ -14,7 +14,7 @@ import asyncio
 import gc
 import socket
 from collections import deque
-from collections.abc import Collection, Sized
+from collections.abc import Collection
 from time import monotonic
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -54,6 +54,7 @@ class LoopWork:
         "_ran_at",
         "_ready",
         "_seen",
+        "_spared",
         "_tables",
         "_timers",
         "is_running",
@@ -66,7 +67,7 @@ class LoopWork:
         loop: asyncio.AbstractEventLoop,
         ready: deque[asyncio.Handle],
         timers: Collection[asyncio.TimerHandle],
-        tables: tuple[Sized, ...],
+        tables: tuple[Collection[Any], ...],
         own_count: int,
     ) -> None:
         self._loop = loop
@@ -74,6 +75,7 @@ class LoopWork:
         self._timers = timers
         self._tables = tables
         self._own_count = own_count
+        self._spared: set[int] = set()
         self._seen: list[asyncio.TimerHandle] = []  # the timers at the last look, and their deadlines
         self._deadlines: list[float] = []
         self._asked_at = 0.0
@@ -81,6 +83,12 @@ class LoopWork:
         self.is_running = True
         self.spin_s = SPIN_S
         self.turn_period_s = TURN_PERIOD_S
+
+    def spare(self, descriptor: int) -> None:
+        """From now on, ignore ``descriptor``, which the loop already watches."""
+        if descriptor not in self._spared:
+            self._spared.add(descriptor)
+            self._own_count += sum([descriptor in table for table in self._tables])
 
     def has_work(self, spared: asyncio.Handle | None) -> bool:
         """Return whether an iteration would run a callback other than ``spared``, or may do something unseen.

@@ -366,6 +366,8 @@ class Poller:
         """Make a pass, in the context of the caller of this method, when another rank rings."""
         try:
             self.loop.add_reader(bell.fileno(), self._on_bell)
+            if self.loop_work is not None:
+                self.loop_work.spare(bell.fileno())  # a ring needs no iteration, since a safe point makes a pass
         except NotImplementedError:  # not a loop of asyncio or uvloop
             bell.close()
             self._bell = None

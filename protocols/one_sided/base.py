@@ -273,7 +273,10 @@ class OneSidedPolicy(JoinablePolicy):
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> bool:
-        return self.is_alone or not (self._needs_step or self._is_turn())
+        if self.is_alone:
+            return True
+        is_asked = self._admission is not None and self._admission.is_asked
+        return not (self._needs_step or is_asked or self._is_turn())
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         if self.is_alone:

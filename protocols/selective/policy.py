@@ -417,9 +417,10 @@ class AsyncSelectiveAveragingPolicy(Ported):
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> bool:
-        if self._is_due():
-            return False
-        return self.is_alone or not (self._member.wants_step or self._events.are_wanted or self._visits is not None)
+        if self.is_alone:
+            return not self._is_due()
+        has_work = self._member.wants_step or self._events.are_wanted or self._visits is not None
+        return not (has_work or self._is_due())
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         if self.is_alone:
