@@ -2,7 +2,7 @@ cimport cython
 
 from asyncdist.transports.doorbell cimport Doorbell
 from asyncdist.transports.persistent_send cimport PersistentSend
-from asyncdist.messaging.loop_work cimport LoopWork
+from asyncdist.transports.loop_work cimport LoopWork
 
 
 cdef object _STOPPED

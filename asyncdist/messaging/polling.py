@@ -41,9 +41,9 @@ from collections.abc import Callable, Iterable
 from typing import Final, TypeAlias
 
 from asyncdist.errors import AsyncdistError, TruncationError
-from asyncdist.messaging.loop_work import LoopWork, find_work
 from asyncdist.transports.base import Buffer, Request, Transport
 from asyncdist.transports.doorbell import Doorbell
+from asyncdist.transports.loop_work import LoopWork, find_work
 from asyncdist.transports.persistent_send import PersistentSend
 from asyncdist.waits import WaitId
 

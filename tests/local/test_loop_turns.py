@@ -16,8 +16,8 @@ import pytest
 
 import asyncdist as ad
 from asyncdist.messaging import engine
-from asyncdist.messaging.loop_work import LoopWork
 from asyncdist.simulation import simulate
+from asyncdist.transports.loop_work import LoopWork
 
 
 async def ready_callback(seen: list[str]) -> None:
