@@ -22,6 +22,7 @@ from typing import Final
 MODULES: Final = (
     "messaging._crc32",
     "messaging.wire",
+    "transports.loop_work",
     "messaging.polling",
     "messaging.mailboxes",
     "recording.writer",

@@ -135,6 +135,9 @@ class AverageAllPolicy(Ported):
         finally:  # even after a cancellation, the freed group no longer uses the model's memory
             self._world.scratch.forget(self.model)
 
+    def _begin_step(self) -> bool:
+        return self.is_alone or not self._is_due()
+
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         del local_metric
         if self.is_alone or not self._is_due():

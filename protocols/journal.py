@@ -43,6 +43,7 @@ class Journal:
 
     Attributes:
         metric: Latest metric; None before the first metric.
+        step_count: Number of the policy's next iteration after the latest step.
         is_direction_named: Whether the latest step was called with ``loss=`` or ``score=``.
         averages: Counts of this rank's contributions and averages.
     """
@@ -54,7 +55,7 @@ class Journal:
         self._rank: int | None = None
         self._number = -1
         self._group = 0  # lowest rank of the policy's group
-        self._step_count = 0  # iteration of the policy
+        self.step_count = 0  # iteration of the policy
         self.averages = AverageCounts()
         self._replacement_count = self._abandoned_count = 0
         self._role, self._round = "", None  # type: str, int | None
@@ -105,7 +106,7 @@ class Journal:
             return
         if services.events.sink is not None:
             self.record("weights", checksum_of(model))
-        self.add("closed", self._step_count)
+        self.add("closed", self.step_count)
         services.progress_probes.remove(self.progress)
         services.last_progress = self.progress()
 
@@ -143,7 +144,7 @@ class Journal:
 
     def note_step(self, iteration: int, info: StepInfo, began_at: float) -> None:
         """Record the result of a step that began at ``began_at``, a time from :meth:`now`."""
-        self._step_count = iteration + 1
+        self.step_count = iteration + 1
         if self._whole is not None:  # the containing policy records the same step
             for part in info.parts or (info,) if info.fragment >= 0 else ():
                 self.averages.note_applied(part)
@@ -210,7 +211,7 @@ class Journal:
         latest, member = self._latest, self._part or self
         return PolicyCounters(
             policy=self._name,
-            step=self._step_count,
+            step=self.step_count,
             metric=self.metric,
             role=member._role,
             round=member._round,

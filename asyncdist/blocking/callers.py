@@ -31,7 +31,6 @@ from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 import greenlet
 
 from asyncdist.blocking.begun import BegunCall, Outcome, Pause, awaited, called, outcome_of
-from asyncdist.blocking.idle_loop import IdleLoop
 from asyncdist.errors import ClosedError, LocalProtocolError
 from asyncdist.runtime.failing.process_ends import end_forked_child
 from asyncdist.runtime.notebooks import is_loop_running
@@ -197,9 +196,9 @@ class LoopCaller(Caller):
         super().__init__()
         self._open_world = open_world
         self._interrupts = Interrupts(spares_process=is_loop_running())
-        self._runner = asyncio.Runner(loop_factory=IdleLoop)
+        self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)  # uvloop takes 30 us to start
         self._context = contextvars.copy_context()  # the context of main
-        self._loop: IdleLoop
+        self._loop: asyncio.AbstractEventLoop
         self._host: asyncio.Task[Outcome[None]]
         self._next: BegunCall | None = None  # the begun call that main resumes next
         self._awaited: BegunCall | None = None  # None after an interrupt, even while main still runs the call
@@ -214,7 +213,7 @@ class LoopCaller(Caller):
         self._interrupts.__enter__()
         try:
             with aside():
-                self._loop = loop = cast(IdleLoop, self._runner.get_loop())
+                self._loop = loop = self._runner.get_loop()
                 self._waiter = self._pause()
                 opened: asyncio.Future[None] = loop.create_future()
                 self._host = loop.create_task(self._host_rank(opened), name="main", context=self._context)
@@ -225,7 +224,6 @@ class LoopCaller(Caller):
         except BaseException:
             self._end()
             raise
-        self.world.services.engine.is_loop_idle = self._is_idle
         self.is_open = True
         atexit.register(self._close_at_exit)
         self.world.services.engine.transport.on_finalize(self._close_before_finalize)
@@ -320,11 +318,15 @@ class LoopCaller(Caller):
         loop = self._loop
         if self._waiter.done():  # after an interrupt, main is still running an earlier call
             return BegunCall(called(fn, args, kwargs), None)
+        work = self.world.services.engine.loop_work
+        assert work is not None, "the world has opened in an asyncio loop"
         _set_running_loop(loop)
         _enter_task(loop, self._host)
+        work.is_running = False
         try:
             return self._context.run(self._step_in_context, fn, args, kwargs)
         finally:
+            work.is_running = True
             _leave_task(loop, self._host)
             _set_running_loop(None)
 
@@ -337,20 +339,9 @@ class LoopCaller(Caller):
             made = awaited(made)
         try:
             waits_for = made.send(None)
-            if waits_for is None and self._is_idle():
-                waits_for = made.send(None)
         except StopIteration as ended:
             return ended.value
         return BegunCall(made, waits_for)
-
-    def _is_idle(self) -> bool:
-        """Return whether the loop has nothing to run. If so, a call saves the yield to the loop, which takes 30 us."""
-        loop, engine = self._loop, self.world.services.engine
-        if loop.is_running():
-            return False
-        # A ring needs no iteration of the loop, since a safe point makes a pass.
-        spared_descriptor_count = 0 if engine.transport.doorbell is None else 1
-        return not loop.has_work(engine.spared_tick, spared_descriptor_count)
 
     def _finish(self, begun: BegunCall) -> Any:
         """Let main run a begun call to its end, and return the call's value."""

@@ -73,8 +73,6 @@ class Engine(Poller):
         collective_waits: Futures on which coroutines in collectives wait; read by reports.
         on_waited: Function called with the identity and the duration, in seconds, of each wait; None if waits are not
             measured.
-        is_loop_idle: Function that returns whether the event loop is stopped and has nothing to run; the calling task
-            then need not yield. None if tasks run only in the loop.
         before_safe_point: Coroutine function, awaited before each safe point of a simulated rank, that charges the
             computing time of user code; None on real ranks.
         turn: Number of passes and yields made in the current safe point; odd during a yield.
@@ -93,7 +91,6 @@ class Engine(Poller):
         super().__init__(transport, loop)
         self.collective_waits: set[asyncio.Future[Any]] = set()
         self.on_waited: Callable[[WaitId, float], None] | None = None
-        self.is_loop_idle: Callable[[], bool] | None = None
         self.before_safe_point: Callable[[], Awaitable[None]] | None = None
         self.clock = clock_of(loop)
         self.turn = self.woken_count = 0
@@ -106,6 +103,7 @@ class Engine(Poller):
     async def safe_point(self, budget_s: float = 0.0) -> None:
         """Alternate passes and yields to other tasks until a pass completes nothing or the budget is spent.
 
+        The first yield is skipped if the loop has nothing to run.
         The number of passes that deliver only messages is bounded, so constant senders cannot block this rank.
 
         Args:
@@ -118,9 +116,9 @@ class Engine(Poller):
         if self.before_safe_point is not None:  # only in a simulation
             await self.before_safe_point()
         self._note_safe_point_begun()  # no effect unless the rank is recorded or replayed
-        completed = self.poll()
+        completed = self.first_pass()
         self.turn = 1
-        if self.is_loop_idle is None or not self.is_loop_idle():
+        if not self.is_loop_idle():
             await yield_to_loop()
         self.turn = 2
         if budget_s:

@@ -1,6 +1,7 @@
 cimport cython
 
 from asyncdist.transports.doorbell cimport Doorbell
+from asyncdist.transports.loop_work cimport LoopWork
 
 
 cdef object _STOPPED
@@ -29,6 +30,7 @@ cdef class Poller:
     cdef readonly object transport
     cdef readonly object loop
     cdef readonly object failure
+    cdef public LoopWork loop_work
     cdef tuple _pollables
     cdef readonly list _operations
     cdef readonly list _in_test
@@ -36,6 +38,7 @@ cdef class Poller:
     cdef readonly dict _waiters
     cdef readonly dict _conditions
     cdef readonly bint _in_pass
+    cdef Py_ssize_t _unused_result
     cdef readonly Py_ssize_t _pass_count
     cdef readonly Py_ssize_t _completion_count
     cdef readonly Py_ssize_t _request_count
@@ -60,9 +63,15 @@ cdef class Poller:
 
     @cython.locals(pollable=Pollable, completed=Py_ssize_t)
     cpdef Py_ssize_t poll(self) except -1
+    @cython.locals(completed=Py_ssize_t)
+    cpdef bint pass_quietly(self) except -1
+    @cython.locals(completed=Py_ssize_t)
+    cpdef Py_ssize_t first_pass(self) except -1
     @cython.locals(operations=list, pending=list, left=list, operation=PendingRequest, position=Py_ssize_t, completed=Py_ssize_t)
     cdef Py_ssize_t _test_operations(self) except -1
     cpdef object give_core(self)
+    @cython.locals(work=LoopWork)
+    cpdef bint is_loop_idle(self) except -1
     cpdef object watch(self, object request, object what, object on_done=*)
     cpdef object recheck(self)
     cpdef object fail(self, object error)

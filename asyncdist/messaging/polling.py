@@ -43,6 +43,7 @@ from typing import Final, TypeAlias
 from asyncdist.errors import AsyncdistError, TruncationError
 from asyncdist.transports.base import Buffer, Request, Transport
 from asyncdist.transports.doorbell import Doorbell
+from asyncdist.transports.loop_work import LoopWork, find_work
 from asyncdist.waits import WaitId
 
 HOT_PASS_COUNT: Final = 100
@@ -147,12 +148,18 @@ class AbandonedReceive:
 
 
 class Poller:
-    """Tests the outstanding requests of one rank, and wakes the tasks that wait for them."""
+    """Tests the outstanding requests of one rank, and wakes the tasks that wait for them.
+
+    Attributes:
+        loop_work: Reports whether the loop has anything to run; None before the start, and if the loop is of an unknown
+            kind, such as a simulated rank's.
+    """
 
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
         self.transport = transport
         self.loop = loop
         self.failure: BaseException | None = None
+        self.loop_work: LoopWork | None = None
         self._pollables: tuple[Pollable, ...] = ()
         self._operations: list[PendingRequest] = []
         self._in_test: list[PendingRequest] = []  # requests of the current pass
@@ -161,6 +168,7 @@ class Poller:
         self._waiters: dict[asyncio.Future[None], tuple[WaitId, float, Peers | None]] = {}
         self._conditions: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._in_pass = False
+        self._unused_result = -1  # result of a pass that the next safe point need not make again; -1 if there is none
         self._pass_count = 0
         self._completion_count = 0
         self._request_count = 0  # number of completions other than messages delivered to channels
@@ -205,6 +213,24 @@ class Poller:
         if completed and self._conditions:
             self.recheck()
         return completed
+
+    def pass_quietly(self) -> bool:
+        """Make the pass of a safe point. Return whether the safe point is over, so that no coroutine is needed.
+
+        If it is not over, the caller must continue with ``safe_point``, which uses the result of this pass.
+        """
+        if self.loop_work is None or self.failure is not None or (self._has_threads and self._operations):
+            return False
+        completed = self.poll()
+        if not completed and self.is_loop_idle() and self.failure is None:
+            return True
+        self._unused_result = completed
+        return False
+
+    def first_pass(self) -> int:
+        """Make the first pass of a safe point, unless :meth:`pass_quietly` has made it. Return its completions."""
+        completed, self._unused_result = self._unused_result, -1
+        return self.poll() if completed < 0 else completed
 
     def _test_operations(self) -> int:
         operations, self._operations = self._operations, []
@@ -270,10 +296,13 @@ class Poller:
         """Whether no request is outstanding. Messages may still wait in mailboxes."""
         return not self._operations
 
-    @property
-    def spared_tick(self) -> asyncio.Handle | None:
-        """The driver's scheduled callback, if a safe point has made a pass since the driver last ran; else None."""
-        return self._handle if self._passed_since_tick else None
+    def is_loop_idle(self) -> bool:
+        """Return whether the loop has nothing to run, so that the calling task need not yield.
+
+        The driver's callback does not count if a safe point has made a pass since the driver last ran.
+        """
+        work = self.loop_work
+        return work is not None and not work.has_work(self._handle if self._passed_since_tick else None)
 
     # -- pollables ---------------------------------------------------------------------------------------------------
 
@@ -315,6 +344,8 @@ class Poller:
     def start(self) -> None:
         """Start the driver. Message callbacks will run in a copy of the caller's context, which identifies the rank."""
         self._context = contextvars.copy_context()
+        if self.loop_work is None:
+            self.loop_work = find_work(self.loop)
         if self._state is _STOPPED:
             self._state = _ASLEEP
         if self._bell is not None:
@@ -336,6 +367,8 @@ class Poller:
         """Make a pass, in the context of the caller of this method, when another rank rings."""
         try:
             self.loop.add_reader(bell.fileno(), self._on_bell)
+            if self.loop_work is not None:
+                self.loop_work.spare(bell.fileno())  # a ring needs no iteration, since a safe point makes a pass
         except NotImplementedError:  # not a loop of asyncio or uvloop
             bell.close()
             self._bell = None

@@ -165,6 +165,9 @@ class ObservedEngine(Engine):
     def name_send(self, kind: WaitKind, dest: int, tag: int) -> WaitId | None:
         return WaitId(kind, tag, dest, next(self._send_counts[kind, dest, tag])) if self.has_begun else None
 
+    def pass_quietly(self) -> bool:
+        return False  # every safe point is recorded
+
     def note_collective_begun(self) -> None:
         self.woken_count += 1
 

@@ -441,6 +441,13 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
+    def _begin_step(self) -> bool:
+        self._progress.steps += 1  # before the first await, so that a cancelled step is counted
+        leads = self._federation is not None or (self._member is not None and self._member.server is not None)
+        if leads or self._crew is not None or self._stopwatch is not None or self._holdings.outstanding is not None:
+            return False
+        return not (self._progress.is_due or self._progress.is_waiting)
+
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         del local_metric
         if self._crew is None:
@@ -449,7 +456,6 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             return await self._take_step()
 
     async def _take_step(self) -> StepInfo:
-        self._progress.steps += 1  # before the first await, so that a cancelled step is counted
         if self.is_alone:
             await self._world.safe_point()
         else:

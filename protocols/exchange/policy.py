@@ -397,14 +397,19 @@ class ExchangePolicy(ReplicatedPolicy):
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
+    def _begin_step(self) -> bool:
+        flights = self._flights
+        flights.note_step(self.iteration)  # before the first await: a cancelled step's fragments are captured later
+        self._unfinished.clear()
+        has_work = flights.in_flight or flights.can_begin() or self._replica is not None
+        return not has_work and (self._admission is None or not self._admission.is_asked)
+
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         with contextlib.nullcontext() if self._replica is None else self._replica.step():
             return await self._take_step(local_metric)
 
     async def _take_step(self, local_metric: MetricSource) -> StepInfo:
         world, step, flights = self._world, self.iteration, self._flights
-        flights.note_step(step)  # before the first await: the fragments of a cancelled step are then captured later
-        self._unfinished.clear()
         if self.is_alone:
             await world.safe_point()
             if not self._acts_alone():

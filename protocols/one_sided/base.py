@@ -272,6 +272,12 @@ class OneSidedPolicy(JoinablePolicy):
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
+    def _begin_step(self) -> bool:
+        if self.is_alone:
+            return True
+        is_asked = self._admission is not None and self._admission.is_asked
+        return not (self._needs_step or is_asked or self._is_turn())
+
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         if self.is_alone:
             await self._world.safe_point()

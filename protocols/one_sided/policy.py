@@ -154,8 +154,11 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
-    async def _step(self, local_metric: MetricSource) -> StepInfo:
+    def _begin_step(self) -> bool:
         self._step_count += 1
+        return super()._begin_step() and not self._is_due()
+
+    async def _step(self, local_metric: MetricSource) -> StepInfo:
         if self.is_alone and self._is_due():
             self._read_metric(local_metric)
         return await super()._step(local_metric)

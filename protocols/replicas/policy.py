@@ -251,6 +251,9 @@ class ReplicaAveragingPolicy(Ported):
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
+    def _begin_step(self) -> bool:
+        return self.is_alone or not (self._is_due() or (self.iteration + 1) % self.swap_every == 0)
+
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         is_due = self._is_due()
         if self.is_alone or not (is_due or (self.iteration + 1) % self.swap_every == 0):

@@ -416,6 +416,12 @@ class AsyncSelectiveAveragingPolicy(Ported):
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
+    def _begin_step(self) -> bool:
+        if self.is_alone:
+            return not self._is_due()
+        has_work = self._member.wants_step or self._events.are_wanted or self._visits is not None
+        return not (has_work or self._is_due())
+
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         if self.is_alone:
             if self._is_due():

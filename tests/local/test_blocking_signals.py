@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 import asyncdist as ad
-from asyncdist.blocking.idle_loop import IdleLoop
 
 #: The instructions after which Python runs handlers of signals.
 _CHECKING = {dis.opmap[name] for name in ("RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD")}
@@ -40,16 +39,16 @@ async def waiting() -> int:
 def test_signal_after_the_loops_last_turn_is_raised_on_return(
     number: signal.Signals, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_forever = IdleLoop.run_forever
+    run_forever = asyncio.SelectorEventLoop.run_forever
     seen: list[str] = []
 
-    def then_signal(loop: IdleLoop) -> None:
+    def then_signal(loop: asyncio.SelectorEventLoop) -> None:
         run_forever(loop)
         monkeypatch.undo()
         signal.raise_signal(number)
 
     with ad.blocking.open_world() as world:
-        monkeypatch.setattr(IdleLoop, "run_forever", then_signal)
+        monkeypatch.setattr(asyncio.SelectorEventLoop, "run_forever", then_signal)
         with pytest.raises(kind):
             world.call(waiting)
             seen.append("went on")
@@ -105,16 +104,16 @@ def test_cancelling_main_as_a_call_ends_stops_the_next_call() -> None:
 
 
 def test_a_signal_as_the_world_opens_is_raised_in_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = IdleLoop.run_until_complete
+    run = asyncio.SelectorEventLoop.run_until_complete
     seen: list[str] = []
 
-    def then_signal(loop: IdleLoop, awaited: Any) -> Any:
+    def then_signal(loop: asyncio.SelectorEventLoop, awaited: Any) -> Any:
         result = run(loop, awaited)
         monkeypatch.undo()
         signal.raise_signal(signal.SIGINT)
         return result
 
-    monkeypatch.setattr(IdleLoop, "run_until_complete", then_signal)
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "run_until_complete", then_signal)
     with pytest.raises(KeyboardInterrupt), ad.blocking.open_world():
         seen.append("entered")
     assert not seen

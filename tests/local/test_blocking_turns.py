@@ -13,8 +13,6 @@ from collections.abc import Iterator
 import pytest
 
 import asyncdist as ad
-from asyncdist.blocking import idle_loop
-from asyncdist.blocking.idle_loop import IdleLoop
 from asyncdist.messaging import engine
 from asyncdist.runtime.stall_warnings import frames_of
 
@@ -23,19 +21,26 @@ from asyncdist.runtime.stall_warnings import frames_of
 def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Have one entry for each time the loop was run, once nothing else is a reason to run it."""
     seen: list[int] = []
-    run_forever = IdleLoop.run_forever
+    run_forever = asyncio.SelectorEventLoop.run_forever
 
-    def counted(loop: IdleLoop) -> None:
+    def counted(loop: asyncio.AbstractEventLoop) -> None:
         seen.append(1)
         run_forever(loop)
 
-    monkeypatch.setattr(IdleLoop, "run_forever", counted)
-    monkeypatch.setattr(idle_loop, "TURN_PERIOD_S", 1e9)
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "run_forever", counted)
     yield seen
+
+
+def set_turn_period(world: ad.blocking.World, seconds: float) -> None:
+    """Set the period after which the loop runs even if no work is visible."""
+    work = world.awaited.services.engine.loop_work
+    assert work is not None
+    work.turn_period_s = seconds
 
 
 def settle(world: ad.blocking.World, turns: list[int]) -> None:
     """Wait until the tasks that opening the world has started are done."""
+    set_turn_period(world, 1e9)
     world.sleep(0.01)
     for _ in range(3):
         world.safe_point()
@@ -87,10 +92,10 @@ def test_tasks_timers_threads_and_descriptors_have_their_turn(turns: list[int]) 
         loop.remove_writer(mine)
 
 
-def test_loop_gets_a_turn_after_a_while_without_being_asked(turns: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_gets_a_turn_after_a_while_without_being_asked(turns: list[int]) -> None:
     with ad.blocking.open_world() as world:
         settle(world, turns)
-        monkeypatch.setattr(idle_loop, "TURN_PERIOD_S", -1.0)
+        set_turn_period(world, -1.0)
         world.safe_point()
         assert turns
 
