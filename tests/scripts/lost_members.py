@@ -52,7 +52,9 @@ def calls(world: ad.World, copy_of_all: ad.Group) -> dict[str, Callable[[], Awai
         "AsyncSelectiveAveragingPolicy": lambda: enter(
             AsyncSelectiveAveragingPolicy(*of_model, average_every=1, group=copy_of_all)
         ),
-        "OneSidedSelectiveAveragingPolicy": lambda: enter(OneSidedSelectiveAveragingPolicy(*of_model, average_every=1)),
+        "OneSidedSelectiveAveragingPolicy": lambda: enter(
+            OneSidedSelectiveAveragingPolicy(*of_model, average_every=1, group=copy_of_all)
+        ),
         "coordinate": lambda: coordinate([VICTIM]),
         "barrier": ad.barrier,
         "compute_and_broadcast": lambda: ad.compute_and_broadcast(lambda: 1),
