@@ -530,6 +530,7 @@ def averages(ratio: float, speedup: float) -> dict[str, Any]:
     seconds |= {"per parameter s": 1.0, "raw per parameter s": 1.0, "nbytes": 1 << 20}
     kinds = ("models", "gradients")
     return {
+        "first": {"s": 1.5, "later s": 1.0},
         "large": seconds | {f"{kind} ratio": ratio for kind in kinds},
         "small": seconds | {f"{kind} speedup": speedup for kind in kinds},
     }

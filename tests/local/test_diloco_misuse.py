@@ -53,7 +53,7 @@ def test_tokens_belong_to_all_steps_or_to_none(kind: Any) -> None:
             optimizer = torch.optim.SGD(model.parameters())
             async with kind(model, optimizer, average_every=4, weights="tokens", **options) as own:
                 await own.step(tokens=first)
-                with pytest.raises(ValueError, match=naming("tokens", "in all steps or in none", str(second))):
+                with pytest.raises(ValueError, match=naming("tokens", "in all steps or in no step", str(second))):
                     await own.step(tokens=second)
                 await own.step(tokens=first)
 
