@@ -39,6 +39,7 @@ cdef class Poller:
     cdef readonly dict _conditions
     cdef readonly bint _in_pass
     cdef Py_ssize_t _unused_result
+    cdef bint _must_yield
     cdef readonly Py_ssize_t _pass_count
     cdef readonly Py_ssize_t _completion_count
     cdef readonly Py_ssize_t _request_count

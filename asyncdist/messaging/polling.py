@@ -169,6 +169,7 @@ class Poller:
         self._conditions: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._in_pass = False
         self._unused_result = -1  # result of a pass that the next safe point need not make again; -1 if there is none
+        self._must_yield = False  # whether pass_quietly has found that the loop has something to run
         self._pass_count = 0
         self._completion_count = 0
         self._request_count = 0  # number of completions other than messages delivered to channels
@@ -222,8 +223,10 @@ class Poller:
         if self.loop_work is None or self.failure is not None or (self._has_threads and self._operations):
             return False
         completed = self.poll()
-        if not completed and self.is_loop_idle() and self.failure is None:
-            return True
+        if not completed and self.failure is None:
+            if self.is_loop_idle():
+                return True
+            self._must_yield = True  # the loop's work is due only once
         self._unused_result = completed
         return False
 
@@ -301,6 +304,9 @@ class Poller:
 
         The driver's callback does not count if a safe point has made a pass since the driver last ran.
         """
+        if self._must_yield:
+            self._must_yield = False
+            return False
         work = self.loop_work
         return work is not None and not work.has_work(self._handle if self._passed_since_tick else None)
 
@@ -360,6 +366,7 @@ class Poller:
             self._handle = None
         if self._bell is not None:
             self.loop.remove_reader(self._bell.fileno())
+            self._bell.end()
             self._bell.close()
             self._bell = None
 
@@ -370,7 +377,7 @@ class Poller:
             if self.loop_work is not None:
                 self.loop_work.spare(bell.fileno())  # a ring needs no iteration, since a safe point makes a pass
         except NotImplementedError:  # not a loop of asyncio or uvloop
-            bell.close()
+            bell.withdraw()
             self._bell = None
 
     def _on_bell(self) -> None:
@@ -495,6 +502,7 @@ class Poller:
                 return self.loop.call_soon(self._take_tick)
         if self._state is _STOPPED:
             return None
+        self._passed_since_tick = False  # the next tick makes a pass, although arming has made one
         if not self._operations and self._is_rung_by_all() and not self.transport.is_sending():
             self._state = _ASLEEP
             return self.loop.call_later(SAFETY_PERIOD_S, self._take_tick)

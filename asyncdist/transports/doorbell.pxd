@@ -10,6 +10,7 @@ cdef class PeerBell:
     cdef object _pipe
 
     cpdef object ring_sleeper(self)
+    cpdef object mute(self)
     cdef object _ring(self)
 
 
@@ -19,6 +20,7 @@ cdef class Doorbell:
     cdef unsigned char[::1] _board
     cdef Py_ssize_t _place
     cdef list _places
+    cdef list _bells
     cdef bint _is_everybody_here
     cdef list _descriptors
     cdef object _finalizer

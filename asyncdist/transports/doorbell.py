@@ -95,6 +95,10 @@ class PeerBell:
         if self._board[self._place] == _ASLEEP:
             self._ring()
 
+    def mute(self) -> None:
+        """Ring no longer: the descriptor is about to be closed, and its number may be used again."""
+        self._pipe = -1
+
     def _ring(self) -> None:
         self._board[self._place] = _AWAKE  # one ring is enough
         with contextlib.suppress(OSError):  # the pipe is full of rings, or the rank has ended
@@ -117,6 +121,7 @@ class Doorbell:
         self._board = memoryview(bytearray(LINE_NBYTES))
         self._place = 0
         self._places: list[int] = []  # of the other ranks of this host
+        self._bells: list[PeerBell] = []
         self._is_everybody_here = False
         self._descriptors: list[int] = list(os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC))
         self._finalizer = weakref.finalize(self, _close, self._descriptors)
@@ -149,10 +154,12 @@ class Doorbell:
             place = line * LINE_NBYTES
             if other == rank:
                 self._place = place
-                bells[other] = PeerBell(self._board, place, self._descriptors[1])
+                pipe = self._descriptors[1]
             else:
                 self._places.append(place)
-                bells[other] = PeerBell(self._board, place, self._opened(addresses[other]))
+                pipe = self._opened(addresses[other])
+            bell = bells[other] = PeerBell(self._board, place, pipe)
+            self._bells.append(bell)
         self._board[self._place] = _AWAKE
         return bells
 
@@ -163,7 +170,8 @@ class Doorbell:
         path = f"/proc/{address.board.pid}/fd/{address.pipe}"
         if os.readlink(path) != f"pipe:[{address.inode}]":  # another kind of file might react to being opened
             raise FileNotFoundError(f"{path} is not the pipe of a rank")
-        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        # Open it for reading, too: after the rank has died, a write to a pipe without readers would raise SIGPIPE.
+        descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._descriptors.append(descriptor)
         if os.fstat(descriptor).st_ino != address.inode:
             raise FileNotFoundError(f"{path} changed while it was opened")
@@ -202,8 +210,14 @@ class Doorbell:
         """Stop being rung, because this rank sends and receives no more messages."""
         self._board[self._place] = _ENDED
 
+    def withdraw(self) -> None:
+        """Declare that this rank does not sleep and may fail to ring, so that no other rank relies on its rings."""
+        self._board[self._place] = _ABSENT
+
     def close(self) -> None:
-        """Close all pipes. The event loop must no longer watch :meth:`fileno`."""
+        """Close all pipes; the bells of the other ranks then do nothing. The loop must no longer watch the pipe."""
+        for bell in self._bells:
+            bell.mute()
         self._finalizer()
 
 

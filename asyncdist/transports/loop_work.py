@@ -2,7 +2,7 @@
 
 An iteration takes 20 to 50 us after torch has replaced the contents of the caches. :class:`LoopWork` reads the loop's
 own queue of ready callbacks, its timers and its tables of descriptors, so that no callback is delayed. Some events are
-in none of them, for example the end of ``loop.getaddrinfo``: an iteration is therefore due every 250 ms in any case.
+in none of them, for example the end of ``loop.getaddrinfo``: an iteration is therefore due every 100 ms in any case.
 
 For asyncio's selector loops these objects are attributes. uvloop does not name its own, but :func:`gc.get_referents`
 returns them; each is recognised by its contents after a trial, and if one is missing, every safe point yields.
@@ -14,13 +14,13 @@ import asyncio
 import gc
 import socket
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from time import monotonic
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
 #: Seconds after which an iteration is due even if no work is visible.
-TURN_PERIOD_S: Final = 0.25
+TURN_PERIOD_S: Final = 0.1
 #: Seconds between two safe points up to which every safe point yields. A yield costs little then, and a task that polls
 #: without computing would otherwise keep the interpreter's lock from other threads.
 SPIN_S: Final = 50e-6
@@ -88,7 +88,7 @@ class LoopWork:
         """From now on, ignore ``descriptor``, which the loop already watches."""
         if descriptor not in self._spared:
             self._spared.add(descriptor)
-            self._own_count += sum([descriptor in table for table in self._tables])
+            self._own_count += _count_entries(self._tables, [descriptor])
 
     def has_work(self, spared: asyncio.Handle | None) -> bool:
         """Return whether an iteration would run a callback other than ``spared``, or may do something unseen.
@@ -130,8 +130,8 @@ def find_work(loop: asyncio.AbstractEventLoop) -> LoopWork | None:
     """Return an object that reports whether the running ``loop`` has work, or None if the kind of loop is unknown."""
     if not hasattr(asyncio.Task, "_must_cancel"):
         return None
-    if isinstance(loop, asyncio.SelectorEventLoop):
-        its: Any = loop
+    its: Any = loop
+    if type(loop) is asyncio.SelectorEventLoop and type(its._selector).__module__ == "selectors":
         tables = its._selector._fd_to_key, its._signal_handlers
         return LoopWork(loop, its._ready, its._scheduled, tables, own_count=1)  # the descriptor that wakes the loop
     return _find_work_of_uvloop(loop) if type(loop).__module__ == "uvloop" else None
@@ -152,5 +152,15 @@ def _find_work_of_uvloop(loop: asyncio.AbstractEventLoop) -> LoopWork | None:
     tables: list[Any] = [part for part in parts if type(part) in (set, dict) and part is not timers[0]]
     tables += [vars(part)["data"] for part in parts if type(part) is WeakValueDictionary]
     sockets = [part.fileno() for part in parts if isinstance(part, socket.socket)]  # the loop's own, for signals
-    own_count = sum(number in table for table in tables for number in sockets)
+    own_count = _count_entries(tables, sockets)
     return LoopWork(loop, queues[0], timers[0], tuple(tables), own_count) if own_count else None
+
+
+def _count_entries(tables: Iterable[Collection[Any]], descriptors: Sequence[int]) -> int:
+    """Count the entries of descriptors, without tables of signal handlers, whose keys are signals."""
+    count = 0
+    for table in tables:
+        handlers = table.values() if isinstance(table, dict) else ()
+        if not any(type(handler).__name__ == "Handle" for handler in handlers):
+            count += sum(descriptor in table for descriptor in descriptors)
+    return count

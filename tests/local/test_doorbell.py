@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import random
+import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -89,6 +92,35 @@ def test_a_ring_to_a_full_or_closed_pipe_does_nothing(pair: Host) -> None:
     pair.own[1].arm()
     pair.own[1].close()
     pair.bell(0, 1).ring_sleeper()
+
+
+def test_a_ring_to_a_dead_rank_raises_no_signal(pair: Host) -> None:
+    """Regression: programs that restore the default of SIGPIPE were killed by it."""
+    pair.own[1].arm()
+    reader = pair.own[1].fileno()
+    os.close(reader)  # the rank's only end for reading, as at its death
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        pair.bell(0, 1).ring_sleeper()
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+        os.dup2(pair.own[1].address.pipe, reader)  # the fixture closes it
+
+
+def test_a_closed_doorbell_writes_to_no_descriptor(pair: Host) -> None:
+    """Regression: the number of a closed descriptor may belong to another file."""
+    bell = pair.bell(0, 1)
+    pair.own[1].arm()
+    pair.own[0].close()
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(4)]  # they take the freed numbers
+        bell.ring_sleeper()
+        assert [os.fstat(file.fileno()).st_size for file in files] == [0] * 4
+
+
+def test_no_rank_relies_on_the_rings_of_one_that_withdrew(pair: Host) -> None:
+    pair.own[1].withdraw()
+    assert not pair.own[0].is_rung_by_all()
 
 
 def test_ranks_of_other_hosts_have_no_bell_and_do_not_ring() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import selectors
 import signal
 import socket
 import threading
@@ -17,7 +18,7 @@ import pytest
 import asyncdist as ad
 from asyncdist.messaging import engine
 from asyncdist.simulation import simulate
-from asyncdist.transports.loop_work import LoopWork
+from asyncdist.transports.loop_work import LoopWork, find_work
 
 
 async def ready_callback(seen: list[str]) -> None:
@@ -169,6 +170,43 @@ def test_spinning_and_long_unseen_loops_get_turns(loop: Any, yields: list[int]) 
         assert len(yields) == 2, "some events are not visible"
 
     ad.run(main, loop=loop)
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_a_step_that_finds_the_loop_due_lets_it_run(loop: Any, yields: list[int]) -> None:
+    """Regression: the safe point asked again, when the loop was no longer due."""
+
+    async def main(world: ad.World) -> None:
+        work = await settled(world)
+        work.turn_period_s = -1.0
+        world.services.engine.pass_quietly()
+        work.turn_period_s = 1e9
+        yields.clear()
+        await world.safe_point()
+        assert len(yields) == 1
+        await world.safe_point()
+        assert len(yields) == 1
+
+    ad.run(main, loop=loop)
+
+
+def test_loops_of_other_kinds_always_run() -> None:
+    """Regression: a loop with a selector of the user's own could not open a world."""
+
+    class Delegating(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+        pass
+
+    class Toolkit(asyncio.SelectorEventLoop):
+        pass
+
+    async def found() -> LoopWork | None:
+        return find_work(asyncio.get_running_loop())
+
+    made = [Toolkit(), asyncio.SelectorEventLoop(Delegating()), asyncio.SelectorEventLoop()]
+    work = [loop.run_until_complete(found()) for loop in made]
+    for loop in made:
+        loop.close()
+    assert work[:2] == [None, None] and work[2] is not None
 
 
 def test_safe_points_of_simulated_ranks_always_yield(yields: list[int]) -> None:
