@@ -45,6 +45,12 @@ def sources_of(state: Mapping[str, Any], rank: int, ranks: Sequence[int]) -> dic
     return {**{each: each for each in ranks}, **dict(sources or ())}
 
 
+def saved_outer(state: Mapping[str, Any]) -> tuple[int, Tensor] | None:
+    """Return the version and bytes of the outer optimizer's state in a policy's state, or None."""
+    served, copy = state["served"], state["outer"]
+    return copy if served is None else (served["version"], served["outer"])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Outstanding:
     """Describes a contribution that is not answered yet."""
@@ -168,9 +174,8 @@ class Holdings:
         self.base, self.sequence = HeldAnchor.of(state["base"], layouts, sources), state["sequence"]
         if state["served"] is not None:
             self.inherited = HeldAnchor.of(state["served"], layouts, sources)
-            self.outer = self.inherited.version, state["served"]["outer"].clone()
-        elif state["outer"] is not None:
-            self.outer = state["outer"][0], state["outer"][1].clone()
+        if (outer := saved_outer(state)) is not None:
+            self.outer = outer[0], outer[1].clone()
         if state["answer"] is not None:
             self.answer = Answer.of(state["answer"], layouts, sources)
         if state["outstanding"] is not None:

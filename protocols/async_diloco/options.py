@@ -265,6 +265,24 @@ class AsyncDiLoCoOptions(Options):
         if self.grace_steps > average_every:
             validation.refuse("grace_steps", self.grace_steps, f"at most average_every ({average_every})")
 
+    def check_saved(self, outer: Mapping[str, Any]) -> None:
+        """Raise ValueError if the default outer optimizer would continue the state of another one.
+
+        The saved options replace the factory's, but the default's weight of staleness does not fit to them.
+        """
+        if self.outer_optimizer is not DEFAULT_OUTER:
+            return
+        default = self.outer_optimizer([torch.nn.Parameter(torch.empty(0, device="cpu"))]).param_groups[0]
+        for group in outer["param_groups"]:
+            names = [name for name in ("lr", "momentum", "nesterov") if group.get(name) != default[name]]
+            if names:
+                saved = ", ".join(f"{name}={group.get(name)}" for name in names)
+                raise ValueError(
+                    f"outer_optimizer must be that of the run that saved the state, got None, and the state is of "
+                    f"{outer['optimizer']} with {saved}. If that run used the former default, pass "
+                    "outer_optimizer=functools.partial(torch.optim.SGD, lr=0.07, momentum=0.9, nesterov=True)"
+                )
+
     def check_members(self, count: int) -> None:
         """Raise ValueError if the quorum is larger than the number of members, counting a replica as one member."""
         if self.quorum > count:

@@ -34,7 +34,7 @@ from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.protocols.async_diloco.anchor import Anchor
 from asyncdist.protocols.async_diloco.arrivals import weight_of
 from asyncdist.protocols.async_diloco.blocks import Block, Captures, Layouts
-from asyncdist.protocols.async_diloco.holdings import HeldAnchor, Holdings, Outstanding, sources_of
+from asyncdist.protocols.async_diloco.holdings import HeldAnchor, Holdings, Outstanding, saved_outer, sources_of
 from asyncdist.protocols.async_diloco.islands.federation import Federation
 from asyncdist.protocols.async_diloco.member import AsyncMember
 from asyncdist.protocols.async_diloco.messages import Applied, Arrived
@@ -404,6 +404,9 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         if state["counts"] is not None:
+            with validation.reading_state(type(self).__name__):
+                if (outer := saved_outer(state)) is not None:
+                    self._own_options.check_saved(unpacked(outer[1])["outer"])
             self._saved = state
 
     def _take_saved(self) -> None:

@@ -33,6 +33,7 @@ from asyncdist.protocols.population_training.hyperparameters import Value
 from asyncdist.protocols.population_training.lineage import Lineage, LineageEntry
 from asyncdist.protocols.population_training.options import ELSEWHERE, ExploringOptions, PopulationTrainingOptions
 from asyncdist.protocols.population_training.settings import OptimizerSettings, load_moments
+from asyncdist.protocols.ranking import replacer_count
 from asyncdist.protocols.selective.messages import REPLACER, Assign, Frozen
 from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from asyncdist.protocols.selective.selection import SelectiveRules
@@ -189,8 +190,18 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
                 f"numbers of rounds for sub-populations of equal size, of at least {_SIZE_MIN} of "
                 f"the {len(ranks)} ranks",
             )
+        count = replacer_count(size, self._own_options.quantile)
+        if 3 * count > size:
+            validation.refuse(
+                "quantile",
+                self._own_options.quantile,
+                f"a share of which three times the rounded number of ranks fits into a sub-population of {size} ranks, "
+                "or 0",
+            )
         divided = tuple(tuple(ranks[first : first + size]) for first in range(0, len(ranks), size))
-        self._rules = replace(self._rules, periods=periods, sub_populations=divided)
+        self._rules = replace(
+            self._rules, periods=periods, sub_populations=divided, round_iterations=self.average_every
+        )
 
     def _place_of(self, rank: int) -> int:
         """Return the place of a rank's sub-population; 0 if there is one population."""

@@ -73,6 +73,7 @@ class RoundCoordinator:
         self._largest_iteration = -1
         self._acted_at_iteration: int | None = None
         self._decision_count = self._nonfinite_count = 0
+        self._last_number: int | None = None  # number of the round in which the last decision was made
         self._history = History()
         self._tell, self._ignore, self._broken = self._history.tell, self._history.ignore, self._history.broken
         self._note = self._history.note
@@ -361,12 +362,26 @@ class RoundCoordinator:
         self.trend.add(report.value for report in judged.values())
         self.blanks.add(report.value for report in judged.values())
         guests = self.migrants.usable(judged, now - self._rules.max_report_age_s)
-        decision = decide(values_of(judged), self._rules, values_of(guests), number=self._decision_count)
+        numbers = self._next_numbers()
+        decision = decide(values_of(judged), self._rules, values_of(guests), numbers=numbers)
         if decision is None or self._is_cooling_down():
             self._tell("{:.6f} decision {} over {}: no action", now, self._decision_count, sorted(usable))
             return
         self._acted_at_iteration = self._largest_iteration
         sends += self._course.start(decision, usable | guests if guests else usable, now)
+
+    def _next_numbers(self) -> range:
+        """Return the numbers of the rounds since the last decision.
+
+        They follow from the reported iterations, so that they continue under the next coordinator and after a resume.
+        A new coordinator begins with the first report that it has heard of the member with the most reports.
+        """
+        number = (self._largest_iteration + 1) // self._rules.round_iterations
+        last = self._last_number
+        if last is None:
+            last = max(0, number - max((member.report_count for member in self._members.values()), default=1))
+        self._last_number = max(number, last + 1)
+        return range(last + 1, self._last_number + 1)
 
     def _is_cooling_down(self) -> bool:
         """Return whether too few iterations of the fastest member have passed since the last round."""

@@ -36,6 +36,7 @@ SHARED_NBYTES_MIN: Final = 1 << 20
 #: Maximum number of models that a rank may send or receive if only the ranks of one host are reducers.
 _MODELS_MAX: Final = 2
 _NO_GUESTS: Final[Mapping[int, float]] = {}
+_NO_NUMBERS: Final = range(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +96,11 @@ class SelectiveRules(JudgingRules):
     #: Whether each replacer copies one of as many donors as there are replacers, instead of taking a common average.
     #: Then `averaging_strategy` is "best_only", and at most half of the participants are replaced.
     copies_one: bool = False
-    #: Number of decisions after which each sub-population evolves, and the ranks of each; empty if there are none.
+    #: Number of rounds after which each sub-population evolves, and the ranks of each; empty if there are none.
     periods: tuple[int, ...] = ()
     sub_populations: tuple[tuple[int, ...], ...] = ()
+    #: Number of iterations that count as one round of `periods`.
+    round_iterations: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +164,7 @@ def decide(
     rules: SelectiveRules,
     guests: Mapping[int, float] = _NO_GUESTS,
     *,
-    number: int = 0,
+    numbers: range = _NO_NUMBERS,
 ) -> Decision | None:
     """Return the donors and replacers for one set of metrics; None if no rank is to be replaced.
 
@@ -172,10 +175,10 @@ def decide(
         rules: Options of the policy. The cooldown is ignored, since the caller applies it.
         guests: Metric of each available rank of another island. These ranks are never replaced. A guest that is better
             than all replaced ranks becomes an additional donor.
-        number: Number of this decision, from 1, if there are sub-populations.
+        numbers: Numbers of the rounds since the previous decision, if there are sub-populations.
     """
     if rules.periods:
-        return _decide_apart(metrics, rules, number)
+        return _decide_apart(metrics, rules, numbers)
     count = replacer_count(len(metrics), rules.replacement_ratio)
     if rules.copies_one:
         count = min(count, len(metrics) // 2)
@@ -207,13 +210,13 @@ def decide(
     return Decision(tuple(chosen), replacers, tuple(chosen.values()), best, from_elsewhere)
 
 
-def _decide_apart(metrics: Mapping[int, float], rules: SelectiveRules, number: int) -> Decision | None:
+def _decide_apart(metrics: Mapping[int, float], rules: SelectiveRules, numbers: range) -> Decision | None:
     """Return the donors and replacers of the sub-populations that evolve in a decision; None if there are none."""
     parents = parents_of(
         metrics,
         rules.sub_populations,
         rules.periods,
-        number,
+        numbers,
         quantile=rules.replacement_ratio,
         metric_mode=rules.metric_mode,
     )

@@ -22,7 +22,7 @@ def parents_of(
     metrics: Mapping[int, float],
     sub_populations: Sequence[Sequence[int]],
     periods: Sequence[int],
-    number: int,
+    numbers: range,
     *,
     quantile: float,
     metric_mode: str,
@@ -32,13 +32,15 @@ def parents_of(
     Args:
         metrics: Metric of each participant.
         sub_populations: Ranks of each sub-population.
-        periods: Number of decisions after which each sub-population evolves.
-        number: Number of this decision, from 1.
+        periods: Number of rounds after which each sub-population evolves.
+        numbers: Numbers of the rounds since the previous decision: one for each report of the fastest rank. A
+            sub-population evolves if one of them is a multiple of its period.
         quantile: Share of a sub-population's participants that is replaced by its best ranks, and share that may copy
             migrants; at most 0.5.
     """
     best_first = list(reversed(order_worst_first(metrics, metric_mode)))
-    evolving = [place for place, period in enumerate(periods) if number % period == 0]
+    before, last = numbers.start - 1, numbers.stop - 1
+    evolving = [place for place, period in enumerate(periods) if last // period > before // period]
     ranked = {place: [rank for rank in best_first if rank in set(sub_populations[place])] for place in evolving}
     shares = {place: min(replacer_count(len(ranks), quantile), len(ranks) // 2) for place, ranks in ranked.items()}
     parents: dict[int, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -151,3 +152,18 @@ def test_a_rank_alone_steps_its_own_anchor() -> None:
         return own.model.weight[0, 0].item()
 
     assert ad.run_local(train, ranks=1) == [3.0]
+
+
+def test_a_run_with_the_former_default_names_it() -> None:
+    former = functools.partial(torch.optim.SGD, lr=0.07, momentum=0.9, nesterov=True)
+
+    async def save(world: ad.World) -> dict[str, Any]:
+        async with policy(outer_optimizer=former) as saved:
+            for _ in range(4):
+                await saved.step()
+        return saved.state_dict()
+
+    state = ad.run_local(save, ranks=1)[0]
+    policy(outer_optimizer=former).load_state_dict(state)
+    with pytest.raises(ValueError, match=naming("outer_optimizer", "lr=0.07, momentum=0.9, nesterov=True")):
+        policy().load_state_dict(state)

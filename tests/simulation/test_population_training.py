@@ -122,6 +122,19 @@ def test_sub_populations_of_other_sizes_are_refused(ranks: int, periods: tuple[i
     simulate(main, ranks=ranks, strict=True)
 
 
+def test_a_quantile_without_room_for_migrants_is_refused() -> None:
+    async def main(world: ad.World) -> None:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters())
+        policy = PopulationTrainingPolicy(
+            model, optimizer, average_every=2, hyperparameters={"lr": (1e-3, 1e-1)}, periods=(1, 2), quantile=0.5
+        )
+        with pytest.raises(ValueError, match=naming("quantile", 0.5, 4)):
+            await policy.__aenter__()
+
+    simulate(main, ranks=8, strict=True)
+
+
 def test_histories_follow_the_weights() -> None:
     plan = Plan(steps=(40,) * 4, options={"average_every": 2})
     _, record = run(plan)

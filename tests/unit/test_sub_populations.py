@@ -10,8 +10,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from protocols.selective.round.plan import Plan, unpack_plan
+from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.selection import SelectiveRules, decide
 from protocols.selective.sub_populations import parents_of
+
+
+def once(number: int) -> range:
+    return range(number, number + 1)
 
 
 def oracle(scores: Any, size: int, periods: tuple[int, ...], number: int) -> dict[int, int]:
@@ -44,10 +49,12 @@ def oracle(scores: Any, size: int, periods: tuple[int, ...], number: int) -> dic
 def test_parents_are_those_of_the_paper(seed: int, size: int, periods: list[int], number: int) -> None:
     scores = np.random.default_rng(seed).permutation(size * len(periods)).astype(float)
     ranks = [tuple(range(first, first + size)) for first in range(0, len(scores), size)]
-    found = parents_of(dict(enumerate(scores.tolist())), ranks, periods, number, quantile=0.25, metric_mode="max")
+    found = parents_of(dict(enumerate(scores.tolist())), ranks, periods, once(number), quantile=0.25, metric_mode="max")
     assert found == oracle(scores, size, tuple(periods), number)
     assert not found.keys() & set(found.values()), "no rank has two roles"
-    lower = parents_of(dict(enumerate((-scores).tolist())), ranks, periods, number, quantile=0.25, metric_mode="min")
+    lower = parents_of(
+        dict(enumerate((-scores).tolist())), ranks, periods, once(number), quantile=0.25, metric_mode="min"
+    )
     assert lower == found
 
 
@@ -65,7 +72,7 @@ def test_decisions_are_sound_for_any_reports(metrics: dict[int, float], number: 
         periods=(1, 2, 3),
         sub_populations=ranks,
     )
-    decision = decide(metrics, rules, number=number)
+    decision = decide(metrics, rules, numbers=once(number))
     if decision is None:
         return
     assert quantile > 0 and len(decision.parents) == len(decision.replacers)
@@ -80,8 +87,8 @@ def test_decisions_are_sound_for_any_reports(metrics: dict[int, float], number: 
 
 def test_one_sub_population_is_population_based_training() -> None:
     metrics = {rank: float(rank) for rank in range(8)}
-    assert parents_of(metrics, [tuple(range(8))], [1], 1, quantile=0.25, metric_mode="max") == {1: 7, 0: 6}
-    assert parents_of(metrics, [tuple(range(8))], [2], 1, quantile=0.25, metric_mode="max") == {}
+    assert parents_of(metrics, [tuple(range(8))], [1], once(1), quantile=0.25, metric_mode="max") == {1: 7, 0: 6}
+    assert parents_of(metrics, [tuple(range(8))], [2], once(1), quantile=0.25, metric_mode="max") == {}
 
 
 def test_a_plan_with_a_parent_that_gives_nothing_is_refused() -> None:
@@ -89,3 +96,23 @@ def test_a_plan_with_a_parent_that_gives_nothing_is_refused() -> None:
     assert unpack_plan(plan.packed()) == plan
     with pytest.raises(ValueError, match="must be a donor"):
         unpack_plan(plan._replace(parents=(5, 2)).packed())
+
+
+def test_a_period_that_has_passed_between_two_decisions_counts() -> None:
+    metrics = {rank: float(rank) for rank in range(4)}
+    for numbers, evolves in ((range(4, 6), False), (range(5, 9), True), (range(7, 12), False), (range(6, 30), True)):
+        found = parents_of(metrics, [tuple(range(4))], [6], numbers, quantile=0.25, metric_mode="max")
+        assert bool(found) == evolves, numbers
+
+
+def test_the_number_of_a_round_continues_under_a_new_coordinator() -> None:
+    """Round 6, in which ranks 4 to 7 evolve, is the third after a resume."""
+    divided = (tuple(range(4)), tuple(range(4, 8)))
+    settings: Any = {"averaging_strategy": "best_only", "copies_one": True, "replacement_ratio": 0.25, "quorum": 1.0}
+    rules = SelectiveRules(**settings, periods=(7, 6), sub_populations=divided, round_iterations=5)
+    coordinator = RoundCoordinator(range(8), rules)
+    for number in (4, 5, 6):
+        assert coordinator.statistics().rounds_decided == 0
+        for rank in range(8):
+            coordinator.on_report(rank, 5 * number - 1, float(rank), 0.1, 1.0 * number)
+    assert coordinator.statistics().rounds_decided == 1

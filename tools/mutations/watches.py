@@ -251,8 +251,8 @@ def decisions_watched(watch: Watch) -> Iterator[None]:
     """Check each report that the coordinator receives and each decision that it makes, within the block."""
     on_report = rounds.RoundCoordinator.on_report
 
-    def checked_decide(metrics: Mapping[int, float], rules: Any, *guests: Any) -> Any:
-        found = decide(metrics, rules, *guests)
+    def checked_decide(metrics: Mapping[int, float], rules: Any, *guests: Any, **facts: Any) -> Any:
+        found = decide(metrics, rules, *guests, **facts)
         watch.check_decision(metrics, rules, found)
         return found
 
