@@ -80,10 +80,12 @@ class JoinablePolicy(SpawnPolicy):
     async def _join(self) -> None:
         """Join the policy that runs on the other ranks, with its leader's state."""
         if not self.admits_restarted:
+            size = self._replicas.size
+            option, member = ("islands", "rank") if size == 1 else (f"replica_size={size}", "replica")
             raise LocalProtocolError(
-                f"{type(self).__name__} with replica_size={self._replicas.size} does not admit a restarted replica to "
-                "a running policy; the other replicas continue without it. To train with all replicas again, end the "
-                "job, and start it from its last checkpoint"
+                f"{type(self).__name__} with {option} does not admit a restarted {member} to a running policy; the "
+                f"other {member}s continue without it. To train with all {member}s again, end the job, and start it "
+                "from its last checkpoint"
             )
         # Other ranks must not count this rank as a member before it is admitted.
         was_admitted, self._services.is_admitted = self._services.is_admitted, False

@@ -10,6 +10,7 @@ import torch
 from support.facts import naming
 
 import asyncdist as ad
+from asyncdist.simulation import Kill, Restart, simulate
 from protocols import AsyncDiLoCoPolicy, StalenessWeight
 
 
@@ -167,3 +168,19 @@ def test_a_run_with_the_former_default_names_it() -> None:
     policy(outer_optimizer=former).load_state_dict(state)
     with pytest.raises(ValueError, match=naming("outer_optimizer", "lr=0.07, momentum=0.9, nesterov=True")):
         policy().load_state_dict(state)
+
+
+def test_islands_refuse_a_restarted_rank_by_their_name() -> None:
+    refusals: list[str] = []
+
+    async def train(world: ad.World) -> None:
+        try:
+            async with policy(islands=2) as training:
+                while training.iteration < 40:
+                    await training.step()
+                    await world.sleep(0.1)
+        except ad.LocalProtocolError as error:
+            refusals.append(str(error))
+
+    simulate(train, ranks=4, seed=1, faults=[Kill(3, 1.0), Restart(3, 1.5)])
+    assert len(refusals) == 1 and "AsyncDiLoCoPolicy with islands does not admit a restarted rank" in refusals[0]

@@ -274,7 +274,7 @@ def test_groups_of_mpi_are_agreed_on_as_they_were(tmp_path: Path, monkeypatch: p
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
     simulate(train, ranks=3, seed=3, record=tmp_path / "lacks")
     next((tmp_path / "lacks").glob("*-rank00001.record")).unlink()
-    with pytest.raises(RecordingError, match="a replay needs the recordings of all ranks, but rank 1 has none"):
+    with pytest.raises(RecordingError, match="a replay needs the recordings of all ranks, but rank 1 has no recording"):
         replay(train, recording=read_recording(tmp_path / "lacks"))
     simulate(train, ranks=3, seed=3, record=tmp_path / "twice")
     of_rank_1 = next((tmp_path / "twice").glob("*-rank00001.record"))

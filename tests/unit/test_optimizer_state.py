@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncdist.tensors.optimizers.loading import arranged, load_named, named_state
+from asyncdist.tensors.optimizers.loading import _warn_of_order, arranged, load_named, named_state
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
 
@@ -93,3 +93,29 @@ def test_a_state_in_another_form_is_not_rearranged() -> None:
     assert arranged(state, [["a", "b"]], [["a", "b"]]) is state
     with pytest.raises(ValueError, match="in the same order on all ranks, since its state has 'slow_state'"):
         arranged(state, [["a", "b"]], [["b", "a"]])
+
+
+def test_an_order_that_no_name_shows_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    _warn_of_order.cache_clear()
+    state = {"state": {}, "param_groups": [{"params": [0, 1]}]}
+    arranged(state, [["a", ""]], [["", "a"]])
+    assert not caplog.records
+    for _ in range(2):
+        arranged(state, [["", ""]], [["", ""]])
+    assert len(caplog.records) == 1 and "several parameters outside the model" in caplog.text
+
+
+def test_the_one_state_of_lbfgs_is_not_rearranged() -> None:
+    model = Four()
+    optimizer = torch.optim.LBFGS([model.a, model.b])
+    arranged(optimizer.state_dict(), [["a", "b"]], [["b", "a"]])  # it has no state yet
+
+    def closure() -> torch.Tensor:
+        loss = model.a.square().sum() + model.b.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="LBFGS must list its parameters in the same order"):
+        arranged(optimizer.state_dict(), [["a", "b"]], [["b", "a"]])

@@ -35,7 +35,7 @@ def made() -> tuple[RoundTransfers, Server, MemberRound]:
     entries = FlatState(model).entries
     layout = WireLayout(entries, range(len(entries)), names, 2, Float32(), None)
     fragment: Any = SimpleNamespace(layout=layout, version=0, holds_mean=False, is_frequent=True)
-    services: Any = SimpleNamespace(rank=0)
+    services: Any = SimpleNamespace(rank=0, shares_memory=False)
     server: Any = Server()
     transfers = RoundTransfers(services, server, [fragment], is_overlapped=False)
     own = MemberRound(1, 0, contribution=transfers.new_encoded(0))

@@ -6,10 +6,14 @@ orders, so the model's names of the parameters travel with the state.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+
+logger = logging.getLogger("asyncdist.tensors.optimizers.loading")
 
 _ALLOWED = "the optimizer must have the same parameters in its groups as the optimizer whose state it loads"
 
@@ -38,12 +42,15 @@ def arranged(
     Args:
         state: Result of ``state_dict()``.
         names: Names of the parameters in ``state``, by group.
-        own: Names of the parameters of the other optimizer, by group. Parameters without a name keep their order.
+        own: Names of the parameters of the other optimizer, by group. Parameters without a name keep their order; a
+            warning is logged if a group has several.
 
     Raises:
-        ValueError: The groups have different parameters, or the optimizer keeps a state of its own beside that of
-            torch, which may depend on the order.
+        ValueError: The groups have different parameters, or the state depends on their order: the optimizer keeps a
+            state of its own beside that of torch, or one state for all parameters, like LBFGS.
     """
+    if any(list(group).count("") > 1 for group in own):
+        _warn_of_order()
     if [*map(list, names)] == [*map(list, own)]:
         return state
     left = list(range(len(names)))
@@ -62,6 +69,11 @@ def arranged(
             f"the optimizer must list its parameters in the same order on all ranks, since its state has {other!r} in "
             "addition to that of torch, and cannot be rearranged"
         )
+    if state["state"] and any("line_search_fn" in group for group in state["param_groups"]):
+        raise ValueError(
+            "LBFGS must list its parameters in the same order as the optimizer whose state it loads, since it keeps "
+            "one state for all of them, which cannot be rearranged"
+        )
     groups: list[dict[str, Any]] = []
     moved: dict[int, int] = {}
     for group, place in zip(own, chosen, strict=True):
@@ -72,6 +84,14 @@ def arranged(
         kept = {key: value for key, value in found.items() if key not in ("params", "param_names")}
         groups.append({**kept, "params": list(range(first, first + len(indices)))})
     return {"state": {moved.get(key, key): value for key, value in state["state"].items()}, "param_groups": groups}
+
+
+@functools.cache  # one warning per process
+def _warn_of_order() -> None:
+    logger.warning(
+        "the optimizer has several parameters outside the model in one group. They have no names, so a loaded state is "
+        "given to them by their order: list them in the same order on all ranks and in all runs"
+    )
 
 
 def _in_order(indices: Sequence[int], names: Sequence[str], own: Sequence[str]) -> list[int]:
