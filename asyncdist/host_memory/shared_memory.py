@@ -18,10 +18,10 @@ import struct
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOKEN_NBYTES: Final = 16
 
@@ -122,13 +122,15 @@ def _create(token: bytes) -> int:
     return int(create(_name(token), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
 
 
-@torch.inference_mode(False)
 def _map(descriptor: int, nbytes: int) -> Tensor:
     """Map a file as an ordinary tensor. Uses torch, since mappings by Python's mmap keep descriptors open."""
+    import torch  # not at the top, since asyncdist.progress() must not import torch
+
     found = os.fstat(descriptor).st_size
     if found != nbytes:
         raise OSError(f"the shared memory must have {nbytes} bytes, got {found}")
     try:
-        return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
+        with torch.inference_mode(False):
+            return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
     except RuntimeError as error:
         raise OSError(f"the shared memory cannot be mapped: {error}") from error

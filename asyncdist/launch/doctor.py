@@ -403,7 +403,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
 
 
 def _find_obstacle_to_ringing() -> str | None:
-    from asyncdist.transports import doorbell  # imports torch
+    from asyncdist.transports import doorbell
 
     return doorbell.obstacle()
 

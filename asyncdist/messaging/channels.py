@@ -20,7 +20,7 @@ from typing import Any, Final, Generic
 from asyncdist.errors import AsyncdistError, BusyError, ClosedError, RankLostError
 from asyncdist.messaging import wire
 from asyncdist.messaging.demultiplexer import ChannelStatistics as ChannelStatistics, TagDemultiplexer
-from asyncdist.messaging.engine import yield_to_loop
+from asyncdist.messaging.engine import FAIRNESS_PERIOD, yield_to_loop
 from asyncdist.messaging.mailboxes import (
     Envelope as Envelope,
     HeldSend,
@@ -37,8 +37,6 @@ logger = logging.getLogger("asyncdist.messaging.channels")
 
 #: Number of times that ``receive`` tests for messages before it yields to the loop, in case a reply is about to arrive.
 HOT_TEST_COUNT: Final = 100
-#: After this number of sends or receives that did not wait, the next one yields to the loop.
-FAIRNESS_PERIOD: Final = 64
 #: Seconds during which the last messages of a lost sender may still arrive.
 LAST_MESSAGES_S: Final = 1.0
 

@@ -36,6 +36,8 @@ from asyncdist.waits import A_CONDITION, A_WAKE_UP, WaitId, WaitKind
 T = TypeVar("T")
 
 DRAIN_PASS_COUNT_MAX: Final = 1000
+#: After this number of sends, receives or waits that did not wait, the next one yields to the loop.
+FAIRNESS_PERIOD: Final = 64
 #: Maximum number of passes in one safe point that deliver only messages.
 TALK_PASS_COUNT_MAX: Final = 16
 #: Seconds after which a safe point makes no further passes.

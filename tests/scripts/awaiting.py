@@ -37,6 +37,10 @@ async def exchange(waits: Any) -> None:
         await waits.wait([sent, comm.Ibarrier()])
     await raises(ad.LocalProtocolError, "MPI.REQUEST_NULL", waits.waitany(receives))
 
+    receives = [comm.irecv(source=peer, tag=tag) for tag in (11, 12, 13)]
+    await waits.wait([comm.isend(tag, peer, tag) for tag in (11, 12, 13)] + [comm.Ibarrier()])
+    assert sorted([await waits.waitany(receives) for _ in receives]) == [(0, 11), (1, 12), (2, 13)]
+
     receive, send = comm.Recv_init(buffer, peer, tag=5), comm.Send_init(np.arange(3.0), peer, tag=5)
     await raises(ad.LocalProtocolError, "inactive", waits.wait(receive))
     for _ in range(2):

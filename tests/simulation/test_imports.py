@@ -24,9 +24,18 @@ def fresh(code: str) -> str:
 
 
 @pytest.mark.workers
-@pytest.mark.parametrize("module", ["asyncdist", "asyncdist.cli", "asyncdist.pytest_plugin"])
-def test_nothing_heavy_is_imported_before_it_is_used(module: str) -> None:
-    loaded = set(fresh(f"import {module}, sys; print(*sys.modules)").split())
+@pytest.mark.parametrize(
+    ("module", "use"),
+    [
+        ("asyncdist", ""),
+        ("asyncdist.cli", ""),
+        ("asyncdist.pytest_plugin", ""),
+        ("asyncdist", "import asyncio; asyncio.run(asyncdist.progress().__aenter__())"),
+    ],
+    ids=["asyncdist", "cli", "pytest_plugin", "progress"],
+)
+def test_nothing_heavy_is_imported_before_it_is_used(module: str, use: str) -> None:
+    loaded = set(fresh(f"import {module}, sys; {use}\nprint(*sys.modules)").split())
     assert module in loaded and not loaded & HEAVY
 
 

@@ -2,8 +2,9 @@
 
 - :class:`MpiOperation` calls ``test`` of an ``mpi4py.MPI.Request``. MPI_Request_get_status would leave the request
   unchanged, but Open MPI 5 does not detect the death of a peer in it, and MPICH 5 makes persistent requests inactive.
-- :class:`WorkOperation` calls ``is_completed`` of a ``torch.distributed.Work``. Works of gloo's ``isend`` and ``irecv``
-  complete only inside ``wait`` (pytorch#30723), which a thread calls.
+- :class:`WorkOperation` calls ``is_completed`` of a ``torch.distributed.Work``, and then ``wait`` once, which raises
+  the work's error and orders the device's stream after the work. Works of gloo's ``isend`` and ``irecv`` complete only
+  inside ``wait`` (pytorch#30723), which a thread calls.
 - :class:`EventOperation` calls ``query`` of a device event.
 
 The modules mpi4py and torch are not imported here: without them, the user's program has none of their requests.
@@ -109,7 +110,7 @@ class Operation:
         """Do nothing, since only the program cancels its requests."""
 
     def is_outdated(self) -> bool:
-        """Return whether the program has started the request again since it completed, which persistent ones allow."""
+        """Return whether the program has started the request again, or recorded the event again, since it completed."""
         return False
 
     def check_status(self, status: Any) -> None:
@@ -222,28 +223,31 @@ class WorkOperation(Operation):
     """Tests a work of torch.distributed, in a thread of its own if the work completes only inside ``wait``."""
 
     def __init__(self, work: Any, ring: Callable[[], None]) -> None:
-        waits_in_thread = not work.is_completed() and _completes_in_wait(work)
-        super().__init__(_A_WORK, rings=waits_in_thread)
+        is_polled = not _completes_in_wait(work)
+        # A second wait for a gloo send or receive would never return; the first one has raised its error.
+        has_ended = not is_polled and work.is_completed()
+        super().__init__(_A_WORK, rings=not is_polled and not has_ended)
         self._work = work
         self._ring = ring
-        self._has_ended = False
-        if waits_in_thread:
+        self._is_polled = is_polled
+        self._has_ended = has_ended
+        if self.rings:
             threading.Thread(target=self._run, name="asyncdist-work", daemon=True).start()
 
     def test(self) -> bool:
-        if self.rings:
-            return self._has_ended
-        if not self._work.is_completed():
-            return False
-        self.error = self._work.exception()  # a second wait for a gloo send or receive would never return
-        return True
+        if self._is_polled and not self._has_ended and self._work.is_completed():
+            self._wait()
+        return self._has_ended
 
-    def _run(self) -> None:
+    def _wait(self) -> None:
         try:
             self._work.wait()
         except Exception as error:
             self.error = error
         self._has_ended = True
+
+    def _run(self) -> None:
+        self._wait()
         self._ring()
 
 
@@ -269,3 +273,6 @@ class EventOperation(Operation):
         except Exception as error:
             self.error = error
             return True
+
+    def is_outdated(self) -> bool:
+        return not self.test()

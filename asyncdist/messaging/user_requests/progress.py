@@ -66,22 +66,24 @@ class Progress:
                 to asyncdist; or the call runs on another event loop.
             ClosedError: The block of ``progress()`` has ended.
 
-        If a request of a list fails, its error is raised after all have completed.
+        If a request of a list fails, its error is raised after all have completed. The results of the others stay
+        stored: wait for each of them again, one by one.
         """
         return self._requests.wait(request, status)
 
     def waitany(self, requests: Sequence[Any], status: Any = None) -> Coroutine[Any, Any, tuple[int, Any]]:
         """Wait until one request of a list has completed; return its index and the value that :meth:`wait` returns.
 
-        MPI requests that are MPI.REQUEST_NULL are skipped, as in MPI, so a loop may pass the same list repeatedly.
-        Remove completed works, events and persistent requests from the list.
+        MPI requests whose results were returned are skipped, as in MPI, so a loop may pass the same list repeatedly.
+        Count the results to end the loop: ``bool(request)`` may be False before the result was returned. Remove
+        completed works, events and persistent requests from the list; inactive persistent requests are refused.
 
         Args:
             requests: List of one or more requests; see :meth:`wait`.
             status: ``MPI.Status`` to be filled by the completed MPI request.
 
         Raises:
-            LocalProtocolError: All requests are MPI.REQUEST_NULL; or another reason of :meth:`wait`.
+            LocalProtocolError: The results of all MPI requests were returned; or another reason of :meth:`wait`.
             TypeError, mpi4py.MPI.Exception, RuntimeError, ClosedError: As in :meth:`wait`.
         """
         return self._requests.waitany(requests, status)

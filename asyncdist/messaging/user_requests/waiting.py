@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import types
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from typing import Any, Final
 
 from asyncdist import validation
 from asyncdist.errors import ClosedError, LocalProtocolError
-from asyncdist.messaging.channels import FAIRNESS_PERIOD
-from asyncdist.messaging.engine import Engine, yield_to_loop
+from asyncdist.messaging.engine import FAIRNESS_PERIOD, Engine
 from asyncdist.messaging.user_requests.operations import Operation, is_mpi_request, operation_of
 
 #: Requests that had not completed when their waits were given up. MPI or a thread may still use their buffers, which
@@ -61,7 +61,7 @@ class RequestWaiter:
         return (self._wait_for_all if isinstance(request, (list, tuple)) else self._wait_for)(request, status)
 
     async def _wait_for_all(self, request: Sequence[Any], status: Any) -> list[Any]:
-        self._check()
+        await self._begin()
         statuses = [None] * len(request) if status is None else status
         if not isinstance(statuses, (list, tuple)) or len(statuses) != len(request):
             validation.refuse("status", status, f"None or a list of {len(request)} items", TypeError)
@@ -70,18 +70,24 @@ class RequestWaiter:
             while not awaited.is_complete:
                 await self._park((awaited,))
         for awaited in all_awaited:
-            self._awaited.pop(id(awaited.request), None)
-        return [each.operation.result(to_fill) for each, to_fill in zip(all_awaited, statuses, strict=True)]
+            if awaited.operation.error is not None:
+                self._take(awaited, None)  # raises the error; the results of the other requests stay stored
+        return [self._take(each, to_fill) for each, to_fill in zip(all_awaited, statuses, strict=True)]
 
     async def waitany(self, requests: Sequence[Any], status: Any = None) -> tuple[int, Any]:
         """Wait until a request of the list has completed; return its index and its result.
 
         **Cancellation**: as for :meth:`wait`.
         """
-        self._check()
+        await self._begin()
         if not isinstance(requests, (list, tuple)) or not requests:
             validation.refuse("requests", requests, "a list of one or more requests", TypeError)
-        usable = [i for i, each in enumerate(requests) if not _is_null(each)] or [0]
+        for i, request in enumerate(requests):  # first, since an inactive persistent request raises an error below
+            found = self._find(request, status)
+            if found is not None and found.is_complete:
+                return i, self._take(found, status)
+        # The handle of a stored MPI request is null if MPI has completed it since.
+        usable = [i for i, each in enumerate(requests) if id(each) in self._awaited or not _is_null(each)] or [0]
         awaited = {i: self._await(requests[i], status) for i in usable}
         while True:
             for i, each in awaited.items():
@@ -102,18 +108,13 @@ class RequestWaiter:
         _NEVER_COMPLETED.extend(unfinished)
         self._awaited.clear()
         names = Counter(
-            f"{each.operation.what}{', completed after its wait was cancelled' if each.is_complete else ''}"
-            for each in left
+            f"{each.operation.what}{', whose result no wait has returned' if each.is_complete else ''}" for each in left
         )
         return ", ".join(f"{count} x {name}" for name, count in names.items()) or None
 
     async def _wait_for(self, request: object, status: Any) -> Any:
         """Wait for one request. A new request is tested several times before its task yields to the loop."""
-        self._check()
-        self._since_yield_count += 1
-        if self._since_yield_count >= FAIRNESS_PERIOD:
-            self._since_yield_count = 0
-            await yield_to_loop()
+        await self._begin()
         awaited = self._find(request, status)
         if awaited is None:
             operation = operation_of(request, status, self._ring)
@@ -121,11 +122,16 @@ class RequestWaiter:
                 return operation.result(status)
             awaited = self._watch(request, operation)
         while not awaited.is_complete:
-            self._since_yield_count = 0
             await self._park((awaited,))
         return self._take(awaited, status)
 
-    def _check(self) -> None:
+    @types.coroutine
+    def _begin(self) -> Generator[None, None, None]:
+        """Begin a call: let other tasks run after many waits for completed requests, and check that it is allowed."""
+        self._since_yield_count += 1
+        if self._since_yield_count >= FAIRNESS_PERIOD:
+            self._since_yield_count = 0
+            yield
         if self._is_closed:
             raise ClosedError(f"{self._owner} is closed: wait for requests while it is open")
         if asyncio.get_running_loop() is not self._engine.loop:
@@ -136,7 +142,7 @@ class RequestWaiter:
         return self._find(request, status) or self._watch(request, operation_of(request, status, self._ring))
 
     def _find(self, request: object, status: Any) -> _Awaited | None:
-        """Return the entry of a request for which an earlier wait was cancelled; None for a new request."""
+        """Return the entry of a request whose result no wait has returned; None for a new request."""
         found = self._awaited.get(id(request))
         if found is None or (found.is_complete and found.operation.is_outdated()):
             return None
@@ -169,6 +175,7 @@ class RequestWaiter:
 
     async def _park(self, awaited: Sequence[_Awaited]) -> None:
         """Wait until one of the requests completes."""
+        self._since_yield_count = 0
         waiter: asyncio.Future[None] = asyncio.Future(loop=self._engine.loop)
         for each in awaited:
             each.waiters.append(waiter)
@@ -179,8 +186,10 @@ class RequestWaiter:
                 each.waiters.remove(waiter)
 
     def _take(self, awaited: _Awaited, status: Any) -> Any:
-        """Return the result of a completed request, or raise its error."""
-        self._awaited.pop(id(awaited.request), None)
+        """Return the result of a completed request, or raise its error. Then its entry is no longer stored."""
+        key = id(awaited.request)
+        if self._awaited.get(key) is awaited:  # it is not if the program has started the request again
+            del self._awaited[key]
         return awaited.operation.result(status)
 
 
